@@ -1,0 +1,62 @@
+"""The room `allocate`: a total budget -> integers for each layer and kv head, summing exactly."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+__all__ = ["Allocator", "BudgetRequest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetRequest:
+    """What an allocator is asked.
+
+    Attributes:
+        total: (b,) int64 on the CPU: tokens for each row, over all `num_layers` layers and all kv heads.
+        capacity: (b, l, h) int64 on the CPU: tokens that each of the present layers' heads has.
+        floor: (b, l, h) int64 on the CPU: tokens that must stay (recents), at most `capacity`. Where the floors of a
+            row exceed its share, the floors win.
+        layers: which layers are present, 0-based among the `num_layers` that the plan compresses. One layer under the
+            scope "layer", all of them under "prompt".
+        num_layers: layers that the plan compresses.
+        scores: for each present layer (b, h, n) float32, -inf where no token is, +inf for tokens that must stay; None
+            where not needed.
+        row_tokens: (b,) int64 on the CPU: real tokens that each row has seen, the most that a head of an absent layer
+            can hold. None: absent layers hold what a present one does, which is so at prefill.
+    """
+
+    total: Tensor
+    capacity: Tensor
+    floor: Tensor
+    layers: tuple[int, ...]
+    num_layers: int
+    scores: Sequence[Tensor] | None = None
+    row_tokens: Tensor | None = None
+
+
+class Allocator(ABC):
+    """One way to split a budget. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
+
+    Contract: the result lies between floor and capacity; for each row it sums to the share of the present layers
+    (all of `total` when all layers are present) whenever floors and capacities allow that sum; what a clamp cuts off
+    goes to others; more total never gives a smaller sum.
+
+    Attributes:
+        scope: "layer" or "prompt", as for scorers.
+        needs_scores: whether `scores` must be given.
+        even_heads: all heads of a layer get the same where they hold the same, so that a layer stays one dense block.
+            The sum is then the largest multiple of h within the share.
+    """
+
+    scope: ClassVar[str] = "layer"
+    needs_scores: ClassVar[bool] = False
+    even_heads: ClassVar[bool] = False
+
+    @abstractmethod
+    def allocate(self, request: BudgetRequest) -> Tensor:
+        """(b, l, h) int64 on the CPU: tokens for each present layer and kv head."""

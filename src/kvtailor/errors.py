@@ -1,0 +1,50 @@
+"""Every error that kvtailor raises on purpose: what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = ["CacheMisuse", "KvtailorError", "PlanError", "UnknownName", "UnsupportedModel", "suggest"]
+
+
+class KvtailorError(Exception):
+    """Base of all errors raised on purpose, so that one `except` catches them and nothing else."""
+
+
+class PlanError(KvtailorError, ValueError):
+    """A plan that cannot be run. Holds all of its faults at once, each a whole sentence.
+
+    Attributes:
+        faults: the sentences, in the order in which a reader of the plan meets them.
+    """
+
+    def __init__(self, plan: str, faults: Sequence[str]):
+        self.faults = tuple(faults)
+        head = f"the plan {plan!r} has {len(self.faults)} fault{'s' if len(self.faults) != 1 else ''}:"
+        super().__init__("\n  - ".join([head, *self.faults]))
+
+
+class UnknownName(KvtailorError, LookupError):
+    """A name that no room knows; carries the nearest names that exist."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]):
+        self.name = name
+        super().__init__(f"there is no {kind} named {name!r}{suggest(name, known)}")
+
+
+class UnsupportedModel(KvtailorError, ValueError):
+    """A model, or a way of loading it, that kvtailor refuses before any work."""
+
+
+class CacheMisuse(KvtailorError, RuntimeError):
+    """A cache used in a way that would give a silently wrong answer."""
+
+
+def suggest(name: str, known: Iterable[str], limit: int = 3) -> str:
+    """The tail of a message about an unknown name: near names if any, else all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
+    if near:
+        return "; did you mean " + " or ".join(repr(n) for n in near) + "?"
+    return "; known: " + ", ".join(names) if names else ""

@@ -1,0 +1,83 @@
+"""The attention function that every layer of the model calls, and how it finds the cache.
+
+`past_key_values` never reaches an attention function. So a compressed layer's `update` gives the model, in place of keys,
+an object that carries the layer as an attribute; the function reads it and asks the layer. The values in it are NaN: where
+some other attention runs on it after all, the output says so at once instead of being silently wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.hf.mask import LazyMask, lazy_mask
+
+__all__ = ["HANDLE", "NAME", "attention", "register"]
+
+NAME = "kvtailor"
+HANDLE = "_kvtailor_layer"
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | LazyMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, in the signature of transformers' `AttentionInterface`.
+
+    Args:
+        module: the model's attention layer.
+        query: (b, q, t, d) post-RoPE.
+        key, value: what the cache's `update` gave. Without the handle (no cache, transformers' own cache, or one of the
+            model's sliding-window layers) this is transformers' own sdpa.
+        attention_mask: a `LazyMask`, a user's 4-D tensor, or None.
+        scaling: factor before the softmax; None for 1 / sqrt(d).
+
+    Returns:
+        (b, t, q, dv), and no attention weights.
+    """
+    layer = getattr(key, HANDLE, None)
+    if layer is None:
+        mask = attention_mask.dense() if isinstance(attention_mask, LazyMask) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    for name, what in (("softcap", "softcapped attention logits"), ("s_aux", "learned attention sinks")):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(f"{type(module).__name__} asks for {what} ({name}=), which kvtailor does not support")
+    if dropout:
+        raise CacheMisuse("a compressed cache is for inference: the model asks for dropout; call model.eval() first")
+    layer.check_model(module)
+    factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        output = layer.attend(query.to(layer.dtype), attention_mask, factor).to(query.dtype)
+    if query.requires_grad and torch.is_grad_enabled():
+        output = _Ungraded.apply(output, query)
+    return output.transpose(1, 2).contiguous(), None
+
+
+class _Ungraded(torch.autograd.Function):
+    """Lets a forward run with gradients on, and refuses the backward that would be wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise CacheMisuse("a compressed cache is for inference: there is no gradient through what it evicted or encoded")
+
+
+def register() -> None:
+    """Makes the name "kvtailor" known to transformers. Nothing changes for models that do not ask for it."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, lazy_mask)

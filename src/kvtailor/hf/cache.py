@@ -1,0 +1,357 @@
+"""The cache that a user hands to `model.generate()`: transformers' `Cache`, made of our layers.
+
+Outside it speaks of tokens *seen* (positions, slicing of inputs, mask sizes); inside each layer holds what its plan left.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.attention import HANDLE, NAME, register
+from kvtailor.hf.geometry import Geometry, check
+from kvtailor.hf.mask import LazyMask, TensorMask
+from kvtailor.layer import LayerState
+from kvtailor.ledger import Entry, Ledger
+from kvtailor.plan import Plan
+from kvtailor.route import Route
+from kvtailor.types import Visibility
+
+__all__ = ["CompressedLayer", "KvCache", "WindowLayer", "cache_for"]
+
+
+def cache_for(model: Any, plan: str | Plan) -> KvCache:
+    """A cache that compresses by a plan, to be handed to the model as `past_key_values`.
+
+    ```python
+    cache = kvtailor.cache_for(model, "snapkv + adakv @ tokens=1024")
+    output = model.generate(**inputs, past_key_values=cache)
+    ```
+
+    The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which is transformers' own sdpa for
+    every other cache, so that it can stay on.
+
+    Args:
+        model: a transformers decoder-only model.
+        plan: one line or a `Plan`.
+
+    Raises:
+        PlanError: with all faults of the plan.
+        UnsupportedModel: for a model that cannot be compressed, before anything is changed.
+    """
+    parsed = Plan.parse(plan) if isinstance(plan, str) else plan
+    check(model, NAME)
+    register()
+    config = model.config.get_text_config(decoder=True)
+    cache = KvCache(parsed, Geometry.of(model.config), config)
+    if config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+    return cache
+
+
+class _Same:
+    """Keeps an object as itself through a deep copy of what refers to it."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Same:
+        return self
+
+
+class CompressedLayer(CacheLayerMixin):
+    """One layer that the plan compresses, as transformers' `Cache` drives it.
+
+    Attributes:
+        record_past: a forward may be rolled back by `crop` (transformers' name).
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: KvCache, state: LayerState, layer_idx: int):
+        super().__init__()
+        self.cache, self.state, self.layer_idx = cache, state, layer_idx
+        self._module: weakref.ref[Any] | None = None
+
+    @property
+    def record_past(self) -> bool:
+        """Forwards wait for a crop before anything is evicted or encoded."""
+        return self.state.recording
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        self.state.recording = on
+
+    def activate_past_recording(self) -> None:
+        """From now on each forward waits for `crop` before anything is evicted or encoded."""
+        self.state.recording = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Remembers dtype and device of the first keys."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes new keys (b, h, t, d) and values, and gives the handle by which the attention finds this layer."""
+        # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
+        key_states = key_states.to(value_states.dtype)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif key_states.dtype != self.dtype or key_states.device != self.device:
+            raise CacheMisuse(
+                f"this cache holds {self.dtype} on {self.device}, and got keys of {key_states.dtype} on {key_states.device}; "
+                "use a new cache after moving or casting the model"
+            )
+        self.cache.expect_attention(self.layer_idx)
+        self.cache.route.append(self.state, key_states, value_states)
+        b, h, _, d = key_states.shape
+        keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, self.state.seen, d)
+        values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, self.state.seen, value_states.shape[-1])
+        setattr(keys, HANDLE, self)
+        return keys, values
+
+    def check_model(self, module: torch.nn.Module) -> None:
+        """Raises where another model's attention layer calls than the one that this layer belongs to."""
+        bound = None if self._module is None else self._module()
+        if bound is None:
+            if getattr(module, "config", None) is not self.cache.config.value:
+                raise CacheMisuse(
+                    f"this cache was made for another model than the {type(module).__name__} that is using it; make one for "
+                    "this model with kvtailor.cache_for(model, plan)"
+                )
+            self._module = weakref.ref(module)
+        elif bound is not module:
+            raise CacheMisuse(
+                f"layer {self.layer_idx} of this cache is in use by another model; make a cache for each model"
+            )
+
+    def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
+        """Attention of the new tokens (b, q, t, d) over what this layer holds, then the walk. (b, q, t, dv)."""
+        self.cache.attention_came(self.layer_idx)
+        new, seen = query.shape[2], self.state.seen
+        visible: Visibility
+        if mask is None:
+            visible = LazyMask.causal(query.shape[0], new, seen - new, query.device)
+        elif isinstance(mask, LazyMask):
+            visible = mask
+        else:
+            visible = TensorMask.of(mask, new, seen)
+        if visible.first_column + visible.new_tokens != seen or visible.new_tokens != new:
+            raise CacheMisuse(
+                f"the mask is for {visible.new_tokens} tokens after {visible.first_column}, and the cache has seen {seen - new} "
+                f"tokens before these {new}; was the cache used outside of the model between?"
+            )
+        self.cache.check_padding(self.layer_idx, visible)
+        return self.cache.route.attend(self.state, query, visible, scaling)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included, whatever is held."""
+        return self.state.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask that transformers makes: all tokens seen and the new ones."""
+        return self.state.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        """Forgets everything; the layer may then serve another batch."""
+        self.state.reset()
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Takes back the newest tokens; a recorded forward is then compressed.
+
+        Args:
+            tokens_to_remove: minus the number of tokens, 0 to take back none.
+        """
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
+        self.cache.route.commit(self.state, rejected=count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was."""
+        self.state.select_rows(beam_idx.to(torch.int64))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, next to itself."""
+        self.state.select_rows(torch.arange(self.state.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows, given as indices or as a boolean mask."""
+        self.state.select_rows(torch.arange(self.state.rows)[indices.cpu()])
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """A layer with the model's own sliding window: transformers' layer, without the prompt that its views keep alive."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See transformers' `DynamicSlidingWindowLayer`."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self.keys.untyped_storage().nbytes() > self.keys.numel() * self.keys.element_size():
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return keys, values
+
+
+class KvCache(Cache):
+    """A cache that compresses by a plan. Made by `kvtailor.cache_for`; one for each conversation or batch.
+
+    Attributes:
+        plan: what it does.
+        geometry: of the model that it was made for.
+        route: the walk and the state of the compressed layers.
+    """
+
+    def __init__(self, plan: Plan, geometry: Geometry, config: Any):
+        self.plan, self.geometry, self.config = plan, geometry, _Same(config)
+        self.route = Route(plan, len(geometry.compressed), geometry.window_elements())
+        states = iter(self.route.states)
+        layers: list[Any] = [
+            CompressedLayer(self, next(states), i) if window is None else WindowLayer(sliding_window=window)
+            for i, window in enumerate(geometry.windows)
+        ]
+        super().__init__(layers=layers)
+        self._awaiting: int | None = None
+        self._real: Tensor | None = None
+        self._warned = False
+        if not geometry.compressed and (plan.evicts or plan.encode.block):
+            warnings.warn(
+                f"all {geometry.layers} layers of this {geometry.model_type} have a sliding window of the model's own, so the plan "
+                f"{plan} has nothing to compress",
+                stacklevel=3,
+            )
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen, padding included."""
+        return int(self.layers[0].get_seq_length()) if self.layers else 0
+
+    def held(self) -> Tensor:
+        """(b, l, h) int64: tokens held by each row, compressed layer and kv head; b is 0 before the first token."""
+        if not self.route.states or self.route.states[0].rows == 0:
+            return torch.zeros((0, len(self.route.states), self.geometry.kv_heads), dtype=torch.int64)
+        return torch.stack([state.counts() for state in self.route.states], 1)
+
+    def ledger(self) -> Ledger:
+        """What this cache costs now, read from its storages."""
+        entries: list[Entry] = []
+        states = iter(self.route.states)
+        rows = element = 0
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, CompressedLayer):
+                state = next(states)
+                entries += state.entries(index, self.plan.store)
+                if state.tail is not None and layer.is_initialized:
+                    rows, element = state.rows, layer.dtype.itemsize
+            elif layer.is_initialized and layer.keys is not None:
+                held = {"keys": layer.keys, "values": layer.values}
+                form = sum(t.numel() * t.element_size() for t in held.values())
+                entries.append(Entry(layer=index, room="window", tensors=held, closed_form=form))
+                rows, element = layer.keys.shape[0], layer.keys.element_size()
+        if self._real is not None:
+            entries.append(Entry(layer=0, room="observe", tensors={"real": self._real}, closed_form=self._real.numel()))
+        counts = self.held()
+        return Ledger.of(
+            entries,
+            layers=len(self.layers),
+            full=self.geometry.full_bytes(rows, self.seen, element),
+            seen=self.seen,
+            held=float(counts.double().mean()) if counts.numel() else None,
+        )
+
+    def save(self, path: Any) -> None:
+        """Writes the compressed cache to one safetensors file; see `kvtailor.load_cache`."""
+        from kvtailor.hf.saving import save
+
+        save(self, path)
+
+    def reset(self) -> None:
+        """Forgets everything; the cache may then serve another batch of the same model."""
+        for layer in self.layers:
+            layer.reset()
+        self._awaiting = self._real = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was (beam search)."""
+        super().reorder_cache(beam_idx)
+        if self._real is not None:
+            self._real = self._real.index_select(0, beam_idx.to(self._real.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, next to itself."""
+        super().batch_repeat_interleave(repeats)
+        if self._real is not None:
+            self._real = self._real.repeat_interleave(repeats, 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows, given as indices or as a boolean mask."""
+        super().batch_select_indices(indices)
+        if self._real is not None:
+            self._real = self._real[indices.to(self._real.device)]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens; `tokens_to_remove` is minus their number."""
+        super().crop(tokens_to_remove)
+        if self._real is not None:
+            self._real = self._real[:, : self.seen].clone()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen by a layer."""
+        self.expect_attention(None)
+        return int(super().get_seq_length(layer_idx))
+
+    def expect_attention(self, layer_idx: int | None) -> None:
+        """Raises where the last update was never attended through kvtailor, then awaits the attention of a layer."""
+        if self._awaiting is not None:
+            raise CacheMisuse(
+                f"layer {self._awaiting} updated this cache, but its attention never asked for it, so its output is not to be "
+                f"trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for sets and something "
+                "has changed since"
+            )
+        self._awaiting = layer_idx
+
+    def attention_came(self, layer_idx: int) -> None:
+        """The attention of the awaited layer asked for it."""
+        if self._awaiting != layer_idx:
+            raise CacheMisuse(f"the attention of layer {layer_idx} asked for its cache twice, or without an update")
+        self._awaiting = None
+
+    def check_padding(self, layer_idx: int, visible: Visibility) -> None:
+        """Raises where a column that was padding is a token now: what was dropped as padding cannot come back."""
+        if layer_idx != self.geometry.compressed[0]:
+            return
+        self._warn_of_positions()
+        before, now = self._real, visible.real
+        if before is not None:
+            columns = before.shape[1]
+            if now is None or bool((now[:, :columns] & ~before).any()):
+                raise CacheMisuse(
+                    "attention_mask shows tokens that were padding when this cache saw them; pass the mask of the whole "
+                    f"conversation ({visible.first_column + visible.new_tokens} columns) with the same padding"
+                )
+        if now is not None:
+            self._real = now.clone()
+
+    def _warn_of_positions(self) -> None:
+        limit = self.geometry.max_positions
+        if limit is not None and self.seen > limit and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the cache has now seen {self.seen} tokens, and this {self.geometry.model_type} was made for {limit} positions; "
+                "compression keeps the original positions, so the model is beyond what it was trained on",
+                stacklevel=2,
+            )

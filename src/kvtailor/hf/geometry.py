@@ -1,0 +1,137 @@
+"""What kvtailor must know of a model, read from its configuration; and the models that it refuses, each in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvtailor.errors import UnsupportedModel
+
+__all__ = ["Geometry", "check", "refusal"]
+
+_SEES_ALL, _WINDOWED = "full_attention", "sliding_attention"
+# Their attention changes keys or values between the cache and the attention function, where the hand-over would be lost.
+_CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Shapes of a model's cache.
+
+    Attributes:
+        layers: attention layers of the decoder.
+        compressed: the layers that see all tokens, which a plan compresses.
+        windows: for each layer the model's own sliding window in tokens, None where it sees all.
+        q_heads, kv_heads: query heads and kv heads of each layer.
+        head_dim: size of a key and of a value.
+        max_positions: the positions the model was made for; None if it does not say.
+        model_type: transformers' name of the architecture.
+    """
+
+    layers: int
+    compressed: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int | None
+    model_type: str
+
+    @classmethod
+    def of(cls, config: Any) -> Geometry:
+        """The geometry of a transformers configuration.
+
+        Raises:
+            UnsupportedModel: for what kvtailor does not support; the message says which and why.
+        """
+        sentence = refusal(config)
+        if sentence is not None:
+            raise UnsupportedModel(sentence)
+        text = config.get_text_config(decoder=True)
+        windows = tuple(
+            text.sliding_window if kind == _WINDOWED else None for kind in _layer_types(text)
+        )
+        heads = text.num_attention_heads
+        return cls(
+            layers=len(windows),
+            compressed=tuple(i for i, window in enumerate(windows) if window is None),
+            windows=windows,
+            q_heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            max_positions=getattr(text, "max_position_embeddings", None),
+            model_type=text.model_type,
+        )
+
+    def window_elements(self) -> int:
+        """Elements of one row that the model's own windows hold once they are full."""
+        return sum(2 * (window - 1) * self.kv_heads * self.head_dim for window in self.windows if window is not None)
+
+    def full_bytes(self, rows: int, seen: int, element_size: int) -> int:
+        """Bytes of keys and values of `seen` tokens of `rows` rows without compression."""
+        slots = sum(seen if window is None else min(seen, window - 1) for window in self.windows)
+        return 2 * rows * slots * self.kv_heads * self.head_dim * element_size
+
+
+def refusal(config: Any) -> str | None:
+    """Why a model of this configuration is refused, as a sentence; None where it is supported."""
+    name = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder model; kvtailor compresses the cache of decoder-only models"
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        return f"{name} uses multi-head latent attention (MLA), whose cache is already a latent; kvtailor does not support it"
+    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+        return f"{name} has no attention heads in its configuration: a recurrent model has no KV cache to compress"
+    unknown = sorted(set(_layer_types(text)) - {_SEES_ALL, _WINDOWED})
+    if unknown:
+        return f"{name} has layers of kind {', '.join(unknown)}; kvtailor supports full and sliding-window attention layers"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return f"{name} shares keys and values between layers; kvtailor does not support that yet"
+    if getattr(text, "attn_logit_softcapping", None):
+        return f"{name} caps its attention logits (softcapping); kvtailor does not support that yet"
+    if name in _CHANGES_STATES or text.model_type in _CHANGES_STATES:
+        return f"{name} changes keys or values between cache and attention; kvtailor does not support that"
+    if getattr(text, "is_causal", True) is False:
+        return f"{name} is configured for bidirectional attention; a KV cache needs causal attention"
+    if getattr(text, "add_cross_attention", False):
+        return f"{name} is configured with cross-attention layers; kvtailor supports self-attention only"
+    return None
+
+
+def check(model: Any, own_name: str) -> None:
+    """Raises `UnsupportedModel` for a model that cannot use kvtailor's cache as it was loaded.
+
+    Args:
+        model: a transformers causal language model.
+        own_name: the name under which kvtailor's attention is registered.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedModel(f"expected a transformers causal language model, and got a {type(model).__name__}")
+    name = config.model_type
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModel(f"{name} keeps a recurrent state; a recurrent model has no KV cache to compress")
+    sentence = refusal(config)
+    if sentence is not None:
+        raise UnsupportedModel(sentence)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} does not take its attention from transformers' AttentionInterface, which kvtailor needs")
+    if any(parameter.endswith(".sinks") for parameter, _ in model.named_parameters()):
+        raise UnsupportedModel(f"{name} has learned attention sinks; kvtailor does not support them yet")
+    asked = config.get_text_config(decoder=True)._attn_implementation
+    if asked not in (None, "sdpa", "eager", own_name):
+        raise UnsupportedModel(
+            f"this model was loaded with attn_implementation={asked!r}, and kvtailor's cache comes with an attention of its "
+            f"own; load the model without attn_implementation, or call model.set_attn_implementation('sdpa') first"
+        )
+
+
+def _layer_types(text: Any) -> list[str]:
+    types = getattr(text, "layer_types", None)
+    if types is not None:
+        return list(types)
+    windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    chunked = getattr(text, "attention_chunk_size", None) is not None
+    kind = _WINDOWED if windowed else "chunked_attention" if chunked else _SEES_ALL
+    return [kind] * text.num_hidden_layers

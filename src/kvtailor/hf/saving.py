@@ -1,0 +1,115 @@
+"""A compressed cache as one safetensors file: what is held, encoded as it is, and the plan that goes on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.cache import CompressedLayer, KvCache, cache_for
+
+__all__ = ["load_cache", "save"]
+
+_FORMAT = "kvtailor-cache-1"
+
+
+def save(cache: KvCache, path: str | os.PathLike[str]) -> None:
+    """Writes a cache. The file appears whole or not at all.
+
+    Args:
+        cache: not between a recorded forward and its crop.
+        path: of the file; one that exists is replaced.
+    """
+    fields: list[Any] = []
+    tensors: dict[str, Tensor] = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, CompressedLayer):
+            own, kept = layer.state.state()
+            fields.append({**own, "dtype": str(layer.dtype).removeprefix("torch.") if layer.is_initialized else None})
+        else:
+            kept = {} if layer.keys is None else {"keys": layer.keys, "values": layer.values}
+            fields.append({"seen": layer.get_seq_length()})
+        tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
+    if cache._real is not None:
+        tensors["real"] = cache._real
+    metadata = {
+        "format": _FORMAT,
+        "plan": str(cache.plan),
+        "plan_hash": cache.plan.hash,
+        "geometry": json.dumps(_described(cache)),
+        "layers": json.dumps(fields),
+    }
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, partial, metadata)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
+    """A cache that was saved, for the same model, in this or another process. It goes on exactly where it stopped.
+
+    Args:
+        path: of a file that `KvCache.save` wrote.
+        model: the model that the cache was made for.
+
+    Raises:
+        CacheMisuse: for a file that is damaged or not ours, or a model of another shape.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CacheMisuse(f"cannot read a cache from {os.fspath(path)!r}: {error}") from error
+    if metadata.get("format") != _FORMAT:
+        raise CacheMisuse(
+            f"{os.fspath(path)!r} is not a saved kvtailor cache (format {metadata.get('format')!r}, expected {_FORMAT!r})"
+        )
+    cache = cache_for(model, metadata["plan"])
+    if cache.plan.hash != metadata["plan_hash"]:
+        raise CacheMisuse(f"{os.fspath(path)!r} was saved under the plan {metadata['plan']!r}, which means something else now")
+    saved, found = json.loads(metadata["geometry"]), _described(cache)
+    if saved != found:
+        differing = sorted(name for name in found if saved.get(name) != found[name])
+        raise CacheMisuse(
+            f"{os.fspath(path)!r} was saved from another model: "
+            + ", ".join(f"{name} is {saved.get(name)} there and {found[name]} here" for name in differing)
+        )
+    device = next(model.parameters()).device
+    for index, (layer, fields) in enumerate(zip(cache.layers, json.loads(metadata["layers"]), strict=True)):
+        mine = {
+            name.removeprefix(f"{index}."): tensor.to(device)
+            for name, tensor in tensors.items()
+            if name.startswith(f"{index}.")
+        }
+        if isinstance(layer, CompressedLayer):
+            layer.state.restore(fields, mine, cache.plan)
+            if fields["dtype"] is not None:
+                like = torch.empty(0, dtype=getattr(torch, fields["dtype"]), device=device)
+                layer.lazy_initialization(like, like)
+        elif mine:
+            layer.lazy_initialization(mine["keys"], mine["values"])
+            layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
+    cache._real = tensors["real"].to(device) if "real" in tensors else None
+    return cache
+
+
+def _described(cache: KvCache) -> dict[str, Any]:
+    geometry = cache.geometry
+    return {
+        "model_type": geometry.model_type,
+        "windows": list(geometry.windows),
+        "q_heads": geometry.q_heads,
+        "kv_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+    }

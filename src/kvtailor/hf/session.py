@@ -1,0 +1,98 @@
+"""A model under a plan, for many prompts: fresh caches, generation and scoring, and the model as it was afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.cache import KvCache, cache_for
+from kvtailor.plan import Plan
+
+__all__ = ["Session", "session"]
+
+
+class Session:
+    """What `kvtailor.session` gives.
+
+    Attributes:
+        model: the model.
+        plan: the plan of every cache that this session makes.
+        last: the newest cache, for its ledger; None before the first.
+    """
+
+    def __init__(self, model: Any, plan: Plan):
+        self.model, self.plan = model, plan
+        self.last: KvCache | None = None
+
+    def cache(self) -> KvCache:
+        """A new, empty cache under the plan."""
+        self.last = cache_for(self.model, self.plan)
+        return self.last
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`model.generate` with a new cache, unless one is given as `past_key_values`."""
+        if "past_key_values" not in kwargs:
+            kwargs["past_key_values"] = self.cache()
+        return self.model.generate(*args, **kwargs)
+
+    @torch.no_grad()
+    def score(self, context: Tensor, continuation: Tensor, *, chunk: int | None = None) -> Tensor:
+        """Log-probability of a continuation given a compressed context.
+
+        The context is prefilled and compressed; its last logits score the first token of the continuation, and the
+        compressed cache the others.
+
+        Args:
+            context: (b, n) token ids, without padding, n >= 1.
+            continuation: (b, t) token ids, t >= 1.
+            chunk: feed the continuation in pieces of this many tokens, so that the plan acts between them as it does while
+                decoding (1: exactly as decoding). None: at once.
+
+        Returns:
+            (b, t) float32 natural logarithms.
+        """
+        if context.ndim != 2 or continuation.ndim != 2 or not context.shape[1] or not continuation.shape[1]:
+            raise CacheMisuse(
+                "scoring takes a context (b, n) and a continuation (b, t) of at least one token each, and got "
+                f"{tuple(context.shape)} and {tuple(continuation.shape)}"
+            )
+        cache = self.cache()
+        out = self.model(context, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = [out.logits[:, -1:]]
+        fed = continuation[:, :-1]
+        for piece in fed.split(chunk or max(fed.shape[1], 1), 1):
+            if piece.shape[1]:
+                logits.append(self.model(piece, past_key_values=cache, use_cache=True).logits)
+        log_probabilities = torch.cat(logits, 1).float().log_softmax(-1)
+        return log_probabilities.gather(-1, continuation[..., None])[..., 0]
+
+
+@contextmanager
+def session(model: Any, plan: str | Plan) -> Iterator[Session]:
+    """A model under a plan; its own attention comes back at the end.
+
+    ```python
+    with kvtailor.session(model, "snapkv @ tokens=256") as s:
+        for prompt in prompts:
+            output = s.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=32)
+    ```
+
+    Args:
+        model: a transformers decoder-only model.
+        plan: one line or a `Plan`.
+    """
+    before = model.config.get_text_config(decoder=True)._attn_implementation
+    parsed = Plan.parse(plan) if isinstance(plan, str) else plan
+    opened = Session(model, parsed)
+    opened.cache()
+    opened.last = None
+    try:
+        yield opened
+    finally:
+        if before is not None:
+            model.set_attn_implementation(before)

@@ -1,0 +1,110 @@
+"""Bytes that are read, never computed: the sum of the unique storages behind the tensors that a cache holds.
+
+A view of a large buffer is charged for the whole buffer, because that is what it keeps alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Entry", "Ledger", "storage_bytes"]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the unique storages behind the tensors."""
+    sizes: dict[tuple[str, int], int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[str(tensor.device), storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Tensors of one layer that belong together.
+
+    Attributes:
+        layer: layer of the model.
+        room: "tail", "encode", "window", "observe": who keeps them.
+        tier: "device", "host" or "disk".
+        tensors: by name.
+        closed_form: the bytes they must have, from counts and element sizes; None where no form is known.
+    """
+
+    layer: int
+    room: str
+    tensors: Mapping[str, Tensor]
+    tier: str = "device"
+    closed_form: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """What a cache costs at this moment, in bytes.
+
+    Attributes:
+        total: all unique storages.
+        by_room: the same split by who keeps them: "tail" (full precision), "encode" (segments), "window" (layers on which the
+            model itself has a sliding window), "observe" (evidence for the scorer).
+        by_tier: split by where they live.
+        by_layer: split by layer of the model.
+        closed_form: `total` as it must be by arithmetic; None if some part has no closed form.
+        full: bytes that the keys and values of the same tokens take without compression: every token seen on the layers
+            that see all, the model's own window on the others, nothing else.
+        seen: tokens seen, padding included, in each row.
+        held: tokens held, on average over rows, and over layers and kv heads that the plan compresses; None before the
+            first token or where the plan compresses no layer.
+    """
+
+    total: int
+    by_room: dict[str, int]
+    by_tier: dict[str, int]
+    by_layer: list[int]
+    closed_form: int | None
+    full: int
+    seen: int
+    held: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """total / full; None before the first token."""
+        return self.total / self.full if self.full else None
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        names = ("total", "full", "ratio", "closed_form", "by_room", "by_tier", "by_layer", "seen", "held")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], *, layers: int, full: int, seen: int, held: float | None) -> Ledger:
+        """The ledger of these entries; a storage that two of them share is charged to the first."""
+        charged: set[tuple[str, int]] = set()
+        by_room: dict[str, int] = {}
+        by_tier: dict[str, int] = {}
+        by_layer = [0] * layers
+        closed: int | None = 0
+        for entry in entries:
+            own = 0
+            for tensor in entry.tensors.values():
+                storage = tensor.untyped_storage()
+                key = str(tensor.device), storage.data_ptr()
+                if key not in charged:
+                    charged.add(key)
+                    own += storage.nbytes()
+            by_room[entry.room] = by_room.get(entry.room, 0) + own
+            by_tier[entry.tier] = by_tier.get(entry.tier, 0) + own
+            by_layer[entry.layer] += own
+            closed = None if closed is None or entry.closed_form is None else closed + entry.closed_form
+        return cls(
+            total=sum(by_layer),
+            by_room=by_room,
+            by_tier=by_tier,
+            by_layer=by_layer,
+            closed_form=closed,
+            full=full,
+            seen=seen,
+            held=held,
+        )

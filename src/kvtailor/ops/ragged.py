@@ -1,0 +1,100 @@
+"""From a kept set to lanes: how many slots, which token in which, and back to padded rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtailor.types import Layout
+
+__all__ = ["Cut", "cut_lanes", "page_size", "slots_of_part"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Where the tokens of a kept set go.
+
+    Attributes:
+        index: (m, s) int64 for each new slot the index, along n, of the token that fills it. Filler repeats the
+            last one of its lane.
+        owner: (m,) int64 row * heads + head; None where lane i belongs to owner i.
+        lengths: (m,) int32 filled slots; None where all are.
+        owners: (m,) int64, always given.
+    """
+
+    index: Tensor
+    owner: Tensor | None
+    lengths: Tensor | None
+    owners: Tensor
+
+    def layout(self, rows: int, heads: int, positions: Tensor) -> Layout:
+        """The layout of these lanes, given the (b, h, n) columns of the tokens that were cut from."""
+        columns = positions.reshape(rows * heads, -1)[self.owners[:, None], self.index].to(torch.int32)
+        return Layout(
+            rows=rows, heads=heads, size=self.index.shape[1], positions=columns, owner=self.owner, lengths=self.lengths
+        )
+
+
+def page_size(mean: float, multiple: int = 1) -> int:
+    """Slots of a ragged lane where an owner holds `mean` tokens on average.
+
+    A power of two near a sixty-fourth of it, so that the half page that each owner wastes is about 1 % of what it holds,
+    and within 16 to 128, so that a lane is still worth a matrix product; rounded up to `multiple`.
+    """
+    page = 16
+    while page * 128 <= mean and page < 128:
+        page *= 2
+    return -(-page // multiple) * multiple
+
+
+def cut_lanes(keep: Tensor, multiple: int = 1) -> Cut | None:
+    """Lanes for a kept set.
+
+    Args:
+        keep: (b, h, n) bool.
+        multiple: ragged lanes have a multiple of this many slots.
+
+    Returns:
+        One lane for each row and head where all keep the same number; else pages; None where nothing is kept.
+    """
+    flat = keep.flatten(0, 1)
+    counts = flat.sum(-1)
+    on_host = counts.cpu()
+    most, least = int(on_host.max()), int(on_host.min())
+    if most == 0:
+        return None
+    # A stable sort by "not kept" lists each owner's kept tokens first, in time order.
+    order = torch.argsort((~flat).to(torch.uint8), dim=-1, stable=True)[:, :most]
+    owners = torch.arange(flat.shape[0], device=keep.device)
+    if most == least:
+        return Cut(index=order, owner=None, lengths=None, owners=owners)
+    page = page_size(float(on_host.float().mean()), multiple)
+    pages = (counts + page - 1) // page
+    owner = torch.repeat_interleave(owners, pages)
+    first = torch.arange(owner.shape[0], device=keep.device) - torch.repeat_interleave(pages.cumsum(0) - pages, pages)
+    slot = first[:, None] * page + torch.arange(page, device=keep.device)
+    lengths = (counts[owner] - first * page).clamp(max=page)
+    index = order[owner[:, None], torch.minimum(slot, counts[owner][:, None] - 1)]
+    return Cut(index=index, owner=owner, lengths=lengths.to(torch.int32), owners=owner)
+
+
+def slots_of_part(layout: Layout, before: Tensor) -> Tensor:
+    """Where each slot of a part stands among all that its owner holds.
+
+    Args:
+        layout: of the part. The lanes of one owner follow each other, all full but the last.
+        before: (b * h,) int64 tokens that each owner holds in earlier parts.
+
+    Returns:
+        (m, s) int64 index along the padded n axis; filler slots get indices past the owner's tokens in this part, to be
+        masked by `layout.filled`.
+    """
+    owners = layout.owners(before.device)
+    slot = torch.arange(layout.size, device=before.device)[None]
+    if layout.owner is None:
+        return before[:, None] + slot
+    lane = torch.arange(owners.shape[0], device=before.device)
+    first_lane = torch.searchsorted(owners, owners)
+    return before[owners][:, None] + (lane - first_lane)[:, None] * layout.size + slot

@@ -1,0 +1,44 @@
+"""The room `score`: evidence -> one number for each (row, kv head, held token). Higher stays longer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtailor.types import Held, Needs
+
+__all__ = ["Scorer"]
+
+
+class Scorer(ABC):
+    """One way to say which tokens matter. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
+
+    Pure: inputs are never changed, nothing is remembered between calls, rows never meet, and permuting the kv heads
+    (with their groups) permutes the result.
+
+    Attributes:
+        scope: "layer" where a layer may be scored as soon as it is done; "prompt" where it must wait for all.
+        slack: tokens past the budget after which a decoding cache is cut back to it; None where the method never
+            evicts while it decodes. A plan's own `slack` goes before it.
+        heads_alike: False only for a control that tells kv heads apart by their number, breaking that last promise.
+    """
+
+    scope: ClassVar[str] = "layer"
+    slack: ClassVar[int | None] = None
+    heads_alike: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> Needs:
+        """The evidence to gather for this scorer."""
+        return Needs()
+
+    @property
+    def recents(self) -> int:
+        """The newest tokens that every head keeps whatever their score (an observation window)."""
+        return 0
+
+    @abstractmethod
+    def score(self, held: Held) -> Tensor:
+        """(b, h, n) float32; finite wherever `held.valid`, anything elsewhere."""

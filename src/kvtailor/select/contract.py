@@ -1,0 +1,25 @@
+"""The room `select`: scores + integers -> which tokens stay."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+__all__ = ["Selector"]
+
+
+class Selector(ABC):
+    """One way to turn scores into a kept set. A subclass is a frozen, keyword-only dataclass."""
+
+    @abstractmethod
+    def select(self, scores: Tensor, budgets: Tensor) -> Tensor:
+        """The kept set.
+
+        Args:
+            scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay.
+            budgets: (b, h) int64 on any device, between 0 and the number of tokens above -inf.
+
+        Returns:
+            (b, h, n) bool with exactly `budgets` trues, never where the score is -inf; ties go to the earliest.
+        """

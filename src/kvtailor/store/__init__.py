@@ -1,0 +1,1 @@
+"""The room `store`: where encoded segments live."""

@@ -1,0 +1,327 @@
+"""Bad input: a clear error or correct output, never a silent wrong one. And the pitfalls of transformers' seams."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+import kvtailor
+from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.hf.attention import HANDLE, NAME
+from tests.seam.zoo import VOCABULARY, build, error, prompts
+
+SNAP = "snapkv(window=6) @ tokens=16"
+_TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def refused(config: transformers.PreTrainedConfig, auto=AutoModelForCausalLM) -> str:
+    model = auto.from_config(config)
+    before = model.config.get_text_config(decoder=True)._attn_implementation
+    with pytest.raises(UnsupportedModel) as caught:
+        kvtailor.cache_for(model, SNAP)
+    assert model.config.get_text_config(decoder=True)._attn_implementation == before, "refused, yet changed"
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_models_that_cannot_be_supported_are_refused_in_a_sentence() -> None:
+    t5 = transformers.T5Config(vocab_size=64, d_model=32, d_ff=32, d_kv=16, num_layers=1, num_heads=2)
+    assert "encoder-decoder" in refused(t5, transformers.AutoModelForSeq2SeqLM)
+    mamba = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    assert "recurrent" in refused(mamba)
+    mla = transformers.DeepseekV2Config(
+        **_TINY, kv_lora_rank=8, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        n_routed_experts=2, num_experts_per_tok=1, first_k_dense_replace=2, num_key_value_heads=2,
+    )  # fmt: skip
+    assert "MLA" in refused(mla)
+    assert "softcap" in refused(transformers.Gemma2Config(**_TINY, head_dim=16, num_key_value_heads=1))
+
+
+def test_a_second_attention_implementation_is_refused() -> None:
+    model = build("llama")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedModel, match="flex_attention"):
+        kvtailor.cache_for(model, SNAP)
+
+
+def test_something_that_is_no_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="Linear"):
+        kvtailor.cache_for(torch.nn.Linear(2, 2), SNAP)
+
+
+def test_a_static_cache_asked_for_at_the_same_time_is_refused() -> None:
+    model = build("llama")
+    ids, _ = prompts((20,))
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(ids, past_key_values=kvtailor.cache_for(model, SNAP), cache_implementation="static", max_new_tokens=2)
+
+
+def test_a_static_cache_alone_still_works_with_our_attention_on() -> None:
+    own, ours = build("llama"), build("llama")
+    kvtailor.cache_for(ours, SNAP)
+    ids, mask = prompts((20, 13))
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    found = ours.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(found, own.generate(ids, **options))
+
+
+def test_unknown_words_name_their_neighbours() -> None:
+    with pytest.raises(PlanError, match="snapkv") as caught:
+        kvtailor.cache_for(build("llama"), "snapvk + adakw @ tokns=16")
+    assert len(caught.value.faults) >= 3
+    assert "adakv" in str(caught.value) and "tokens" in str(caught.value)
+
+
+def test_a_budget_below_the_window_is_refused() -> None:
+    with pytest.raises(PlanError, match="window"):
+        kvtailor.cache_for(build("llama"), "snapkv(window=32) @ tokens=16")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", ["snapkv @ tokens=4096", "h2o @ tokens=4096", "snapkv + adakv @ tokens=4096", "streaming @ keep=1.0"])
+def test_a_budget_above_the_prompt_keeps_it_whole(plan: str) -> None:
+    own, ours = build("llama"), build("llama")
+    ids, mask = prompts((40, 33))
+    cache = kvtailor.cache_for(ours, plan)
+    found = ours.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, own.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False))
+    assert cache.ledger().held == cache.seen
+
+
+@pytest.mark.parametrize("plan", ["full", SNAP, "snapkv(window=6) + adakv @ keep=0.3", "h2o(recent=6) @ tokens=16", "streaming @ tokens=8"])
+def test_one_token_prompts(plan: str) -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, plan)
+    out = model.generate(torch.tensor([[5]]), past_key_values=cache, max_new_tokens=30, do_sample=False)
+    assert out.shape == (1, 31)
+
+
+def test_an_empty_prompt_is_an_error() -> None:
+    model = build("llama")
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        model.generate(torch.zeros((1, 0), dtype=torch.long), past_key_values=kvtailor.cache_for(model, SNAP), max_new_tokens=2)
+
+
+@torch.no_grad()
+def test_a_prompt_beyond_the_models_positions_is_said() -> None:
+    model = build("llama")
+    ids = torch.randint(3, VOCABULARY, (1, 520))
+    with pytest.warns(UserWarning, match="512 positions"):
+        model(ids, past_key_values=kvtailor.cache_for(model, SNAP))
+
+
+@torch.no_grad()
+def test_nan_in_keys_is_an_error_where_it_would_decide() -> None:
+    model = build("llama")
+    model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    ids, _ = prompts((40,))
+    for plan in (SNAP, "h2o(recent=6) @ tokens=16", "kivi(bits=4, group=8, residual=8)"):
+        with pytest.raises(CacheMisuse, match="(?i)nan"):
+            model(ids, past_key_values=kvtailor.cache_for(model, plan))
+
+
+@torch.no_grad()
+def test_a_cache_reused_on_another_model_is_an_error() -> None:
+    one, other, third = build("llama"), build("llama", state=3), build("qwen2")
+    cache = kvtailor.cache_for(one, SNAP)
+    ids, _ = prompts((30,))
+    one(ids, past_key_values=cache)
+    for model in (other, third):
+        kvtailor.cache_for(model, "full")
+        with pytest.raises(CacheMisuse, match="another model"):
+            model(ids[:, :1], past_key_values=cache)
+        cache = kvtailor.cache_for(one, SNAP)
+        one(ids, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_model_whose_attention_was_switched_away_raises_at_once() -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, SNAP)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(CacheMisuse, match="attn_implementation"):
+        model(prompts((30,))[0], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_lost_handle_gives_nan_and_then_raises() -> None:
+    """One layer, so that nothing after it in the same forward can notice."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**_TINY, "num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    cache = kvtailor.cache_for(model, SNAP)
+    model.set_attn_implementation("sdpa")
+    ids = torch.randint(0, 64, (1, 12))
+    assert model(ids, past_key_values=cache).logits.isnan().any()
+    with pytest.raises(CacheMisuse, match="never asked"):
+        model(ids, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_another_batch_on_a_used_cache_is_an_error() -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, SNAP)
+    model(prompts((30,))[0], past_key_values=cache)
+    with pytest.raises((CacheMisuse, ValueError, RuntimeError)):
+        model(prompts((1, 1))[0], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_mask_that_contradicts_the_cache() -> None:
+    model = build("llama")
+    ids, mask = prompts((30, 20))
+    token, grown = ids[:, :1], torch.cat([mask, mask.new_ones(2, 1)], 1)
+    for wrong, match in (
+        (torch.ones_like(grown), "padding"),
+        (torch.ones(2, 1, dtype=torch.long), "columns|padding"),
+        (grown[:, 5:], "columns"),
+        (None, "padding"),
+    ):
+        cache = kvtailor.cache_for(model, SNAP)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(CacheMisuse, match=match):
+            model(token, attention_mask=wrong, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_4d_mask_of_the_wrong_shape_is_an_error() -> None:
+    model = build("llama")
+    with pytest.raises(CacheMisuse, match="4-D"):
+        model(
+            prompts((8,))[0],
+            attention_mask=torch.ones(1, 1, 8, 9, dtype=torch.bool),
+            past_key_values=kvtailor.cache_for(model, "full"),
+        )
+
+
+@torch.no_grad()
+def test_cropping_into_what_is_compressed_is_an_error() -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, SNAP)
+    model(prompts((30,))[0], past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="activate_past_recording"):
+        cache.crop(-3)
+    with pytest.raises(CacheMisuse, match="minus"):
+        cache.crop(3)
+
+
+@torch.no_grad()
+def test_a_full_cache_crops_anywhere() -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, "full")
+    ids, _ = prompts((30,))
+    model(ids, past_key_values=cache)
+    cache.crop(-10)
+    found = model(ids[:, 20:], past_key_values=cache).logits
+    assert error(found, build("llama")(ids).logits[:, 20:]) < 1e-5
+
+
+def test_a_backward_through_the_cache_is_an_error() -> None:
+    model = build("llama")
+    logits = model(prompts((20,))[0], past_key_values=kvtailor.cache_for(model, "full")).logits
+    with pytest.raises(CacheMisuse, match="inference"):
+        logits.sum().backward()
+
+
+@torch.no_grad()
+def test_dropout_is_an_error() -> None:
+    config = transformers.LlamaConfig(**_TINY, attention_dropout=0.5)
+    model = AutoModelForCausalLM.from_config(config).train()
+    with pytest.raises(CacheMisuse, match="eval"):
+        model(torch.ones(1, 4, dtype=torch.long), past_key_values=kvtailor.cache_for(model, "full"))
+
+
+@torch.no_grad()
+def test_a_damaged_file_is_refused_by_name(tmp_path) -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, SNAP)
+    model(prompts((30,))[0], past_key_values=cache)
+    path = tmp_path / "cache.safetensors"
+    cache.save(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(CacheMisuse, match="cache.safetensors"):
+        kvtailor.load_cache(path, model)
+    with pytest.raises(CacheMisuse, match="absent"):
+        kvtailor.load_cache(tmp_path / "absent.safetensors", model)
+    cache.save(path)
+    with pytest.raises(CacheMisuse, match="model_type"):
+        kvtailor.load_cache(path, build("qwen2"))
+
+
+def test_importing_registers_nothing_and_the_names_are_safe() -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import kvtailor, sys; assert 'transformers' not in sys.modules; import kvtailor.hf.cache; "
+        "from transformers import AttentionInterface; assert 'kvtailor' not in AttentionInterface().keys()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert "flash" not in NAME and "/" not in NAME and not NAME.startswith("paged")
+
+
+def test_two_models_of_one_configuration_object() -> None:
+    """They share the name of their attention; ours serves the other model's own caches just as well."""
+    import copy
+
+    from tests.seam.zoo import configs
+
+    config = copy.deepcopy(configs()["llama"])
+    one = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    other = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    ids, _ = prompts((20,))
+    before = other.generate(ids, max_new_tokens=4, do_sample=False)
+    one.generate(ids, past_key_values=kvtailor.cache_for(one, SNAP), max_new_tokens=4, do_sample=False)
+    assert torch.equal(other.generate(ids, max_new_tokens=4, do_sample=False), before)
+
+
+@torch.no_grad()
+def test_the_handle_is_never_put_on_a_stored_buffer() -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, "full")
+    model(prompts((20,))[0], past_key_values=cache)
+    assert not any(hasattr(t, HANDLE) for state in cache.route.states for t in state.tail.tensors().values())
+
+
+@torch.no_grad()
+def test_reset_and_reuse() -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, SNAP)
+    ids, mask = prompts((30, 22))
+    first = model(ids, attention_mask=mask, past_key_values=cache).logits
+    cache.reset()
+    assert cache.seen == 0 and cache.ledger().total == 0
+    assert torch.equal(model(ids, attention_mask=mask, past_key_values=cache).logits, first)
+
+
+def test_a_model_of_windows_only_is_said_to_have_nothing_to_compress() -> None:
+    model = build("mistral_window")
+    with pytest.warns(UserWarning, match="nothing to compress"):
+        kvtailor.cache_for(model, SNAP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvtailor.cache_for(model, "full")
+
+
+@torch.no_grad()
+def test_autocast() -> None:
+    model = build("llama")
+    ids, _ = prompts((30,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(ids, past_key_values=kvtailor.cache_for(model, SNAP)).logits
+        expected = build("llama")(ids).logits
+    assert error(found.float(), expected.float()) < 5e-2
+
+
+def test_inputs_embeds_and_hidden_states() -> None:
+    own, ours = build("llama"), build("llama")
+    ids, _ = prompts((20,))
+    embedded = ours.model.embed_tokens(ids)
+    options = {"max_new_tokens": 4, "do_sample": False, "output_hidden_states": True, "return_dict_in_generate": True}
+    found = ours.generate(inputs_embeds=embedded, past_key_values=kvtailor.cache_for(ours, "full"), **options)
+    assert torch.equal(found.sequences, own.generate(inputs_embeds=embedded, **options).sequences)

@@ -1,0 +1,57 @@
+"""Truth of eviction: the logits are those of a full cache in which exactly the dropped tokens are masked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvtailor
+from tests.seam.zoo import COMPRESSIBLE, MaskedReference, build, error, held_columns, prompts
+
+EVICTING = (
+    "streaming @ tokens=20",
+    "snapkv(window=8) @ tokens=20",
+    "snapkv(window=8) + adakv @ tokens=20",
+    "snapkv(window=4) + adakv @ keep=0.4, slack=6",
+    "h2o(recent=6) @ tokens=18, slack=4",
+    "random + pooled @ tokens=16",
+    "snapkv(window=8) + pyramid @ tokens=20",
+)
+
+
+@pytest.mark.parametrize("plan", EVICTING)
+@pytest.mark.parametrize("family", COMPRESSIBLE)
+@torch.no_grad()
+def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
+    model, reference = build(family), MaskedReference(family)
+    ids, mask = prompts((56, 43, 31))
+    cache = kvtailor.cache_for(model, plan)
+    options = {} if family == "opt" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    logits = model(ids, attention_mask=mask, past_key_values=cache, **options).logits
+    real = mask.bool()[:, :, None]
+    assert error(logits * real, reference(ids, mask, {}) * real) < 1e-5
+    token = logits[:, -1:].argmax(-1)
+    dropped = []
+    for step in range(32):
+        held = held_columns(cache)
+        dropped.append(sum(int((~columns & mask.bool()[:, None]).sum()) for columns in held.values()))
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        options = {} if family == "opt" else {"position_ids": mask.sum(-1, keepdim=True) - 1}
+        logits = model(token, attention_mask=mask, past_key_values=cache, **options).logits
+        assert error(logits, reference(token, mask, held)) < 1e-5, f"at decoded token {step}"
+        token = logits.argmax(-1)
+    assert dropped[0] > 0, "the plan evicted nothing, so this test has shown nothing"
+
+
+@torch.no_grad()
+def test_the_reference_notices_another_kept_set() -> None:
+    """The yardstick can fail: the kept sets of two heads swapped give other logits."""
+    model, reference = build("llama"), MaskedReference("llama")
+    ids, mask = prompts((56,))
+    cache = kvtailor.cache_for(model, "snapkv(window=8) + adakv @ tokens=20")
+    token = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:].argmax(-1)
+    reference(ids, mask, {})
+    swapped = {layer: columns.flip(1) for layer, columns in held_columns(cache).items()}
+    mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
+    logits = model(token, attention_mask=mask, past_key_values=cache).logits
+    assert error(logits, reference(token, mask, swapped)) > 1e-2

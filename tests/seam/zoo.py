@@ -1,0 +1,144 @@
+"""Tiny random models of every family, offline, and a reference that knows nothing of kvtailor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
+from transformers.masking_utils import sdpa_mask
+
+VOCABULARY = 131
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_GROUPED = {"num_key_value_heads": 2}
+
+
+def configs() -> dict[str, transformers.PreTrainedConfig]:
+    """One configuration for each family that the README names."""
+    hybrid = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    return {
+        "gpt_neox": transformers.GPTNeoXConfig(**_SHAPE, rotary_pct=0.25),
+        "llama": transformers.LlamaConfig(**_SHAPE, **_GROUPED),
+        "mistral": transformers.MistralConfig(**_SHAPE, **_GROUPED, sliding_window=None),
+        "mistral_window": transformers.MistralConfig(**_SHAPE, **_GROUPED, sliding_window=24),
+        "qwen2": transformers.Qwen2Config(**_SHAPE, **_GROUPED),
+        "qwen3": transformers.Qwen3Config(**_SHAPE, **_GROUPED, head_dim=16),
+        "phi3": transformers.Phi3Config(**_SHAPE, **_GROUPED),
+        "gemma3": transformers.Gemma3TextConfig(
+            **{**_SHAPE, "num_hidden_layers": 4}, **_GROUPED, head_dim=16, sliding_window=16, layer_types=hybrid
+        ),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=512, pad_token_id=0, bos_token_id=1,
+            eos_token_id=None,
+        ),
+        "opt": transformers.OPTConfig(
+            vocab_size=VOCABULARY, hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, word_embed_proj_dim=64,
+        ),
+    }  # fmt: skip
+
+
+FAMILIES = tuple(configs())
+COMPRESSIBLE = tuple(name for name in FAMILIES if name != "mistral_window")
+
+
+def build(family: str, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32, state: int = 0):
+    """A random model whose attention is sharp enough that which tokens it sees matters."""
+    torch.manual_seed(state)
+    config = copy.deepcopy(configs()[family])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(state)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                scale = 1.0 if "embed" in name or "wte" in name else 0.25
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompts(lengths: tuple[int, ...], state: int = 1) -> tuple[Tensor, Tensor]:
+    """Left-padded random prompts (b, n) of these lengths and their attention mask."""
+    generator = torch.Generator().manual_seed(state)
+    longest = max(lengths)
+    ids = torch.randint(3, VOCABULARY, (len(lengths), longest), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : longest - length] = 0
+        mask[row, : longest - length] = 0
+    return ids, mask
+
+
+def held_columns(cache) -> dict[int, Tensor]:
+    """For each compressed layer of the model (b, h, seen) bool: this head holds this column."""
+    found = {}
+    for layer, state in zip(cache.geometry.compressed, cache.route.states, strict=True):
+        mask = torch.zeros(state.rows * state.heads, state.seen, dtype=torch.bool)
+        for part in state.parts(cache.plan.store):
+            columns = part.layout.columns(torch.device("cpu")).expand(part.layout.lanes, -1)
+            filled = part.layout.filled(torch.device("cpu"))
+            filled = torch.ones_like(columns, dtype=torch.bool) if filled is None else filled
+            owner = part.layout.owners(torch.device("cpu"))[:, None].expand_as(columns)
+            assert not mask[owner[filled], columns[filled]].any(), "a column is held twice"
+            mask[owner[filled], columns[filled]] = True
+        found[layer] = mask.view(state.rows, state.heads, -1)
+    return found
+
+
+class MaskedReference:
+    """The same model on a full cache, in which each layer and kv head is denied the columns that it may not see.
+
+    A plain softmax over repeated heads: nothing of kvtailor's attention, masks or caches is used.
+    """
+
+    NAME = "masked-reference"
+
+    def __init__(self, family: str, dtype: torch.dtype = torch.float32, state: int = 0):
+        AttentionInterface.register(self.NAME, self._attention)
+        AttentionMaskInterface.register(self.NAME, self._mask)
+        self.model = build(family, attention=self.NAME, dtype=dtype, state=state)
+        self.cache = DynamicCache()
+        self.held: Mapping[int, Tensor] = {}
+
+    @staticmethod
+    def _mask(*args, allow_is_causal_skip: bool = True, **kwargs):
+        return sdpa_mask(*args, allow_is_causal_skip=False, **kwargs)
+
+    def _attention(self, module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        allowed = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2]).clone()
+        held = self.held.get(module.layer_idx)
+        if held is not None:
+            allowed[..., : held.shape[-1]] &= held.repeat_interleave(group, 1)[:, :, None]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        logits = (query.double() @ key.double().transpose(-1, -2)) * scaling
+        logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+        return (logits.softmax(-1) @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, mask: Tensor, held: Mapping[int, Tensor]) -> Tensor:
+        """Logits (b, t, v) of new tokens, each layer seeing only `held` of the earlier ones."""
+        self.held = held
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        options = {} if self.model.config.model_type == "opt" else {"position_ids": positions}
+        return self.model(ids, attention_mask=mask, past_key_values=self.cache, **options).logits
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
