@@ -1,0 +1,67 @@
+"""Pooled: all tokens of all layers and kv heads compete in one pool.
+
+*Idea*: the same pool as AdaKV's, over the whole prompt and not one layer. It is the plainest budget that must wait for
+every layer, a control for methods that decide across layers.
+
+*Paper*: none; a control. DynamicKV (arXiv 2412.14838) pools over layers as well, in rounds and with bounds of its own.
+
+*Source*: our own.
+
+*Departs*: nothing known. Scores of different layers are compared as they are, so layers with flat attention lose.
+
+*Cost*: the scores of all layers at once, so no layer can let go of its tokens before the last has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvtailor.allocate.contract import Allocator, BudgetRequest
+from kvtailor.ops.apportion import apportion
+from kvtailor.ops.topk import pooled_counts
+
+__all__ = ["Pooled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(Allocator):
+    """One pool per row.
+
+    Attributes:
+        floor: fraction of the equal share of the history that every layer and head is sure of; 1 is uniform.
+    """
+
+    floor: float = 0.2
+    scope: ClassVar[str] = "prompt"
+    needs_scores: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"pooled: floor must be a fraction from 0 to 1, found {self.floor}")
+
+    def allocate(self, request: BudgetRequest) -> Tensor:
+        """(b, l, h) int64 on the CPU.
+
+        Raises:
+            ValueError: no scores were given, or a layer is absent.
+        """
+        if request.scores is None:
+            raise ValueError(
+                "pooled pools scores, but the request holds none; an allocator with needs_scores must get them"
+            )
+        if request.layers != tuple(range(request.num_layers)):
+            raise ValueError(
+                f"pooled needs all {request.num_layers} layers at once, found {request.layers}; its scope is 'prompt'"
+            )
+        low, high = request.floor.flatten(1), request.capacity.flatten(1)
+        total = request.total.clamp(low.sum(-1), high.sum(-1))
+        sure = ((total - low.sum(-1)).double() * self.floor).to(torch.int64) + low.sum(-1)
+        least = apportion(torch.ones(low.shape[-1]), sure, low, high)
+        longest = max(scores.shape[-1] for scores in request.scores)
+        lanes = [F.pad(scores, (0, longest - scores.shape[-1]), value=-torch.inf) for scores in request.scores]
+        return pooled_counts(torch.cat(lanes, dim=1), least, total).view(request.capacity.shape)

@@ -1,0 +1,79 @@
+"""Exactly so many of the highest scores, in each lane or pooled over lanes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+
+__all__ = ["keep_top", "pooled_counts"]
+
+
+def keep_top(scores: Tensor, budgets: Tensor) -> Tensor:
+    """Mark the highest scores of each lane, ties to the earliest.
+
+    Only the value of the last score that stays is sought; nothing is sorted.
+
+    Args:
+        scores: (b, h, n) float, -inf where no token is.
+        budgets: (b, h) int64 on any device.
+
+    Returns:
+        (b, h, n) bool on the device of `scores`, with exactly `budgets` trues and none where the score is -inf.
+
+    Raises:
+        CacheMisuse: a score is NaN.
+        ValueError: a budget is negative or above the number of tokens.
+    """
+    if scores.shape[:-1] != budgets.shape:
+        raise ValueError(f"one budget per lane was asked: scores {tuple(scores.shape)}, budgets {tuple(budgets.shape)}")
+    if bool(torch.isnan(scores).any()):
+        raise CacheMisuse(
+            f"scores of shape {tuple(scores.shape)} hold NaN, so no order exists; look for NaN in keys, queries or mass"
+        )
+    wanted = budgets.to(device=scores.device, dtype=torch.int64)
+    available = (scores > -torch.inf).sum(-1)
+    if bool(((wanted < 0) | (wanted > available)).any()):
+        raise ValueError(
+            f"budgets {budgets.tolist()} were asked where only {available.tolist()} tokens are; stay within capacity"
+        )
+    last = _lowest_kept(scores, wanted)[..., None]
+    kept = scores > last
+    spare = wanted - kept.sum(-1)
+    level = scores == last
+    if bool((level.sum(-1) > spare).any()):
+        level &= level.cumsum(-1, dtype=torch.int32) <= spare[..., None]
+    return kept | level
+
+
+def _lowest_kept(scores: Tensor, wanted: Tensor) -> Tensor:
+    """(b, h) the value of the lowest score that stays; +inf where none does."""
+    n = scores.shape[-1]
+    if scores.device.type == "cpu":
+        # Selection in linear time; topk grows with the budget and a sort costs six to twelve times as much.
+        lanes = zip(scores.reshape(-1, n), wanted.flatten().tolist(), strict=True)
+        found = [lane.kthvalue(n - k + 1).values if k else lane.new_tensor(torch.inf) for lane, k in lanes]
+        return torch.stack(found).view(wanted.shape) if found else scores.new_empty(wanted.shape)
+    most = int(wanted.max()) if wanted.numel() else 0
+    if most == 0:
+        return scores.new_full(wanted.shape, torch.inf)
+    ranked = scores.topk(most, dim=-1).values
+    found_at = ranked.gather(-1, (wanted - 1).clamp_min(0)[..., None])[..., 0]
+    return found_at.masked_fill(wanted == 0, torch.inf)
+
+
+def pooled_counts(scores: Tensor, least: Tensor, total: Tensor) -> Tensor:
+    """How many tokens each lane has among the best of all lanes of its row, when each is sure of its own best.
+
+    Args:
+        scores: (b, m, n) float, -inf where no token is, +inf for at most `least` tokens of a lane.
+        least: (b, m) int64 tokens that each lane gets in any case.
+        total: (b,) int64, from the sum of `least` to the number of tokens.
+
+    Returns:
+        (b, m) int64 on the CPU, at least `least`, that sums to `total`; ties go to the earliest lane, then token.
+    """
+    lifted = scores.masked_fill(keep_top(scores, least), torch.inf)
+    kept = keep_top(lifted.flatten(1)[:, None], total[:, None])
+    return kept.view(scores.shape).sum(-1).cpu()

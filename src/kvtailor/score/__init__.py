@@ -1,0 +1,1 @@
+"""The room `score`: evidence -> one number for each held token. One file is one method; see `contract.py`."""

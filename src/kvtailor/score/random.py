@@ -1,0 +1,57 @@
+"""Random: the control that every score must beat.
+
+*Idea*: a number that knows nothing, drawn anew for each layer, kv head and token. It depends on these and on `state`
+alone, so the same tokens stay however the prompt is cut into chunks or batches.
+
+*Paper*: none; a control.
+
+*Source*: our own.
+
+*Departs*: nothing known. Heads are told apart by their number, so this one scorer is not indifferent to their order.
+
+*Cost*: no evidence, no extra memory, a few passes over the columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.score.contract import Scorer
+from kvtailor.types import Held
+
+__all__ = ["Random"]
+
+_LOW = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers (held in int64) that scatters neighbours: shifts and odd multipliers, twice."""
+    for multiplier in (0x5BD1E995, 0x3C6EF373):
+        x = ((x ^ (x >> 16)) * multiplier) & _LOW
+    return x ^ (x >> 15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Scorer):
+    """Uniform numbers in [0, 1).
+
+    Attributes:
+        state: which draw; any integer.
+    """
+
+    state: int = 0
+    heads_alike: ClassVar[bool] = False
+
+    def score(self, held: Held) -> Tensor:
+        """(b, h, n) float32."""
+        device = held.positions.device
+        seed = _mix(torch.tensor(self.state & _LOW, device=device))
+        layer = _mix(seed ^ held.layer)
+        head = _mix(layer ^ torch.arange(held.positions.shape[1], device=device))
+        age = held.positions - held.first[:, None, None]
+        drawn = _mix(head[None, :, None] ^ _mix(age & _LOW))
+        return (drawn >> 8).to(torch.float32) / 2**24

@@ -1,0 +1,107 @@
+"""SnapKV: the tokens that the last queries of the prompt look at.
+
+*Idea*: what a prompt's last queries attend to is what the answer will attend to. Their attention probabilities are
+summed for each older token and smoothed along time, so that a token stays with its neighbours; the window of those
+queries itself always stays.
+
+*Paper*: "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4; our `window` = its
+observation window, our `kernel` = its pooling kernel.
+
+*Source*: the paper and a description of its repository (Apache-2.0).
+
+*Departs*: one kv head has one kept set, where the official code repeats keys and keeps one per query head; votes of a
+group are reduced before pooling, which for `pooling="max"` is not the same as after. Rows with padding pool over their
+real tokens alone. When the walk comes again, the softmax runs over what is held, not over what was evicted before.
+
+*Cost*: the last `window` queries; time and scratch O(q * window * n), one kv head at a time, so the scratch is float32
+(b, g * window, n).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.pool import pool_members
+from kvtailor.score.contract import Scorer
+from kvtailor.types import Held, Needs
+
+__all__ = ["SnapKV"]
+
+Pooling = Literal["average", "max"]
+Reduce = Literal["mean", "sum", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Scorer):
+    """Pooled attention of an observation window.
+
+    Attributes:
+        window: newest queries that vote, and newest tokens that always stay.
+        kernel: odd width of the pooling, in tokens.
+        pooling: "average" (edges padded with zeros that count) or "max".
+        reduce: how the votes of a kv head's query heads become one.
+    """
+
+    window: int = 32
+    kernel: int = 5
+    pooling: Pooling = "average"
+    reduce: Reduce = "mean"
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"snapkv: window must be at least 1 query, found {self.window}; the paper uses 32")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"snapkv: kernel must be odd and at least 1, found {self.kernel}; the paper uses 5 or 7")
+        if self.pooling not in get_args(Pooling):
+            raise ValueError(f"snapkv: pooling must be one of {get_args(Pooling)}, found {self.pooling!r}")
+        if self.reduce not in get_args(Reduce):
+            raise ValueError(f"snapkv: reduce must be one of {get_args(Reduce)}, found {self.reduce!r}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.window)
+
+    @property
+    def recents(self) -> int:
+        return self.window
+
+    def score(self, held: Held) -> Tensor:
+        """(b, h, n) float32 pooled votes; 0 inside the window, which stays anyway.
+
+        Raises:
+            ValueError: no queries were gathered.
+        """
+        if held.queries is None or held.query_columns is None:
+            raise ValueError(
+                f"snapkv scores by the last {self.window} queries, but none were gathered; "
+                f"observe with Needs(window={self.window})"
+            )
+        heads = held.keys.shape[1]
+        # A query votes if its own token is a real one: what padding looks at counts for nothing.
+        own = held.positions[:, 0, None] == held.query_columns[None, :, None]
+        voters = (own & held.valid[:, 0, None]).any(-1)
+        votes = torch.stack([self._votes(held, head, voters) for head in range(heads)], dim=1)
+        history = held.valid & (held.positions < held.query_columns[0])
+        return pool_members(votes, history, self.kernel, self.pooling)
+
+    def _votes(self, held: Held, head: int, voters: Tensor) -> Tensor:
+        """(b, n) float32: attention probability that the `voters` (b, w) give to the tokens of one kv head."""
+        assert held.queries is not None and held.query_columns is not None
+        rows, query_heads, window = held.queries.shape[:3]
+        group = query_heads // held.keys.shape[1]
+        queries = held.queries[:, head * group : (head + 1) * group].float()
+        columns = held.query_columns
+        logits = (queries.flatten(1, 2) * held.scaling) @ held.keys[:, head].float().transpose(1, 2)
+        logits = logits.view(rows, group, window, -1)
+
+        seen = held.valid[:, head, None] & (held.positions[:, head, None] <= columns[None, :, None])
+        # A finite fill: a padding query sees nothing, and its row must not turn into NaN before it is left out.
+        logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
+        votes = torch.einsum("bgwn,bw->bgn", torch.softmax(logits, dim=-1), voters.to(torch.float32))
+        if self.reduce == "max":
+            return votes.amax(1)
+        return votes.sum(1) if self.reduce == "sum" else votes.mean(1)

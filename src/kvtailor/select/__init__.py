@@ -1,0 +1,1 @@
+"""The room `select`: scores and integers -> which tokens stay. One file is one method; see `contract.py`."""

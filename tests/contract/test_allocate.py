@@ -1,0 +1,215 @@
+"""What the room `allocate` promises, asked of every method in its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from tests.discover import methods_of
+from torch import Tensor
+
+import kvtailor.allocate
+from kvtailor.allocate.contract import Allocator, BudgetRequest
+
+ALLOCATORS = methods_of(kvtailor.allocate, Allocator)
+every_allocator = pytest.mark.parametrize("kind", ALLOCATORS, ids=lambda kind: kind.__name__)
+LAYERED = [kind for kind in ALLOCATORS if kind.scope == "layer"]
+every_layered = pytest.mark.parametrize("kind", LAYERED, ids=lambda kind: kind.__name__)
+SHAPES = [(1, 1, 1), (3, 5, 3), (2, 4, 1), (1, 2, 7)]
+
+
+def bounds(shape: tuple[int, int, int], most: int, recents: int, seed: int, equal: bool) -> tuple[Tensor, Tensor]:
+    """Capacities (b, l, h), ragged or equal within a row, and their floors."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = shape[0]
+    drawn = torch.randint(1, most + 1, (rows, 1, 1) if equal else shape, generator=generator).expand(shape).clone()
+    return drawn, drawn.clamp(max=recents)
+
+
+def scores_for(capacity: Tensor, floor: Tensor, seed: int, ties: bool = False) -> list[Tensor]:
+    """For each layer (b, h, n): one score per token, +inf for the newest `floor`, -inf where there is none."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, layers, heads = capacity.shape
+    made = []
+    for i in range(layers):
+        n = int(capacity[:, i].max()) + 2
+        scores = torch.rand(rows, heads, n, generator=generator) * torch.rand(rows, heads, 1, generator=generator)
+        if ties:
+            scores = (scores * 4).round()
+        column = torch.arange(n)
+        held, sure = capacity[:, i, :, None], floor[:, i, :, None]
+        scores = scores.masked_fill(column >= held - sure, torch.inf).masked_fill(column >= held, -torch.inf)
+        made.append(scores)
+    return made
+
+
+def ask(kind: type[Allocator], total: Tensor, capacity: Tensor, floor: Tensor, scores: list[Tensor]) -> Tensor:
+    """All layers at once."""
+    layers = capacity.shape[1]
+    return kind().allocate(
+        BudgetRequest(
+            total=total,
+            capacity=capacity,
+            floor=floor,
+            layers=tuple(range(layers)),
+            num_layers=layers,
+            scores=scores if kind.needs_scores else None,
+        )
+    )
+
+
+def ask_one_by_one(
+    kind: type[Allocator],
+    total: Tensor,
+    capacity: Tensor,
+    floor: Tensor,
+    scores: list[Tensor],
+    row_tokens: Tensor | None = None,
+) -> Tensor:
+    """Each layer alone, as a walk of scope "layer" asks."""
+    layers = capacity.shape[1]
+    parts = []
+    for i in range(layers):
+        one = BudgetRequest(
+            total=total,
+            capacity=capacity[:, i : i + 1],
+            floor=floor[:, i : i + 1],
+            layers=(i,),
+            num_layers=layers,
+            scores=[scores[i]] if kind.needs_scores else None,
+            row_tokens=row_tokens,
+        )
+        parts.append(kind().allocate(one))
+    return torch.cat(parts, 1)
+
+
+def totals(capacity: Tensor, floor: Tensor) -> list[Tensor]:
+    """Nothing, less than the floors, ordinary sizes, just everything, and more than there is."""
+    low, high = floor.sum((1, 2)), capacity.sum((1, 2))
+    between = [low + ((high - low) * part).long() for part in (0.1, 0.37, 0.5, 0.93)]
+    return [torch.zeros_like(low), torch.ones_like(low), low - 1, low, *between, high - 1, high, high + 1, high * 3]
+
+
+def owed(kind: type[Allocator], total: Tensor, capacity: Tensor, floor: Tensor) -> Tensor:
+    """(b,) what the budgets must sum to."""
+    heads = capacity.shape[-1]
+    if kind.even_heads:
+        total = torch.where(rows_of_like_heads(capacity, floor), total // heads * heads, total)
+    return total.clamp(floor.sum((1, 2)), capacity.sum((1, 2)))
+
+
+def rows_of_like_heads(capacity: Tensor, floor: Tensor) -> Tensor:
+    """(b,) bool: in every layer, all heads have the same bounds."""
+    return ((capacity == capacity[..., :1]) & (floor == floor[..., :1])).all(-1).all(-1)
+
+
+def test_the_folder_holds_methods() -> None:
+    assert {"Uniform", "AdaKV", "Pyramid", "Pooled"} <= {kind.__name__ for kind in ALLOCATORS}
+
+
+@every_allocator
+def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Allocator]) -> None:
+    assert dataclasses.is_dataclass(kind)
+    assert all(field.kw_only for field in dataclasses.fields(kind))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kind().anything = 1  # type: ignore[attr-defined]
+    assert kind() == kind() and hash(kind()) == hash(kind())
+    assert kind.scope in ("layer", "prompt")
+
+
+@every_allocator
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "ragged"])
+@pytest.mark.parametrize("most", [1, 63])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_exactly_between_floor_and_capacity(
+    kind: type[Allocator], shape: tuple[int, int, int], most: int, equal: bool
+) -> None:
+    for seed, recents in ((0, 0), (1, 8), (2, 500)):
+        capacity, floor = bounds(shape, most, recents, seed, equal)
+        scores = scores_for(capacity, floor, seed, ties=seed == 1)
+        for total in totals(capacity, floor):
+            budgets = ask(kind, total, capacity, floor, scores)
+            assert budgets.shape == shape and budgets.dtype == torch.int64 and budgets.device.type == "cpu"
+            assert (budgets >= floor).all() and (budgets <= capacity).all()
+            assert torch.equal(budgets.sum((1, 2)), owed(kind, total, capacity, floor))
+
+
+@every_allocator
+def test_like_heads_get_the_same_if_it_says_so(kind: type[Allocator]) -> None:
+    capacity, floor = bounds((3, 5, 3), 63, 8, 9, equal=True)
+    scores = scores_for(capacity, floor, 9)
+    budgets = torch.stack([ask(kind, total, capacity, floor, scores) for total in totals(capacity, floor)])
+    assert bool((budgets == budgets[..., :1]).all()) == kind.even_heads
+
+
+@every_layered
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layers_asked_one_by_one_sum_exactly(kind: type[Allocator], shape: tuple[int, int, int]) -> None:
+    for seed, recents in ((3, 0), (4, 8)):
+        capacity, floor = bounds(shape, 63, recents, seed, equal=True)
+        scores = scores_for(capacity, floor, seed)
+        for total in totals(capacity, floor):
+            budgets = ask_one_by_one(kind, total, capacity, floor, scores)
+            assert (budgets >= floor).all() and (budgets <= capacity).all()
+            assert torch.equal(budgets.sum((1, 2)), owed(kind, total, capacity, floor))
+            assert torch.equal(budgets, ask(kind, total, capacity, floor, scores))
+
+
+@every_layered
+def test_a_second_walk_holds_no_more_than_the_first(kind: type[Allocator]) -> None:
+    prompt = torch.tensor([120, 200])
+    capacity = prompt[:, None, None].expand(2, 6, 3)
+    floor = torch.full_like(capacity, 8)
+    total = (capacity.sum((1, 2)) * 0.3).long()
+    budgets = ask_one_by_one(kind, total, capacity, floor, scores_for(capacity, floor, 5), prompt)
+    for walk in range(1, 4):
+        grown = budgets + 16
+        scores = scores_for(grown, floor, walk)
+        budgets = ask_one_by_one(kind, total, grown, floor, scores, prompt + 16 * walk)
+        assert torch.equal(budgets.sum((1, 2)), owed(kind, total, capacity, floor))
+
+
+@every_allocator
+def test_more_total_never_gives_less(kind: type[Allocator]) -> None:
+    capacity, floor = bounds((2, 4, 3), 30, 4, 6, equal=False)
+    scores = scores_for(capacity, floor, 6)
+    sums = [
+        ask(kind, torch.tensor([total, total]), capacity, floor, scores).sum((1, 2))
+        for total in range(0, int(capacity.sum()) + 3, 7)
+    ]
+    assert all((after >= before).all() for before, after in itertools.pairwise(sums))
+
+
+@every_allocator
+def test_rows_do_not_hear_of_each_other(kind: type[Allocator]) -> None:
+    capacity, floor = bounds((3, 4, 3), 63, 8, 7, equal=False)
+    scores = scores_for(capacity, floor, 7)
+    total = torch.tensor([100, 350, 8])
+    together = ask(kind, total, capacity, floor, scores)
+    for i in range(3):
+        row = slice(i, i + 1)
+        alone = ask(kind, total[row], capacity[row], floor[row], [each[row] for each in scores])
+        assert torch.equal(together[row], alone)
+
+
+@every_allocator
+def test_changes_no_input(kind: type[Allocator]) -> None:
+    capacity, floor = bounds((2, 3, 2), 63, 8, 8, equal=False)
+    scores = scores_for(capacity, floor, 8)
+    total = torch.tensor([90, 200])
+    inputs = [total, capacity, floor, *scores]
+    before = [each.clone() for each in inputs]
+    ask(kind, total, capacity, floor, scores).fill_(-1)
+    assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALLOCATORS if kind.needs_scores], ids=lambda kind: kind.__name__)
+def test_asks_for_the_scores_it_needs(kind: type[Allocator]) -> None:
+    capacity, floor = bounds((1, 2, 2), 9, 1, 0, equal=True)
+    request = BudgetRequest(
+        total=torch.tensor([9]), capacity=capacity, floor=floor, layers=(0, 1), num_layers=2, scores=None
+    )
+    with pytest.raises(ValueError, match="scores"):
+        kind().allocate(request)

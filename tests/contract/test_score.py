@@ -1,0 +1,127 @@
+"""What the room `score` promises, asked of every method in its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests.discover import methods_of
+from tests.held_rows import Row, held_of, make_row, with_holes
+
+import kvtailor.score
+from kvtailor.score.contract import Scorer
+from kvtailor.types import Held
+
+SCORERS = methods_of(kvtailor.score, Scorer)
+every_scorer = pytest.mark.parametrize("kind", SCORERS, ids=lambda kind: kind.__name__)
+LENGTHS = (63, 40, 5)
+
+
+def rows_of(lengths: tuple[int, ...], seed: int = 0, heads: int = 3) -> list[Row]:
+    generator = torch.Generator().manual_seed(seed)
+    return [make_row(n, heads=heads, group=2, size=7, generator=generator) for n in lengths]
+
+
+def tensors_of(held: Held) -> dict[str, torch.Tensor]:
+    fields = {field.name: getattr(held, field.name) for field in dataclasses.fields(held)}
+    return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+
+def test_the_folder_holds_methods() -> None:
+    assert {"Position", "SnapKV", "H2O", "Random"} <= {kind.__name__ for kind in SCORERS}
+
+
+@every_scorer
+def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Scorer]) -> None:
+    assert dataclasses.is_dataclass(kind)
+    assert all(field.kw_only for field in dataclasses.fields(kind))
+    scorer = kind()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        scorer.anything = 1  # type: ignore[attr-defined]
+    assert scorer == kind() and hash(scorer) == hash(kind())
+    assert scorer.scope in ("layer", "prompt")
+    assert scorer.slack is None or scorer.slack >= 1
+    assert scorer.recents >= 0 and scorer.recents >= scorer.needs.window
+
+
+@every_scorer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", [(63,), LENGTHS, (1,), (1, 2, 1), (33, 31)], ids=str)
+def test_gives_one_finite_number_for_each_token(
+    kind: type[Scorer], lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    scorer = kind()
+    held = held_of(rows_of(lengths), scorer.needs, dtype=dtype)
+    scores = scorer.score(held)
+    assert scores.shape == held.positions.shape
+    assert scores.dtype == torch.float32
+    assert scores[held.valid].isfinite().all()
+
+
+@every_scorer
+def test_changes_no_input_and_shares_no_memory_with_one(kind: type[Scorer]) -> None:
+    scorer = kind()
+    held = held_of(rows_of(LENGTHS), scorer.needs)
+    before = {name: tensor.clone() for name, tensor in tensors_of(held).items()}
+    scorer.score(held).fill_(-1.0)
+    for name, tensor in tensors_of(held).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@every_scorer
+def test_remembers_nothing_between_calls(kind: type[Scorer]) -> None:
+    scorer = kind()
+    held = held_of(rows_of(LENGTHS), scorer.needs)
+    once = scorer.score(held)
+    scorer.score(held_of(rows_of((17, 50), seed=9), scorer.needs, layer=2))
+    again = scorer.score(held)
+    assert torch.equal(once[held.valid], again[held.valid])
+
+
+@every_scorer
+def test_a_padded_row_scores_as_it_does_alone(kind: type[Scorer]) -> None:
+    scorer = kind()
+    rows = rows_of(LENGTHS)
+    batch = scorer.score(held_of(rows, scorer.needs))
+    for i, row in enumerate(rows):
+        alone = scorer.score(held_of([row], scorer.needs))[0]
+        torch.testing.assert_close(batch[i, :, max(LENGTHS) - row.tokens :], alone, rtol=1e-5, atol=1e-7)
+
+
+@every_scorer
+def test_a_row_does_not_hear_of_its_neighbours(kind: type[Scorer]) -> None:
+    scorer = kind()
+    mine, others = rows_of((40,), seed=1), rows_of((40, 63), seed=2)
+    one = scorer.score(held_of([mine[0], others[1]], scorer.needs))
+    two = scorer.score(held_of([mine[0], rows_of((63,), seed=5)[0]], scorer.needs))
+    torch.testing.assert_close(one[0, :, 23:], two[0, :, 23:], rtol=0, atol=0)
+
+
+@every_scorer
+def test_filler_between_tokens_changes_nothing(kind: type[Scorer]) -> None:
+    scorer = kind()
+    held = held_of(rows_of(LENGTHS), scorer.needs)
+    holed, where = with_holes(held, 11, torch.Generator().manual_seed(3))
+    expected, got = scorer.score(held), scorer.score(holed).gather(2, where)
+    torch.testing.assert_close(got[held.valid], expected[held.valid], rtol=1e-5, atol=1e-7)
+
+
+@every_scorer
+def test_heads_that_change_places_take_their_scores_along(kind: type[Scorer]) -> None:
+    scorer = kind()
+    rows = rows_of(LENGTHS)
+    order, group = torch.tensor([2, 0, 1]), 2
+    query_order = (order[:, None] * group + torch.arange(group)).flatten()
+    moved = [
+        Row(keys=r.keys[order], values=r.values[order], queries=r.queries[query_order], mass=r.mass[order])
+        for r in rows
+    ]
+    held = held_of(rows, scorer.needs)
+    expected = scorer.score(held)[:, order]
+    got = scorer.score(held_of(moved, scorer.needs))
+    valid = held.valid[:, order]
+    if scorer.heads_alike:
+        torch.testing.assert_close(got[valid], expected[valid], rtol=1e-5, atol=1e-7)
+    else:
+        assert not torch.equal(got[valid], expected[valid]), "heads_alike = False is declared but not true"

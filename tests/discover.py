@@ -1,0 +1,19 @@
+"""Finds every method of a room by itself, so that a contract test never has a list to forget a method in."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+
+
+def methods_of(room: ModuleType, contract: type) -> list[type]:
+    """Every concrete subclass of `contract` that a module of the room defines, by module name."""
+    found: list[type] = []
+    for info in sorted(pkgutil.iter_modules(room.__path__), key=lambda info: info.name):
+        module = importlib.import_module(f"{room.__name__}.{info.name}")
+        for _, each in inspect.getmembers(module, inspect.isclass):
+            if issubclass(each, contract) and each.__module__ == module.__name__ and not inspect.isabstract(each):
+                found.append(each)
+    return found
