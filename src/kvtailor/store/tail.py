@@ -1,8 +1,8 @@
 """The full-precision tail of one layer: a buffer that grows in place.
 
 Growing by a thirty-second of what is held costs one copy of the cache every n / 32 tokens, about 64 bytes moved for
-each byte appended, where concatenation at every step moves 2 n; and it leaves at most 3 % of the buffer empty. The empty
-part is counted: the ledger reads storages.
+each byte appended, where concatenation at every step moves 2 n; and it leaves at most 3 % of the buffer empty. The
+empty part is counted: the ledger reads storages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Tail:
         end = self.length + new
         shape = (self.rows, self.heads, new, -1)
         self._keys.view(self.rows, self.heads, -1, keys.shape[-1])[:, :, self.length : end].copy_(keys.view(shape))
-        self._values.view(self.rows, self.heads, -1, values.shape[-1])[:, :, self.length : end].copy_(values.view(shape))
+        self._values.view(self.rows, self.heads, -1, values.shape[-1])[:, :, self.length : end].copy_(
+            values.view(shape)
+        )
         if self._positions is not None:
             self._positions[:, self.length : end] = torch.arange(
                 column, column + new, dtype=torch.int32, device=keys.device

@@ -1,0 +1,32 @@
+# Each target does all of its own set-up: a virtual environment in .venv with pinned installs, made once.
+PYTHON ?= python3
+PYTEST ?= .venv/bin/pytest -q
+DEMO_CMD ?= .venv/bin/kvtailor demo
+
+READY := .venv/.ready
+
+.PHONY: demo test test-all check bench
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	@$(DEMO_CMD)
+
+test: check
+	$(PYTEST) -m "not long"
+
+test-all: check
+	$(PYTEST)
+
+check: $(READY)
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+bench: $(READY)
+	.venv/bin/kvtailor bench $(BENCH)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'
+	@echo "setting up .venv (downloads a few hundred MB, once)"
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,bench,plots]"
+	@touch $@

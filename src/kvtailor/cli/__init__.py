@@ -1,0 +1,80 @@
+"""The command line: one file per verb, each imported only when it is asked for.
+
+A file of this folder that defines `command` is the verb of its name. What the user did wrong ends with one message on
+standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from functools import cache
+from pathlib import Path
+
+import click
+
+import kvtailor
+from kvtailor.errors import KvtailorError, UnknownName
+
+__all__ = ["Verbs", "main"]
+
+
+@cache
+def _verbs() -> tuple[str, ...]:
+    """The files of this folder that define `command`, from their syntax trees."""
+    found = []
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "command" for node in tree.body):
+            found.append(path.stem)
+    return tuple(found)
+
+
+class Verbs(click.Group):
+    """Finds its verbs in this folder, and turns errors that were raised on purpose into messages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_verbs())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _verbs():
+            return None
+        command: click.Command = importlib.import_module(f"{__name__}.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in _verbs():
+            raise click.UsageError(str(UnknownName("verb", args[0], _verbs())), ctx)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            result: object = super().invoke(ctx)
+            return result
+        except KvtailorError as error:
+            raise Refusal(str(error)) from error
+        except click.UsageError:
+            raise
+        except click.ClickException as error:
+            raise Refusal(error.format_message()) from error
+
+
+class Refusal(click.ClickException):
+    """What the user did wrong, in one message."""
+
+    exit_code = 2
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(kvtailor.__version__, prog_name="kvtailor")
+def main() -> None:
+    """kvtailor cuts an LLM's KV cache to measure.
+
+    \b
+    kvtailor ls                                      what there is to choose from
+    kvtailor show "snapkv + adakv @ tokens=1024"     what a plan does, before anything runs
+    kvtailor run --plan "snapkv @ tokens=256" ...    text from a compressed cache
+    kvtailor bench                                   what each plan costs and buys
+    """

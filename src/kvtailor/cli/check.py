@@ -1,0 +1,92 @@
+"""`kvtailor check`: every fault of a plan, and whether a model can hold it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from kvtailor.cli.plan_words import read_plan
+
+if TYPE_CHECKING:
+    from kvtailor.hf.geometry import Geometry
+    from kvtailor.plan import Plan
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Say all faults of a plan.")
+@click.argument("plan", nargs=-1, required=True)
+@click.option("--model", help="'demo' (embedded), a folder, or a hub name: also check the plan against this model.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
+@click.pass_context
+def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_json: bool) -> None:
+    """Check PLAN, a line or a TOML file. Exit code 0: no fault; 2: faults, each a sentence on standard error.
+
+    A model's weights are not loaded, only its configuration.
+    """
+    from kvtailor.errors import PlanError
+
+    parsed, geometry = None, None
+    faults: list[str] = []
+    notes: list[str] = []
+    try:
+        parsed = read_plan(plan)
+    except PlanError as error:
+        faults += error.faults
+    if model is not None:
+        from kvtailor.hf.config import config_of
+        from kvtailor.hf.geometry import Geometry, refusal
+
+        config = config_of(model)
+        sentence = refusal(config)
+        if sentence is not None:
+            faults.append(sentence)
+        else:
+            geometry = Geometry.of(config)
+            found, notes = _against(parsed, geometry, model)
+            faults += found
+    for fault in faults:
+        click.echo(f"fault: {fault}", err=True)
+    if not faults:
+        click.echo(f"no fault: {parsed}")
+    for note in notes:
+        click.echo(note)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "plan": None if parsed is None else str(parsed),
+                    "hash": None if parsed is None else parsed.hash,
+                    "faults": faults,
+                    "model": model,
+                    "layers": None if geometry is None else geometry.layers,
+                    "compressed_layers": None if geometry is None else list(geometry.compressed),
+                    "notes": notes,
+                }
+            )
+        )
+    if faults:
+        ctx.exit(2)
+
+
+def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[str], list[str]]:
+    """Faults and notes of a plan on a model."""
+    faults, notes = [], []
+    count, windowed = len(geometry.compressed), geometry.layers - len(geometry.compressed)
+    if windowed:
+        windows = " and ".join(str(size) for size in sorted({size for size in geometry.windows if size is not None}))
+        own = f"{windowed} keep the model's own window of {windows} tokens"
+        notes.append(f"{count} of {geometry.layers} layers are compressed; {own}")
+    else:
+        notes.append(f"all {count} layers are compressed")
+    if plan is not None and not count and (plan.evicts or plan.encode.block):
+        faults.append(
+            f"every layer of {model} keeps only the model's own window, so the plan has nothing to compress: use the "
+            "plan 'full', or a model with layers that see all tokens"
+        )
+    tokens, positions = plan.tokens if plan is not None else None, geometry.max_positions
+    if tokens is not None and positions is not None and tokens >= positions:
+        notes.append(f"tokens={tokens} is not below the {positions} positions of the model: nothing will be evicted")
+    return faults, notes

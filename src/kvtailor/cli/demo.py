@@ -1,0 +1,217 @@
+"""`kvtailor demo`: the tour. A model reads a long text that hides facts, and answers from a cache cut to measure."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtailor.bench.subject import Contestant, Subject
+    from kvtailor.bench.synthetic import Document
+
+__all__ = ["command"]
+
+PLANS = (
+    "full",
+    "snapkv @ keep=0.25",
+    "snapkv + adakv + kivi(bits=4) @ keep=0.25",
+    "streaming @ keep=0.25",
+)
+LONGEST = 1536
+ANSWER_ROOM = 24
+FACTS = 4
+
+
+@click.command(short_help="The tour: answers from a compressed cache, and what it cost.")
+@click.option("--model", default="demo", show_default=True, help="'demo' (embedded), a folder, or a hub name.")
+@click.option(
+    "--state", type=click.IntRange(0, 999_999), default=3, show_default=True, help="Another text with other facts."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
+def command(model: str, state: int, as_json: bool) -> None:
+    """The tour: a model answers from a long text with a full and with compressed caches, beside what that cost.
+
+    Nothing in it is prepared: wrong answers are shown as wrong. Takes under three minutes on two cores.
+    """
+    from rich.console import Console
+
+    from kvtailor.bench.report import summarise
+    from kvtailor.bench.report.terminal import show
+    from kvtailor.bench.runner import contestants_of
+    from kvtailor.bench.subject import Subject
+    from kvtailor.errors import KvtailorError
+
+    begin = time.perf_counter()
+    console = Console(highlight=False)
+    try:
+        with Console(stderr=True).status(f"loading {model}"):
+            subject = Subject.load(model)
+        contestants = contestants_of(PLANS)
+        answers = _answers(subject, contestants, state, console)
+        records = _bench(subject, contestants, console)
+        summary = summarise(records)
+    except (KvtailorError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    show(summary, console)
+    _next(console, time.perf_counter() - begin)
+    if as_json:
+        click.echo(json.dumps({"answers": answers, **summary.as_dict()}, ensure_ascii=False, allow_nan=False))
+
+
+def _answers(subject: Subject, contestants: list[Contestant], state: int, console: Console) -> list[dict[str, Any]]:
+    from rich.text import Text
+
+    from kvtailor.bench.report.terminal import byte_text
+
+    weights = subject.weights()
+    size = f", {weights[0] / 1e6:.1f} million parameters" if weights else ""
+    documents = _documents(subject, state)
+    console.print()
+    console.rule("1  one text, four questions, four caches", align="left", style="dim")
+    console.print()
+    console.print(f"Model: {subject.name}{size}.", highlight=False)
+    console.print(f"Text: {subject.count(documents[0].context)} tokens of generated prose that hide {FACTS} facts:")
+    console.print()
+    _show_facts(documents, console)
+    console.print()
+    told: list[dict[str, Any]] = []
+    for contestant in contestants:
+        console.print(Text(contestant.label, style="bold"))
+        right, last = 0, None
+        for document in documents:
+            found, good = _ask(subject, contestant, document, console, cold=not told)
+            told.append(
+                {"question": _question(document), "expected": document.answer.strip(), "right": good, **asdict(found)}
+            )
+            right, last = right + good, found
+        assert last is not None
+        if last.bytes_held is not None and last.bytes_full and last.tokens_held is not None:
+            console.print(
+                f"  {right} of {len(documents)} right, {last.tokens_held:.0f} of {last.tokens_seen} tokens held in "
+                f"{byte_text(last.bytes_held)} ({100 * last.bytes_held / last.bytes_full:.0f} % of "
+                f"{byte_text(last.bytes_full)})",
+                style="dim",
+            )
+        console.print()
+    return told
+
+
+def _documents(subject: Subject, state: int) -> list[Document]:
+    """The same facts in the same text, each asked once."""
+    from kvtailor.bench.synthetic import make_document
+
+    length = LONGEST if subject.positions is None else min(LONGEST, subject.positions - ANSWER_ROOM)
+    return [
+        make_document(
+            "needle",
+            state=state,
+            length=length - subject.start().numel(),
+            depth=index / (FACTS - 1),
+            count_tokens=subject.count,
+            distractors=FACTS - 1,
+        )
+        for index in range(FACTS)
+    ]
+
+
+def _show_facts(documents: list[Document], console: Console) -> None:
+    """The facts where they stand, each on a line with as much of the prose around it as fits."""
+    from rich.text import Text
+
+    context = documents[0].context
+    for document in documents:
+        fact = str(document.meta["fact"])
+        at = context.find(fact)
+        around = max(0, console.width - len(fact) - 10) // 2
+        before = context[max(0, at - around) : at].split(" ", 1)[-1] if at else ""
+        after = context[at + len(fact) : at + len(fact) + around].rsplit(" ", 1)[0]
+        line = Text("  ").append(f"… {before}" if before else "", style="dim").append(fact, style="bold")
+        console.print(line.append(f"{after} …", style="dim"), no_wrap=True, overflow="ellipsis")
+
+
+def _ask(
+    subject: Subject, contestant: Contestant, document: Document, console: Console, *, cold: bool
+) -> tuple[Any, bool]:
+    from kvtailor.cli.run import generate
+
+    console.print(f"  {_question(document):<64} ", end="", style="dim", markup=False)
+    shown = ""
+
+    def show(piece: str) -> None:
+        # The model goes on after its answer; what counts, and what is shown, is the answer's own line.
+        nonlocal shown
+        before = _first_line(shown)
+        shown += piece
+        console.print(_first_line(shown)[len(before) :], end="", markup=False)
+
+    room = subject.count(document.answer) + 2
+    found = generate(subject, contestant, subject.prompt(document.prompt), tokens=room, show=show, cold=cold)
+    good = is_right(found.text, document.answer)
+    console.print("  [green]right[/]" if good else f"  [red]wrong[/] [dim]({document.answer.strip()})[/]")
+    return found, good
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether a continuation begins with exactly this answer, and not with a longer word or number."""
+    text, answer = text.strip(), answer.strip()
+    return text.startswith(answer) and not text[len(answer) : len(answer) + 1].isalnum()
+
+
+def _question(document: Document) -> str:
+    return document.question.split("Question:", 1)[-1].split("Answer:", 1)[0].strip()
+
+
+def _first_line(text: str) -> str:
+    line = text.strip().split("\n", 1)[0]
+    return line.split(".", 1)[0]
+
+
+def _bench(subject: Subject, contestants: list[Contestant], console: Console) -> Any:
+    from rich.console import Console as Terminal
+
+    from kvtailor.bench.progress import bar
+    from kvtailor.bench.runner import plan_run, run
+    from kvtailor.bench.tasks import Task
+    from kvtailor.bench.tasks.needle import Needle
+    from kvtailor.bench.tasks.perplexity import Perplexity
+    from kvtailor.bench.tasks.speed import Speed
+    from kvtailor.bench.texts import generated_text
+
+    context = 512 if subject.positions is None else min(512, subject.positions * 3 // 4)
+    tail, windows = context // 4, 24
+    text = generated_text(6 * (context + tail) * windows)
+    tasks: list[Task] = [
+        Perplexity(text=text, source="generated text", context=context, continuation=tail, windows=windows),
+        Needle(lengths=(context,), depths=(0.1, 0.5, 0.9), documents=8),
+        Speed(text=text, source="generated text", context=context, tokens=24, rounds=5, warmup=1),
+    ]
+    console.rule("2  what it costs and what it buys", align="left", style="dim")
+    with bar(plan_run(tasks, contestants), Terminal(stderr=True)) as advance:
+        return run(subject, contestants, tasks, advance=advance)
+
+
+def _next(console: Console, seconds: float) -> None:
+    console.print()
+    console.rule("3  your turn", align="left", style="dim")
+    console.print()
+    for what, how in (
+        ("your model, your text", 'kvtailor bench --model NAME --text FILE --plans "snapkv @ keep=0.25; kivi(bits=4)"'),
+        ("see the text come", 'kvtailor run --model NAME --plan "snapkv @ tokens=1024" --prompt-file FILE'),
+        ("every method", "kvtailor ls"),
+        ("what a plan will do", 'kvtailor show "snapkv + adakv @ tokens=1024"'),
+        (
+            "in Python",
+            'cache = kvtailor.cache_for(model, "snapkv @ tokens=1024")\n'
+            + " " * 25
+            + "model.generate(**inputs, past_key_values=cache)",
+        ),
+    ):
+        console.print(f"  {what:<23}{how}", markup=False, soft_wrap=True)
+    console.print()
+    console.print(f"  This tour took {seconds:.0f} seconds.", style="dim")

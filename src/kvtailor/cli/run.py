@@ -1,0 +1,274 @@
+"""`kvtailor run`: generate text on a compressed cache, and say what the cache held."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvtailor.bench.subject import Contestant, Subject
+
+__all__ = ["Generated", "command", "generate"]
+
+
+@dataclass
+class Streamer:
+    """What `model.generate(streamer=)` calls: turns tokens into text as they come, and keeps the times.
+
+    Attributes:
+        decode: ids -> text.
+        show: gets each new piece of text.
+        ids: the new tokens.
+        times: when each of them came, in seconds of `time.perf_counter`.
+    """
+
+    decode: Callable[[list[int]], str]
+    show: Callable[[str], None]
+    ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    shown: str = ""
+    prompt_is_there: bool = False
+
+    def put(self, ids: Any) -> None:
+        """Takes the prompt first, then one token at a time."""
+        if not self.prompt_is_there:
+            self.prompt_is_there = True
+            return
+        self.times.append(time.perf_counter())
+        self.ids += ids.flatten().tolist()
+        text = self.decode(self.ids)
+        # A character may need several tokens: until it is whole it decodes to the replacement character.
+        if not text.endswith("\ufffd"):
+            self._show(text)
+
+    def end(self) -> None:
+        """Shows what was held back."""
+        self._show(self.decode(self.ids))
+
+    def _show(self, text: str) -> None:
+        if len(text) > len(self.shown):
+            self.show(text[len(self.shown) :])
+            self.shown = text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What one generation gave and took. None: not known.
+
+    Attributes:
+        model: name of the model.
+        plan: canonical form of the plan.
+        text: the new text.
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens generated.
+        tokens_seen: tokens seen by the cache.
+        tokens_held: mean over layers and kv heads of the tokens held at the end.
+        bytes_held: unique storages of the cache at the end.
+        bytes_full: what the same tokens take uncompressed.
+        ttft_seconds: from the call to the first token: prefill and compression.
+        tpot_seconds: for each further token, on average.
+        started_cold: this was the process's first generation: times include what the first use of anything costs.
+    """
+
+    model: str
+    plan: str
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    tokens_seen: int | None
+    tokens_held: float | None
+    bytes_held: int | None
+    bytes_full: int | None
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+    started_cold: bool = True
+
+
+def generate(
+    subject: Subject,
+    contestant: Contestant,
+    prompt: Any,
+    *,
+    tokens: int,
+    show: Callable[[str], None] = lambda piece: None,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    cold: bool = True,
+) -> Generated:
+    """Generates after a prompt (n,) of token ids, through the model's own `generate`.
+
+    Args:
+        subject: the model.
+        contestant: the plan.
+        prompt: (n,) int64.
+        tokens: most new tokens.
+        show: gets the text piece by piece.
+        temperature: 0: the likeliest token; above: sampled.
+        seed: random state of the sampling; None: a new one.
+        cold: see `Generated.started_cold`.
+    """
+    import torch
+
+    from kvtailor.bench.subject import weigh
+
+    cache = subject.new_cache(contestant)
+    streamer = Streamer(subject.text, show)
+    ids = prompt[None].to(subject.device)
+    how: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        how["temperature"] = temperature
+    if seed is not None:
+        torch.manual_seed(seed)
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        subject.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=tokens,
+            pad_token_id=subject.tokenizer.pad_token_id,
+            streamer=streamer,
+            **how,
+        )
+    weight, times = weigh(cache), streamer.times
+    return Generated(
+        model=subject.name,
+        plan=contestant.plan or contestant.label,
+        text=streamer.shown,
+        prompt_tokens=int(prompt.numel()),
+        new_tokens=len(streamer.ids),
+        ttft_seconds=times[0] - begin if times else None,
+        tpot_seconds=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        started_cold=cold,
+        **{name: weight.get(name) for name in ("tokens_seen", "tokens_held", "bytes_held", "bytes_full")},
+    )
+
+
+@click.command(short_help="Generate text on a compressed cache.")
+@click.option("--model", default="demo", show_default=True, help="'demo' (embedded), a folder, or a hub name.")
+@click.option("--plan", default="full", show_default=True, help='One line, such as "snapkv @ tokens=256".')
+@click.option("--prompt", help="The prompt itself.")
+@click.option(
+    "--prompt-file", type=click.File(encoding="utf-8"), help="A file with the prompt; without it standard input."
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate."
+)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: the likeliest token.")
+@click.option("--seed", type=int, help="Random state of the sampling.")
+@click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@click.option("--device", help="Such as cpu or cuda.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
+def command(
+    model: str,
+    plan: str,
+    prompt: str | None,
+    prompt_file: Any,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int | None,
+    dtype: str | None,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Generate text on a compressed cache, and say what the cache held.
+
+    \b
+    kvtailor run --plan "snapkv @ tokens=256" --prompt-file long.txt
+    echo "Once upon a time" | kvtailor run --plan "streaming @ tokens=64"
+
+    The text goes to standard output, the numbers to standard error.
+    """
+    text = _prompt_text(prompt, prompt_file)
+
+    from rich.console import Console
+
+    from kvtailor.bench.subject import Contestant, Subject
+    from kvtailor.errors import KvtailorError
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        contestant = Contestant.of(plan)
+        with console.status(f"loading {model}"):
+            subject = Subject.load(model, dtype=dtype, device=device)
+        ids = subject.prompt(text)
+        room = _room(subject, int(ids.numel()))
+        tokens = max_new_tokens if room is None else min(max_new_tokens, room)
+        if tokens < max_new_tokens:
+            console.print(
+                f"The model has positions for {tokens} new tokens after this prompt, not for {max_new_tokens}."
+            )
+        found = generate(
+            subject,
+            contestant,
+            ids,
+            tokens=tokens,
+            show=lambda piece: click.echo(piece, nl=False),
+            temperature=temperature,
+            seed=seed,
+        )
+    except (KvtailorError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo()
+    _say(found, console)
+    if as_json:
+        click.echo(json.dumps(asdict(found), ensure_ascii=False))
+
+
+def _prompt_text(prompt: str | None, prompt_file: Any) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("Both --prompt and --prompt-file were given: give one of them.")
+    if prompt is None and prompt_file is None and sys.stdin.isatty():
+        raise click.UsageError("There is no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input.")
+    try:
+        text = prompt if prompt is not None else (prompt_file or click.open_file("-", encoding="utf-8")).read()
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"The prompt is not UTF-8 text ({error}): give a text file.") from error
+    if not text.strip():
+        raise click.UsageError(
+            "The prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input."
+        )
+    return str(text)
+
+
+def _room(subject: Subject, prompt: int) -> int | None:
+    """Tokens that fit behind the prompt; None where the model does not say."""
+    from kvtailor.errors import KvtailorError
+
+    if subject.positions is None:
+        return None
+    if prompt >= subject.positions:
+        raise KvtailorError(
+            f"the prompt has {prompt} tokens, but {subject.name} was made for {subject.positions}: give a "
+            "prompt of at most "
+            f"{subject.positions - 1} tokens, or a model with more positions"
+        )
+    return subject.positions - prompt
+
+
+def _say(found: Generated, console: Any) -> None:
+    from kvtailor.bench.report.terminal import byte_text
+
+    lines = []
+    if found.bytes_held is not None and found.bytes_full:
+        share = 100 * found.bytes_held / found.bytes_full
+        lines.append(f"cache   {byte_text(found.bytes_held)} held, {byte_text(found.bytes_full)} full: {share:.1f} %")
+    if found.tokens_held is not None:
+        lines.append(
+            f"tokens  {found.tokens_held:.0f} held, {found.tokens_seen} seen ({found.prompt_tokens} prompt, "
+            f"{found.new_tokens} new)"
+        )
+    if found.ttft_seconds is not None:
+        further = f", {1000 * found.tpot_seconds:.1f} ms for each next" if found.tpot_seconds is not None else ""
+        cold = " (cold: to compare, `kvtailor bench`)" if found.started_cold else ""
+        lines.append(f"time    {1000 * found.ttft_seconds:.0f} ms to the first token{further}{cold}")
+    console.print()
+    console.print(f"plan    {found.plan}", style="bold", markup=False)
+    for line in lines:
+        console.print(line, style="dim", markup=False)

@@ -1,0 +1,125 @@
+"""`kvtailor show`: what a plan does in each room, and what a token will cost, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvtailor.cli.plan_words import read_plan
+
+if TYPE_CHECKING:
+    from kvtailor.plan import Plan
+
+__all__ = ["command"]
+
+ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@click.command(short_help="Say what a plan does, before anything runs.")
+@click.argument("plan", nargs=-1, required=True)
+@click.option("--model", help="'demo' (embedded), a folder, or a hub name: its sizes instead of the next two options.")
+@click.option("--head-size", type=click.IntRange(1), default=128, show_default=True, help="Of a key and of a value.")
+@click.option("--dtype", type=click.Choice(list(ELEMENT_SIZES)), help="Of the cache.  [the model's own, else bfloat16]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
+def command(plan: tuple[str, ...], model: str | None, head_size: int, dtype: str | None, as_json: bool) -> None:
+    """Show PLAN, a line or a TOML file: the method of each room, its arguments and source, and closed-form bytes.
+
+    The bytes are a prediction from the codec's formula; what a cache really holds is measured by `run` and `bench`.
+    """
+    from kvtailor.plan_check import BUDGETS
+
+    parsed = read_plan(plan)
+    sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": dtype or "bfloat16"}
+    if model is not None:
+        sizes |= _sizes_of(model, dtype)
+    rooms, cost = _rooms(parsed), _cost(parsed, sizes)
+    _say(parsed, rooms, sizes, cost)
+    if as_json:
+        about = {
+            "plan": str(parsed),
+            "hash": parsed.hash,
+            "python": repr(parsed),
+            "toml": parsed.to_toml(),
+            "scope": parsed.scope,
+            "slack_tokens": parsed.slack_tokens,
+            "budget": {name: getattr(parsed, name) for name in BUDGETS if getattr(parsed, name) is not None},
+        }
+        click.echo(json.dumps({**about, "rooms": rooms, "sizes": sizes, "closed_form": cost}, default=str))
+
+
+def _sizes_of(model: str, dtype: str | None) -> dict[str, Any]:
+    from kvtailor.hf.config import config_of
+    from kvtailor.hf.geometry import Geometry
+
+    config = config_of(model)
+    geometry = Geometry.of(config)
+    own = str(config.get_text_config(decoder=True).dtype or "").removeprefix("torch.")
+    return {
+        "head_size": geometry.head_dim,
+        "dtype": dtype or (own if own in ELEMENT_SIZES else "float32"),
+        "kv_heads": geometry.kv_heads,
+        "compressed_layers": len(geometry.compressed),
+    }
+
+
+def _rooms(plan: Plan) -> dict[str, Any]:
+    """Each room's method as far as it has one."""
+    from kvtailor import find
+    from kvtailor.plan_check import given_of
+
+    found: dict[str, Any] = {}
+    for room, part in plan.parts.items():
+        found[room] = None
+        if part is not None:
+            info = find.describe(find.name_of(part))
+            arguments = given_of(part, everything=True)
+            about = {"summary": info.summary, "paper": info.paper, "by": info.by}
+            found[room] = {"method": info.name, "arguments": arguments, **about}
+    return found
+
+
+def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Closed-form bytes of a token, indices of ragged caches not counted."""
+    element, size = ELEMENT_SIZES[sizes["dtype"]], sizes["head_size"]
+    full, encoded = 2.0 * size * element, plan.encode.bytes_per_token(size, size, element)
+    copies = sizes["kv_heads"] * sizes["compressed_layers"] if "kv_heads" in sizes else None
+    return {
+        "full_bytes_per_token_and_kv_head": full,
+        "bytes_per_token_and_kv_head": encoded,
+        "full_bytes_per_token": None if copies is None else full * copies,
+        "bytes_per_token": None if copies is None else encoded * copies,
+        "full_precision_tail_tokens": plan.encode.tail + plan.encode.block if plan.encode.block else None,
+    }
+
+
+def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[str, Any]) -> None:
+    from kvtailor.plan_text import write_settings
+
+    click.secho(str(plan), bold=True)
+    click.echo(f"hash {plan.hash}")
+    for room, about in rooms.items():
+        if about is None:
+            click.echo(f"  {room:<9} nothing is scored, so nothing is evicted")
+            continue
+        arguments = f"({write_settings(about['arguments'])})" if about["arguments"] else ""
+        click.echo(f"  {room:<9} {about['method']}{arguments}")
+        click.echo(f"            {about['summary']}")
+        if about["paper"] and not about["paper"].lower().startswith("none"):
+            click.echo(f"            {about['paper']}")
+    if plan.evicts:
+        slack = plan.slack_tokens
+        until = "never while decoding" if slack is None else f"again {slack} tokens past the budget"
+        when = "as soon as a layer is done" if plan.scope == "layer" else "once all layers have arrived"
+        click.echo(f"  evicts {when}, {until}")
+    where = f"{sizes['model']}, " if sizes["model"] else ""
+    full, encoded = cost["full_bytes_per_token_and_kv_head"], cost["bytes_per_token_and_kv_head"]
+    click.echo(f"closed form ({where}head size {sizes['head_size']}, {sizes['dtype']}), for each token that is held:")
+    click.echo(f"  {encoded:g} bytes per kv head, {full:g} without the plan: {encoded / full:.3f}")
+    if cost["bytes_per_token"] is not None:
+        copies = f"{sizes['compressed_layers']} layers x {sizes['kv_heads']} kv heads"
+        both = cost["bytes_per_token"], cost["full_bytes_per_token"]
+        click.echo(f"  {both[0]:g} bytes over {copies}, {both[1]:g} without the plan")
+    if cost["full_precision_tail_tokens"]:
+        click.echo(f"  up to {cost['full_precision_tail_tokens']} of the newest tokens stay in full precision")

@@ -1,0 +1,179 @@
+"""A plan: which method does the work in each room, under which budget. Python, TOML and one line say the same.
+
+    Plan(score=SnapKV(window=16), allocate=AdaKV(), encode=Kivi(bits=4), tokens=1024)
+    snapkv(window=16) + adakv + kivi(bits=4) @ tokens=1024
+
+A line names methods in any order, since each belongs to one room, and presets, which bring several methods at once;
+a method written beside a preset takes that room over. A plan is checked when it is made, and all of its faults are
+said at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal
+
+from kvtailor import find
+from kvtailor.errors import PlanError
+from kvtailor.find import Allocator, Attention, Codec, Placement, Scorer, Selector
+from kvtailor.plan_check import SETTINGS, all_faults, given_of, wrong_kinds
+from kvtailor.plan_read import Asked, line_parts, toml_parts
+from kvtailor.plan_text import toml_value, write_bytes, write_settings, write_value
+
+__all__ = ["Plan", "parse"]
+
+_FULL = "full"
+
+
+def _null(room: str) -> Any:
+    return find.method_of(room, find.null(room))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """One way to hold a cache.
+
+    Attributes:
+        score: says which tokens matter; None: nothing is ever evicted.
+        allocate: splits the budget over layers and kv heads.
+        select: turns scores and budget into the kept set.
+        encode: how kept tokens are stored.
+        store: where they live.
+        attend: how they are read.
+        tokens: budget: tokens per kv head, on average over heads and layers, an observation window included.
+        keep: budget: fraction of each row's tokens, above 0 and at most 1.
+        bytes: budget: bytes for the whole cache.
+        slack: tokens past the budget after which a decoding cache is cut back to it. None: what the scorer says;
+            "never": nothing is evicted while decoding, even where the scorer would.
+
+    A scorer needs exactly one of the three budgets, and no scorer allows none.
+
+    Raises:
+        PlanError: with all faults at once.
+    """
+
+    score: Scorer | None = None
+    allocate: Allocator = field(default_factory=partial(_null, "allocate"))
+    select: Selector = field(default_factory=partial(_null, "select"))
+    encode: Codec = field(default_factory=partial(_null, "encode"))
+    store: Placement = field(default_factory=partial(_null, "store"))
+    attend: Attention = field(default_factory=partial(_null, "attend"))
+    tokens: int | None = None
+    keep: float | None = None
+    bytes: int | None = None
+    slack: int | Literal["never"] | None = None
+
+    def __post_init__(self) -> None:
+        wrong = wrong_kinds(self.parts)
+        faults = wrong or all_faults(self.parts, self._settings)
+        if faults:
+            raise PlanError(repr(self) if wrong else str(self), faults)
+        if self.keep is not None:
+            object.__setattr__(self, "keep", float(self.keep))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan of one line; see `parse`."""
+        return parse(text)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        """The plan of a TOML document, as `to_toml` writes it.
+
+        A room is a table with `method` and its arguments, or just the method's name; `preset` names one preset or a
+        list of them; budgets and slack stand at the top. The word "none" stands for None.
+
+        Raises:
+            PlanError: with all faults at once.
+        """
+        return _made(text, toml_parts(text))
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The method of each room, in the order of the walk."""
+        return {room: getattr(self, room) for room in find.rooms()}
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything is ever dropped."""
+        return self.score is not None
+
+    @property
+    def scope(self) -> str:
+        """ "layer" where each layer can be cut as soon as it is done, "prompt" where that must wait for all of them."""
+        waits = self.score is not None and "prompt" in (self.score.scope, self.allocate.scope)
+        return "prompt" if waits else "layer"
+
+    @property
+    def slack_tokens(self) -> int | None:
+        """Tokens past the budget that decoding may hold before it is cut back; None where it is never cut."""
+        if self.score is None or self.slack == "never":
+            return None
+        return self.score.slack if self.slack is None else self.slack
+
+    @cached_property
+    def hash(self) -> str:
+        """12 hex digits that name results: sha256 of all methods, arguments, budgets and the resulting slack."""
+        parts = {
+            room: None if part is None else [find.name_of(part), given_of(part, everything=True)]
+            for room, part in self.parts.items()
+        }
+        text = json.dumps({**parts, **self._settings, "slack": self.slack_tokens}, sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def to_toml(self) -> str:
+        """The plan as TOML; arguments at their defaults are left out."""
+        lines = [f"{name} = {toml_value(value)}" for name, value in self._settings.items()]
+        for room, (name, given) in self._words().items():
+            lines += ["", f"[{room}]", f'method = "{name}"', *(f"{key} = {toml_value(v)}" for key, v in given.items())]
+        return "\n".join(lines).strip() + "\n" if lines else f'preset = "{_FULL}"\n'
+
+    def __str__(self) -> str:
+        words = [name + (f"({write_settings(given)})" if given else "") for name, given in self._words().values()]
+        sized = {k: write_bytes(v) for k, v in self._settings.items() if k == "bytes" and isinstance(v, int)}
+        tail = ", ".join(f"{k}={sized.get(k) or write_value(v)}" for k, v in self._settings.items())
+        return (" + ".join(words) or _FULL) + (f" @ {tail}" if tail else "")
+
+    def __repr__(self) -> str:
+        methods = [f"{room}={_python(self.parts[room])}" for room in self._words()]
+        return f"Plan({', '.join([*methods, *(f'{name}={value!r}' for name, value in self._settings.items())])})"
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The budgets and the slack that were given."""
+        return {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
+
+    def _words(self) -> dict[str, tuple[str, dict[str, object]]]:
+        """Name and given arguments of each room that is not at its default."""
+        found = {}
+        for room, part in self.parts.items():
+            if part is None:
+                continue
+            name, given = find.name_of(part), given_of(part) if isinstance(part, find.contract(room)) else {}
+            if given or name != find.null(room):
+                found[room] = name, given
+        return found
+
+
+def parse(text: str) -> Plan:
+    """The plan of one line: `snapkv(window=16) + adakv + kivi(bits=4) @ tokens=1024, slack=64`.
+
+    Raises:
+        PlanError: with all faults at once.
+    """
+    return _made(text, line_parts(text))
+
+
+def _made(text: str, asked: Asked) -> Plan:
+    if asked.faults:
+        raise PlanError(text, asked.faults)
+    return Plan(**asked.parts, **asked.settings)
+
+
+def _python(method: object) -> str:
+    if not hasattr(type(method), "__dataclass_fields__"):
+        return repr(method)
+    return f"{type(method).__name__}({', '.join(f'{key}={value!r}' for key, value in given_of(method).items())})"

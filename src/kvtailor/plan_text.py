@@ -1,0 +1,238 @@
+"""The one-line form of a plan: a grammar of words, settings and values, read without `eval`.
+
+    line      = words [ "@" settings ]
+    words     = word { "+" word }
+    word      = name [ "(" settings ")" ]
+    settings  = name "=" value { "," name "=" value }
+    value     = integer | float | string | bare word | true | false | none | "[" [ value { "," value } ] "]"
+
+A string stands in double or single quotes; a bare word is a string without them (`pooling=max`). `( )` may stand for
+`[ ]`; both give a tuple. Nothing here knows which methods exist. Readers never stop at the first mistake: each is a
+sentence added to `faults`, and reading goes on behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "Line",
+    "Value",
+    "Word",
+    "bytes_of",
+    "read_line",
+    "toml_value",
+    "write_bytes",
+    "write_settings",
+    "write_value",
+]
+
+Value = int | float | str | bool | None | tuple["Value", ...]
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][+-]?[0-9]+)?")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?)?B?", re.IGNORECASE)
+_KEYWORDS: dict[str, Value] = {
+    "true": True,
+    "false": False,
+    "none": None,
+    "inf": math.inf,
+    "+inf": math.inf,
+    "-inf": -math.inf,
+}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_CLOSING = {"(": ")", "[": "]"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """One `name(settings)` of a line."""
+
+    name: str
+    arguments: Mapping[str, Value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line as it was read: its words in their order, and what stood behind the `@`."""
+
+    words: tuple[Word, ...]
+    settings: Mapping[str, Value]
+
+
+class _Unreadable(Exception):
+    """A value that the grammar does not know."""
+
+
+def read_line(text: str, faults: list[str]) -> Line:
+    """Reads `snapkv(window=32) + kivi(bits=4) @ tokens=1024, slack=64`; mistakes go to `faults`."""
+    head, *tails = _split(text, "@")
+    if len(tails) > 1:
+        faults.append("there is more than one '@': write the settings once, behind the last method")
+    words = []
+    pieces = _split(head, "+")
+    for piece in pieces:
+        if piece.strip():
+            word = _read_word(piece.strip(), faults)
+            words += [word] if word is not None else []
+        elif len(pieces) > 1:
+            faults.append("a '+' has nothing on one side: put a method on both sides, or leave it out")
+    if len(pieces) == 1 and not head.strip():
+        faults.append("no method is named: write at least one, for example 'full'")
+    settings: dict[str, Value] = {}
+    for tail in tails:
+        if not tail.strip():
+            faults.append("nothing stands behind the '@': write settings like tokens=1024, or leave the '@' out")
+        settings |= _read_settings(tail, "behind the '@'", faults)
+    return Line(words=tuple(words), settings=settings)
+
+
+def write_value(value: object) -> str:
+    """A value as `read_line` reads it back, and the same type."""
+    if isinstance(value, str) and _BARE.fullmatch(value) and not value[0].isdigit() and value.lower() not in _KEYWORDS:
+        return value
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(write_value(each) for each in value) + "]"
+    return "none" if value is None else toml_value(value)
+
+
+def toml_value(value: object) -> str:
+    """A value as TOML; TOML has no null, so None is the string "none"."""
+    if isinstance(value, str) or value is None:
+        # TOML refuses a raw DEL, which JSON allows; all else of a JSON string is TOML.
+        return json.dumps("none" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(toml_value(each) for each in value) + "]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def write_settings(settings: Mapping[str, object]) -> str:
+    """`name=value, name=value` in the order given."""
+    return ", ".join(f"{name}={write_value(value)}" for name, value in settings.items())
+
+
+def bytes_of(text: str) -> int:
+    """The number of bytes that `64MiB`, `1.5G` or `4096` says: K, M, G are powers of 1000, KiB, MiB, GiB of 1024.
+
+    Raises:
+        ValueError: not a size, or not a whole number of bytes.
+    """
+    hit = _SIZE.fullmatch(text.strip())
+    number = float(hit[1]) * _UNITS[(hit[2] or "").lower()] if hit else math.nan
+    if not number.is_integer():
+        raise ValueError(f"{text!r} is not a whole number of bytes: write for example 64MiB, 1.5G or 4096")
+    return int(number)
+
+
+def write_bytes(count: int) -> str:
+    """The shortest exact spelling that `bytes_of` reads back: 67108864 is `64MiB`."""
+    for unit in ("Gi", "Mi", "Ki"):
+        if count > 0 and count % _UNITS[unit.lower()] == 0:
+            return f"{count // _UNITS[unit.lower()]}{unit}B"
+    return str(count)
+
+
+def _read_word(text: str, faults: list[str]) -> Word | None:
+    hit = _NAME.match(text)
+    if hit is None:
+        faults.append(f"{text!r} does not begin with a name: write a method such as snapkv(window=32)")
+        return None
+    name, rest = hit.group(), text[hit.end() :].strip()
+    if not rest:
+        return Word(name=name, arguments={})
+    if rest[0] == "(" and _balanced(rest):
+        return Word(name=name, arguments=_read_settings(rest[1:-1], f"in {name}(...)", faults))
+    faults.append(f"{text!r} is not a name with arguments: write {name}, or {name}(name=value, ...)")
+    return Word(name=name, arguments={})
+
+
+def _read_settings(text: str, where: str, faults: list[str]) -> dict[str, Value]:
+    read: dict[str, Value] = {}
+    pieces = [piece.strip() for piece in _split(text, ",")] if text.strip() else []
+    for piece in pieces:
+        name, equals, value = piece.partition("=")
+        name = name.strip()
+        if not equals or not _NAME.fullmatch(name):
+            faults.append(f"{where} stands {piece!r}, which has no name: write name=value")
+        elif name in read:
+            faults.append(f"{where} {name} is given twice: keep one")
+        else:
+            try:
+                read[name] = _read_value(value.strip())
+            except _Unreadable as error:
+                faults.append(
+                    f'{where} {name} is {error}: write a number, a word, "a string", true, false, none or [..]'
+                )
+    return read
+
+
+def _read_value(text: str) -> Value:
+    if text.lower() in _KEYWORDS:
+        return _KEYWORDS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _BARE.fullmatch(text):
+        return text
+    if text[:1] in ("'", '"'):
+        return _read_string(text)
+    if text[:1] in _CLOSING and text.endswith(_CLOSING[text[0]]):
+        pieces = [piece.strip() for piece in _split(text[1:-1], ",")]
+        if pieces[-1] == "":
+            pieces.pop()
+        return tuple(_read_value(piece) for piece in pieces)
+    raise _Unreadable("empty" if not text else f"{text!r}, which is no value")
+
+
+def _read_string(text: str) -> str:
+    try:
+        if text[0] == '"':
+            return str(json.loads(text))
+        if len(text) > 1 and text.endswith("'") and "'" not in text[1:-1]:
+            return text[1:-1]
+    except ValueError:
+        pass
+    raise _Unreadable(f"{text!r}, a string that does not end")
+
+
+def _balanced(text: str) -> bool:
+    """Whether the bracket that opens `text` closes at its very end."""
+    depth = 0
+    for at, mark in _marks(text):
+        depth += (mark in _CLOSING) - (mark in _CLOSING.values())
+        if depth == 0:
+            return at == len(text) - 1
+    return False
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """The pieces between separators that stand outside of brackets and strings."""
+    pieces, start, depth = [], 0, 0
+    for at, mark in _marks(text):
+        if mark in separators and depth == 0:
+            pieces.append(text[start:at])
+            start = at + 1
+        depth = max(0, depth + (mark in _CLOSING) - (mark in _CLOSING.values()))
+    return [*pieces, text[start:]]
+
+
+def _marks(text: str) -> list[tuple[int, str]]:
+    """Each character outside of strings with its place. A quote inside of a bare word is an ordinary character."""
+    marks, quote, escaped = [], "", False
+    for at, mark in enumerate(text):
+        if quote:
+            if mark == quote and not escaped:
+                quote = ""
+            escaped = mark == "\\" and quote == '"' and not escaped
+        elif mark in "'\"":
+            quote = mark
+        else:
+            marks.append((at, mark))
+    return marks

@@ -1,0 +1,175 @@
+"""The verbs ls, show and check: what they print, their JSON, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvtailor import find
+from kvtailor.cli import main
+from kvtailor.plan import Plan
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def last_object(found: Result) -> dict[str, Any]:
+    lines = found.stdout.rstrip("\n").split("\n")
+    assert sum(line.startswith("{") for line in lines) == 1
+    read = json.loads(lines[-1])
+    assert isinstance(read, dict)
+    return read
+
+
+def test_ls_lists_every_method_and_preset() -> None:
+    found = call("ls", "--json")
+    assert found.exit_code == 0
+    read = last_object(found)
+    for room in find.rooms():
+        assert read["rooms"][room].keys() == find.methods(room).keys()
+        for name in find.methods(room):
+            assert f"  {name} " in found.stdout
+    assert read["presets"].keys() == find.presets().keys()
+
+
+def test_ls_of_one_room() -> None:
+    found = call("ls", "allocate")
+    assert "adakv" in found.stdout and "snapkv " not in found.stdout and "presets" not in found.stdout
+    assert "uniform (default)" in found.stdout
+    assert "streaming" in call("ls", "presets").stdout
+
+
+def test_show_says_rooms_sources_and_bytes() -> None:
+    found = call("show", "snapkv(window=16) + adakv @ tokens=64", "--head-size", "80", "--dtype", "float32", "--json")
+    assert found.exit_code == 0
+    assert "2404.14469" in found.stdout and "2407.11550" in found.stdout
+    read = last_object(found)
+    assert read["plan"] == "snapkv(window=16) + adakv @ tokens=64"
+    assert read["rooms"]["score"]["arguments"]["window"] == 16
+    assert read["closed_form"]["full_bytes_per_token_and_kv_head"] == 2 * 80 * 4
+    assert read["closed_form"]["bytes_per_token_and_kv_head"] == 2 * 80 * 4
+    assert read["closed_form"]["bytes_per_token"] is None
+    assert read["hash"] == Plan.parse(read["plan"]).hash
+    assert Plan.from_toml(read["toml"]) == Plan.parse(read["plan"])
+
+
+def test_show_with_a_model_counts_layers_and_heads() -> None:
+    sizes = last_object(call("show", "full", "--model", "demo", "--json"))
+    known = sizes["sizes"]
+    each = sizes["closed_form"]["bytes_per_token_and_kv_head"]
+    assert sizes["closed_form"]["bytes_per_token"] == each * known["kv_heads"] * known["compressed_layers"] > 0
+
+
+def test_show_reads_words_and_toml_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(Plan.parse("snapkv @ keep=0.5").to_toml())
+    as_file = call("show", str(file), "--json")
+    as_words = call("show", "snapkv", "@", "keep=0.5", "--json")
+    assert as_file.exit_code == 0 and as_file.stdout == as_words.stdout
+    missing = call("show", str(tmp_path / "none.toml"))
+    assert missing.exit_code == 2 and "cannot be read" in missing.stderr
+
+
+def test_check_without_faults() -> None:
+    found = call("check", "snapkv + adakv @ tokens=64", "--model", "demo", "--json")
+    assert found.exit_code == 0
+    read = last_object(found)
+    assert read["faults"] == [] and read["compressed_layers"] == list(range(read["layers"]))
+
+
+def test_check_says_all_faults() -> None:
+    found = call("check", "snapk + adakv(floor=7) @ tokens=3, keep=1", "--json")
+    assert found.exit_code == 2
+    read = last_object(found)
+    assert len(read["faults"]) == 3 and read["plan"] is None and read["hash"] is None
+    assert found.stderr.count("fault: ") == 3 and "fault" not in found.stdout.rsplit("{", 1)[0]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Writes a configuration file, as save_pretrained does, and gives its folder."""
+
+    def write(**fields: object) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return str(tmp_path)
+
+    return write
+
+
+def test_check_names_windowed_layers(config: Any) -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "vocab_size": 9,
+    }
+    kinds = ["sliding_attention", "full_attention"] * 2
+    folder = config(model_type="gemma3_text", layer_types=kinds, sliding_window=16, head_dim=8, **sizes)
+    read = last_object(call("check", "streaming @ keep=0.5", "--model", folder, "--json"))
+    assert read["compressed_layers"] == [1, 3] and read["faults"] == []
+    assert read["notes"][0] == "2 of 4 layers are compressed; 2 keep the model's own window of 16 tokens"
+
+
+def test_check_refuses_where_nothing_can_be_compressed(config: Any) -> None:
+    folder = config(model_type="mistral", num_hidden_layers=2, sliding_window=16)
+    found = call("check", "snapkv @ keep=0.5", "--model", folder)
+    assert found.exit_code == 2 and "nothing to compress" in found.stderr
+    assert call("check", "full", "--model", folder).exit_code == 0
+
+
+def test_check_says_why_a_model_is_refused_beside_the_plans_faults(config: Any) -> None:
+    read = last_object(call("check", "snapkv", "--model", config(model_type="t5"), "--json"))
+    assert len(read["faults"]) == 2 and "encoder-decoder" in read["faults"][1]
+
+
+def test_check_notes_a_budget_above_the_models_positions(config: Any) -> None:
+    folder = config(model_type="llama", max_position_embeddings=64)
+    read = last_object(call("check", "snapkv @ tokens=64", "--model", folder, "--json"))
+    assert "nothing will be evicted" in read["notes"][1]
+    assert len(last_object(call("check", "snapkv @ tokens=63", "--model", folder, "--json"))["notes"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls", "scoer"], "there is no room named 'scoer'; did you mean 'score'"),
+        (["show", "snapkv @ tokns=3"], "there is no setting named 'tokns'"),
+        (["shw", "full"], "there is no verb named 'shw'; did you mean 'show'"),
+        (["check", "full", "--model", "/no/such/folder"], "there is no model '/no/such/folder'"),
+    ],
+)
+def test_mistakes_end_with_a_message_and_exit_code_2(arguments: list[str], message: str) -> None:
+    found = call(*arguments)
+    assert found.exit_code == 2
+    assert message in found.stderr and "Traceback" not in found.stderr
+    assert not found.stdout
+
+
+def test_every_file_with_a_command_is_a_verb_and_help_lists_it() -> None:
+    found = call("--help")
+    verbs = main.list_commands(None)  # type: ignore[arg-type]
+    assert {"ls", "show", "check", "run", "bench"} <= set(verbs) and "plan_words" not in verbs
+    for verb in verbs:
+        assert f"  {verb} " in found.stdout
+        assert call(verb, "--help").exit_code == 0
+
+
+def test_the_version_and_the_help_load_neither_torch_models_nor_transformers() -> None:
+    code = (
+        "import sys; from kvtailor.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules, 'slow'"
+    )
+    for argument in ("--version", "--help"):
+        found = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, timeout=60)
+        assert found.returncode == 0, found.stderr
+    assert "kvtailor" in found.stdout
