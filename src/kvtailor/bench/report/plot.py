@@ -1,0 +1,42 @@
+"""Quality against bytes as a picture. Needs matplotlib (`pip install 'kvtailor[plots]'`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtailor.bench.report import Summary
+from kvtailor.bench.report.rows import FULL, OWN
+from kvtailor.errors import KvtailorError
+
+__all__ = ["plot"]
+
+
+def plot(summary: Summary, path: Path) -> Path:
+    """Writes loss in nats (with intervals) against the share of bytes held.
+
+    Raises:
+        KvtailorError: matplotlib is missing, or no plan has both a loss and bytes.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise KvtailorError("asked for a plot, but there is no matplotlib: pip install 'kvtailor[plots]'") from error
+    points = [row for row in summary.rows if row.loss is not None and row.ratio is not None and row.plan_hash != OWN]
+    if not points:
+        raise KvtailorError("asked for a plot of loss against bytes, but no plan of this run has both: run perplexity")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axhline(0, color="0.8", linewidth=1)
+    for index, row in enumerate(points):
+        assert row.loss is not None and row.ratio is not None
+        low, high = row.loss.low, row.loss.high
+        bars = None if low is None or high is None else [[row.loss.value - low], [high - row.loss.value]]
+        colour = "0.3" if row.label == FULL else f"C{index % 10}"
+        axes.errorbar([100 * row.ratio], [row.loss.value], yerr=bars, fmt="o", color=colour, capsize=3, label=row.label)
+    axes.set_xlabel("bytes held, % of the full cache")
+    axes.set_ylabel("loss against 'full', nats per token (95 % interval)")
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+    return path

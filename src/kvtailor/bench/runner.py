@@ -1,0 +1,104 @@
+"""Runs tasks over plans, writes each record as soon as it is there, and looks for frauds at the end."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvtailor.bench import machine, tripwires
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.tasks import Given, Task
+from kvtailor.errors import KvtailorError
+
+__all__ = ["contestants_of", "plan_run", "run"]
+
+FULL = "full"
+
+
+def contestants_of(plans: Sequence[str]) -> list[Contestant]:
+    """The plans as contestants, each once, 'full' first and added where it is missing: all is measured against it.
+
+    Raises:
+        PlanError: a plan has faults.
+    """
+    found: dict[str, Contestant] = {}
+    for text in [FULL, *plans]:
+        contestant = Contestant.of(text)
+        found.setdefault(contestant.hash, contestant)
+    return list(found.values())
+
+
+def plan_run(tasks: Sequence[Task], contestants: Sequence[Contestant]) -> int:
+    """How often `advance` is going to be called, for a progress bar."""
+    return sum(task.units(len(contestants)) for task in tasks)
+
+
+def run(
+    subject: Subject,
+    contestants: Sequence[Contestant],
+    tasks: Sequence[Task],
+    *,
+    out: Path | None = None,
+    advance: Callable[[str], None] = lambda label: None,
+    bandwidth: bool = True,
+) -> list[Record]:
+    """Every task for every plan.
+
+    Args:
+        subject: the model.
+        contestants: from `contestants_of`.
+        tasks: what to measure.
+        out: folder to which `records-RUN.jsonl` is written line by line; None: nothing is written.
+        advance: called after each unit of work with the label of what runs.
+        bandwidth: measure the machine's read bandwidth first.
+
+    Raises:
+        Fraud: the results cannot be what they say; all records have been written by then.
+        KvtailorError: a task cannot be done at all; records of tasks before it have been written.
+    """
+    started = datetime.now(UTC)
+    name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    here = machine.describe(bandwidth=bandwidth)
+    weights = subject.weights()
+
+    def blank(task: Task) -> Callable[[Contestant], Record]:
+        return lambda contestant: Record(
+            run=name,
+            started=started.isoformat(timespec="seconds"),
+            model=subject.name,
+            parameters=weights[0] if weights else None,
+            weight_bytes=weights[1] if weights else None,
+            dtype=str(subject.dtype).removeprefix("torch."),
+            device=str(subject.device),
+            label=contestant.label,
+            plan=contestant.plan or contestant.label,
+            plan_hash=contestant.hash,
+            task=task.name,
+            task_version=task.version,
+            machine=here,
+        )
+
+    path = _file(out, name)
+    records: list[Record] = []
+    for task in tasks:
+        given = Given(subject=subject, contestants=contestants, blank=blank(task), advance=advance)
+        for record in task.measure(given):
+            records.append(record)
+            if path is not None:
+                with path.open("a", encoding="utf-8") as lines:
+                    lines.write(record.to_json() + "\n")
+    tripwires.check_records(records)
+    return records
+
+
+def _file(out: Path | None, run: str) -> Path | None:
+    if out is None:
+        return None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvtailorError(f"asked to write records to {out}, which cannot be a folder: {error}") from error
+    return out / f"records-{run}.jsonl"

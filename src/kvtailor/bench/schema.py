@@ -1,0 +1,189 @@
+"""One measurement, as it is written to a line of `records.jsonl`. A field that was not measured is None (JSON null).
+
+Records are the only thing that a report reads: whatever a table or a plot shows is in here, or is computed from
+`values` by `bench.statistics`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from kvtailor.errors import KvtailorError
+
+__all__ = ["Record", "RecordError", "SCHEMA", "read_records"]
+
+SCHEMA = 1
+
+
+class RecordError(KvtailorError, ValueError):
+    """A line of a record file that is not a record of this schema."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one plan did at one point of one task.
+
+    Attributes:
+        schema: version of this list of fields.
+        run: name shared by all records of one process, so that times are only compared within it.
+        started: UTC time at which the run began, ISO 8601.
+        model: name or folder that the model was loaded from.
+        parameters: number of parameters of the model, tied ones counted once.
+        weight_bytes: bytes of the unique storages of the weights.
+        dtype: dtype of weights and cache, such as "float32".
+        device: device of the weights, such as "cpu" or "cuda:0".
+        label: the plan as the user wrote it.
+        plan: the plan in its canonical one-line form.
+        plan_hash: content hash of the plan.
+        task: name of the task.
+        task_version: raised whenever the task's numbers may change for the same model and plan.
+        point: the task's own coordinates (context length, depth, ...), JSON values only.
+        text: name of the text or generator that the tokens came from.
+        text_hash: SHA-256 of all token ids that were given to the model, in order.
+        state: random state of what was generated; None where nothing is random.
+        samples: number of windows, documents or rounds behind the numbers.
+        tokens_scored: tokens whose log-probability entered a metric.
+        tokens_seen: tokens seen by the cache when it was weighed, padding included.
+        tokens_held: mean over rows, layers and kv heads of the tokens held then.
+        tokens_held_least: the least of them.
+        tokens_held_most: the most of them.
+        bytes_held: unique storages of the whole cache when it was weighed; the largest over the samples.
+        bytes_full: what uncompressed keys and values of the same tokens take, of the same sample.
+        bytes_closed_form: what `bytes_held` must be by arithmetic, of the same sample.
+        bytes_by_room: `bytes_held` by what it is spent on.
+        bytes_by_tier: `bytes_held` by where it lives.
+        bytes_by_layer: `bytes_held` by layer of the model.
+        bytes_resident: growth of the resident memory of a fresh process per cache that it holds.
+        bytes_peak: highest resident memory of that process during one prefill, above what it held before.
+        metrics: the task's numbers by name; see the task's module for each.
+        values: the same by sample, in an order that is equal for all plans of a run, so that they can be paired.
+        timings: seconds by name, each with `median`, `q1`, `q3`, `p10`, `count` and `left_out` (disturbed samples).
+        floor_seconds: time for one token if every byte of weights and cache were read once at `machine.read_bandwidth`.
+        machine: versions, processor, threads, load and bandwidth, see `bench.machine`.
+        wall_seconds: time that this record took to make, warm-up included.
+        notes: what a reader must know to judge the numbers, whole sentences.
+        error: why there are no numbers, one sentence; None where there are.
+    """
+
+    schema: int = SCHEMA
+    run: str
+    started: str
+    model: str
+    parameters: int | None = None
+    weight_bytes: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    label: str
+    plan: str
+    plan_hash: str
+    task: str
+    task_version: int
+    point: Mapping[str, object] = field(default_factory=dict)
+    text: str | None = None
+    text_hash: str | None = None
+    state: int | None = None
+    samples: int | None = None
+    tokens_scored: int | None = None
+    tokens_seen: int | None = None
+    tokens_held: float | None = None
+    tokens_held_least: int | None = None
+    tokens_held_most: int | None = None
+    bytes_held: int | None = None
+    bytes_full: int | None = None
+    bytes_closed_form: int | None = None
+    bytes_by_room: Mapping[str, int] | None = None
+    bytes_by_tier: Mapping[str, int] | None = None
+    bytes_by_layer: tuple[int, ...] | None = None
+    bytes_resident: int | None = None
+    bytes_peak: int | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    timings: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    floor_seconds: float | None = None
+    machine: Mapping[str, object] = field(default_factory=dict)
+    wall_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    error: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of what was measured: equal for the same model, plan, task, point, text and state, whatever came out."""
+        what = (
+            self.model,
+            self.dtype,
+            self.plan_hash,
+            self.task,
+            self.task_version,
+            self.point,
+            self.text_hash,
+            self.state,
+        )
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """One line of JSON.
+
+        Raises:
+            RecordError: a number is NaN or infinite: such a result is a fault, not a measurement.
+        """
+        try:
+            return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
+        except ValueError as error:
+            raise RecordError(
+                f"the record of plan {self.label!r} in task {self.task!r} holds a NaN or an infinity ({error}): "
+                "write None for what was not measured"
+            ) from error
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The record that `to_json` wrote.
+
+        Raises:
+            RecordError: not JSON, another schema, or unknown or missing fields.
+        """
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RecordError(f"expected one JSON object on a line, found {line[:60]!r}: {error}") from error
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            schema = found.get("schema") if isinstance(found, dict) else None
+            raise RecordError(f"expected a record of schema {SCHEMA}, found {schema!r}: run the bench again")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(found) - known)
+        if unknown:
+            raise RecordError(f"a record of schema {SCHEMA} has no field {', '.join(unknown)}: run the bench again")
+        if found.get("bytes_by_layer") is not None:
+            found["bytes_by_layer"] = tuple(found["bytes_by_layer"])
+        found["values"] = {name: tuple(values) for name, values in found.get("values", {}).items()}
+        found["notes"] = tuple(found.get("notes", ()))
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise RecordError(f"a record lacks a field ({error}): run the bench again") from error
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a JSONL file, or of all `*.jsonl` files of a folder in the order of their names.
+
+    A last line that a killed process left unfinished (no line break at its end) is not a record and is passed over.
+
+    Raises:
+        RecordError: the path holds no record, or a finished line is none.
+    """
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    found = [
+        record for file in files for record in _records_of(file.read_text(encoding="utf-8").splitlines(keepends=True))
+    ]
+    if not found:
+        raise RecordError(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
+    return found
+
+
+def _records_of(lines: Iterable[str]) -> Iterator[Record]:
+    for line in lines:
+        if line.endswith("\n") and line.strip():
+            yield Record.from_json(line)

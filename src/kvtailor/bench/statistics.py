@@ -1,0 +1,149 @@
+"""Intervals and medians: what a difference is worth, from samples alone and the same on every machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+import torch
+
+__all__ = ["FEWEST", "Estimate", "Spread", "mean_difference", "quantile", "spread", "student_quantile", "wilson"]
+
+FEWEST = 5
+_STATE = 20251121
+_CHUNK = 4_000_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its interval.
+
+    Attributes:
+        value: the point estimate.
+        low: lower end of the interval; None where there are too few samples for one.
+        high: upper end.
+        count: number of samples.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where samples lie. All None where there is no sample.
+
+    Attributes:
+        median: the middle.
+        q1: 25th percentile.
+        q3: 75th percentile.
+        p10: 10th percentile.
+        count: number of samples.
+    """
+
+    median: float | None
+    q1: float | None
+    q3: float | None
+    p10: float | None
+    count: int
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The `share` quantile (0 to 1) of at least one value, linear between neighbours."""
+    if not values:
+        raise ValueError("asked for a quantile of no values: measure at least one")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, quartiles and 10th percentile."""
+    if not values:
+        return Spread(None, None, None, None, 0)
+    return Spread(
+        quantile(values, 0.5), quantile(values, 0.25), quantile(values, 0.75), quantile(values, 0.1), len(values)
+    )
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t by its expansion around the normal one (Abramowitz and Stegun 26.7.5).
+
+    Off by less than 1 % from 4 degrees of freedom on, at the tails that intervals need.
+    """
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / float(freedom) ** (i + 1) for i, term in enumerate(terms))
+
+
+def mean_difference(
+    ours: Sequence[float], theirs: Sequence[float], *, confidence: float = 0.95, resamples: int = 10_000
+) -> Estimate:
+    """Mean of `ours - theirs` over paired samples, with a bootstrap interval.
+
+    The percentile interval of resampled means, widened for small counts so that it covers like Student's t does
+    (Hesterberg 2015, "What teachers should know about the bootstrap", the expanded percentile interval). The random
+    state is fixed: the same samples give the same interval. Fewer than `FEWEST` samples give no interval.
+
+    Args:
+        ours, theirs: sample i of both is the same window, document or round.
+        confidence: share of such intervals that cover the true mean.
+        resamples: how often the samples are drawn again.
+
+    Raises:
+        ValueError: unequal counts, no samples, or a confidence outside of 0 to 1.
+    """
+    if len(ours) != len(theirs) or not ours:
+        raise ValueError(
+            f"asked for paired differences of {len(ours)} and {len(theirs)} samples: give the same samples of both"
+        )
+    if not 0 < confidence < 1:
+        raise ValueError(f"asked for a confidence of {confidence}: give a share between 0 and 1, such as 0.95")
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    count = len(differences)
+    if count < FEWEST:
+        return Estimate(fmean(differences), None, None, count)
+    sample = torch.tensor(differences, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(_STATE)
+    means = torch.cat(
+        [
+            sample[torch.randint(count, (rows, count), generator=generator)].mean(1)
+            for rows in _chunks(resamples, max(1, _CHUNK // count))
+        ]
+    )
+    t = student_quantile(1 - (1 - confidence) / 2, count - 1)
+    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t)
+    ordered = means.tolist()
+    return Estimate(fmean(differences), quantile(ordered, tail), quantile(ordered, 1 - tail), count)
+
+
+def wilson(hits: int, count: int, *, confidence: float = 0.95) -> Estimate:
+    """A share of right answers with Wilson's score interval (Wilson 1927), right also at 0 and 1.
+
+    Raises:
+        ValueError: no answers, or more hits than answers.
+    """
+    if count < 1 or not 0 <= hits <= count:
+        raise ValueError(
+            f"asked for the share of {hits} hits among {count} answers: give 0 <= hits <= count, count >= 1"
+        )
+    z = NormalDist().inv_cdf(1 - (1 - confidence) / 2)
+    share = hits / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half), count)
+
+
+def _chunks(total: int, size: int) -> list[int]:
+    return [min(size, total - done) for done in range(0, total, size)]

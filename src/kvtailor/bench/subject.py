@@ -1,0 +1,243 @@
+"""What is measured: a model with its tokenizer, and the plans that make its caches.
+
+A model here is anything that is called like a causal language model of transformers, so that tests can measure a dummy
+whose right answers are known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import KvtailorError
+from kvtailor.ledger import storage_bytes
+
+__all__ = ["Contestant", "OWN", "Subject", "Tokens", "hash_of", "weigh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One side of a comparison.
+
+    Attributes:
+        label: the plan as the user wrote it.
+        plan: canonical form; None for the model's own cache, without kvtailor.
+        hash: content hash.
+    """
+
+    label: str
+    plan: str | None
+    hash: str
+
+    @classmethod
+    def of(cls, text: str) -> Contestant:
+        """The contestant that a one-line plan describes.
+
+        Raises:
+            PlanError: the plan has faults.
+        """
+        from kvtailor.plan import Plan
+
+        plan = Plan.parse(text)
+        return cls(label=" ".join(text.split()), plan=str(plan), hash=plan.hash)
+
+
+OWN = Contestant(label="the model's own cache", plan=None, hash="own")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a text.
+
+    Attributes:
+        ids: (n,) int64.
+        text: what they were made from.
+        ends: for each token, the UTF-8 bytes of the text up to its end; None where the tokenizer does not say.
+    """
+
+    ids: Tensor
+    text: str
+    ends: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to measure.
+
+    Attributes:
+        name: name or folder it was loaded from.
+        model: called as `model(input_ids=, past_key_values=, use_cache=True, logits_to_keep=)`.
+        tokenizer: called as transformers' tokenizers are; None where no task needs text.
+        make_cache: (model, plan) -> cache.
+        loadable: another process can load the same model by `name`.
+        stock_attention: the attention implementation under which the model's own cache is measured; found by itself.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any = None
+    make_cache: Callable[[Any, str], Any] = field(default=lambda model, plan: _cache_for(model, plan))
+    loadable: bool = False
+    stock_attention: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stock_attention is None and hasattr(self.model, "set_attn_implementation"):
+            object.__setattr__(self, "stock_attention", self._config()._attn_implementation)
+
+    @classmethod
+    def load(cls, name: str, *, dtype: str | None = None, device: str | None = None) -> Subject:
+        """The model of a name or folder, see `hf.loading.load`.
+
+        Raises:
+            KvtailorError: there is no such model, or its dtype or device is not known.
+        """
+        from kvtailor.hf.loading import load
+
+        if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise KvtailorError(f"asked for dtype {dtype!r}: give float32, bfloat16 or float16")
+        try:
+            model, tokenizer = load(name, dtype=getattr(torch, dtype) if dtype else None, device=device)
+        except (OSError, RuntimeError) as error:
+            raise KvtailorError(str(error)) from error
+        # A child process loads with the checkpoint's own dtype, so only then it measures the same model.
+        return cls(name=name, model=model, tokenizer=tokenizer, loadable=dtype is None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where input ids go."""
+        return torch.device(getattr(self.model, "device", "cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and cache."""
+        return getattr(self.model, "dtype", torch.float32)
+
+    @property
+    def positions(self) -> int | None:
+        """Most tokens that the model was made for; None where its config does not say."""
+        found = getattr(self._config(), "max_position_embeddings", None)
+        return int(found) if found else None
+
+    def weights(self) -> tuple[int, int, int] | None:
+        """Parameters, bytes of their unique storages, and the bytes that one token must read (embedding rows apart)."""
+        if not hasattr(self.model, "get_input_embeddings"):
+            return None
+        parameters = list(self.model.parameters())
+        total = storage_bytes(parameters)
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        # Of a table that is only looked up, a token reads one row; one that is tied to the head is read whole.
+        tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
+        return sum(p.numel() for p in parameters), total, total if tied else total - storage_bytes([embedding.weight])
+
+    def new_cache(self, contestant: Contestant) -> Any:
+        """An empty cache; None stands for the model's own, under the model's own attention."""
+        if contestant.plan is not None:
+            return self.make_cache(self.model, contestant.plan)
+        if self.stock_attention is not None and self._config()._attn_implementation != self.stock_attention:
+            self.model.set_attn_implementation(self.stock_attention)
+        return None
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, cache: Any, *, last_only: bool = False) -> tuple[Tensor, Any]:
+        """Feeds ids (b, t) after what the cache has seen.
+
+        Returns:
+            logits (b, t, V), or (b, 1, V) with `last_only`, and the cache (a new one where it was None).
+        """
+        given = {"past_key_values": cache} if cache is not None else {}
+        out = self.model(input_ids=ids.to(self.device), use_cache=True, logits_to_keep=1 if last_only else 0, **given)
+        return out.logits, out.past_key_values
+
+    def wait(self) -> None:
+        """Returns when the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def prompt(self, text: str) -> Tensor:
+        """(n,) int64 ids of a prompt, with the special tokens that the tokenizer puts before one."""
+        return torch.tensor(self._start() + self._ids(text), dtype=torch.int64)
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, special ones apart."""
+        return len(self._ids(text))
+
+    def tokens(self, text: str) -> Tokens:
+        """The tokens of a long text, special ones apart."""
+        if getattr(self.tokenizer, "is_fast", False):
+            coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            return Tokens(
+                torch.tensor(coded["input_ids"]), text, _byte_ends(text, [end for _, end in coded["offset_mapping"]])
+            )
+        return Tokens(torch.tensor(self._ids(text)), text, None)
+
+    def start(self) -> Tensor:
+        """(n,) int64 special tokens that begin a prompt; often none or one."""
+        return torch.tensor(self._start(), dtype=torch.int64)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens left out."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _config(self) -> Any:
+        config: Any = getattr(self.model, "config", None)
+        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+    def _ids(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise KvtailorError(f"asked for tokens of a text, but {self.name} has no tokenizer: give one")
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _start(self) -> list[int]:
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        begin = getattr(self.tokenizer, "bos_token_id", None)
+        ids = list(self.tokenizer("")["input_ids"])
+        # Some tokenizers close a text with the end token: that is no beginning, unless it doubles as one.
+        return ids[:-1] if ids and ids[-1] == end and end != begin else ids
+
+
+def hash_of(*ids: Tensor) -> str:
+    """SHA-256 of token ids, in order."""
+    digest = hashlib.sha256()
+    for each in ids:
+        digest.update(each.to(torch.int64).cpu().contiguous().view(torch.uint8).numpy(force=True).tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()
+
+
+def weigh(cache: Any) -> dict[str, Any]:
+    """What a cache holds now, as fields of a `Record`; nothing for a cache that is not kvtailor's."""
+    if not hasattr(cache, "ledger"):
+        return {}
+    held, ledger = cache.held(), cache.ledger()
+    return {
+        "tokens_seen": int(cache.seen),
+        "tokens_held": float(held.double().mean()),
+        "tokens_held_least": int(held.min()),
+        "tokens_held_most": int(held.max()),
+        "bytes_held": int(ledger.total),
+        "bytes_full": int(ledger.full),
+        "bytes_closed_form": None if ledger.closed_form is None else int(ledger.closed_form),
+        "bytes_by_room": dict(ledger.by_room),
+        "bytes_by_tier": dict(ledger.by_tier),
+        "bytes_by_layer": tuple(ledger.by_layer),
+    }
+
+
+def _cache_for(model: Any, plan: str) -> Any:
+    from kvtailor import cache_for
+
+    return cache_for(model, plan)
+
+
+def _byte_ends(text: str, ends: Sequence[int]) -> tuple[int, ...]:
+    found, at, size = [], 0, 0
+    for end in ends:
+        size += len(text[at:end].encode()) if end > at else 0
+        at = max(at, end)
+        found.append(size)
+    return tuple(found)

@@ -1,0 +1,256 @@
+"""Generated documents whose end needs their beginning: needles, passkeys, records, characters, copies, variables.
+
+Pure standard library, offline, and a function of its arguments alone: the same ``(task, state, split, length, depth,
+options)`` gives the same document on every machine. The three splits draw from disjoint ranges of states, so that no
+instance that a model was trained or a method calibrated on is asked in an evaluation.
+
+A document is a ``context``, a ``question`` that ends just before the answer, and the ``answer`` with its leading
+space::
+
+    document = make_document("needle", state=7, length=4000, depth=0.25)
+    right = continuation_of(document.prompt).startswith(document.answer)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
+
+from kvtailor.bench import synthetic_facts
+from kvtailor.bench import synthetic_words as words
+from kvtailor.bench.synthetic_facts import Fact
+
+SPLITS: Mapping[str, range] = {
+    "evaluation": range(1_000_000),
+    "calibration": range(1_000_000, 2_000_000),
+    "train": range(2_000_000, 2**31),
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One generated document and the one question that its context answers.
+
+    Attributes:
+        context: text in which the asked fact stands.
+        question: text that follows the context and ends right before the answer (no trailing space).
+        answer: what the continuation must begin with, leading space included.
+        task: one of `TASKS`.
+        state: the random state that it was generated from.
+        split: "evaluation", "calibration" or "train".
+        depth: where in the context the fact was asked to stand, 0.0 (start) to 1.0 (end).
+        meta: ``fact`` (the asked sentence), ``fact_at`` (its character offset in the context), ``depth_found``
+            (``fact_at`` over the last offset at which it could stand, 0.0 to 1.0) and what the task adds.
+    """
+
+    context: str
+    question: str
+    answer: str
+    task: str
+    state: int
+    split: str
+    depth: float
+    meta: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str:
+        """Context and question: what a model is given."""
+        return self.context + self.question
+
+
+@dataclass(frozen=True)
+class Plot:
+    """The facts of a document in the order in which they appear, and which of them is asked.
+
+    Attributes:
+        facts: at least one; a single fact stands at the asked depth, several are spread evenly.
+        asked: index in ``facts``.
+        prose: whether filler sentences stand between the facts; without, the facts are lines and fill the length.
+        meta: what the task adds to `Document.meta`.
+    """
+
+    facts: Sequence[Fact]
+    asked: int
+    prose: bool = True
+    meta: Mapping[str, object] = field(default_factory=dict)
+
+
+def _needle(rng: random.Random, depth: float, *, digits: int = 5, distractors: int = 0) -> Plot:
+    return Plot([synthetic_facts.needle_fact(rng, digits) for _ in range(distractors + 1)], round(depth * distractors))
+
+
+def _passkey(rng: random.Random, depth: float, *, digits: int = 5) -> Plot:
+    return Plot([synthetic_facts.passkey_fact(rng, digits)], 0)
+
+
+def _key_value(rng: random.Random, depth: float, *, digits: int = 4, records: int = 16, prose: bool = False) -> Plot:
+    by_key: dict[str, Fact] = {}
+    while len(by_key) < records:
+        fact = synthetic_facts.record_fact(rng, digits)
+        by_key.setdefault(fact.sentence.split(":")[0], fact)
+    return Plot(list(by_key.values()), round(depth * (records - 1)), prose, {"records": records})
+
+
+def _characters(rng: random.Random, depth: float, *, people: int = 4) -> Plot:
+    facts = [fact for _ in range(people) for fact in synthetic_facts.character_facts(rng)]
+    rng.shuffle(facts)
+    return Plot(facts, round(depth * (len(facts) - 1)), meta={"people": people})
+
+
+def _copy_span(rng: random.Random, depth: float, *, span: int = 12, cue: int = 4) -> Plot:
+    return Plot([synthetic_facts.inscription_fact(rng, span, cue)], 0, meta={"span": span, "cue": cue})
+
+
+def _variables(rng: random.Random, depth: float, *, hops: int = 1, distractors: int = 3, digits: int = 5) -> Plot:
+    asked = round(depth * distractors)
+    return Plot(synthetic_facts.variable_facts(rng, distractors + 1, hops, asked, digits), asked, meta={"hops": hops})
+
+
+TASKS: Mapping[str, Callable[..., Plot]] = {
+    "needle": _needle,
+    "passkey": _passkey,
+    "key_value": _key_value,
+    "characters": _characters,
+    "copy_span": _copy_span,
+    "variables": _variables,
+}
+
+
+def random_source(task: str, state: int, split: str) -> random.Random:
+    """The random source of one document.
+
+    Raises:
+        ValueError: unknown ``split``, or ``state`` outside of the split's range in `SPLITS`.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"asked for split {split!r}, but there are {', '.join(SPLITS)}: use one of them")
+    states = SPLITS[split]
+    if state not in states:
+        raise ValueError(f"asked for state {state} in split {split!r}, whose states are {states.start} to "
+                         f"{states.stop - 1}: take one of those, so that splits stay disjoint")
+    return random.Random(f"{task}:{state}")
+
+
+def make_document(
+    task: str,
+    *,
+    state: int,
+    split: str = "evaluation",
+    length: int,
+    depth: float = 0.5,
+    count_tokens: Callable[[str], int] | None = None,
+    filler: Sequence[str] | None = None,
+    **task_options: object,
+) -> Document:
+    """Generate one document of at most ``length`` that is as long as whole sentences (or records) allow.
+
+    Args:
+        task: one of `TASKS`.
+        state: random state, from the range of the split in `SPLITS`.
+        split: "evaluation", "calibration" or "train".
+        length: of context and question together, in characters, or in tokens if ``count_tokens`` is given; the answer
+            is not counted.
+        depth: where the asked fact stands in the context, 0.0 (start) to 1.0 (end). Tasks with several facts spread
+            them evenly and ask the one nearest to the depth; ``meta["depth_found"]`` has what came out.
+        count_tokens: text to its number of tokens, without special tokens.
+        filler: sentences to hide the facts in; a run of them from a random place is taken. None: a template grammar.
+        **task_options: needle ``digits, distractors``; passkey ``digits``; key_value ``digits, prose, records`` (None
+            or absent: as many lines as fit); characters ``people``; copy_span ``span, cue`` (words); variables
+            ``hops, distractors, digits``.
+
+    Raises:
+        ValueError: unknown task, split, option or state, depth outside of 0 to 1, empty filler, or a length that the
+            facts and the question alone exceed.
+    """
+    if task not in TASKS:
+        guess = get_close_matches(task, TASKS, 1)
+        raise ValueError(f"asked for task {task!r}, but there are {', '.join(TASKS)}"
+                         + (f": did you mean {guess[0]!r}?" if guess else ": use one of them"))
+    if not 0.0 <= depth <= 1.0:
+        raise ValueError(f"asked for depth {depth}, but a depth is a share of the context: give 0.0 to 1.0")
+    if filler is not None and not filler:
+        raise ValueError("asked for a filler without any sentence: give sentences, or None for the built-in ones")
+    rng, size = random_source(task, state, split), count_tokens or len
+    draw = partial(_plot, task, depth, task_options)
+    if task == "key_value" and task_options.get("records") is None and not task_options.get("prose"):
+        plot = _as_many_records_as_fit(draw, rng, length, size)
+    else:
+        plot = draw(rng)
+    pieces = _with_prose(plot, rng, depth, length, size, filler) if plot.prose else list(plot.facts)
+    separator = " " if plot.prose else "\n"
+    texts = [piece.sentence if isinstance(piece, Fact) else piece for piece in pieces]
+    place = next(i for i, piece in enumerate(pieces) if piece is plot.facts[plot.asked])
+    before = len(separator.join(texts[:place])) + (len(separator) if place else 0)
+    fact = plot.facts[plot.asked]
+    context = separator.join(texts)
+    found = before / max(1, len(context) - len(fact.sentence))
+    meta = {"fact": fact.sentence, "fact_at": before, "depth_found": found, **plot.meta}
+    document = Document(context, fact.question, fact.answer, task, state, split, depth, meta)
+    if size(document.prompt) > length:
+        raise ValueError(f"asked for a {task} document of length {length}, but its facts and question alone take "
+                         f"{size(document.prompt)}: ask for at least that, or for fewer or shorter facts")
+    return document
+
+
+def _plot(task: str, depth: float, options: Mapping[str, object], rng: random.Random, **more: object) -> Plot:
+    try:
+        return TASKS[task](rng, depth, **{**options, **more})
+    except TypeError as error:
+        raise ValueError(f"asked for options {dict(options)} of task {task!r}: {error}; see make_document") from error
+
+
+def _as_many_records_as_fit(draw: Callable[..., Plot], rng: random.Random, length: int,
+                            size: Callable[[str], int]) -> Plot:
+    """The largest number of records whose lines and question stay within ``length``, at least one."""
+    start = rng.getstate()
+
+    def plot_of(count: int) -> Plot:
+        rng.setstate(start)
+        return draw(rng, records=count)
+
+    def taken(plot: Plot) -> int:
+        return size("\n".join(fact.sentence for fact in plot.facts) + plot.facts[plot.asked].question)
+
+    low, high = 1, max(2, length)
+    per_record = max(1, taken(plot_of(32)) // 32)
+    high = min(high, 2 * length // per_record + 2)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if taken(plot_of(middle)) <= length else (low, middle)
+    return plot_of(low)
+
+
+def _with_prose(plot: Plot, rng: random.Random, depth: float, length: int, size: Callable[[str], int],
+                filler: Sequence[str] | None) -> list[Fact | str]:
+    """The facts among filler sentences, as many as ``length`` leaves room for."""
+    room = length - size(" ".join(fact.sentence for fact in plot.facts) + plot.facts[plot.asked].question)
+    sentences: list[str] = []
+    at = rng.randrange(len(filler)) if filler is not None else 0
+    while room > 0:
+        text = filler[(at + len(sentences)) % len(filler)] if filler is not None else words.sentence(rng)
+        room -= size(f" {text}")
+        if room >= 0:
+            sentences.append(text)
+    while True:
+        pieces = _interleave(plot, depth, sentences)
+        text = " ".join(piece.sentence if isinstance(piece, Fact) else piece for piece in pieces)
+        if not sentences or size(text + plot.facts[plot.asked].question) <= length:
+            return pieces
+        sentences.pop()
+
+
+def _interleave(plot: Plot, depth: float, sentences: Sequence[str]) -> list[Fact | str]:
+    """Facts put before the sentence at which their share of the prose, in characters, is reached."""
+    total, read = sum(map(len, sentences)), 0
+    count = len(plot.facts)
+    waiting = [(depth if count == 1 else i / (count - 1), fact) for i, fact in enumerate(plot.facts)]
+    pieces: list[Fact | str] = []
+    for text in sentences:
+        while waiting and read + len(text) / 2 > waiting[0][0] * total:
+            pieces.append(waiting.pop(0)[1])
+        pieces.append(text)
+        read += len(text)
+    return pieces + [fact for _, fact in waiting]

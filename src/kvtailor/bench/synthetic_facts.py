@@ -1,0 +1,85 @@
+"""Facts that generated documents hide and ask for: numbers under keys, people, inscriptions, variables."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvtailor.bench import synthetic_words as words
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One statement that can be hidden in prose, and how to ask for it.
+
+    Attributes:
+        sentence: the statement, without surrounding spaces.
+        question: asks for it, beginning with a line break; ends right before the answer.
+        answer: leading space included.
+    """
+
+    sentence: str
+    question: str
+    answer: str
+
+
+def number(rng: random.Random, digits: int) -> str:
+    """A number of exactly ``digits`` digits with its leading space."""
+    return f" {rng.randrange(10 ** (digits - 1), 10**digits)}"
+
+
+def needle_fact(rng: random.Random, digits: int = 5) -> Fact:
+    """A number of ``digits`` digits under a key of two words."""
+    stem, answer = f"The special number for {words.pair(rng)} is", number(rng, digits)
+    return Fact(f"{stem}{answer}.", f"\nQuestion: What is {stem[0].lower()}{stem[1:-3]}? Answer: {stem}", answer)
+
+
+def passkey_fact(rng: random.Random, digits: int = 5) -> Fact:
+    """A pass key of ``digits`` digits, said twice."""
+    answer = number(rng, digits)
+    sentence = f"The pass key is{answer}. Remember it:{answer} is the pass key."
+    return Fact(sentence, "\nQuestion: What is the pass key? Answer: The pass key is", answer)
+
+
+def record_fact(rng: random.Random, digits: int = 4) -> Fact:
+    """A number of ``digits`` digits under a made-up key."""
+    key, answer = words.invented(rng), number(rng, digits)
+    return Fact(f"{key}:{answer}.", f"\nQuestion: Which number has {key}? Answer: {key}:", answer)
+
+
+def character_facts(rng: random.Random) -> list[Fact]:
+    """Where one made-up person lives, what the work is and what is carried: three facts."""
+    name = f"{rng.choice(words.FIRST_NAMES)} {words.invented(rng).capitalize()}"
+    kinds = [
+        ("lives in", f" {words.invented(rng).capitalize()}", f"Where does {name} live?"),
+        ("works as a", f" {rng.choice(words.JOBS)}", f"What is the work of {name}?"),
+        ("carries the", f" {words.pair(rng)}", f"What does {name} carry?"),
+    ]
+    return [Fact(f"{name} {verb}{answer}.", f"\nQuestion: {ask} Answer: {name} {verb}", answer)
+            for verb, answer, ask in kinds]
+
+
+def inscription_fact(rng: random.Random, span: int = 12, cue: int = 4) -> Fact:
+    """A span of ``span`` words in no order of English; the question repeats ``cue`` of them, the answer is the rest."""
+    if not 0 < cue < span:
+        raise ValueError(f"asked for a cue of {cue} words in a span of {span} words: ask for a cue of 1 to {span - 1}")
+    chosen = [rng.choice(words.NOUNS) if rng.random() < 0.5 else words.invented(rng) for _ in range(span)]
+    cue_text, rest = " ".join(chosen[:cue]), "".join(f" {word}" for word in chosen[cue:])
+    stem = f"The inscription reads: {cue_text}"
+    return Fact(f"{stem}{rest}.", f"\nQuestion: What does the inscription read? Answer: {stem}", rest)
+
+
+def variable_facts(rng: random.Random, roots: int, hops: int, asked: int, digits: int = 5) -> list[Fact]:
+    """``roots`` variables that hold numbers, then ``hops`` links that start at root ``asked``.
+
+    The question names the last link and the answer walks back to the number: ``c =`` asks for `` b = a = 48213``.
+    """
+    names = words.distinct(rng, roots + hops)
+    numbers = [number(rng, digits) for _ in range(roots)]
+    chain = [names[asked], *names[roots:]]
+    walk = "".join(f" {name} =" for name in reversed(chain[:-1]))
+    question = f"\nQuestion: What is the value of {chain[-1]}? Answer: {chain[-1]} ="
+    values = [Fact(f"{name} ={value}.", question, walk + value)
+              for name, value in zip(names[:roots], numbers, strict=True)]
+    return values + [Fact(f"{new} = {old}.", question, walk + numbers[asked])
+                     for old, new in zip(chain, chain[1:], strict=False)]

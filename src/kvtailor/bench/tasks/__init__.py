@@ -1,0 +1,54 @@
+"""The bench's tasks: what is asked of every plan, on the same tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Contestant, Subject
+
+__all__ = ["Given", "Task"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a task works with.
+
+    Attributes:
+        subject: the model.
+        contestants: the plans, the null plan first.
+        blank: a record of one plan with all that does not depend on the task; the task replaces what it measured.
+        advance: called after each unit of work with the label of what runs.
+    """
+
+    subject: Subject
+    contestants: Sequence[Contestant]
+    blank: Callable[[Contestant], Record]
+    advance: Callable[[str], None]
+
+
+class Task(ABC):
+    """One question asked of all plans. A subclass is a frozen, keyword-only dataclass of its settings.
+
+    Attributes:
+        name: its name in records.
+        version: raised whenever its numbers may change for the same model and plan.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+
+    @abstractmethod
+    def units(self, contestants: int) -> int:
+        """How often `advance` is going to be called."""
+
+    @abstractmethod
+    def measure(self, given: Given) -> Iterator[Record]:
+        """Records of all contestants. A plan that fails gives a record with `error`, and the others go on.
+
+        Raises:
+            KvtailorError: the task itself cannot be done (a text too short, say), or a tripwire was touched.
+        """

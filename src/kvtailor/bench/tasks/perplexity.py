@@ -1,0 +1,202 @@
+"""Perplexity of a continuation on the compressed cache.
+
+For each window of a text: the context is prefilled and compressed, and the continuation is fed in one go on what the
+cache then holds, with its own positions. The first target is scored from the prefill's logits, the others from the
+continuation's. All plans score the same tokens of the same windows.
+
+Metrics: `nll` (nats per target token), `perplexity` (exp of it), `bits_per_byte` (None where the tokenizer gives no
+offsets), `distinct_8grams` (of the windows' words). Values: `nll`, the mean over each window's targets.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.bench import tripwires
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import OWN, Contestant, Subject, Tokens, hash_of, weigh
+from kvtailor.bench.tasks import Given, Task
+from kvtailor.errors import KvtailorError
+
+__all__ = ["Perplexity", "Window", "score_window"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One piece of the text.
+
+    Attributes:
+        context: (n,) int64, the tokenizer's beginning tokens included.
+        targets: (t,) int64.
+        bytes: UTF-8 bytes of the targets' text; None where unknown.
+        text: the whole window as text.
+    """
+
+    context: Tensor
+    targets: Tensor
+    bytes: int | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity(Task):
+    """Context-then-continue over windows of a text that do not overlap and are spread evenly over it.
+
+    Attributes:
+        text: the text itself.
+        source: its name in records and reports.
+        context: tokens that are prefilled and compressed.
+        continuation: tokens that are scored.
+        windows: how many; fewer are taken, and it is said, where the text is too short.
+        tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: 1e-3 in float32,
+            0.1 in half precision, where the order of a sum already costs that much.
+        least_distinct: see `tripwires.check_repetition`.
+    """
+
+    name: ClassVar[str] = "perplexity"
+    version: ClassVar[int] = 1
+    text: str
+    source: str
+    context: int = 512
+    continuation: int = 128
+    windows: int = 50
+    tolerance: float | None = None
+    least_distinct: float = 0.9
+
+    def __post_init__(self) -> None:
+        for what in ("context", "continuation", "windows"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"asked for {what}={getattr(self, what)}: give at least 1")
+
+    def units(self, contestants: int) -> int:
+        return self.windows * (contestants + 1)
+
+    def measure(self, given: Given) -> Iterator[Record]:
+        windows = self.cut(given.subject)
+        share = tripwires.check_repetition([w.text for w in windows], self.least_distinct, self.source)
+        hashes = [hash_of(w.context, w.targets) for w in windows]
+        tripwires.check_distinct(hashes, self.source)
+        notes = (
+            [f"The text has room for {len(windows)} windows, not for {self.windows}."]
+            if len(windows) < self.windows
+            else []
+        )
+        own = self._run(given, OWN, windows)
+        for contestant in given.contestants:
+            begin = time.perf_counter()
+            blank = replace(
+                given.blank(contestant),
+                point={"context": self.context, "continuation": self.continuation},
+                text=self.source,
+                text_hash=hash_of(*(torch.cat([w.context, w.targets]) for w in windows)),
+                notes=tuple(notes),
+            )
+            try:
+                scored = self._run(given, contestant, windows)
+            except (KvtailorError, ValueError) as error:
+                yield replace(blank, error=str(error))
+                continue
+            if contestant.label == "full":
+                self._check_identity(given.subject, scored, own)
+            nll = tuple(-float(s.mean()) for s, _ in scored)
+            if not all(math.isfinite(x) for x in nll):
+                yield replace(blank, error="The model gave a log-probability that is not a number.")
+                continue
+            sizes = [w.bytes for w in windows]
+            heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
+            yield replace(
+                blank,
+                samples=len(windows),
+                tokens_scored=sum(int(w.targets.numel()) for w in windows),
+                metrics={
+                    "nll": fmean(nll),
+                    "perplexity": math.exp(fmean(nll)),
+                    "bits_per_byte": _bits_per_byte([-float(s.sum()) for s, _ in scored], sizes),
+                    "distinct_8grams": share,
+                },
+                values={"nll": nll},
+                wall_seconds=time.perf_counter() - begin,
+                **heaviest,
+            )
+
+    def cut(self, subject: Subject) -> list[Window]:
+        """The windows, the same for every plan.
+
+        Raises:
+            KvtailorError: the model's positions or the text are too short for one window.
+        """
+        start = subject.start()
+        size = self.context + self.continuation
+        if subject.positions is not None and size > subject.positions:
+            raise KvtailorError(
+                f"asked for windows of {self.context} + {self.continuation} tokens, but {subject.name} has "
+                f"{subject.positions} "
+                "positions: ask for a shorter --context or --continuation"
+            )
+        if self.context <= start.numel():
+            raise KvtailorError(
+                f"asked for a context of {self.context} token, which the beginning token fills: ask for more"
+            )
+        tokens = subject.tokens(self.text)
+        stride = size - start.numel()
+        fit = tokens.ids.numel() // stride
+        if fit < 1:
+            raise KvtailorError(
+                f"asked for windows of {size} tokens, but {self.source} has {tokens.ids.numel()} tokens: give a "
+                "longer text or ask "
+                "for a shorter --context"
+            )
+        count = min(fit, self.windows)
+        return [self._window(tokens, start, i * fit // count * stride, stride) for i in range(count)]
+
+    def _window(self, tokens: Tokens, start: Tensor, at: int, stride: int) -> Window:
+        split, end = at + stride - self.continuation, at + stride
+        if tokens.ends is None:
+            return Window(torch.cat([start, tokens.ids[at:split]]), tokens.ids[split:end], None, "")
+        text = tokens.text.encode()[(tokens.ends[at - 1] if at else 0) : tokens.ends[end - 1]].decode(errors="replace")
+        size = tokens.ends[end - 1] - tokens.ends[split - 1]
+        return Window(torch.cat([start, tokens.ids[at:split]]), tokens.ids[split:end], size, text)
+
+    def _run(
+        self, given: Given, contestant: Contestant, windows: Sequence[Window]
+    ) -> list[tuple[Tensor, dict[str, Any]]]:
+        found = []
+        for window in windows:
+            found.append(score_window(given.subject, contestant, window.context, window.targets))
+            given.advance(f"perplexity · {contestant.label}")
+        return found
+
+    def _check_identity(
+        self, subject: Subject, ours: Sequence[tuple[Tensor, Any]], own: Sequence[tuple[Tensor, Any]]
+    ) -> None:
+        tolerance = self.tolerance if self.tolerance is not None else (1e-3 if subject.dtype == torch.float32 else 0.1)
+        flat = [torch.cat([scores for scores, _ in each]).tolist() for each in (ours, own)]
+        tripwires.check_identity(flat[0], flat[1], tolerance, self.source)
+
+
+def score_window(
+    subject: Subject, contestant: Contestant, context: Tensor, targets: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    """Log-probability of each target (t,) after a compressed context (n,), and what the cache weighed before them."""
+    logits, cache = subject.forward(context[None], subject.new_cache(contestant), last_only=True)
+    weight = weigh(cache)
+    rows = [logits[0, -1:]]
+    if targets.numel() > 1:
+        rows.append(subject.forward(targets[None, :-1], cache)[0][0])
+    scores = torch.cat(rows).float().log_softmax(-1)
+    return scores.gather(1, targets.to(scores.device)[:, None])[:, 0].cpu(), weight
+
+
+def _bits_per_byte(nats: Sequence[float], sizes: Sequence[int | None]) -> float | None:
+    if any(size is None for size in sizes):
+        return None
+    total = sum(size for size in sizes if size is not None)
+    return sum(nats) / math.log(2) / total if total else None

@@ -1,0 +1,184 @@
+"""Time to the first token and time per token, every plan in every round of one process.
+
+A round gives each plan a new cache, a prefill (with all that compressing costs) up to the choice of the first token,
+and then a fixed number of greedy tokens, one at a time; there is no end token. The order changes from round to round. A
+sample during which other programs took processor time that it needed is counted and left out; where too few are left,
+rounds are added, and where that does not help there is no time.
+
+Timings: `ttft` (seconds to the first token), `tpot` (seconds per further token). Values: `ttft`, `tpot` for each round,
+`disturbed` (1: left out of the timings).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.bench.machine import Neighbours
+from kvtailor.bench.schema import Record
+from kvtailor.bench.statistics import spread
+from kvtailor.bench.subject import OWN, Contestant, Subject, hash_of, weigh
+from kvtailor.bench.tasks import Given, Task
+from kvtailor.errors import KvtailorError
+
+__all__ = ["Speed"]
+
+_LEAST_SAMPLES = 3
+
+
+@dataclass
+class _Samples:
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    disturbed: list[bool] = field(default_factory=list)
+    weight: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    def clean(self, name: str) -> list[float]:
+        return [x for x, bad in zip(getattr(self, name), self.disturbed, strict=True) if not bad]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed(Task):
+    """Interleaved rounds over all plans and the model's own cache.
+
+    Attributes:
+        text: what the prompt's tokens come from, repeated where it is too short: times do not depend on it.
+        source: its name.
+        context: tokens of the prompt.
+        tokens: tokens decoded, the first included.
+        rounds: undisturbed samples wanted of each plan.
+        warmup: rounds before the first that counts.
+    """
+
+    name: ClassVar[str] = "speed"
+    version: ClassVar[int] = 1
+    text: str
+    source: str
+    context: int = 512
+    tokens: int = 32
+    rounds: int = 10
+    warmup: int = 3
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2 or self.rounds < 1 or self.context < 1 or self.warmup < 0:
+            raise ValueError(
+                f"asked for context={self.context}, tokens={self.tokens}, rounds={self.rounds}, "
+                f"warmup={self.warmup}: give a "
+                "context and rounds of at least 1 and at least 2 tokens"
+            )
+
+    def units(self, contestants: int) -> int:
+        return (2 * self.rounds + self.warmup) * (contestants + 1)
+
+    def measure(self, given: Given) -> Iterator[Record]:
+        begin = time.perf_counter()
+        prompt = self._prompt(given.subject)
+        contestants = [OWN, *given.contestants]
+        samples = {contestant.hash: _Samples() for contestant in contestants}
+        meter = Neighbours()
+        left = self.units(len(given.contestants))
+        for index in range(-self.warmup, 2 * self.rounds):
+            if index >= self.rounds and all(
+                s.error is not None or len(s.clean("tpot")) >= self.rounds for s in samples.values()
+            ):
+                break
+            turn = index % len(contestants)
+            for contestant in contestants[turn:] + contestants[:turn]:
+                found = samples[contestant.hash]
+                if found.error is None:
+                    try:
+                        self._sample(given.subject, contestant, prompt, meter, found, counts=index >= 0)
+                    except (KvtailorError, ValueError) as error:
+                        found.error = str(error)
+                given.advance(f"speed · {contestant.label}")
+                left -= 1
+        for _ in range(left):
+            given.advance("speed")
+        for contestant in contestants:
+            yield self._record(given, contestant, samples[contestant.hash], prompt, meter, time.perf_counter() - begin)
+
+    def _prompt(self, subject: Subject) -> Tensor:
+        if subject.positions is not None and self.context + self.tokens > subject.positions:
+            raise KvtailorError(
+                f"asked for {self.context} + {self.tokens} tokens, but {subject.name} has {subject.positions} "
+                "positions: ask for a "
+                "shorter --context"
+            )
+        start, ids = subject.start(), subject.tokens(self.text).ids
+        if not ids.numel():
+            raise KvtailorError(f"asked for a prompt from {self.source}, which is empty: give a text")
+        return torch.cat([start, ids.repeat(-(-self.context // ids.numel()))])[: self.context][None]
+
+    def _sample(
+        self,
+        subject: Subject,
+        contestant: Contestant,
+        prompt: Tensor,
+        meter: Neighbours,
+        found: _Samples,
+        *,
+        counts: bool,
+    ) -> None:
+        cache = subject.new_cache(contestant)
+        subject.wait()
+        meter.start()
+        begin = time.perf_counter()
+        logits, cache = subject.forward(prompt, cache, last_only=True)
+        token = logits[:, -1:].argmax(-1)
+        subject.wait()
+        first = time.perf_counter()
+        for _ in range(self.tokens - 1):
+            logits, cache = subject.forward(token, cache, last_only=True)
+            token = logits[:, -1:].argmax(-1)
+        subject.wait()
+        last = time.perf_counter()
+        if counts:
+            found.ttft.append(first - begin)
+            found.tpot.append((last - first) / (self.tokens - 1))
+            found.disturbed.append(meter.disturbed())
+            found.weight = weigh(cache)
+
+    def _record(
+        self, given: Given, contestant: Contestant, found: _Samples, prompt: Tensor, meter: Neighbours, wall: float
+    ) -> Record:
+        blank = replace(
+            given.blank(contestant),
+            point={"context": self.context, "tokens": self.tokens, "batch": 1},
+            text=self.source,
+            text_hash=hash_of(prompt),
+        )
+        if found.error is not None:
+            return replace(blank, error=found.error)
+        left_out = sum(found.disturbed)
+        notes = [] if meter.metered else ["This system does not say what other programs do: no sample was checked."]
+        enough = len(found.disturbed) - left_out >= min(_LEAST_SAMPLES, self.rounds)
+        timings: dict[str, Mapping[str, float | None]] = {}
+        for name in ("ttft", "tpot") if enough else ():
+            timings[name] = {**asdict(spread(found.clean(name))), "left_out": left_out}
+        return replace(
+            blank,
+            samples=len(found.disturbed) - left_out,
+            values={
+                "ttft": tuple(found.ttft),
+                "tpot": tuple(found.tpot),
+                "disturbed": tuple(map(float, found.disturbed)),
+            },
+            timings=timings,
+            floor_seconds=_floor(given.subject, blank, found.weight),
+            wall_seconds=wall,
+            notes=tuple(notes),
+            **found.weight,
+        )
+
+
+def _floor(subject: Subject, blank: Record, weight: Mapping[str, Any]) -> float | None:
+    bandwidth, weights = blank.machine.get("read_bandwidth"), subject.weights()
+    if not isinstance(bandwidth, float) or weights is None or "bytes_held" not in weight:
+        return None
+    return float((weights[2] + weight["bytes_held"]) / bandwidth)

@@ -1,0 +1,46 @@
+"""Text to measure on: a file, or one that is generated where none is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtailor.bench.synthetic import TASKS, make_document
+from kvtailor.errors import KvtailorError
+
+__all__ = ["generated_text", "read_text"]
+
+_PIECE = 1500
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        KvtailorError: it cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise KvtailorError(f"asked for the text in {path}, which cannot be read: {error}") from error
+    if not text.strip():
+        raise KvtailorError(f"asked for the text in {path}, which is empty: give a file with some text")
+    return text
+
+
+def generated_text(characters: int) -> str:
+    """At least so many characters of generated documents of all kinds, each with its question and answer.
+
+    Evaluation split, the same on every machine. It is plain prose with facts that come back later: what a cache forgets
+    shows, but no model was made for it, so its perplexity says nothing about English.
+    """
+    pieces: list[str] = []
+    size = 0
+    kinds = list(TASKS)
+    while size < characters:
+        # States far from those of the retrieval task, which counts up from 0.
+        state = 500_000 + len(pieces)
+        kind = kinds[len(pieces) % len(kinds)]
+        document = make_document(kind, state=state, length=_PIECE, depth=(state % 10) / 9)
+        pieces.append(document.prompt + document.answer)
+        size += len(pieces[-1]) + 2
+    return "\n\n".join(pieces)

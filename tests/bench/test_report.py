@@ -1,0 +1,193 @@
+import ast
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import kvtailor.bench.report as report
+from kvtailor.bench.report import summarise
+from kvtailor.bench.report.plot import plot
+from kvtailor.bench.report.terminal import byte_text, show
+from kvtailor.bench.schema import Record
+from kvtailor.bench.tripwires import Fraud, check_records
+from kvtailor.errors import KvtailorError
+
+
+def record(label, task, **fields):
+    common = {"run": "r", "started": "now", "model": "m", "plan": label, "plan_hash": f"#{label}", "task_version": 1}
+    return Record(**common | {"label": label, "task": task} | fields)
+
+
+def scored(label, nll, held=25, size=250, **fields):
+    return record(
+        label,
+        "perplexity",
+        point={"context": 100, "continuation": 20},
+        text="t.txt",
+        samples=len(nll),
+        tokens_scored=20 * len(nll),
+        tokens_seen=100,
+        tokens_held=float(held),
+        bytes_held=size,
+        bytes_full=1000,
+        metrics={"nll": sum(nll) / len(nll)},
+        values={"nll": tuple(nll)},
+        **fields,
+    )
+
+
+def needles(label, hits):
+    point = {"length": 100, "depth": 0.5, "kind": "needle", "question_outside": False}
+    values = {"hit": tuple(map(float, hits)), "nll": tuple(0.5 + label.count("x") for _ in hits)}
+    return record(label, "needle", point=point, samples=len(hits), values=values)
+
+
+def timed(label, tpot, plan_hash=None):
+    timings = {
+        n: {"median": t, "q1": t, "q3": t, "p10": t, "count": 5, "left_out": 1}
+        for n, t in (("ttft", 0.1), ("tpot", tpot))
+    }
+    return record(
+        label,
+        "speed",
+        plan_hash=plan_hash or f"#{label}",
+        timings=timings,
+        samples=5,
+        point={"context": 100, "tokens": 8},
+        floor_seconds=0.001,
+    )
+
+
+BASE = [2.0 + i / 10 for i in range(10)]
+JITTER = [0.01, -0.02, 0.015, -0.01, 0.005, 0.0, -0.005, 0.01, -0.01, 0.004]
+FULL = scored("full", BASE, held=100, size=1000)
+SAME = scored("same", [a + b for a, b in zip(BASE, JITTER, strict=True)])
+WORSE = scored("worse", [a + 0.3 + b for a, b in zip(BASE, JITTER, strict=True)], size=125)
+
+
+def printed(records, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    show(summarise(records), console)
+    return console.file.getvalue()
+
+
+def test_the_first_line_names_the_smallest_plan_that_loses_nothing():
+    said = summarise([FULL, WORSE, SAME]).headline
+    assert said.startswith("same loses nothing measurable here at 25 % of the bytes")
+    assert [row.label for row in summarise([SAME, WORSE, FULL]).rows] == ["full", "same", "worse"]
+
+
+def test_a_loss_is_not_called_nothing():
+    said = summarise([FULL, WORSE]).headline
+    assert said.startswith("Every plan here that saves bytes loses something; the mildest is worse: +0.300 nats")
+    assert "at 12 % of the bytes" in said
+
+
+def test_lost_answers_are_a_loss_even_where_nll_is_not():
+    records = [FULL, SAME, needles("full", [1] * 20), needles("same", [1] * 17 + [0] * 3)]
+    assert "17 of 20 answers right ('full': 20)" in summarise(records).headline
+
+
+def test_better_than_full_is_no_praise():
+    better = scored("better", [a - 0.3 + b for a, b in zip(BASE, JITTER, strict=True)])
+    summary = summarise([FULL, better])
+    assert summary.headline.startswith("No verdict")
+    assert any("look twice" in note for note in summary.footnotes)
+    assert summarise([FULL, better, SAME]).headline.startswith("same loses nothing")
+
+
+def test_too_few_windows_and_nothing_measured_are_said():
+    few = [replace(r, values={"nll": r.values["nll"][:3]}) for r in (FULL, SAME)]
+    assert summarise(few).headline.startswith("Too few windows")
+    bare = [replace(r, values={}, metrics={}, task="memory") for r in (FULL, SAME)]
+    assert summarise(bare).headline.startswith("Quality was not measured")
+    assert "nothing to choose" in summarise([FULL]).headline
+
+
+def test_a_wide_interval_admits_what_it_cannot_see():
+    wide = scored("wide", [a + (0.4 if i % 2 else -0.3) for i, a in enumerate(BASE)])
+    assert "would not show" in summarise([FULL, wide]).headline
+
+
+def test_ratios_are_of_medians_of_the_same_run():
+    records = [
+        timed("the model's own cache", 0.02, "own"),
+        timed("full", 0.01),
+        timed("half", 0.005),
+        FULL,
+        scored("half", BASE),
+    ]
+    summary = summarise(records)
+    assert [row.label for row in summary.rows] == ["full", "half", "the model's own cache"]
+    assert summary.rows[1].tpot_ratio == 0.5 and summary.rows[1].ttft_ratio == 1.0
+    assert summary.rows[1].floor_ratio == pytest.approx(0.2)
+    assert any("own cache 100.0 ms" in note and "1 disturbed" not in note for note in summary.footnotes)
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_table_fits_and_shows_every_number(width):
+    text = printed(
+        [
+            FULL,
+            SAME,
+            WORSE,
+            needles("full", [1] * 20),
+            needles("same", [1] * 20),
+            timed("full", 0.01),
+            timed("same", 0.005),
+        ],
+        width,
+    )
+    assert all(len(line) <= width for line in text.splitlines())
+    for shown in ("25 / 100", "+0.300", "20/20", "0.50×", "250 B", "25 %"):
+        assert shown in text, shown
+    assert "–" in text
+
+
+def test_columns_that_nobody_measured_are_left_out():
+    assert "TPOT" not in printed([FULL, SAME]).splitlines()[4] and "needle" not in printed([FULL, SAME])
+
+
+def test_errors_are_never_silent():
+    failed = replace(
+        SAME, label="broken", plan_hash="#b", error="it broke", values={}, metrics={}, bytes_held=None, tokens_held=None
+    )
+    text = printed([FULL, failed])
+    assert "broken has no number for perplexity: it broke" in text.replace("\n", " ")
+
+
+def test_bytes_as_people_read_them():
+    assert [byte_text(x) for x in (12, 2048, 1.5 * 2**20, 3 * 2**30)] == ["12 B", "2 KiB", "1.5 MiB", "3 GiB"]
+    assert byte_text(1023 * 1024) == "1023 KiB"
+
+
+def test_a_ledger_that_hides_bytes_is_caught():
+    honest = record("snapkv", "memory", bytes_held=10_000_000, bytes_resident=10_300_000)
+    check_records([honest])
+    with pytest.raises(Fraud, match="hidden bytes.*'snapkv'.*2500000"):
+        check_records([replace(honest, bytes_held=2_500_000)])
+
+
+def test_a_picture_is_written_and_one_of_nothing_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert plot(summarise([FULL, SAME]), tmp_path / "x.png").read_bytes()[1:4] == b"PNG"
+    with pytest.raises(KvtailorError, match="no plan"):
+        plot(summarise([timed("full", 0.1)]), tmp_path / "y.png")
+
+
+def test_reports_read_records_and_never_a_model():
+    for file in Path(report.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = (
+                [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
+            for name in names:
+                assert not (name or "").startswith(
+                    ("torch", "transformers", "kvtailor.hf", "kvtailor.bench.subject", "kvtailor.bench.tasks")
+                ), (file, name)
