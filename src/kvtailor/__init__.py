@@ -1,4 +1,5 @@
-"""kvtailor cuts the KV cache of Hugging Face language models to measure, for real, and measures honestly what that costs.
+"""kvtailor cuts the KV cache of Hugging Face language models to measure, for real, and measures honestly what that
+costs.
 
 ```python
 import kvtailor

@@ -50,7 +50,8 @@ def _affordable(plan: Plan, heads: int, template: LayerState, window_bytes: int)
     recents = plan.score.recents
     ragged = template.rows > 1 or not plan.allocate.even_heads
     encoded = plan.encode.bytes_per_token(key_size, value_size, element)
-    # Each token carries its column (4 bytes); a ragged lane of s slots carries 12 more, and an owner's last is half empty.
+    # Each token carries its column (4 bytes); a ragged lane of s slots carries 12 more, and an owner's last is half
+    # empty.
     each = encoded + 4
     share = plan.bytes / template.rows - window_bytes - heads * recents * (plain + 4)
     mean = share / heads / each

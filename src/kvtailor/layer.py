@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +11,10 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry
 from kvtailor.observe import Evidence
-from kvtailor.ops.ragged import Cut, cut_lanes
+from kvtailor.ops.ragged import Cut, cut_lanes, gather_held, tokens_of_part
 from kvtailor.store.contract import Placement
 from kvtailor.store.tail import Tail
-from kvtailor.types import Held, Layout, PlainSegment, Segment, Visibility
+from kvtailor.types import Held, Layout, Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
@@ -123,7 +122,7 @@ class LayerState:
         if codec.exact and codec.block == 0:
             cut = cut_lanes(keep)
             if cut is not None and cut.owner is None:
-                self.tail.replace(_gather(held, cut))
+                self.tail.replace(gather_held(held, cut))
                 self.segments = []
                 self._take_mass(held, [cut])
                 return
@@ -134,22 +133,22 @@ class LayerState:
         if codec.exact:
             cut = cut_lanes(old, codec.lane_multiple)
             if cut is not None:
-                plain = _gather(held, cut)
+                plain = gather_held(held, cut)
                 segments.append(plan.store.put(codec.encode(plain.layout, plain.keys, plain.values)))
                 cuts.append(cut)
         else:
             for segment, slot in zip(self.segments, slots, strict=False):
-                mine, lane_of, slot_of = _whose(segment.layout, slot, old)
+                mine, lane_of, slot_of = tokens_of_part(segment.layout, slot, old)
                 cut = cut_lanes(mine, codec.lane_multiple)
                 if cut is not None:
                     layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
                     lane, place = lane_of[cut.owners[:, None], cut.index], slot_of[cut.owners[:, None], cut.index]
                     segments.append(plan.store.put(plan.store.get(segment).regather(lane, place, layout)))
                     cuts.append(cut)
-            in_tail = _whose(self.tail.as_segment().layout, slots[-1], old)[0]
+            in_tail = tokens_of_part(self.tail.as_segment().layout, slots[-1], old)[0]
             cut = cut_lanes(in_tail, codec.lane_multiple)
             if cut is not None:
-                plain = _gather(held, cut)
+                plain = gather_held(held, cut)
                 segments.append(plan.store.put(codec.encode(plain.layout, plain.keys, plain.values)))
                 cuts.append(cut)
         self.tail.drop_oldest(self.tail.length - newest)
@@ -160,23 +159,53 @@ class LayerState:
         self.segments = segments
         self._take_mass(held, cuts)
 
-    def flush(self, plan: Plan) -> None:
-        """Encodes the oldest whole blocks of the tail, once they are past what the codec leaves in full precision."""
+    def flush(self, plan: Plan, new_tokens: int, real: Tensor | None) -> None:
+        """Encodes the oldest tokens of the tail.
+
+        After a prompt, a chunk or a turn: all but what the codec leaves in full precision, so that a row of a padded
+            batch is
+        encoded as it would be alone. While decoding: a whole block, once there is one.
+
+        Args:
+            plan: whose codec encodes.
+            new_tokens: of the forward that has just ended.
+            real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
+        """
         codec, tail = plan.encode, self.tail
-        if tail is None or codec.block == 0 or self.due or self.recording or tail.length < codec.tail + codec.block:
+        if tail is None or codec.block == 0 or self.due or self.recording:
             return
-        count = (tail.length - codec.tail) // codec.block * codec.block
+        count = tail.length - codec.tail
+        if new_tokens == 1:
+            count = count // codec.block * codec.block
+        if count <= 0:
+            return
         whole = tail.as_segment()
         layout = whole.layout
+        keys, values = whole.keys[:, :count], whole.values[:, :count]
         positions = None if layout.positions is None else layout.positions[:, :count].clone()
         block = Layout(rows=self.rows, heads=self.heads, size=count, start=layout.start, positions=positions)
-        self.segments.append(plan.store.put(codec.encode(block, whole.keys[:, :count], whole.values[:, :count])))
+        columns = block.columns(keys.device).expand(block.lanes, -1).view(self.rows, self.heads, -1)
+        mass = self.evidence.mass
+        gone = mass[-1][:, :count].clone() if mass else None
+        padded = real is not None and bool((~real[:, : self.seen]).any())
+        cut: Cut | None = None
+        if padded:
+            assert real is not None
+            row = torch.arange(self.rows, device=keys.device)[:, None, None]
+            cut = cut_lanes(real.to(keys.device)[row, columns], codec.lane_multiple)
+            if cut is not None:
+                block = cut.layout(self.rows, self.heads, columns)
+                keys, values = keys[cut.owners[:, None], cut.index], values[cut.owners[:, None], cut.index]
+                gone = None if gone is None else gone[cut.owners[:, None], cut.index]
+        if not padded or cut is not None:
+            self.segments.append(plan.store.put(codec.encode(block, keys, values)))
+        else:
+            gone = None
+        rest = mass[-1][:, count:].clone() if mass else None
         tail.drop_oldest(count)
-        if self.evidence.mass:
-            *before, last = self.evidence.mass
-            split = (last[:, :count].clone(), last[:, count:].clone())
-            mass = (*before, *(split if tail.length else split[:1]))
-            self.evidence = Evidence(queries=self.evidence.queries, columns=self.evidence.columns, mass=mass)
+        if mass:
+            kept = (*mass[:-1], gone, rest if tail.length else None)
+            self.evidence = replace(self.evidence, mass=tuple(part for part in kept if part is not None))
 
     def crop(self, count: int, *, exact: bool) -> None:
         """Takes back the newest tokens outside of a recorded forward, where that leaves no trace."""
@@ -184,7 +213,8 @@ class LayerState:
             return
         if not exact or self.seen - count < self.settled_seen or count > self.tail.length:
             raise CacheMisuse(
-                f"asked to take back {count} tokens of {self.seen} seen, but they have already had a part in compressing the "
+                f"asked to take back {count} tokens of {self.seen} seen, but they have already had a part in "
+                "compressing the "
                 "cache; call cache.activate_past_recording() before the forward that may be rolled back"
             )
         self.forget_newest(count)
@@ -228,45 +258,6 @@ class LayerState:
         entries.append(Entry(layer=layer, room="observe", tensors=seen, closed_form=form))
         return entries
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """JSON-able fields and tensors from which `restore` makes this layer again."""
-        if self.pending is not None:
-            raise CacheMisuse("a cache cannot be saved between a recorded forward and its crop")
-        fields: dict[str, Any] = {
-            name: getattr(self, name) for name in ("seen", "settled_seen", "walk_at", "tail_growth", "scaling")
-        }
-        tensors = {f"evidence.{name}": t for name, t in self.evidence.tensors().items()}
-        if self.tail is not None:
-            fields["rows"], fields["heads"] = self.rows, self.heads
-            fields["tail"], kept = self.tail.state()
-            tensors |= {f"tail.{name}": t for name, t in kept.items()}
-        fields["segments"] = []
-        for i, segment in enumerate(self.segments):
-            own, kept = segment.state()
-            layout = {"size": segment.layout.size, "start": segment.layout.start}
-            fields["segments"].append({"codec": segment.codec, "layout": layout, "fields": own})
-            tensors |= {f"segment.{i}.{name}": t for name, t in kept.items()}
-            tensors |= {f"segment.{i}.layout.{name}": t for name, t in segment.layout.tensors().items()}
-        return fields, tensors
-
-    def restore(self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], plan: Plan) -> None:
-        """Becomes the layer that `state()` described."""
-        self.reset()
-        for name in ("seen", "settled_seen", "walk_at", "tail_growth", "scaling"):
-            setattr(self, name, fields[name])
-        if "tail" not in fields:
-            return
-        rows, heads = fields["rows"], fields["heads"]
-        self.tail = Tail.from_state(rows, heads, fields["tail"], _under("tail.", tensors))
-        for i, saved in enumerate(fields["segments"]):
-            mine = _under(f"segment.{i}.", tensors)
-            layout = Layout(rows=rows, heads=heads, **saved["layout"], **_under("layout.", mine))
-            segment_type = PlainSegment if saved["codec"] == "plain" else plan.encode.segment_type()
-            self.segments.append(plan.store.put(segment_type.from_state(layout, saved["fields"], mine)))
-        evidence = _under("evidence.", tensors)
-        mass = tuple(evidence[f"mass.{i}"] for i in range(sum(name.startswith("mass.") for name in evidence)))
-        self.evidence = Evidence(queries=evidence.get("queries"), columns=evidence.get("columns"), mass=mass)
-
     def _common_newest(self, held: Held, keep: Tensor, recents: int) -> int:
         """How many of the newest columns can stay a tail: all the recents if every row and head keeps them all."""
         assert self.tail is not None
@@ -278,31 +269,4 @@ class LayerState:
         if held.mass is not None:
             flat = held.mass.flatten(0, 1)
             mass = tuple(flat[cut.owners[:, None], cut.index] for cut in cuts)
-            self.evidence = Evidence(queries=self.evidence.queries, columns=self.evidence.columns, mass=mass)
-
-
-def _gather(held: Held, cut: Cut) -> PlainSegment:
-    b, h = held.keys.shape[:2]
-    keys = held.keys.flatten(0, 1)[cut.owners[:, None], cut.index]
-    values = held.values.flatten(0, 1)[cut.owners[:, None], cut.index]
-    return PlainSegment(layout=cut.layout(b, h, held.positions), keys=keys, values=values)
-
-
-def _whose(layout: Layout, slots: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The kept tokens (b, h, n) that one part holds, and for each of them its lane and slot there (b * h, n)."""
-    flat = keep.flatten(0, 1)
-    mine = torch.zeros_like(flat)
-    lane_of = torch.zeros(flat.shape, dtype=torch.int64, device=flat.device)
-    slot_of = torch.zeros_like(lane_of)
-    owner = layout.owners(flat.device)[:, None].expand_as(slots)
-    filled = layout.filled(flat.device)
-    filled = torch.ones_like(slots, dtype=torch.bool) if filled is None else filled
-    lane = torch.arange(layout.lanes, device=flat.device)[:, None].expand_as(slots)
-    place = torch.arange(layout.size, device=flat.device)[None].expand_as(slots)
-    at = owner[filled], slots[filled]
-    mine[at], lane_of[at], slot_of[at] = True, lane[filled], place[filled]
-    return (mine & flat).view_as(keep), lane_of, slot_of
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            self.evidence = replace(self.evidence, mass=mass)

@@ -47,8 +47,8 @@ class Ledger:
 
     Attributes:
         total: all unique storages.
-        by_room: the same split by who keeps them: "tail" (full precision), "encode" (segments), "window" (layers on which the
-            model itself has a sliding window), "observe" (evidence for the scorer).
+        by_room: the same split by who keeps them: "tail" (full precision), "encode" (segments), "window" (layers on
+            which the model itself has a sliding window), "observe" (evidence for the scorer).
         by_tier: split by where they live.
         by_layer: split by layer of the model.
         closed_form: `total` as it must be by arithmetic; None if some part has no closed form.

@@ -1,5 +1,6 @@
 """The one walk that every token takes: append, attend, observe, and, when held exceeds the budget, score, allocate,
-select, encode, store. Prefill, every chunk of a chunked prefill, a later turn and decoding all go through `Route.attend`.
+select, encode, store. Prefill, every chunk of a chunked prefill, a later turn and decoding all go through
+`Route.attend`.
 
 `docs/route.md` tells it as the life of one prompt.
 """
@@ -94,7 +95,8 @@ class Route:
         accepted = pending.query.shape[2] - rejected
         if accepted < 0:
             raise CacheMisuse(
-                f"asked to take back {rejected} tokens; the last forward brought {pending.query.shape[2]}, and what came "
+                f"asked to take back {rejected} tokens; the last forward brought {pending.query.shape[2]}, and what "
+                "came "
                 "before it is already compressed. Crop no more than the last forward."
             )
         state.forget_newest(rejected)
@@ -125,7 +127,7 @@ class Route:
                 self._walk([state], visible)
         if new == 1 and self.plan.slack_tokens is None:
             state.evidence = state.evidence.without_queries()
-        state.flush(self.plan)
+        state.flush(self.plan, new, visible.real)
 
     def _past_slack(self, state: LayerState) -> bool:
         slack = self.plan.slack_tokens
@@ -145,6 +147,7 @@ class Route:
         budgets = plan.allocate.allocate(
             BudgetRequest(
                 total=total,
+                row_tokens=tokens,
                 capacity=capacity,
                 floor=torch.minimum(torch.stack([s.floor for s in scored], 1), capacity),
                 layers=tuple(s.state.index for s in scored),
@@ -163,16 +166,19 @@ class Route:
             one.state.tail_growth = 0
         if plan.scope == "prompt":
             for state in states:
-                state.flush(plan)
+                state.flush(plan, visible.new_tokens, visible.real)
 
     def _score(self, state: LayerState, visible: Visibility) -> _Scored:
         assert self.plan.score is not None
         held, slots = _hold(state, visible, self.needs, len(self.states), self.plan)
         scores = self.plan.score.score(held)
         if bool((~torch.isfinite(scores) & held.valid).any()):
-            what = "NaN or infinity in its keys or queries" if not torch.isfinite(held.keys).all() else "no finite score"
+            what = (
+                "NaN or infinity in its keys or queries" if not torch.isfinite(held.keys).all() else "no finite score"
+            )
             raise CacheMisuse(
-                f"layer {state.index} of the compressed layers has {what} for some tokens, so {self.plan} cannot rank them; "
+                f"layer {state.index} of the compressed layers has {what} for some tokens, so {self.plan} cannot "
+                "rank them; "
                 "check the model's inputs and dtype (float16 overflow is the usual cause)"
             )
         recent = held.recent(self.plan.score.recents)
@@ -197,7 +203,9 @@ def _hold(state: LayerState, visible: Visibility, needs: Needs, layers: int, pla
         slots.append(slots_of_part(part.layout, before))
         before = before + part.layout.counts().flatten().to(device)
     longest = int(before.max())
-    positions = _padded(parts, slots, [p.layout.columns(device).expand(p.layout.lanes, -1) for p in parts], b * h, longest, -1)
+    positions = _padded(
+        parts, slots, [p.layout.columns(device).expand(p.layout.lanes, -1) for p in parts], b * h, longest, -1
+    )
     keys, values = _padded_states(parts, slots, b * h, longest)
     valid = (positions >= 0).view(b, h, -1)
     positions = positions.view(b, h, -1)
@@ -228,7 +236,9 @@ def _hold(state: LayerState, visible: Visibility, needs: Needs, layers: int, pla
     return held, slots
 
 
-def _padded_states(parts: Sequence[Segment], slots: Sequence[Tensor], owners: int, longest: int) -> tuple[Tensor, Tensor]:
+def _padded_states(
+    parts: Sequence[Segment], slots: Sequence[Tensor], owners: int, longest: int
+) -> tuple[Tensor, Tensor]:
     decoded = [part.decode() for part in parts]
     if len(parts) == 1 and parts[0].layout.owner is None and parts[0].layout.lengths is None:
         return decoded[0]
@@ -237,7 +247,12 @@ def _padded_states(parts: Sequence[Segment], slots: Sequence[Tensor], owners: in
 
 
 def _padded(
-    parts: Sequence[Segment], slots: Sequence[Tensor], pieces: Sequence[Tensor], owners: int, longest: int, filler: float
+    parts: Sequence[Segment],
+    slots: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    owners: int,
+    longest: int,
+    filler: float,
 ) -> Tensor:
     """(b * h, longest, ...) in time order, from a piece (m, s, ...) for each part."""
     shape = (owners, longest, *pieces[0].shape[2:])

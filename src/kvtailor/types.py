@@ -13,7 +13,7 @@ encoded and attended is lanes, so no room knows whether a cache is ragged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -115,7 +115,11 @@ class Layout:
     def closed_form_bytes(self) -> int:
         """Bytes of the layout's own tensors, from the numbers of lanes and slots alone."""
         slots = 4 * self.lanes * self.size if self.positions is not None else 0
-        return slots + (8 * self.lanes if self.owner is not None else 0) + (4 * self.lanes if self.lengths is not None else 0)
+        return (
+            slots
+            + (8 * self.lanes if self.owner is not None else 0)
+            + (4 * self.lanes if self.lengths is not None else 0)
+        )
 
 
 class Segment(ABC):
@@ -293,8 +297,3 @@ class Held:
     def recent(self, count: int) -> Tensor:
         """(b, h, n) bool: tokens among the newest `count` columns seen."""
         return self.valid & (self.positions >= self.seen - count)
-
-
-def segments_by_name(segments: Sequence[Segment]) -> dict[str, Tensor]:
-    """All tensors of the segments, each under `index.name`, as a ledger and a saved cache name them."""
-    return {f"{i}.{name}": tensor for i, segment in enumerate(segments) for name, tensor in segment.tensors().items()}

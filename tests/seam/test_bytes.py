@@ -84,7 +84,7 @@ def larger_model():
 @pytest.mark.parametrize("rows", [1, 3])
 @torch.no_grad()
 def test_ragged_heads_really_free_memory(rows: int) -> None:
-    """`snapkv + adakv @ keep=0.25` holds at most 0.27 of the full bytes, positions, owners and half-empty pages included."""
+    """`snapkv + adakv @ keep=0.25` holds at most 0.27 of the full bytes, positions and half-empty pages included."""
     model = larger_model()
     cache = kvtailor.cache_for(model, "snapkv + adakv @ keep=0.25")
     model(torch.randint(0, 64, (rows, 4096)), past_key_values=cache)
@@ -95,7 +95,9 @@ def test_ragged_heads_really_free_memory(rows: int) -> None:
     assert 0.25 <= ledger.ratio <= 0.27
 
 
-@pytest.mark.parametrize("plan", ["snapkv @ bytes=400KiB", "snapkv + adakv @ bytes=400KiB", "streaming + kivi(bits=4) @ bytes=200KiB"])
+@pytest.mark.parametrize(
+    "plan", ["snapkv @ bytes=400KiB", "snapkv + adakv @ bytes=400KiB", "streaming + kivi(bits=4) @ bytes=200KiB"]
+)
 @pytest.mark.parametrize("rows", [1, 2])
 @torch.no_grad()
 def test_a_budget_in_bytes_is_kept_and_used(plan: str, rows: int) -> None:
@@ -103,6 +105,6 @@ def test_a_budget_in_bytes_is_kept_and_used(plan: str, rows: int) -> None:
     cache = kvtailor.cache_for(model, plan)
     ids = torch.randint(0, 64, (rows, 1500))
     model(ids, past_key_values=cache)
-    # The queries of the observation window are still there for a chunk that may follow; the first decoded token frees them.
+    # The queries of the observation window wait for a chunk that may follow; the first decoded token frees them.
     held = cache.ledger().total - cache.ledger().by_room["observe"]
     assert 0.8 * cache.plan.bytes <= held <= cache.plan.bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import kvtailor
 from tests.seam.zoo import FAMILIES, build, error, prompts
@@ -67,6 +68,10 @@ def test_assisted_decoding_crops_exactly(family: str, how: str) -> None:
     own, ours = build(family), build(family)
     ids = prompts((12,))[0].repeat(1, 3)
     helper = {"prompt_lookup_num_tokens": 3} if how == "prompt_lookup" else {"assistant_model": build(family, state=0)}
+    try:
+        own.generate(ids, max_new_tokens=24, do_sample=False, **helper)
+    except RuntimeError as broken:
+        pytest.skip(f"transformers {transformers.__version__} itself cannot do this with its own cache: {broken}")
     expected = own.generate(ids, max_new_tokens=24, do_sample=False)
     cache = kvtailor.cache_for(ours, "full")
     found = ours.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False, **helper)
@@ -83,7 +88,9 @@ def test_every_dtype(family: str, dtype: torch.dtype) -> None:
         expected = own(ids, attention_mask=mask).logits[:, -1]
         found = ours(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
     assert found.dtype == dtype
-    assert error(found.float(), expected.float()) < {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
+    assert (
+        error(found.float(), expected.float()) < {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
+    )
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """The attention function that every layer of the model calls, and how it finds the cache.
 
-`past_key_values` never reaches an attention function. So a compressed layer's `update` gives the model, in place of keys,
-an object that carries the layer as an attribute; the function reads it and asks the layer. The values in it are NaN: where
-some other attention runs on it after all, the output says so at once instead of being silently wrong.
+`past_key_values` never reaches an attention function. So a compressed layer's `update` gives the model, in place of
+keys, an object that carries the layer as an attribute; the function reads it and asks the layer. The values in it are
+NaN: where some other attention runs on it after all, the output says so at once instead of being silently wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     for name, what in (("softcap", "softcapped attention logits"), ("s_aux", "learned attention sinks")):
         if kwargs.get(name) is not None:
-            raise UnsupportedModel(f"{type(module).__name__} asks for {what} ({name}=), which kvtailor does not support")
+            raise UnsupportedModel(
+                f"{type(module).__name__} asks for {what} ({name}=), which kvtailor does not support"
+            )
     if dropout:
         raise CacheMisuse("a compressed cache is for inference: the model asks for dropout; call model.eval() first")
     layer.check_model(module)
@@ -74,7 +76,9 @@ class _Ungraded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise CacheMisuse("a compressed cache is for inference: there is no gradient through what it evicted or encoded")
+        raise CacheMisuse(
+            "a compressed cache is for inference: there is no gradient through what it evicted or encoded"
+        )
 
 
 def register() -> None:

@@ -1,30 +1,28 @@
 """The cache that a user hands to `model.generate()`: transformers' `Cache`, made of our layers.
 
-Outside it speaks of tokens *seen* (positions, slicing of inputs, mask sizes); inside each layer holds what its plan left.
+Outside it speaks of tokens *seen* (positions, slicing of inputs, mask sizes); inside each layer holds what its plan
+left.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.hf.attention import HANDLE, NAME, register
+from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.geometry import Geometry, check
-from kvtailor.hf.mask import LazyMask, TensorMask
-from kvtailor.layer import LayerState
+from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.ledger import Entry, Ledger
 from kvtailor.plan import Plan
 from kvtailor.route import Route
 from kvtailor.types import Visibility
 
-__all__ = ["CompressedLayer", "KvCache", "WindowLayer", "cache_for"]
+__all__ = ["KvCache", "cache_for"]
 
 
 def cache_for(model: Any, plan: str | Plan) -> KvCache:
@@ -35,8 +33,8 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     output = model.generate(**inputs, past_key_values=cache)
     ```
 
-    The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which is transformers' own sdpa for
-    every other cache, so that it can stay on.
+    The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which is transformers' own sdpa
+    for every other cache, so that it can stay on.
 
     Args:
         model: a transformers decoder-only model.
@@ -66,147 +64,6 @@ class _Same:
         return self
 
 
-class CompressedLayer(CacheLayerMixin):
-    """One layer that the plan compresses, as transformers' `Cache` drives it.
-
-    Attributes:
-        record_past: a forward may be rolled back by `crop` (transformers' name).
-    """
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, cache: KvCache, state: LayerState, layer_idx: int):
-        super().__init__()
-        self.cache, self.state, self.layer_idx = cache, state, layer_idx
-        self._module: weakref.ref[Any] | None = None
-
-    @property
-    def record_past(self) -> bool:
-        """Forwards wait for a crop before anything is evicted or encoded."""
-        return self.state.recording
-
-    @record_past.setter
-    def record_past(self, on: bool) -> None:
-        self.state.recording = on
-
-    def activate_past_recording(self) -> None:
-        """From now on each forward waits for `crop` before anything is evicted or encoded."""
-        self.state.recording = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Remembers dtype and device of the first keys."""
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes new keys (b, h, t, d) and values, and gives the handle by which the attention finds this layer."""
-        # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
-        key_states = key_states.to(value_states.dtype)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif key_states.dtype != self.dtype or key_states.device != self.device:
-            raise CacheMisuse(
-                f"this cache holds {self.dtype} on {self.device}, and got keys of {key_states.dtype} on {key_states.device}; "
-                "use a new cache after moving or casting the model"
-            )
-        self.cache.expect_attention(self.layer_idx)
-        self.cache.route.append(self.state, key_states, value_states)
-        b, h, _, d = key_states.shape
-        keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, self.state.seen, d)
-        values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, self.state.seen, value_states.shape[-1])
-        setattr(keys, HANDLE, self)
-        return keys, values
-
-    def check_model(self, module: torch.nn.Module) -> None:
-        """Raises where another model's attention layer calls than the one that this layer belongs to."""
-        bound = None if self._module is None else self._module()
-        if bound is None:
-            if getattr(module, "config", None) is not self.cache.config.value:
-                raise CacheMisuse(
-                    f"this cache was made for another model than the {type(module).__name__} that is using it; make one for "
-                    "this model with kvtailor.cache_for(model, plan)"
-                )
-            self._module = weakref.ref(module)
-        elif bound is not module:
-            raise CacheMisuse(
-                f"layer {self.layer_idx} of this cache is in use by another model; make a cache for each model"
-            )
-
-    def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
-        """Attention of the new tokens (b, q, t, d) over what this layer holds, then the walk. (b, q, t, dv)."""
-        self.cache.attention_came(self.layer_idx)
-        new, seen = query.shape[2], self.state.seen
-        visible: Visibility
-        if mask is None:
-            visible = LazyMask.causal(query.shape[0], new, seen - new, query.device)
-        elif isinstance(mask, LazyMask):
-            visible = mask
-        else:
-            visible = TensorMask.of(mask, new, seen)
-        if visible.first_column + visible.new_tokens != seen or visible.new_tokens != new:
-            raise CacheMisuse(
-                f"the mask is for {visible.new_tokens} tokens after {visible.first_column}, and the cache has seen {seen - new} "
-                f"tokens before these {new}; was the cache used outside of the model between?"
-            )
-        self.cache.check_padding(self.layer_idx, visible)
-        return self.cache.route.attend(self.state, query, visible, scaling)
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, padding included, whatever is held."""
-        return self.state.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask that transformers makes: all tokens seen and the new ones."""
-        return self.state.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: no maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def reset(self) -> None:
-        """Forgets everything; the layer may then serve another batch."""
-        self.state.reset()
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Takes back the newest tokens; a recorded forward is then compressed.
-
-        Args:
-            tokens_to_remove: minus the number of tokens, 0 to take back none.
-        """
-        count = -int(tokens_to_remove)
-        if count < 0:
-            raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
-        self.cache.route.commit(self.state, rejected=count)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
-        self.state.select_rows(beam_idx.to(torch.int64))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, next to itself."""
-        self.state.select_rows(torch.arange(self.state.rows).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows, given as indices or as a boolean mask."""
-        self.state.select_rows(torch.arange(self.state.rows)[indices.cpu()])
-
-
-class WindowLayer(DynamicSlidingWindowLayer):
-    """A layer with the model's own sliding window: transformers' layer, without the prompt that its views keep alive."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See transformers' `DynamicSlidingWindowLayer`."""
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if self.keys.untyped_storage().nbytes() > self.keys.numel() * self.keys.element_size():
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        return keys, values
-
-
 class KvCache(Cache):
     """A cache that compresses by a plan. Made by `kvtailor.cache_for`; one for each conversation or batch.
 
@@ -230,7 +87,8 @@ class KvCache(Cache):
         self._warned = False
         if not geometry.compressed and (plan.evicts or plan.encode.block):
             warnings.warn(
-                f"all {geometry.layers} layers of this {geometry.model_type} have a sliding window of the model's own, so the plan "
+                f"all {geometry.layers} layers of this {geometry.model_type} have a sliding window of the model's "
+                "own, so the plan "
                 f"{plan} has nothing to compress",
                 stacklevel=3,
             )
@@ -318,8 +176,10 @@ class KvCache(Cache):
         """Raises where the last update was never attended through kvtailor, then awaits the attention of a layer."""
         if self._awaiting is not None:
             raise CacheMisuse(
-                f"layer {self._awaiting} updated this cache, but its attention never asked for it, so its output is not to be "
-                f"trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for sets and something "
+                f"layer {self._awaiting} updated this cache, but its attention never asked for it, so its output is "
+                "not to be "
+                f"trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for sets and "
+                "something "
                 "has changed since"
             )
         self._awaiting = layer_idx
@@ -340,7 +200,8 @@ class KvCache(Cache):
             columns = before.shape[1]
             if now is None or bool((now[:, :columns] & ~before).any()):
                 raise CacheMisuse(
-                    "attention_mask shows tokens that were padding when this cache saw them; pass the mask of the whole "
+                    "attention_mask shows tokens that were padding when this cache saw them; pass the mask of the "
+                    "whole "
                     f"conversation ({visible.first_column + visible.new_tokens} columns) with the same padding"
                 )
         if now is not None:
@@ -351,7 +212,8 @@ class KvCache(Cache):
         if limit is not None and self.seen > limit and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the cache has now seen {self.seen} tokens, and this {self.geometry.model_type} was made for {limit} positions; "
+                f"the cache has now seen {self.seen} tokens, and this {self.geometry.model_type} was made for "
+                f"{limit} positions; "
                 "compression keeps the original positions, so the model is beyond what it was trained on",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""What kvtailor must know of a model, read from its configuration; and the models that it refuses, each in a sentence."""
+"""What kvtailor must know of a model, read from its configuration; and what it refuses, each in a sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtailor.errors import UnsupportedModel
 __all__ = ["Geometry", "check", "refusal"]
 
 _SEES_ALL, _WINDOWED = "full_attention", "sliding_attention"
-# Their attention changes keys or values between the cache and the attention function, where the hand-over would be lost.
+# Their attention changes keys or values between the cache and the attention function: the hand-over would be lost.
 _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
 
 
@@ -48,9 +48,7 @@ class Geometry:
         if sentence is not None:
             raise UnsupportedModel(sentence)
         text = config.get_text_config(decoder=True)
-        windows = tuple(
-            text.sliding_window if kind == _WINDOWED else None for kind in _layer_types(text)
-        )
+        windows = tuple(text.sliding_window if kind == _WINDOWED else None for kind in _layer_types(text))
         heads = text.num_attention_heads
         return cls(
             layers=len(windows),
@@ -80,12 +78,13 @@ def refusal(config: Any) -> str | None:
         return f"{name} is an encoder-decoder model; kvtailor compresses the cache of decoder-only models"
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None):
-        return f"{name} uses multi-head latent attention (MLA), whose cache is already a latent; kvtailor does not support it"
+        return f"{name} uses multi-head latent attention (MLA): its cache is a latent already, which is not supported"
     if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
         return f"{name} has no attention heads in its configuration: a recurrent model has no KV cache to compress"
     unknown = sorted(set(_layer_types(text)) - {_SEES_ALL, _WINDOWED})
     if unknown:
-        return f"{name} has layers of kind {', '.join(unknown)}; kvtailor supports full and sliding-window attention layers"
+        kinds = ", ".join(unknown)
+        return f"{name} has layers of kind {kinds}; kvtailor supports full and sliding-window attention layers"
     if getattr(text, "num_kv_shared_layers", 0):
         return f"{name} shares keys and values between layers; kvtailor does not support that yet"
     if getattr(text, "attn_logit_softcapping", None):
@@ -116,13 +115,16 @@ def check(model: Any, own_name: str) -> None:
     if sentence is not None:
         raise UnsupportedModel(sentence)
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name} does not take its attention from transformers' AttentionInterface, which kvtailor needs")
+        raise UnsupportedModel(
+            f"{name} does not take its attention from transformers' AttentionInterface, which kvtailor needs"
+        )
     if any(parameter.endswith(".sinks") for parameter, _ in model.named_parameters()):
         raise UnsupportedModel(f"{name} has learned attention sinks; kvtailor does not support them yet")
     asked = config.get_text_config(decoder=True)._attn_implementation
     if asked not in (None, "sdpa", "eager", own_name):
         raise UnsupportedModel(
-            f"this model was loaded with attn_implementation={asked!r}, and kvtailor's cache comes with an attention of its "
+            f"this model was loaded with attn_implementation={asked!r}, and kvtailor's cache comes with an attention "
+            "of its "
             f"own; load the model without attn_implementation, or call model.set_attn_implementation('sdpa') first"
         )
 

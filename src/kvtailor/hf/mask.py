@@ -72,7 +72,8 @@ class LazyMask:
         needed = self.first_column + self.new_tokens
         if self.padding.shape[1] != needed:
             raise CacheMisuse(
-                f"attention_mask has {self.padding.shape[1]} columns, but the cache has seen {self.first_column} tokens and "
+                f"attention_mask has {self.padding.shape[1]} columns, but the cache has seen {self.first_column} "
+                "tokens and "
                 f"{self.new_tokens} are new: pass a mask of {needed} columns that covers both"
             )
 
@@ -82,7 +83,9 @@ class LazyMask:
             return self
         new = self.new_tokens - count
         padding = None if self.padding is None else self.padding[:, : self.first_column + new]
-        return replace(self, new_tokens=new, kv_length=self.kv_length - count, padding=padding, _dense=None, _is_dense=False)
+        return replace(
+            self, new_tokens=new, kv_length=self.kv_length - count, padding=padding, _dense=None, _is_dense=False
+        )
 
     def at(self, rows: Tensor, columns: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """See `Visibility.at`: (m, t', s) bool."""
@@ -141,7 +144,8 @@ class TensorMask:
         """
         if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != new_tokens or mask.shape[3] != seen:
             raise CacheMisuse(
-                f"a 4-D attention_mask must have the shape (batch or 1, 1, {new_tokens}, {seen}) for {new_tokens} new tokens "
+                f"a 4-D attention_mask must have the shape (batch or 1, 1, {new_tokens}, {seen}) for {new_tokens} "
+                "new tokens "
                 f"of {seen} seen, and has {tuple(mask.shape)}; a mask for each head is not supported"
             )
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
@@ -150,7 +154,9 @@ class TensorMask:
     def at(self, rows: Tensor, columns: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """See `Visibility.at`."""
         allowed = self.allowed[:, first:last]
-        row = rows.to(columns.device)[:, None, None] if allowed.shape[0] > 1 else torch.zeros_like(columns[:1, :1, None])
+        row = (
+            rows.to(columns.device)[:, None, None] if allowed.shape[0] > 1 else torch.zeros_like(columns[:1, :1, None])
+        )
         query = torch.arange(allowed.shape[1], device=columns.device)[None, :, None]
         return allowed[row, query, columns[:, None, :]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.hf.cache import CompressedLayer, KvCache, cache_for
+from kvtailor.hf.cache import KvCache, cache_for
+from kvtailor.hf.layers import CompressedLayer
+from kvtailor.layer import LayerState
+from kvtailor.observe import Evidence
+from kvtailor.plan import Plan
+from kvtailor.store.tail import Tail
+from kvtailor.types import Layout, PlainSegment
 
 __all__ = ["load_cache", "save"]
 
@@ -31,7 +38,7 @@ def save(cache: KvCache, path: str | os.PathLike[str]) -> None:
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, CompressedLayer):
-            own, kept = layer.state.state()
+            own, kept = _layer_state(layer.state)
             fields.append({**own, "dtype": str(layer.dtype).removeprefix("torch.") if layer.is_initialized else None})
         else:
             kept = {} if layer.keys is None else {"keys": layer.keys, "values": layer.values}
@@ -73,11 +80,14 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
         raise CacheMisuse(f"cannot read a cache from {os.fspath(path)!r}: {error}") from error
     if metadata.get("format") != _FORMAT:
         raise CacheMisuse(
-            f"{os.fspath(path)!r} is not a saved kvtailor cache (format {metadata.get('format')!r}, expected {_FORMAT!r})"
+            f"{os.fspath(path)!r} is not a saved kvtailor cache (format {metadata.get('format')!r}, expected "
+            f"{_FORMAT!r})"
         )
     cache = cache_for(model, metadata["plan"])
     if cache.plan.hash != metadata["plan_hash"]:
-        raise CacheMisuse(f"{os.fspath(path)!r} was saved under the plan {metadata['plan']!r}, which means something else now")
+        raise CacheMisuse(
+            f"{os.fspath(path)!r} was saved under the plan {metadata['plan']!r}, which means something else now"
+        )
     saved, found = json.loads(metadata["geometry"]), _described(cache)
     if saved != found:
         differing = sorted(name for name in found if saved.get(name) != found[name])
@@ -93,7 +103,7 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
             if name.startswith(f"{index}.")
         }
         if isinstance(layer, CompressedLayer):
-            layer.state.restore(fields, mine, cache.plan)
+            _restore(layer.state, fields, mine, cache.plan)
             if fields["dtype"] is not None:
                 like = torch.empty(0, dtype=getattr(torch, fields["dtype"]), device=device)
                 layer.lazy_initialization(like, like)
@@ -102,6 +112,62 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
             layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
     cache._real = tensors["real"].to(device) if "real" in tensors else None
     return cache
+
+
+_COUNTERS = ("seen", "settled_seen", "walk_at", "tail_growth", "scaling")
+
+
+def _layer_state(state: LayerState) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """JSON-able fields and tensors from which `_restore` makes a layer again."""
+    if state.pending is not None:
+        raise CacheMisuse("a cache cannot be saved between a recorded forward and its crop")
+    fields: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
+    tensors = {f"evidence.{name}": t for name, t in state.evidence.tensors().items()}
+    if state.tail is not None:
+        fields["rows"], fields["heads"] = state.rows, state.heads
+        fields["tail"], kept = state.tail.state()
+        tensors |= {f"tail.{name}": t for name, t in kept.items()}
+    fields["segments"] = []
+    for i, segment in enumerate(state.segments):
+        own, kept = segment.state()
+        layout = {"size": segment.layout.size, "start": segment.layout.start}
+        fields["segments"].append({"codec": segment.codec, "layout": layout, "fields": own})
+        tensors |= {f"segment.{i}.{name}": t for name, t in kept.items()}
+        tensors |= {f"segment.{i}.layout.{name}": t for name, t in segment.layout.tensors().items()}
+    return fields, tensors
+
+
+def _restore(state: LayerState, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], plan: Plan) -> None:
+    """Makes a layer what `_layer_state` described."""
+    state.reset()
+    for name in _COUNTERS:
+        setattr(state, name, fields[name])
+    if "tail" not in fields:
+        return
+    rows, heads = fields["rows"], fields["heads"]
+    state.tail = Tail.from_state(rows, heads, fields["tail"], _under("tail.", tensors))
+    for i, saved in enumerate(fields["segments"]):
+        mine = _under(f"segment.{i}.", tensors)
+        size, start = saved["layout"]["size"], saved["layout"]["start"]
+        own = _under("layout.", mine)
+        layout = Layout(
+            rows=rows,
+            heads=heads,
+            size=size,
+            start=start,
+            positions=own.get("positions"),
+            owner=own.get("owner"),
+            lengths=own.get("lengths"),
+        )
+        segment_type = PlainSegment if saved["codec"] == "plain" else plan.encode.segment_type()
+        state.segments.append(plan.store.put(segment_type.from_state(layout, saved["fields"], mine)))
+    evidence = _under("evidence.", tensors)
+    mass = tuple(evidence[f"mass.{i}"] for i in range(sum(name.startswith("mass.") for name in evidence)))
+    state.evidence = Evidence(queries=evidence.get("queries"), columns=evidence.get("columns"), mass=mass)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _described(cache: KvCache) -> dict[str, Any]:

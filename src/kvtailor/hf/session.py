@@ -50,8 +50,8 @@ class Session:
         Args:
             context: (b, n) token ids, without padding, n >= 1.
             continuation: (b, t) token ids, t >= 1.
-            chunk: feed the continuation in pieces of this many tokens, so that the plan acts between them as it does while
-                decoding (1: exactly as decoding). None: at once.
+            chunk: feed the continuation in pieces of this many tokens, so that the plan acts between them as it does
+                while decoding (1: exactly as decoding). None: at once.
 
         Returns:
             (b, t) float32 natural logarithms.

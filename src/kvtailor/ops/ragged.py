@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtailor.types import Layout
+from kvtailor.types import Held, Layout, PlainSegment
 
-__all__ = ["Cut", "cut_lanes", "page_size", "slots_of_part"]
+__all__ = ["Cut", "cut_lanes", "gather_held", "page_size", "slots_of_part", "tokens_of_part"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Cut:
 def page_size(mean: float, multiple: int = 1) -> int:
     """Slots of a ragged lane where an owner holds `mean` tokens on average.
 
-    A power of two near a sixty-fourth of it, so that the half page that each owner wastes is about 1 % of what it holds,
-    and within 16 to 128, so that a lane is still worth a matrix product; rounded up to `multiple`.
+    A power of two near a sixty-fourth of it, so that the half page that each owner wastes is about 1 % of what it
+    holds, and within 16 to 128, so that a lane is still worth a matrix product; rounded up to `multiple`.
     """
     page = 16
     while page * 128 <= mean and page < 128:
@@ -98,3 +98,27 @@ def slots_of_part(layout: Layout, before: Tensor) -> Tensor:
     lane = torch.arange(owners.shape[0], device=before.device)
     first_lane = torch.searchsorted(owners, owners)
     return before[owners][:, None] + (lane - first_lane)[:, None] * layout.size + slot
+
+
+def gather_held(held: Held, cut: Cut) -> PlainSegment:
+    """The kept tokens of padded rows, in the lanes of a cut."""
+    b, h = held.keys.shape[:2]
+    keys = held.keys.flatten(0, 1)[cut.owners[:, None], cut.index]
+    values = held.values.flatten(0, 1)[cut.owners[:, None], cut.index]
+    return PlainSegment(layout=cut.layout(b, h, held.positions), keys=keys, values=values)
+
+
+def tokens_of_part(layout: Layout, slots: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The kept tokens (b, h, n) that one part holds, and for each of them its lane and slot there (b * h, n)."""
+    flat = keep.flatten(0, 1)
+    mine = torch.zeros_like(flat)
+    lane_of = torch.zeros(flat.shape, dtype=torch.int64, device=flat.device)
+    slot_of = torch.zeros_like(lane_of)
+    owner = layout.owners(flat.device)[:, None].expand_as(slots)
+    filled = layout.filled(flat.device)
+    filled = torch.ones_like(slots, dtype=torch.bool) if filled is None else filled
+    lane = torch.arange(layout.lanes, device=flat.device)[:, None].expand_as(slots)
+    place = torch.arange(layout.size, device=flat.device)[None].expand_as(slots)
+    at = owner[filled], slots[filled]
+    mine[at], lane_of[at], slot_of[at] = True, lane[filled], place[filled]
+    return (mine & flat).view_as(keep), lane_of, slot_of

@@ -1,0 +1,123 @@
+"""Models and tokenizers: the embedded one, a folder or a hub name; and new Llama models for the demo's recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from kvtailor import demo
+
+EMBEDDED = "demo"
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model in evaluation mode, with its tokenizer.
+
+    Args:
+        model: "demo" for the embedded model (nothing is downloaded), a local folder, or a name on the Hugging Face hub.
+        dtype: of the weights. None: what the checkpoint's own config says.
+        device: to put the weights on. None: CPU.
+
+    Returns:
+        The model and the tokenizer. The tokenizer pads on the left, and with eos if it has no pad token.
+
+    Raises:
+        FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
+        OSError: neither a folder nor a model that the hub (or its local cache) has.
+    """
+    embedded = str(model) == EMBEDDED
+    source = demo.path() if embedded else Path(model).expanduser()
+    if source.is_dir():
+        if not (source / "config.json").is_file():
+            raise FileNotFoundError(
+                f"asked for the model in {source}, but it has no config.json: give a folder that "
+                "save_pretrained() wrote, a hub name, or 'demo'"
+            )
+        name = str(source)
+    elif embedded or source.is_absolute() or str(model).startswith((".", "~")):
+        raise FileNotFoundError(
+            f"asked for model {str(model)!r}, but there is no folder {source}: "
+            + (
+                "install the package with its weights, or run python -m kvtailor.demo.export"
+                if embedded
+                else "give an existing folder, a hub name, or 'demo'"
+            )
+        )
+    else:
+        name = str(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        with _quietly(local=source.is_dir()):
+            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+    except OSError as error:
+        raise OSError(
+            f"asked for model {name!r}, which is neither a folder here nor found on the hub: check the name, "
+            f"or give 'demo' for the embedded model ({error})"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if device is not None:
+        loaded = loaded.to(device)
+    return loaded.eval(), tokenizer
+
+
+@contextmanager
+def _quietly(*, local: bool) -> Iterator[None]:
+    """No progress bar for weights that are read from a local folder; a download keeps its own."""
+    hidden = local and logging.is_progress_bar_enabled()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
+
+
+def new_llama(*, rope_theta: float = 10_000.0, **config: Any) -> LlamaForCausalLM:
+    """A Llama with fresh weights from torch's current random state, in float32.
+
+    Args:
+        rope_theta: base of the rotary frequencies.
+        **config: fields of `transformers.LlamaConfig`, such as ``hidden_size`` and ``num_key_value_heads``.
+    """
+    rope = {"rope_type": "default", "rope_theta": rope_theta}
+    return LlamaForCausalLM(LlamaConfig(**config, rope_parameters=rope))
+
+
+def wrap_tokenizer(tokenizer_file: Path, *, bos: str, eos: str, pad: str, longest: int) -> PreTrainedTokenizerFast:
+    """A transformers tokenizer around a ``tokenizer.json``; ``longest`` is the model's context in tokens."""
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_file),
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        padding_side="left",
+        model_max_length=longest,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write config, generation config, weights (safetensors, in the model's dtype) and tokenizer into ``folder``."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

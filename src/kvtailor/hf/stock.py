@@ -1,0 +1,38 @@
+"""What a user would run instead: transformers' own caches, made and filled for a comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from kvtailor.hf.cache import KvCache
+
+__all__ = ["dynamic_cache", "fill", "static_cache"]
+
+
+def static_cache(model: Any, length: int) -> StaticCache:
+    """transformers' `StaticCache` for a model, of `length` slots."""
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+def dynamic_cache(model: Any) -> DynamicCache:
+    """transformers' default cache for a model."""
+    return DynamicCache(config=model.config)
+
+
+@torch.no_grad()
+def fill(cache: Any, states: list[tuple[Tensor, Tensor]]) -> None:
+    """Puts keys and values (b, h, n, d) into each layer of a cache as if the model had made them.
+
+    For timing a decode step after a context whose prefill is not what is timed. A `KvCache` takes them without a
+    walk, so only plans that would keep them all may be filled.
+    """
+    for layer, (keys, values) in enumerate(states):
+        if isinstance(cache, KvCache):
+            cache.layers[layer].lazy_initialization(keys, values)
+            cache.route.append(cache.route.states[layer], keys, values)
+        else:
+            cache.update(keys, values, layer)
