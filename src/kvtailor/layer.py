@@ -254,6 +254,8 @@ class LayerState:
         seen = self.evidence.tensors()
         if self.pending is not None:
             seen = {**seen, "pending": self.pending.query}
+        if self.read is not None:
+            seen = {**seen, "read": self.read}
         form = sum(t.numel() * t.element_size() for t in seen.values())
         entries.append(Entry(layer=layer, room="observe", tensors=seen, closed_form=form))
         return entries

@@ -58,3 +58,34 @@ def test_resident_memory_follows_the_ledger(plan: str, most: float) -> None:
     assert found["total"] <= most * found["full"]
     # The allocator may keep a few MiB of what passed through it; 64 MiB of keys and values are far above that.
     assert abs(found["grown"] - found["total"]) < 12 * 2**20, found
+
+
+_PEAK = """
+import sys
+import torch, transformers
+import kvtailor
+
+def high_water():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=8192,
+)
+model = transformers.AutoModelForCausalLM.from_config(config).eval()
+ids = torch.randint(0, 64, (1, 8192))
+with torch.no_grad():
+    model(ids[:, :256], past_key_values=kvtailor.cache_for(model, sys.argv[1]), logits_to_keep=1)
+    before = high_water()
+    model(ids, past_key_values=kvtailor.cache_for(model, sys.argv[1]), logits_to_keep=1)
+print(high_water() - before)
+"""
+
+
+@pytest.mark.parametrize("plan", ["h2o @ tokens=512", "snapkv + adakv @ tokens=512"])
+def test_scoring_a_prompt_never_holds_a_square_matrix(plan: str) -> None:
+    """8192 x 8192 float32 is 256 MiB for one head, and there are eight."""
+    done = subprocess.run([sys.executable, "-c", _PEAK, plan], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 128 * 2**20

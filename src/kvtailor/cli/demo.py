@@ -19,8 +19,9 @@ __all__ = ["command"]
 
 PLANS = (
     "full",
+    "snapkv(kernel=21) @ keep=0.25",
+    "snapkv(kernel=21) + adakv + kivi(bits=4) @ keep=0.25",
     "snapkv @ keep=0.25",
-    "snapkv + adakv + kivi(bits=4) @ keep=0.25",
     "streaming @ keep=0.25",
 )
 LONGEST = 1536

@@ -1,0 +1,170 @@
+"""Quest: one new token reads only the pages that could matter to it.
+
+*Idea* A page's channel-wise least and greatest key bound from above every logit that the query can have in it. The
+pages with the highest bounds are read, the rest is not; nothing is evicted, so another query may choose others.
+*Paper* `quest` (arXiv 2406.10774), section 3.3; tokens = token budget; the page size is that of `indexed`.
+*Source* The paper; kvtailor's own code.
+*Departs* The paper has one kv head for each query head; here a group's heads read the same pages, ranked by the
+greatest bound of any of them. The newest tokens, which have no bounds yet, are always read and do not count for the
+budget (the paper counts the page of the newest). The paper reads everything in its first 2 layers; a method does not
+know its layer, so here all layers choose. More than one new token at a time reads everything, as the paper's prompt
+does.
+*Cost* Reads 2 / page of the keys for the bounds, and the chosen tokens, which it copies. Saves no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from kvtailor.attend.contract import Attended, Attention
+from kvtailor.errors import CacheMisuse
+from kvtailor.ops.lanes import Lanes
+from kvtailor.ops.parts import lane_sees, read_all, read_lanes
+from kvtailor.types import Layout, Segment, Visibility
+
+__all__ = ["Quest"]
+
+
+class _Paged(Protocol):
+    """What this method reads of the segments of its codec."""
+
+    layout: Layout
+    page: int
+    low: Tensor
+    high: Tensor
+
+    def decode(self) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pages:
+    """The pages of a part by owner: where each starts, its bound (-inf: no page), all (b * h, p); what is seen (m, s)."""
+
+    lane: Tensor
+    first: Tensor
+    bound: Tensor
+    seen: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quest(Attention):
+    """Reads the best pages.
+
+    Args:
+        tokens: budget of each row and kv head, in whole pages, at one new token.
+        least: pages that are read however small the budget.
+    """
+
+    needs_codec: ClassVar[str | None] = "indexed"
+    tokens: int = 1024
+    least: int = 3
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.least < 1:
+            raise ValueError(
+                f"quest reads at least one page of at least one token, and was given tokens={self.tokens}, "
+                f"least={self.least}; the paper's are tokens=1024, least=3"
+            )
+
+    def attend(
+        self,
+        query: Tensor,
+        parts: Sequence[Segment],
+        visible: Visibility,
+        scaling: float,
+        *,
+        want_mass: bool = False,
+        real_queries: Tensor | None = None,
+    ) -> Attended:
+        """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
+
+        Raises:
+            CacheMisuse: mass was asked for.
+        """
+        if want_mass:
+            raise CacheMisuse("quest reads a part of the cache and knows no attention mass; use attend=segments")
+        paged = [part for part in parts if _is_paged(part)]
+        if query.shape[2] > 1 or not paged:
+            read = read_all(query, parts, visible, scaling)
+            return Attended(output=read.output, lse=read.lse)
+        b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
+        chosen, count = self._choose(query, paged, visible, newest=_is_paged(parts[-1]))
+        lanes = [chosen]
+        for part in parts:
+            if not _is_paged(part):
+                seen = lane_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=device)
+                keys, values = part.decode()
+                lanes.append(Lanes(keys=keys, values=values, owner=part.layout.owner, visible=seen))
+                shape = (part.layout.lanes, 1, part.layout.size)
+                each = torch.ones(shape, device=device) if seen is None else seen.expand(shape)
+                count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))
+        read = read_lanes(query, heads, lanes, scaling)
+        return Attended(output=read.output, lse=read.lse, read=count.view(b, heads))
+
+    def _choose(
+        self, query: Tensor, parts: Sequence[_Paged], visible: Visibility, *, newest: bool
+    ) -> tuple[Lanes, Tensor]:
+        """The best pages of each owner as one lane (b * h, pages * page, ...), and the tokens in them (b * h,)."""
+        b, heads = query.shape[0], parts[0].layout.heads
+        rows = query.reshape(b * heads, -1, query.shape[-1]).float()
+        found = [
+            _bounds(part, rows, lane_sees(part.layout, visible, 0, 1, newest=newest, device=query.device))
+            for part in parts
+        ]
+        bound = torch.cat([pages.bound for pages in found], 1)
+        page = parts[0].page
+        best = bound.topk(min(bound.shape[1], max(self.least, self.tokens // page)), sorted=False).indices
+        owners, budget = best.shape
+        states = [part.decode() for part in parts]
+        keys, values = (state.new_zeros((owners, budget, page, state.shape[-1])) for state in states[0])
+        seen = torch.zeros((owners, budget, page), dtype=torch.bool, device=query.device)
+        base = 0
+        for part, pages, (all_keys, all_values) in zip(parts, found, states, strict=True):
+            here = (best >= base) & (best < base + pages.bound.shape[1]) & bound.gather(1, best).isfinite()
+            at = here.nonzero()[:, 0], best[here] - base
+            lane, slot = pages.lane[at][:, None], pages.first[at][:, None] + torch.arange(page, device=query.device)
+            inside = slot < part.layout.size
+            slot = slot.clamp(max=part.layout.size - 1)
+            keys[here], values[here] = all_keys[lane, slot], all_values[lane, slot]
+            seen[here] = inside if pages.seen is None else inside & pages.seen[lane, slot]
+            base += pages.bound.shape[1]
+        seen = seen.flatten(1)
+        lanes = Lanes(keys=keys.flatten(1, 2), values=values.flatten(1, 2), visible=seen[:, None])
+        return lanes, seen.sum(-1)
+
+
+def _is_paged(part: object) -> TypeGuard[_Paged]:
+    return getattr(part, "codec", None) == "indexed"
+
+
+def _bounds(part: _Paged, rows: Tensor, seen: Tensor | None) -> _Pages:
+    """The pages of a part, with the greatest bound of any of the group's queries rows (b * h, g, d), float32."""
+    layout, device = part.layout, rows.device
+    lanes, pages, _ = part.low.shape
+    owner = layout.owners(device)
+    mine = rows.index_select(0, owner)
+    bound = torch.bmm(part.high.float(), mine.clamp(min=0).transpose(1, 2))
+    bound = bound.baddbmm(part.low.float(), mine.clamp(max=0).transpose(1, 2)).amax(-1)
+    if seen is not None:
+        seen = seen.expand(lanes, 1, layout.size)[:, 0]
+        padded = torch.nn.functional.pad(seen, (0, pages * part.page - layout.size))
+        bound = bound.masked_fill(~padded.view(lanes, pages, part.page).any(-1), -torch.inf)
+    lane = torch.arange(lanes, device=device)[:, None].expand(lanes, pages)
+    first = (torch.arange(pages, device=device) * part.page).expand(lanes, pages)
+    if layout.owner is None:
+        return _Pages(lane=lane, first=first, bound=bound, seen=seen)
+    # Ragged: the lanes of an owner follow each other, so a page's place among its owner's is known from counts.
+    number = torch.bincount(owner, minlength=rows.shape[0])
+    place = torch.arange(lanes, device=device) - (number.cumsum(0) - number)[owner]
+    at = owner[:, None].expand(lanes, pages), place[:, None] * pages + torch.arange(pages, device=device)
+    shape = (rows.shape[0], int(number.max()) * pages)
+    table = _Pages(
+        lane=lane.new_zeros(shape), first=first.new_zeros(shape), bound=bound.new_full(shape, -torch.inf), seen=seen
+    )
+    table.lane[at], table.first[at], table.bound[at] = lane, first, bound
+    return table

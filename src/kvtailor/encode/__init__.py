@@ -1,0 +1,1 @@
+"""The room `encode`: kept keys and values of some lanes -> an immutable segment. One file is one codec."""

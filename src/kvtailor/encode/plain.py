@@ -1,0 +1,38 @@
+"""Plain: tokens stay as the model made them.
+
+*Idea* The null object of the room: nothing is encoded, so nothing leaves the tail.
+*Paper* None.
+*Source* None.
+*Departs* Nothing known.
+*Cost* No extra memory, no time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtailor.encode.contract import Codec
+from kvtailor.types import Layout, PlainSegment
+
+__all__ = ["Plain"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Codec):
+    """Keys and values in the cache's dtype; `block` is 0, so the tail of such a plan is never encoded."""
+
+    exact: ClassVar[bool] = True
+
+    def segment_type(self) -> type[PlainSegment]:
+        return PlainSegment
+
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor) -> PlainSegment:
+        """Keys (m, s, d) and values (m, s, dv), held as they are (no copy); NaN passes, as it does without a cache."""
+        return PlainSegment(layout=layout, keys=keys, values=values)
+
+    def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
+        """(d + dv) elements."""
+        return float((key_size + value_size) * element_size)

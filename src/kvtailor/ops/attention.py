@@ -1,0 +1,35 @@
+"""Attention as its definition says it: the yardstick of every faster form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["reference"]
+
+
+def reference(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention with the whole matrix in memory, in float64 where the inputs are, in float32 otherwise.
+
+    Args:
+        query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv).
+        mask: bool, broadcasts to (b, h, t, n); None: every query sees every key.
+        scaling: factor before the softmax.
+
+    Returns:
+        out (b, q, t, dv), zeros where a query sees nothing; lse (b, q, t), -inf there; the probabilities
+        (b, h, g, t, n).
+    """
+    b, q, t, d = query.shape
+    h, n = keys.shape[1:3]
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    grouped = query.to(exact).reshape(b, h, q // h, t, d)
+    logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.to(exact)) * scaling
+    if mask is not None:
+        logits = logits.masked_fill(~mask.expand(b, h, t, n)[:, :, None], -torch.inf)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    out = torch.einsum("bhgtn,bhnd->bhgtd", weights, values.to(exact))
+    return out.reshape(b, q, t, -1), lse.reshape(b, q, t), weights

@@ -1,0 +1,93 @@
+"""KIVI's layout: keys along time, values along channels, and what its numbers promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.segments_of import states
+
+from kvtailor.encode.kivi import Kivi, KiviSegment
+from kvtailor.types import Layout
+
+
+def encoded(
+    bits: int, slots: int, size: int, value_size: int, seed: int = 0
+) -> tuple[KiviSegment, torch.Tensor, torch.Tensor]:
+    keys, values = states((6, slots, size), seed), states((6, slots, value_size), seed + 1)
+    return Kivi(bits=bits).encode(Layout(rows=2, heads=3, size=slots, start=0), keys, values), keys, values
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("slots", [1, 31, 32, 63, 128])
+def test_no_error_above_half_a_step_of_its_group(bits: int, slots: int) -> None:
+    segment, keys, values = encoded(bits, slots, 24, 64)
+    found_keys, found_values = segment.decode()
+    for first in range(0, slots, 32):
+        run = keys[:, first : first + 32]
+        half = (run.amax(1, keepdim=True) - run.amin(1, keepdim=True)) / (2**bits - 1) / 2
+        assert bool(((found_keys[:, first : first + 32] - run).abs() <= half * 1.001 + 1e-6).all())
+    for channel in range(0, 64, 32):
+        run = values[..., channel : channel + 32]
+        half = (run.amax(2, keepdim=True) - run.amin(2, keepdim=True)) / (2**bits - 1) / 2
+        assert bool(((found_values[..., channel : channel + 32] - run).abs() <= half * 1.001 + 1e-6).all())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_uses_few_levels(bits: int) -> None:
+    """A group of decoded keys has at most 2^bits values: nothing finer is hidden anywhere."""
+    segment, _, _ = encoded(bits, 128, 24, 64)
+    keys, values = segment.decode()
+    for lane in range(2):
+        for channel in range(24):
+            assert keys[lane, :32, channel].unique().numel() <= 2**bits
+        for token in range(8):
+            assert values[lane, token, :32].unique().numel() <= 2**bits
+
+
+def test_an_outlier_channel_of_keys_hurts_no_other() -> None:
+    keys = states((1, 32, 24), 3)
+    loud = keys.clone()
+    loud[..., 5] *= 1000
+    layout = Layout(rows=1, heads=1, size=32, start=0)
+    quiet = [c for c in range(24) if c != 5]
+    one, two = (Kivi(bits=4).encode(layout, k, k).decode()[0] for k in (keys, loud))
+    assert torch.equal(one[..., quiet], two[..., quiet])
+
+
+def test_a_value_size_that_the_group_does_not_divide_takes_the_largest_divisor() -> None:
+    segment, _, _ = encoded(4, 32, 24, 40)
+    assert segment.value_step.shape == (6, 32, 2)
+
+
+def test_bytes_are_the_papers() -> None:
+    """2 bits, groups of 32, 16-bit scales: 0.375 bytes an element; 4 bits: 0.625."""
+    assert Kivi(bits=2).bytes_per_token(128, 128, 2) == 0.375 * 256
+    assert Kivi(bits=4).bytes_per_token(128, 128, 2) == 0.625 * 256
+
+
+def test_moving_drops_the_scales_that_nobody_uses() -> None:
+    segment, _, _ = encoded(2, 128, 24, 64)
+    lane = torch.arange(6)[:, None].expand(-1, 40)
+    slot = torch.arange(30, 70)[None].expand(6, -1)  # of groups 0, 1 and 2 out of 4
+    positions = slot.to(torch.int32).contiguous()
+    moved = segment.regather(lane, slot, Layout(rows=2, heads=3, size=40, positions=positions))
+    assert moved.key_step.shape == moved.key_low.shape == (18, 24)
+    again = moved.regather(
+        lane[:, :5], torch.arange(5).expand(6, -1), Layout(rows=2, heads=3, size=5, positions=positions[:, :5].clone())
+    )
+    assert again.key_step.shape == (12, 24)
+    assert torch.equal(again.decode()[0], segment.decode()[0][:, 30:35])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, "bits=4"),
+        ({"group": 1}, "group=32"),
+        ({"residual": 100}, "residual=96"),
+        ({"residual": 8}, "residual=32"),
+    ],
+)
+def test_bad_numbers_say_what_to_write(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Kivi(**options)

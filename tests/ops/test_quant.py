@@ -1,0 +1,105 @@
+"""The quantiser against a slow one, and packing against bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.segments_of import states
+from torch import Tensor
+
+from kvtailor.ops.quant import dequantise, largest_divisor, pack, packed_size, quantise, unpack
+
+every_bits = pytest.mark.parametrize("bits", [2, 4, 8])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def slow(x: Tensor, bits: int, group: int) -> Tensor:
+    """Quantises and restores runs along the last dimension, one run at a time in float64."""
+    out = torch.empty(x.shape, dtype=torch.float64)
+    flat, target = x.reshape(-1, group).double(), out.view(-1, group)
+    for run, place in zip(flat, target, strict=True):
+        low, high = float(run.min()), float(run.max())
+        step = (high - low) / (2**bits - 1)
+        for i, value in enumerate(run.tolist()):
+            place[i] = low + (round((value - low) / step) * step if step else 0.0)
+    return out
+
+
+@every_bits
+@pytest.mark.parametrize("dim", [1, 2, -1])
+@pytest.mark.parametrize("group", [4, 7, 28])
+def test_equals_the_slow_quantiser(bits: int, dim: int, group: int) -> None:
+    x = states((3, 28, 56), 1)
+    codes, step, low = quantise(x, bits, dim, group)
+    assert codes.dtype == torch.uint8 and codes.shape == x.shape and int(codes.max()) == 2**bits - 1
+    found = dequantise(codes, step, low, dim).double()
+    expected = slow(x.transpose(dim, -1).contiguous(), bits, group).transpose(dim, -1)
+    # A value halfway between two codes may go either way in float32.
+    wrong = (found - expected).abs() > 1e-5
+    assert wrong.float().mean() < 1e-3
+
+
+@every_bits
+@every_dtype
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 2e3])
+def test_no_error_above_half_a_step(bits: int, dtype: torch.dtype, scale: float) -> None:
+    x = (states((5, 63, 40), 2) * scale).to(dtype)
+    codes, step, low = quantise(x, bits, 2, 8)
+    found = dequantise(codes, step, low, 2)
+    assert found.dtype == dtype
+    grouped = x.double().unflatten(2, (-1, 8))
+    reach = grouped.amax(-1) - grouped.amin(-1)
+    half = (reach / (2**bits - 1) / 2)[..., None]
+    # Step and result are rounded to the dtype; below its normal numbers the spacing is fixed.
+    info = torch.finfo(dtype)
+    spacing = info.smallest_normal * info.eps * 2**bits
+    rounding = info.eps * (reach[..., None] + grouped.abs()) + spacing
+    assert bool(((found.double().unflatten(2, (-1, 8)) - grouped).abs() <= half + rounding).all())
+
+
+@every_bits
+@every_dtype
+def test_ends_of_the_range_are_kept(bits: int, dtype: torch.dtype) -> None:
+    """The least value of a group is exact, and the greatest is within the rounding of the step; nothing overflows."""
+    top = min(torch.finfo(dtype).max, 1e30)
+    x = torch.tensor([[-top, 0.0, top / 3, top]]).to(dtype)
+    codes, step, low = quantise(x / 2, bits, 1, 4)
+    found = dequantise(codes, step, low, 1)
+    assert bool(found.isfinite().all()) and found[0, 0] == (x / 2)[0, 0]
+    assert abs(float(found[0, 3]) - float(x[0, 3]) / 2) <= 4 * torch.finfo(dtype).eps * top
+
+
+def test_groups_must_divide() -> None:
+    with pytest.raises(ValueError, match=r"63 values.*\(2, 63, 8\).*groups of 32"):
+        quantise(torch.zeros(2, 63, 8), 4, 1, 32)
+
+
+@every_bits
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64, 129])
+def test_packing_round_trips_at_the_size_it_says(bits: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    codes = torch.randint(0, 2**bits, (3, 5, size), generator=generator).to(torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (3, 5, packed_size(size, bits))
+    assert packed.untyped_storage().nbytes() == packed.numel()
+    assert torch.equal(unpack(packed, bits, size), codes)
+    # Tokens stay apart: picking rows of bytes is picking rows of codes.
+    assert torch.equal(unpack(packed[:, [4, 0]], bits, size), codes[:, [4, 0]])
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_every_code_has_its_own_bits(bits: int) -> None:
+    size = 2 * (8 // bits)
+    for i in range(size):
+        codes = torch.zeros(size, dtype=torch.uint8)
+        codes[i] = 2**bits - 1
+        byte, place = i % 2, i // 2
+        expected = torch.zeros(2, dtype=torch.uint8)
+        expected[byte] = (2**bits - 1) << (place * bits)
+        assert torch.equal(pack(codes, bits), expected)
+
+
+def test_largest_divisor() -> None:
+    for size in range(1, 100):
+        for most in range(1, 40):
+            assert largest_divisor(size, most) == max(g for g in range(1, most + 1) if size % g == 0)
