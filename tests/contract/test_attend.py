@@ -12,6 +12,7 @@ from tests.segments_of import Padded, states, uneven
 from torch import Tensor
 
 import kvtailor.attend
+import kvtailor.ops.prompt
 from kvtailor.attend.contract import Attention
 from kvtailor.encode.indexed import Indexed
 from kvtailor.encode.kivi import Kivi
@@ -75,10 +76,12 @@ def case(
             layout = dataclasses.replace(layout, positions=layout.positions + column)
             keys, values = keys[owner, at], values[owner, at]
         elif what == "positions":
-            every_other = torch.arange(0, span, 2)
-            keys, values = keys[:, every_other], values[:, every_other]
-            columns = (every_other + column).to(torch.int32).expand(b * h, -1).contiguous()
-            layout = Layout(rows=b, heads=h, size=every_other.shape[0], positions=columns)
+            # Each row and head kept other columns.
+            draws = [torch.randperm(span, generator=torch.Generator().manual_seed(n))[:30] for n in range(b * h)]
+            at = torch.stack(draws).sort(-1).values
+            keys, values = (x.gather(1, at[..., None].expand(-1, -1, x.shape[-1])) for x in (keys, values))
+            columns = (at + column).to(torch.int32)
+            layout = Layout(rows=b, heads=h, size=30, positions=columns)
         if what not in ("tail", "positions"):
             codec = Kivi(bits=4) if "kivi" in what else Indexed() if what == "indexed" else Plain()
             parts.append(codec.encode(layout, keys, values))
@@ -220,6 +223,26 @@ def test_mass_is_the_sum_of_the_probabilities(kind: type[Attention], mix: str, n
         filled = torch.ones_like(found, dtype=torch.bool) if filled is None else filled
         assert found.shape == expected.shape and found.dtype == torch.float32
         assert close(found[filled], expected[filled])
+
+
+@every_method
+@every_mix
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("mass", [False, True], ids=["", "mass"])
+def test_blocks_of_queries_meet_without_a_seam(
+    kind: type[Attention], mix: str, padded: bool, mass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks so small that every form walks a chunk in several of them."""
+    monkeypatch.setattr(kvtailor.ops.prompt, "_BLOCK", 1 << 13)
+    made = case(SIZES[0], mix, 70, padded=padded, seed=14)
+    want = mass and kind.gives_mass
+    got = kind().attend(made.query, made.parts, made.visible, 0.04, want_mass=want, real_queries=made.real_queries)
+    out, _, received = naive(made, 0.04)
+    assert close(got.output, out)
+    for part, found, expected in zip(made.parts, got.mass or [], received, strict=want):
+        filled = part.layout.filled(torch.device("cpu"))
+        everything = torch.ones_like(found, dtype=torch.bool) if filled is None else filled
+        assert close(found[everything], expected[everything])
 
 
 @every_method

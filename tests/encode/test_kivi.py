@@ -65,6 +65,12 @@ def test_bytes_are_the_papers() -> None:
     assert Kivi(bits=4).bytes_per_token(128, 128, 2) == 0.625 * 256
 
 
+def test_a_short_last_group_keeps_no_padding_alive() -> None:
+    keys = states((1, 63, 16), 4)
+    segment = Kivi(bits=8).encode(Layout(rows=1, heads=1, size=63, start=0), keys, keys)
+    assert segment.key_codes.untyped_storage().nbytes() == 63 * 16
+
+
 def test_moving_drops_the_scales_that_nobody_uses() -> None:
     segment, _, _ = encoded(2, 128, 24, 64)
     lane = torch.arange(6)[:, None].expand(-1, 40)

@@ -43,7 +43,7 @@ class _Paged(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Pages:
-    """The pages of a part by owner: where each starts, its bound (-inf: no page), all (b * h, p); what is seen (m, s)."""
+    """A part's pages by owner: where each starts, its bound (-inf: no page), all (b * h, p); what is seen (m, s)."""
 
     lane: Tensor
     first: Tensor

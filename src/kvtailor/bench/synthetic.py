@@ -23,6 +23,8 @@ from kvtailor.bench import synthetic_facts
 from kvtailor.bench import synthetic_words as words
 from kvtailor.bench.synthetic_facts import Fact
 
+__all__ = ["Document", "Plot", "SPLITS", "TASKS", "make_document", "random_source"]
+
 SPLITS: Mapping[str, range] = {
     "evaluation": range(1_000_000),
     "calibration": range(1_000_000, 2_000_000),
@@ -129,8 +131,10 @@ def random_source(task: str, state: int, split: str) -> random.Random:
         raise ValueError(f"asked for split {split!r}, but there are {', '.join(SPLITS)}: use one of them")
     states = SPLITS[split]
     if state not in states:
-        raise ValueError(f"asked for state {state} in split {split!r}, whose states are {states.start} to "
-                         f"{states.stop - 1}: take one of those, so that splits stay disjoint")
+        raise ValueError(
+            f"asked for state {state} in split {split!r}, whose states are {states.start} to "
+            f"{states.stop - 1}: take one of those, so that splits stay disjoint"
+        )
     return random.Random(f"{task}:{state}")
 
 
@@ -167,8 +171,10 @@ def make_document(
     """
     if task not in TASKS:
         guess = get_close_matches(task, TASKS, 1)
-        raise ValueError(f"asked for task {task!r}, but there are {', '.join(TASKS)}"
-                         + (f": did you mean {guess[0]!r}?" if guess else ": use one of them"))
+        raise ValueError(
+            f"asked for task {task!r}, but there are {', '.join(TASKS)}"
+            + (f": did you mean {guess[0]!r}?" if guess else ": use one of them")
+        )
     if not 0.0 <= depth <= 1.0:
         raise ValueError(f"asked for depth {depth}, but a depth is a share of the context: give 0.0 to 1.0")
     if filler is not None and not filler:
@@ -190,8 +196,10 @@ def make_document(
     meta = {"fact": fact.sentence, "fact_at": before, "depth_found": found, **plot.meta}
     document = Document(context, fact.question, fact.answer, task, state, split, depth, meta)
     if size(document.prompt) > length:
-        raise ValueError(f"asked for a {task} document of length {length}, but its facts and question alone take "
-                         f"{size(document.prompt)}: ask for at least that, or for fewer or shorter facts")
+        raise ValueError(
+            f"asked for a {task} document of length {length}, but its facts and question alone take "
+            f"{size(document.prompt)}: ask for at least that, or for fewer or shorter facts"
+        )
     return document
 
 
@@ -202,8 +210,9 @@ def _plot(task: str, depth: float, options: Mapping[str, object], rng: random.Ra
         raise ValueError(f"asked for options {dict(options)} of task {task!r}: {error}; see make_document") from error
 
 
-def _as_many_records_as_fit(draw: Callable[..., Plot], rng: random.Random, length: int,
-                            size: Callable[[str], int]) -> Plot:
+def _as_many_records_as_fit(
+    draw: Callable[..., Plot], rng: random.Random, length: int, size: Callable[[str], int]
+) -> Plot:
     """The largest number of records whose lines and question stay within ``length``, at least one."""
     start = rng.getstate()
 
@@ -223,8 +232,9 @@ def _as_many_records_as_fit(draw: Callable[..., Plot], rng: random.Random, lengt
     return plot_of(low)
 
 
-def _with_prose(plot: Plot, rng: random.Random, depth: float, length: int, size: Callable[[str], int],
-                filler: Sequence[str] | None) -> list[Fact | str]:
+def _with_prose(
+    plot: Plot, rng: random.Random, depth: float, length: int, size: Callable[[str], int], filler: Sequence[str] | None
+) -> list[Fact | str]:
     """The facts among filler sentences, as many as ``length`` leaves room for."""
     room = length - size(" ".join(fact.sentence for fact in plot.facts) + plot.facts[plot.asked].question)
     sentences: list[str] = []

@@ -7,6 +7,17 @@ from dataclasses import dataclass
 
 from kvtailor.bench import synthetic_words as words
 
+__all__ = [
+    "Fact",
+    "character_facts",
+    "inscription_fact",
+    "needle_fact",
+    "number",
+    "passkey_fact",
+    "record_fact",
+    "variable_facts",
+]
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -55,8 +66,10 @@ def character_facts(rng: random.Random) -> list[Fact]:
         ("works as a", f" {rng.choice(words.JOBS)}", f"What is the work of {name}?"),
         ("carries the", f" {words.pair(rng)}", f"What does {name} carry?"),
     ]
-    return [Fact(f"{name} {verb}{answer}.", f"\nQuestion: {ask} Answer: {name} {verb}", answer)
-            for verb, answer, ask in kinds]
+    return [
+        Fact(f"{name} {verb}{answer}.", f"\nQuestion: {ask} Answer: {name} {verb}", answer)
+        for verb, answer, ask in kinds
+    ]
 
 
 def inscription_fact(rng: random.Random, span: int = 12, cue: int = 4) -> Fact:
@@ -79,7 +92,9 @@ def variable_facts(rng: random.Random, roots: int, hops: int, asked: int, digits
     chain = [names[asked], *names[roots:]]
     walk = "".join(f" {name} =" for name in reversed(chain[:-1]))
     question = f"\nQuestion: What is the value of {chain[-1]}? Answer: {chain[-1]} ="
-    values = [Fact(f"{name} ={value}.", question, walk + value)
-              for name, value in zip(names[:roots], numbers, strict=True)]
-    return values + [Fact(f"{new} = {old}.", question, walk + numbers[asked])
-                     for old, new in zip(chain, chain[1:], strict=False)]
+    values = [
+        Fact(f"{name} ={value}.", question, walk + value) for name, value in zip(names[:roots], numbers, strict=True)
+    ]
+    return values + [
+        Fact(f"{new} = {old}.", question, walk + numbers[asked]) for old, new in zip(chain, chain[1:], strict=False)
+    ]

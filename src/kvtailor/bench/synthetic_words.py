@@ -4,8 +4,34 @@ from __future__ import annotations
 
 import random
 
-ONSETS = ("b", "br", "c", "ch", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "r", "s", "st", "t", "tr",
-          "v", "w", "z")
+__all__ = ["CODAS", "ONSETS", "VOWELS", "distinct", "invented", "pair", "sentence"]
+
+ONSETS = (
+    "b",
+    "br",
+    "c",
+    "ch",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "gr",
+    "h",
+    "j",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+    "z",
+)
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
 CODAS = ("", "l", "m", "n", "r", "s", "t", "nd", "x")
 
@@ -14,7 +40,8 @@ _ADJECTIVES = (
     "early empty faded fierce frozen gentle golden grand green hidden hollow honest humble iron ivory jolly large "
     "lonely lost lucky narrow noble old orange pale patient plain proud purple quick quiet rapid rough royal rusty "
     "sacred scarlet secret sharp silent silver simple sleepy small smooth solid stern strange sturdy sudden sunny "
-    "swift tall tender thirsty tiny twisted velvet violet warm weary white wild wise wooden yellow young")
+    "swift tall tender thirsty tiny twisted velvet violet warm weary white wild wise wooden yellow young"
+)
 _NOUNS = (
     "anchor apple arrow badger barrel basket beacon bell bottle bridge button candle canyon carpet castle cedar "
     "chapel cherry circle clock cloud compass coral corner cottage cradle crown desert dolphin dragon eagle ember "
@@ -22,35 +49,66 @@ _NOUNS = (
     "kettle kitten ladder lantern lemon letter lion lizard marble market meadow mirror mitten monkey mountain "
     "needle orchard otter paddle palace parrot pebble pencil pepper piano pigeon pillow planet pocket rabbit raven "
     "ribbon river rocket saddle sailor shadow shelter shovel signal spider spoon stable statue stone summit table "
-    "temple thunder tiger timber tower tunnel turtle valley violin wagon walnut whistle window winter wizard")
+    "temple thunder tiger timber tower tunnel turtle valley violin wagon walnut whistle window winter wizard"
+)
 _JOBS = (
     "baker barber boatman brewer builder butcher carpenter chemist clerk cook dancer dentist diver doctor driver "
     "farmer fisher gardener glazier goldsmith grocer guard hunter jeweller judge lawyer mason mayor merchant "
     "midwife miller miner musician nurse painter pilot plumber poet porter potter printer professor ranger saddler "
     "sailor scribe sculptor shepherd singer smith soldier spinner surgeon surveyor tailor tanner teacher thatcher "
-    "trader translator waiter weaver writer")
+    "trader translator waiter weaver writer"
+)
 _FIRST_NAMES = (
     "Ada Agnes Albert Alma Amos Anna Arthur Bella Boris Carl Clara Daniel David Edith Edmund Ella Emma Ernest "
     "Esther Felix Flora Frank George Grace Harold Helen Henry Hugo Ida Irene Isaac Jacob James Jane Joseph Julia "
     "Karl Laura Leo Lewis Lucy Mabel Maria Martin Mary Nora Oliver Oscar Paul Peter Rachel Robert Rosa Ruth Samuel "
-    "Sarah Simon Sophia Thomas Victor Walter William")
+    "Sarah Simon Sophia Thomas Victor Walter William"
+)
 
 ADJECTIVES, NOUNS, JOBS, FIRST_NAMES = (text.split() for text in (_ADJECTIVES, _NOUNS, _JOBS, _FIRST_NAMES))
 
 _SUBJECTS = (
-    "The {adj} {noun}", "The old {job}", "The {job} from the {noun}", "Every {noun} in the village",
-    "That {adj} {noun}", "The young {job}", "Nobody near the {noun}", "One {job} of the town",
-    "The family of the {job}", "My {adj} neighbour")
+    "The {adj} {noun}",
+    "The old {job}",
+    "The {job} from the {noun}",
+    "Every {noun} in the village",
+    "That {adj} {noun}",
+    "The young {job}",
+    "Nobody near the {noun}",
+    "One {job} of the town",
+    "The family of the {job}",
+    "My {adj} neighbour",
+)
 _VERBS = (
-    "stood beside the {noun}", "was painted by the {adj} {job}", "carried the {noun} over the bridge",
-    "waited for the rain to stop", "remembered the {adj} summer", "never spoke about the {noun}",
-    "was sold to a {job}", "lay under the {adj} {noun}", "had been seen near the {noun}",
-    "looked at the {adj} {noun} for a while", "came back with the {noun}", "asked the {job} for help",
-    "found nothing but one {noun}", "was older than the {noun}", "slept through the storm")
+    "stood beside the {noun}",
+    "was painted by the {adj} {job}",
+    "carried the {noun} over the bridge",
+    "waited for the rain to stop",
+    "remembered the {adj} summer",
+    "never spoke about the {noun}",
+    "was sold to a {job}",
+    "lay under the {adj} {noun}",
+    "had been seen near the {noun}",
+    "looked at the {adj} {noun} for a while",
+    "came back with the {noun}",
+    "asked the {job} for help",
+    "found nothing but one {noun}",
+    "was older than the {noun}",
+    "slept through the storm",
+)
 _ENDINGS = (
-    "", "", " in the morning", " before the winter came", " without a word", " and then went home",
-    " as it often happened", " because the road was closed", " while the others were talking",
-    ", and the evening was quiet", " for many years")
+    "",
+    "",
+    " in the morning",
+    " before the winter came",
+    " without a word",
+    " and then went home",
+    " as it often happened",
+    " because the road was closed",
+    " while the others were talking",
+    ", and the evening was quiet",
+    " for many years",
+)
 
 
 def invented(rng: random.Random, syllables: int = 2) -> str:

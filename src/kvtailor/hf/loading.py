@@ -21,6 +21,8 @@ from transformers.utils import logging
 
 from kvtailor import demo
 
+__all__ = ["EMBEDDED", "load", "new_llama", "save", "wrap_tokenizer"]
+
 EMBEDDED = "demo"
 
 

@@ -52,6 +52,7 @@ def masked(query: Tensor, keys: Tensor, values: Tensor, scaling: float, sees: Ca
             out[:, :, first:end] = 0
             continue
         mask = mask[:, None, :, :reach]
+        # Kernels differ on a query that sees nothing: zeros, an average of all values, or NaN.
         block = _sdpa(query[:, :, first:end], keys[:, :, :reach], values[:, :, :reach], scaling, mask, is_causal=False)
         out[:, :, first:end] = block.masked_fill(~some[:, None, :, None], 0.0)
     return out

@@ -49,9 +49,8 @@ def dequantise(codes: Tensor, step: Tensor, low: Tensor, dim: int) -> Tensor:
     dim = dim % codes.ndim
     grouped = codes.unflatten(dim, (step.shape[dim], -1)).to(step.dtype)
     # One operation, so that 16-bit dtypes round once and code * step cannot overflow before the minimum is added.
-    values: Tensor = torch.addcmul(low.unsqueeze(dim + 1), grouped, step.unsqueeze(dim + 1))
-    flat: Tensor = values.flatten(dim, dim + 1)
-    return flat
+    values = torch.addcmul(low.unsqueeze(dim + 1), grouped, step.unsqueeze(dim + 1))
+    return values.flatten(dim, dim + 1)
 
 
 def packed_size(size: int, bits: int) -> int:
@@ -77,7 +76,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if missing:
         codes = torch.cat([codes, codes.new_zeros((*codes.shape[:-1], missing))], -1)
     planes = codes.unflatten(-1, (each, size))
-    packed = planes[..., 0, :].clone(memory_format=torch.contiguous_format)
+    packed: Tensor = planes[..., 0, :].clone(memory_format=torch.contiguous_format)
     for i in range(1, each):
         packed |= planes[..., i, :] << (i * bits)
     return packed

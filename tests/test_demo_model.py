@@ -1,0 +1,133 @@
+"""The embedded model: it loads fast, its tokenizer round-trips, its recipe is deterministic, it retrieves."""
+
+import time
+
+import pytest
+import torch
+
+from kvtailor import demo
+from kvtailor.bench.synthetic import make_document
+from kvtailor.demo.evaluate import bits_per_byte, continues_with, retrieval, table
+from kvtailor.demo.train import Phase, parse_phases, phase_at, rate_at
+from kvtailor.hf.loading import load, new_llama
+
+TEXTS = [
+    "The quick brown fox, 48213 times.\n\n  Two spaces",
+    " a=b;\t\r\n",
+    "naïve café — “quotes” 日本語 \U0001f600 \u0000\u200d",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load("demo", dtype=torch.float32)
+
+
+def test_loads_in_under_two_seconds(loaded):
+    started = time.perf_counter()
+    model, tokenizer = load("demo")
+    assert time.perf_counter() - started < 2.0
+    assert model.dtype == torch.bfloat16 and not model.training
+    assert model.config.num_attention_heads > model.config.num_key_value_heads == 2
+    assert tokenizer.padding_side == "left"
+
+
+def test_weights_are_small_and_have_a_card():
+    files = list(demo.path().iterdir())
+    assert sum(file.stat().st_size for file in files) <= 8_000_000
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+    } <= {file.name for file in files}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokenizer_round_trips_every_text(loaded, text):
+    tokenizer = loaded[1]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_tokenizer_splits_digits_starts_with_bos_and_has_its_own_pad(loaded):
+    tokenizer = loaded[1]
+    ids = tokenizer("48213")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id and len(ids) == 6
+    assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3
+
+
+@pytest.mark.parametrize("task", ["needle", "key_value", "characters", "copy_span", "variables"])
+def test_prompt_and_answer_tokenize_as_their_concatenation(loaded, task):
+    tokenizer = loaded[1]
+    for state in range(5):
+        document = make_document(task, state=state, length=1200)
+        whole = tokenizer(document.prompt + document.answer)["input_ids"]
+        assert whole == (
+            tokenizer(document.prompt)["input_ids"] + tokenizer(document.answer, add_special_tokens=False)["input_ids"]
+        )
+
+
+def test_retrieves_from_a_thousand_tokens_clearly_above_chance(loaded):
+    model, tokenizer = loaded
+    results = list(retrieval(model, tokenizer, ["needle", "passkey"], [256, 1024], [0.0, 0.5, 1.0], 1))
+    assert sum(result.right for result in results) >= 0.5 * sum(result.asked for result in results), table(
+        results, [256, 1024]
+    )
+
+
+def test_one_pass_retrieval_agrees_with_generating(loaded):
+    model, tokenizer = loaded
+    for state in range(4):
+        document = make_document("needle", state=state, length=900)
+        inputs = tokenizer(document.prompt, return_tensors="pt")
+        made = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert continues_with(model, tokenizer, document.prompt, document.answer) == tokenizer.decode(made).startswith(
+            document.answer
+        )
+
+
+def test_speaks_better_than_the_best_guess_without_context(loaded):
+    file = demo.data_folder() / "wikitext2" / "test.raw.txt"
+    if not file.is_file():
+        pytest.skip(f"no {file}: set KVTAILOR_DATA to a folder that has wikitext2/test.raw.txt")
+    value, windows = bits_per_byte(*loaded, file.read_text(encoding="utf-8"), 512, 4)
+    assert windows == 4 and value < 2.6
+
+
+def test_schedule_covers_all_steps_and_ends_low():
+    phases = parse_phases("256:512:3:0.1,512:512:2:0.5")
+    assert [phase_at(step, phases).length for step in range(5)] == [256, 256, 256, 512, 512]
+    assert phases[0] == Phase(256, 512, 3, 0.1)
+    rates = [rate_at(step, 10, 2, 0.5) for step in range(10)]
+    assert rates[0] == 0.5 and max(rates) == 1.0 and rates[-1] == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="tokens a multiple of length"):
+        parse_phases("256:500:3:0.1")
+
+
+def test_new_models_follow_the_random_state():
+    tiny = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_theta": 100_000.0,
+    }
+    weights = []
+    for state in (0, 0, 1):
+        torch.manual_seed(state)
+        model = new_llama(**tiny)
+        weights.append(model.model.layers[0].self_attn.q_proj.weight)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert model.config.rope_parameters["rope_theta"] == 100_000.0
+
+
+def test_a_missing_model_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder .*give an existing folder, a hub name, or 'demo'"):
+        load(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        load(tmp_path)
