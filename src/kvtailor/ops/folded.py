@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvtailor.ops.lanes import Lanes, joint
+from kvtailor.ops.lanes import Lanes
 
 __all__ = ["folded", "merge", "suits"]
 
@@ -31,17 +31,17 @@ def folded(query: Tensor, parts: Sequence[Lanes], scaling: float) -> tuple[Tenso
 
     Args:
         query: (n, g, 1, d) in the parts' dtype, n = b * h.
-        parts: see `Lanes`. Those with an owner for each lane are small pages, over which `joint` is faster.
+        parts: see `Lanes`.
         scaling: factor before the softmax.
 
     Returns:
         out (n, g, 1, dv), in float32 or the parts' dtype, zeros where the query sees nothing; lse (n, g, 1) float32,
         -inf there.
     """
-    pages = [part for part in parts if part.owner is not None]
-    found = [_fused(query, part, scaling) for part in parts if part.owner is None]
-    if pages:
-        found.append(joint(query, pages, scaling)[:2])
+    found = [
+        _fused(query, part, scaling) if part.owner is None else _paged(query, part, part.owner, scaling)
+        for part in parts
+    ]
     return found[0] if len(found) == 1 else merge(found)
 
 
@@ -54,6 +54,18 @@ def merge(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     for share, (part, _) in zip(shares[1:], found[1:], strict=True):
         out.addcmul_(share[..., None], part.float())
     return out, lse
+
+
+def _paged(query: Tensor, part: Lanes, owner: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """`_fused` over each lane by itself, then merged over the lanes of an owner."""
+    outs, lses = _fused(query.index_select(0, owner), part, scaling)
+    top = lses.new_full(query.shape[:3], -torch.inf)
+    top.scatter_reduce_(0, owner[:, None, None].expand_as(lses), lses, "amax")
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    share = (lses - shift.index_select(0, owner)).exp_()
+    total = torch.zeros_like(top).index_add_(0, owner, share)
+    out = top.new_zeros((*top.shape, outs.shape[-1])).index_add_(0, owner, outs.float() * share[..., None])
+    return out / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None], shift + total.log()
 
 
 def _fused(query: Tensor, part: Lanes, scaling: float) -> tuple[Tensor, Tensor]:
