@@ -214,8 +214,8 @@ class LayerState:
         if not exact or self.seen - count < self.settled_seen or count > self.tail.length:
             raise CacheMisuse(
                 f"asked to take back {count} tokens of {self.seen} seen, but they have already had a part in "
-                "compressing the "
-                "cache; call cache.activate_past_recording() before the forward that may be rolled back"
+                "compressing the cache; call cache.activate_past_recording() before the forward that may be rolled "
+                "back"
             )
         self.forget_newest(count)
 
@@ -229,6 +229,8 @@ class LayerState:
 
     def select_rows(self, index: Tensor) -> None:
         """Becomes the layer of a batch made of the rows `index` (k,) int64 of this one."""
+        if self.pending is not None:
+            raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
         if self.tail is None:
             return
         parts = [*self.segments, *([self.tail.as_segment()] if self.tail.length else [])]
@@ -239,8 +241,6 @@ class LayerState:
         self.evidence = self.evidence.select_rows(index, mass)
         self.segments = [segment.rows(index) for segment in self.segments]
         self.tail.select_rows(index)
-        if self.pending is not None:
-            raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
 
     def entries(self, layer: int, placement: Placement) -> list[Entry]:
         """What the ledger lists for this layer, `layer` of the model."""

@@ -96,8 +96,7 @@ class Route:
         if accepted < 0:
             raise CacheMisuse(
                 f"asked to take back {rejected} tokens; the last forward brought {pending.query.shape[2]}, and what "
-                "came "
-                "before it is already compressed. Crop no more than the last forward."
+                "came before it is already compressed. Crop no more than the last forward."
             )
         state.forget_newest(rejected)
         if accepted == 0:
@@ -173,13 +172,11 @@ class Route:
         held, slots = _hold(state, visible, self.needs, len(self.states), self.plan)
         scores = self.plan.score.score(held)
         if bool((~torch.isfinite(scores) & held.valid).any()):
-            what = (
-                "NaN or infinity in its keys or queries" if not torch.isfinite(held.keys).all() else "no finite score"
-            )
+            finite = bool(torch.isfinite(held.keys).all())
+            what = "no finite score" if finite else "NaN or infinity in its keys"
             raise CacheMisuse(
                 f"layer {state.index} of the compressed layers has {what} for some tokens, so {self.plan} cannot "
-                "rank them; "
-                "check the model's inputs and dtype (float16 overflow is the usual cause)"
+                "rank them; check the model's inputs and dtype (float16 overflow is the usual cause)"
             )
         recent = held.recent(self.plan.score.recents)
         scores = scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf"))

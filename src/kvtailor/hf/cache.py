@@ -88,8 +88,7 @@ class KvCache(Cache):
         if not geometry.compressed and (plan.evicts or plan.encode.block):
             warnings.warn(
                 f"all {geometry.layers} layers of this {geometry.model_type} have a sliding window of the model's "
-                "own, so the plan "
-                f"{plan} has nothing to compress",
+                f"own, so the plan {plan} has nothing to compress",
                 stacklevel=3,
             )
 
@@ -177,10 +176,8 @@ class KvCache(Cache):
         if self._awaiting is not None:
             raise CacheMisuse(
                 f"layer {self._awaiting} updated this cache, but its attention never asked for it, so its output is "
-                "not to be "
-                f"trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for sets and "
-                "something "
-                "has changed since"
+                f"not to be trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for "
+                "sets and something has changed since"
             )
         self._awaiting = layer_idx
 
@@ -201,8 +198,7 @@ class KvCache(Cache):
             if now is None or bool((now[:, :columns] & ~before).any()):
                 raise CacheMisuse(
                     "attention_mask shows tokens that were padding when this cache saw them; pass the mask of the "
-                    "whole "
-                    f"conversation ({visible.first_column + visible.new_tokens} columns) with the same padding"
+                    f"whole conversation ({visible.first_column + visible.new_tokens} columns) with the same padding"
                 )
         if now is not None:
             self._real = now.clone()
@@ -212,8 +208,7 @@ class KvCache(Cache):
         if limit is not None and self.seen > limit and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the cache has now seen {self.seen} tokens, and this {self.geometry.model_type} was made for "
-                f"{limit} positions; "
-                "compression keeps the original positions, so the model is beyond what it was trained on",
+                f"the cache has now seen {self.seen} tokens, and this {self.geometry.model_type} was made for {limit} "
+                "positions; compression keeps the original positions, so the model is beyond what it was trained on",
                 stacklevel=2,
             )

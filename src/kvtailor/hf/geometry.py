@@ -124,8 +124,8 @@ def check(model: Any, own_name: str) -> None:
     if asked not in (None, "sdpa", "eager", own_name):
         raise UnsupportedModel(
             f"this model was loaded with attn_implementation={asked!r}, and kvtailor's cache comes with an attention "
-            "of its "
-            f"own; load the model without attn_implementation, or call model.set_attn_implementation('sdpa') first"
+            "of its own; load the model without attn_implementation, or call model.set_attn_implementation('sdpa') "
+            "first"
         )
 
 

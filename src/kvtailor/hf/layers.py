@@ -64,8 +64,7 @@ class CompressedLayer(CacheLayerMixin):
         elif key_states.dtype != self.dtype or key_states.device != self.device:
             raise CacheMisuse(
                 f"this cache holds {self.dtype} on {self.device}, and got keys of {key_states.dtype} on "
-                f"{key_states.device}; "
-                "use a new cache after moving or casting the model"
+                f"{key_states.device}; use a new cache after moving or casting the model"
             )
         self.cache.expect_attention(self.layer_idx)
         self.cache.route.append(self.state, key_states, value_states)
@@ -82,8 +81,7 @@ class CompressedLayer(CacheLayerMixin):
             if getattr(module, "config", None) is not self.cache.config.value:
                 raise CacheMisuse(
                     f"this cache was made for another model than the {type(module).__name__} that is using it; make "
-                    "one for "
-                    "this model with kvtailor.cache_for(model, plan)"
+                    "one for this model with kvtailor.cache_for(model, plan)"
                 )
             self._module = weakref.ref(module)
         elif bound is not module:
@@ -105,8 +103,7 @@ class CompressedLayer(CacheLayerMixin):
         if visible.first_column + visible.new_tokens != seen or visible.new_tokens != new:
             raise CacheMisuse(
                 f"the mask is for {visible.new_tokens} tokens after {visible.first_column}, and the cache has seen "
-                f"{seen - new} "
-                f"tokens before these {new}; was the cache used outside of the model between?"
+                f"{seen - new} tokens before these {new}; was the cache used outside of the model between?"
             )
         self.cache.check_padding(self.layer_idx, visible)
         return self.cache.route.attend(self.state, query, visible, scaling)

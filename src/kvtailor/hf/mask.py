@@ -73,8 +73,7 @@ class LazyMask:
         if self.padding.shape[1] != needed:
             raise CacheMisuse(
                 f"attention_mask has {self.padding.shape[1]} columns, but the cache has seen {self.first_column} "
-                "tokens and "
-                f"{self.new_tokens} are new: pass a mask of {needed} columns that covers both"
+                f"tokens and {self.new_tokens} are new: pass a mask of {needed} columns that covers both"
             )
 
     def without_last(self, count: int) -> LazyMask:
@@ -144,9 +143,8 @@ class TensorMask:
         """
         if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != new_tokens or mask.shape[3] != seen:
             raise CacheMisuse(
-                f"a 4-D attention_mask must have the shape (batch or 1, 1, {new_tokens}, {seen}) for {new_tokens} "
-                "new tokens "
-                f"of {seen} seen, and has {tuple(mask.shape)}; a mask for each head is not supported"
+                f"a 4-D attention_mask must have the shape (batch or 1, 1, {new_tokens}, {seen}) for {new_tokens} new "
+                f"tokens of {seen} seen, and has {tuple(mask.shape)}; a mask for each head is not supported"
             )
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
         return cls(allowed=allowed, new_tokens=new_tokens, first_column=seen - new_tokens)

@@ -28,7 +28,7 @@ def fill(cache: Any, states: list[tuple[Tensor, Tensor]]) -> None:
     """Puts keys and values (b, h, n, d) into each layer of a cache as if the model had made them.
 
     For timing a decode step after a context whose prefill is not what is timed. A `KvCache` takes them without a
-    walk, so only plans that would keep them all may be filled.
+    walk; the next forward of more than one token makes it.
     """
     for layer, (keys, values) in enumerate(states):
         if isinstance(cache, KvCache):
