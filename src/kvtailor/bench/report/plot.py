@@ -10,6 +10,8 @@ from kvtailor.errors import KvtailorError
 
 __all__ = ["plot"]
 
+_MARKERS = "osD^"  # colours come round after ten plans
+
 
 def plot(summary: Summary, path: Path) -> Path:
     """Writes loss in nats (with intervals) against the share of bytes held.
@@ -32,7 +34,9 @@ def plot(summary: Summary, path: Path) -> Path:
         low, high = row.loss.low, row.loss.high
         bars = None if low is None or high is None else [[row.loss.value - low], [high - row.loss.value]]
         colour = "0.3" if row.label == FULL else f"C{index % 10}"
-        axes.errorbar([100 * row.ratio], [row.loss.value], yerr=bars, fmt="o", color=colour, capsize=3, label=row.label)
+        marker = _MARKERS[index // 10 % len(_MARKERS)]
+        place, loss = [100 * row.ratio], [row.loss.value]
+        axes.errorbar(place, loss, yerr=bars, fmt=marker, color=colour, capsize=3, label=row.label)
     axes.set_xlabel("bytes held, % of the full cache")
     axes.set_ylabel("loss against 'full', nats per token (95 % interval)")
     axes.set_xlim(left=0)
