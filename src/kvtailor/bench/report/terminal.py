@@ -20,11 +20,20 @@ _NARROW = 120
 
 
 def show(summary: Summary, console: Console) -> None:
-    """Prints a summary. In a terminal of fewer than 120 columns intervals go to a second line of their cell."""
+    """Prints a summary.
+
+    In a terminal of fewer than 120 columns plans are numbered, since a plan's line is too long for a cell, and
+    intervals go to a second line of their cell.
+    """
     console.print()
     console.print(Text(summary.headline, style="bold"))
     console.print()
-    console.print(_table(summary, narrow=console.width < _NARROW))
+    narrow = console.width < _NARROW
+    if narrow:
+        for number, row in enumerate(_plans(summary), 1):
+            console.print(Text(f" {number}  {row.label}", style="bold" if row.label == FULL else ""))
+        console.print()
+    console.print(_table(summary, narrow=narrow))
     console.print()
     for note in summary.footnotes:
         console.print(Padding(Text(note, style="dim"), (0, 0, 0, 1)))
@@ -34,11 +43,16 @@ def show(summary: Summary, console: Console) -> None:
     console.print(Padding(Text(what, style="dim"), (0, 0, 0, 1)))
 
 
+def _plans(summary: Summary) -> list[Row]:
+    return [row for row in summary.rows if row.plan_hash != OWN]
+
+
 def _table(summary: Summary, *, narrow: bool) -> Table:
-    rows = [row for row in summary.rows if row.plan_hash != OWN]
+    rows = _plans(summary)
+    names = {id(row): str(number) if narrow else row.label for number, row in enumerate(rows, 1)}
     joint = "\n" if narrow else "  "
     columns: list[tuple[str, Literal["left", "right"], Callable[[Row], Text]]] = [
-        ("plan", "left", lambda row: Text(row.label, style="bold" if row.label == FULL else "")),
+        ("plan", "left", lambda row: Text(names[id(row)], style="bold" if row.label == FULL else "")),
         ("held / seen", "right", _tokens),
         ("bytes", "right", _bytes),
         ("ΔNLL (95 %)", "right", lambda row: _loss(row, joint)),
