@@ -40,12 +40,12 @@ class Cut:
 def page_size(mean: float, multiple: int = 1) -> int:
     """Slots of a ragged lane where an owner holds `mean` tokens on average.
 
-    The largest power of two up to a sixteenth of it, so that the half page that each owner wastes is at most 3 % of
-    what it holds, and within 16 to 256: attention over lanes of 16 slots takes twice the time of lanes of 128, and
+    A power of two between a twenty-fourth and a twelfth of it, so that the half page that each owner wastes is 2 to 4 %
+    of what it holds, and within 16 to 256: attention over lanes of 16 slots takes twice the time of lanes of 128, and
     beyond 256 nothing is gained. Rounded up to `multiple`.
     """
     page = 16
-    while page * 32 <= mean and page < 256:
+    while page * 24 <= mean and page < 256:
         page *= 2
     return -(-page // multiple) * multiple
 
