@@ -1,26 +1,55 @@
-"""A model's configuration by name, without its weights."""
+"""Where a model is found by its name, and its configuration without its weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from kvtailor import demo
 from kvtailor.errors import KvtailorError
 
-__all__ = ["config_of"]
+__all__ = ["EMBEDDED", "config_of", "source_of"]
+
+EMBEDDED = "demo"
+
+
+def source_of(model: str | Path) -> str:
+    """What transformers is asked for: the folder of the embedded model ("demo"), a local folder, or a name on the hub.
+
+    Raises:
+        FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
+    """
+    embedded = str(model) == EMBEDDED
+    folder = demo.path() if embedded else Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"asked for the model in {folder}, but it has no config.json: give a folder that "
+                "save_pretrained() wrote, a hub name, or 'demo'"
+            )
+        return str(folder)
+    if embedded or folder.is_absolute() or str(model).startswith((".", "~")):
+        raise FileNotFoundError(
+            f"asked for model {str(model)!r}, but there is no folder {folder}: "
+            + (
+                "install the package with its weights, or run python -m kvtailor.demo.export"
+                if embedded
+                else "give an existing folder, a hub name, or 'demo'"
+            )
+        )
+    return str(model)
 
 
 def config_of(model: str) -> Any:
-    """The transformers configuration of the embedded model ("demo"), of a local folder or of a name on the hub.
+    """The transformers configuration of a model, see `source_of`.
 
     Raises:
         KvtailorError: there is no such model.
     """
     from transformers import AutoConfig
 
-    source = str(demo.path()) if model == "demo" else model
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source_of(model))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n", 1)[0]
         raise KvtailorError(

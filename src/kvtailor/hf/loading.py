@@ -19,11 +19,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvtailor import demo
+from kvtailor.hf.config import source_of
 
-__all__ = ["EMBEDDED", "load", "new_llama", "save", "wrap_tokenizer"]
-
-EMBEDDED = "demo"
+__all__ = ["load", "new_llama", "save", "wrap_tokenizer"]
 
 
 def load(
@@ -46,29 +44,10 @@ def load(
         FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
         OSError: neither a folder nor a model that the hub (or its local cache) has.
     """
-    embedded = str(model) == EMBEDDED
-    source = demo.path() if embedded else Path(model).expanduser()
-    if source.is_dir():
-        if not (source / "config.json").is_file():
-            raise FileNotFoundError(
-                f"asked for the model in {source}, but it has no config.json: give a folder that "
-                "save_pretrained() wrote, a hub name, or 'demo'"
-            )
-        name = str(source)
-    elif embedded or source.is_absolute() or str(model).startswith((".", "~")):
-        raise FileNotFoundError(
-            f"asked for model {str(model)!r}, but there is no folder {source}: "
-            + (
-                "install the package with its weights, or run python -m kvtailor.demo.export"
-                if embedded
-                else "give an existing folder, a hub name, or 'demo'"
-            )
-        )
-    else:
-        name = str(model)
+    name = source_of(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-        with _quietly(local=source.is_dir()):
+        with _quietly(local=Path(name).is_dir()):
             loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
     except OSError as error:
         raise OSError(
