@@ -130,13 +130,8 @@ class LayerState:
         old = keep & ~held.recent(newest) if newest else keep
         cuts: list[Cut] = []
         segments: list[Segment] = []
-        if codec.exact:
-            cut = cut_lanes(old, codec.lane_multiple)
-            if cut is not None:
-                plain = gather_held(held, cut)
-                segments.append(plan.store.put(codec.encode(plain.layout, plain.keys, plain.values)))
-                cuts.append(cut)
-        else:
+        if not codec.exact:
+            # What is encoded moves as codes; only what still is in the tail is encoded now.
             for segment, slot in zip(self.segments, slots, strict=False):
                 mine, lane_of, slot_of = tokens_of_part(segment.layout, slot, old)
                 cut = cut_lanes(mine, codec.lane_multiple)
@@ -145,12 +140,12 @@ class LayerState:
                     lane, place = lane_of[cut.owners[:, None], cut.index], slot_of[cut.owners[:, None], cut.index]
                     segments.append(plan.store.put(plan.store.get(segment).regather(lane, place, layout)))
                     cuts.append(cut)
-            in_tail = tokens_of_part(self.tail.as_segment().layout, slots[-1], old)[0]
-            cut = cut_lanes(in_tail, codec.lane_multiple)
-            if cut is not None:
-                plain = gather_held(held, cut)
-                segments.append(plan.store.put(codec.encode(plain.layout, plain.keys, plain.values)))
-                cuts.append(cut)
+            old = tokens_of_part(self.tail.as_segment().layout, slots[-1], old)[0]
+        cut = cut_lanes(old, codec.lane_multiple)
+        if cut is not None:
+            plain = gather_held(held, cut)
+            segments.append(plan.store.put(codec.encode(plain.layout, plain.keys, plain.values)))
+            cuts.append(cut)
         self.tail.drop_oldest(self.tail.length - newest)
         if newest:
             recent = cut_lanes(keep & held.recent(newest))
@@ -163,8 +158,7 @@ class LayerState:
         """Encodes the oldest tokens of the tail.
 
         After a prompt, a chunk or a turn: all but what the codec leaves in full precision, so that a row of a padded
-            batch is
-        encoded as it would be alone. While decoding: a whole block, once there is one.
+        batch is encoded as it would be alone. While decoding: a whole block, once there is one.
 
         Args:
             plan: whose codec encodes.
@@ -185,27 +179,28 @@ class LayerState:
         positions = None if layout.positions is None else layout.positions[:, :count].clone()
         block = Layout(rows=self.rows, heads=self.heads, size=count, start=layout.start, positions=positions)
         columns = block.columns(keys.device).expand(block.lanes, -1).view(self.rows, self.heads, -1)
-        mass = self.evidence.mass
-        gone = mass[-1][:, :count].clone() if mass else None
-        padded = real is not None and bool((~real[:, : self.seen]).any())
-        cut: Cut | None = None
-        if padded:
-            assert real is not None
+        mass = list(self.evidence.mass)
+        if mass:
+            last = mass.pop()
+            mass += [last[:, :count].clone(), last[:, count:].clone()]
+        encodes = True
+        if real is not None:
             row = torch.arange(self.rows, device=keys.device)[:, None, None]
             cut = cut_lanes(real.to(keys.device)[row, columns], codec.lane_multiple)
+            encodes = cut is not None
             if cut is not None:
-                block = cut.layout(self.rows, self.heads, columns)
-                keys, values = keys[cut.owners[:, None], cut.index], values[cut.owners[:, None], cut.index]
-                gone = None if gone is None else gone[cut.owners[:, None], cut.index]
-        if not padded or cut is not None:
+                at = cut.owners[:, None], cut.index
+                block, keys, values = cut.layout(self.rows, self.heads, columns), keys[at], values[at]
+                if mass:
+                    mass[-2] = mass[-2][at]
+        if encodes:
             self.segments.append(plan.store.put(codec.encode(block, keys, values)))
-        else:
-            gone = None
-        rest = mass[-1][:, count:].clone() if mass else None
+        elif mass:
+            del mass[-2]
         tail.drop_oldest(count)
-        if mass:
-            kept = (*mass[:-1], gone, rest if tail.length else None)
-            self.evidence = replace(self.evidence, mass=tuple(part for part in kept if part is not None))
+        if mass and not tail.length:
+            del mass[-1]
+        self.evidence = replace(self.evidence, mass=tuple(mass))
 
     def crop(self, count: int, *, exact: bool) -> None:
         """Takes back the newest tokens outside of a recorded forward, where that leaves no trace."""

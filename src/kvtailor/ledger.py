@@ -15,11 +15,7 @@ __all__ = ["Entry", "Ledger", "storage_bytes"]
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the unique storages behind the tensors."""
-    sizes: dict[tuple[str, int], int] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        sizes[str(tensor.device), storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+    return _charge(tensors, set())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +83,7 @@ class Ledger:
         by_layer = [0] * layers
         closed: int | None = 0
         for entry in entries:
-            own = 0
-            for tensor in entry.tensors.values():
-                storage = tensor.untyped_storage()
-                key = str(tensor.device), storage.data_ptr()
-                if key not in charged:
-                    charged.add(key)
-                    own += storage.nbytes()
+            own = _charge(entry.tensors.values(), charged)
             by_room[entry.room] = by_room.get(entry.room, 0) + own
             by_tier[entry.tier] = by_tier.get(entry.tier, 0) + own
             by_layer[entry.layer] += own
@@ -108,3 +98,15 @@ class Ledger:
             seen=seen,
             held=held,
         )
+
+
+def _charge(tensors: Iterable[Tensor], charged: set[tuple[str, int]]) -> int:
+    """Bytes of the storages that nobody was charged for yet; they are added to `charged`."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        key = str(tensor.device), storage.data_ptr()
+        if key not in charged:
+            charged.add(key)
+            total += storage.nbytes()
+    return total

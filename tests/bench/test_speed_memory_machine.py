@@ -5,7 +5,6 @@ import pytest
 import torch
 from tests.bench.dummy import FULL, DummyCache, UniformModel, contestant, subject
 
-from kvtailor import demo
 from kvtailor.bench import machine
 from kvtailor.bench.machine import Neighbours
 from kvtailor.bench.runner import contestants_of, run
@@ -99,8 +98,6 @@ def test_memory_that_cannot_be_measured_is_null_and_says_why():
 
 @pytest.mark.long
 def test_a_fresh_process_grows_by_what_the_ledger_says():
-    if not (demo.path() / "config.json").exists():
-        pytest.skip("no embedded weights yet")
     plans = contestants_of(["snapkv @ keep=0.25"])
     own, full, snap = run(Subject.load("demo"), plans, [Memory(context=1500)], bandwidth=False)
     for record in (full, snap):

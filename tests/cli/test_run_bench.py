@@ -6,13 +6,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import kvtailor.demo
 from kvtailor.cli import bench, demo, run
 from kvtailor.cli.run import Streamer
 
-needs_weights = pytest.mark.skipif(
-    not (kvtailor.demo.path() / "config.json").exists(), reason="no embedded weights yet"
-)
 LONG = "The baker of the town found a silver spoon under the old bridge. " * 12
 
 
@@ -25,7 +21,6 @@ def last(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@needs_weights
 def test_run_streams_text_and_ends_with_one_object():
     result = invoke(run.command, "--plan", "snapkv @ tokens=64", "--max-new-tokens", "5", "--json", input=LONG)
     found = last(result)
@@ -37,7 +32,6 @@ def test_run_streams_text_and_ends_with_one_object():
     assert "tokens" in result.stderr and "% " not in result.stdout
 
 
-@needs_weights
 def test_run_full_gives_the_same_text_as_the_model_alone():
     from kvtailor.hf.loading import load
 
@@ -50,7 +44,6 @@ def test_run_full_gives_the_same_text_as_the_model_alone():
     assert found["text"] == tokenizer.decode(alone, skip_special_tokens=True)
 
 
-@needs_weights
 def test_sampling_is_the_same_for_the_same_seed():
     words = ["--prompt", LONG, "--max-new-tokens", "6", "--temperature", "1.5", "--json", "--seed"]
     one, same, other = (last(invoke(run.command, *words, seed))["text"] for seed in ("1", "1", "2"))
@@ -75,7 +68,6 @@ def test_two_prompts_are_refused(tmp_path):
     assert result.exit_code == 2 and "give one of them" in result.output
 
 
-@needs_weights
 def test_a_prompt_longer_than_the_positions_is_refused_and_a_tight_one_is_cut_with_a_word():
     result = invoke(run.command, "--prompt", LONG * 40)
     assert result.exit_code == 1
@@ -98,7 +90,6 @@ def test_a_model_that_is_not_there_and_a_bad_plan_are_sentences():
         assert result.exit_code == 1 and "snapkv" in result.output and "Traceback" not in result.output
 
 
-@needs_weights
 def test_bench_ends_with_one_object_and_leaves_records(tmp_path):
     words = [
         "--plans",
@@ -145,7 +136,6 @@ def test_bench_refuses_what_it_does_not_know(tmp_path):
         assert result.exit_code == 2 and said in result.output, result.output
 
 
-@needs_weights
 def test_bench_says_that_a_text_cannot_be_read_or_is_short(tmp_path):
     (tmp_path / "short").write_text("Too short to say anything.")
     for path, said in [("missing", "cannot be read"), ("short", "give a longer text")]:

@@ -20,9 +20,9 @@ class Attended:
 
     Attributes:
         output: (b, q, t, dv) in the query's dtype. A query that sees nothing gives zeros.
-        lse: (b, q, t) float32 log-sum-exp of the scaled logits that were read; None where nobody asked.
+        lse: (b, q, t) float32 log-sum-exp of the scaled logits that were read; None where the method has none.
         mass: for each part (m, s) float32: attention probability that each slot received, summed over the group's query
-            heads and the queries of `mass_queries`; None where nobody asked.
+            heads and over `real_queries`; None where nobody asked.
         read: tokens read by each (row, kv head) for the last query, (b, h) int64; None where all were.
     """
 

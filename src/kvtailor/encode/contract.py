@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from kvtailor.errors import CacheMisuse
 from kvtailor.types import Layout, Segment
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "refuse_non_finite"]
 
 
 class Codec(ABC):
@@ -56,3 +58,13 @@ class Codec(ABC):
             key_size, value_size: d and dv.
             element_size: bytes of the cache's dtype.
         """
+
+
+def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:
+    """Raises `CacheMisuse` for NaN or infinity in keys (m, s, d) or values (m, s, dv); `why` completes the sentence."""
+    for name, states in (("keys", keys), ("values", values)):
+        if not torch.isfinite(states).all():
+            raise CacheMisuse(
+                f"{codec} was given {name} of shape {tuple(states.shape)} with NaN or infinity, {why}; check the "
+                "model's inputs and dtype (float16 overflow is the usual cause), or use encode=plain"
+            )

@@ -18,8 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec
-from kvtailor.errors import CacheMisuse
+from kvtailor.encode.contract import Codec, refuse_non_finite
 from kvtailor.types import Layout, Segment
 
 __all__ = ["Indexed", "IndexedSegment"]
@@ -124,13 +123,7 @@ class Indexed(Codec):
         Raises:
             CacheMisuse: NaN or infinity, from which no bounds can be made.
         """
-        for name, states in (("keys", keys), ("values", values)):
-            if not torch.isfinite(states).all():
-                raise CacheMisuse(
-                    f"indexed was given {name} of shape {tuple(states.shape)} with NaN or infinity, over which no "
-                    "page has bounds; check the model's inputs and dtype (float16 overflow is the usual cause), or use "
-                    "encode=plain"
-                )
+        refuse_non_finite("indexed", keys, values, "over which no page has bounds")
         return IndexedSegment.of(layout, self.page, _alone(keys), _alone(values))
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:

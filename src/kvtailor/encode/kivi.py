@@ -5,10 +5,10 @@ for every `group` tokens, and each value token its own for every `group` channel
 *Paper* `kivi` (arXiv 2402.02750), sections 3.2 and 4.1; bits = B, group = G, residual = R.
 *Source* The paper; kvtailor's own code.
 *Departs* Values leave the tail with their keys, a block of `residual` tokens at a time, and not one token at each step
-(segments are never rewritten, so a value is in full precision between R and 2 R tokens instead of R). The prompt is
-encoded in whole blocks of R, as in the paper. A group of equal values, 0 / 0 in the paper, has the step 1. A segment
-that is no multiple of `group` ends with a shorter key group. Where `group` does not divide a value's size, the largest
-divisor below it is taken. 8 bits are kvtailor's addition.
+(segments are never rewritten, so a value is in full precision between R and 2 R tokens instead of R). After a prompt
+all but the newest R tokens are encoded, where the paper encodes whole blocks of R. A group of equal values, 0 / 0 in
+the paper, has the step 1. A segment that is no multiple of `group` ends with a shorter key group. Where `group` does
+not divide a value's size, the largest divisor below it is taken. 8 bits are kvtailor's addition.
 *Cost* bits / 8 + 2 * element / group bytes for each element; attention decodes the segment at every step.
 """
 
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec
-from kvtailor.errors import CacheMisuse
+from kvtailor.encode.contract import Codec, refuse_non_finite
 from kvtailor.ops.quant import dequantise, largest_divisor, pack, packed_size, quantise, unpack
 from kvtailor.types import Layout, Segment
 
@@ -191,13 +190,7 @@ class Kivi(Codec):
         Raises:
             CacheMisuse: NaN or infinity.
         """
-        for name, states in (("keys", keys), ("values", values)):
-            if not torch.isfinite(states).all():
-                raise CacheMisuse(
-                    f"kivi was given {name} of shape {tuple(states.shape)} with NaN or infinity, which no code can "
-                    "hold; check the model's inputs and dtype (float16 overflow is the usual cause), or use "
-                    "encode=plain"
-                )
+        refuse_non_finite("kivi", keys, values, "which no code can hold")
         missing = -keys.shape[1] % self.group
         padded = torch.cat([keys, keys[:, -1:].expand(-1, missing, -1)], 1) if missing else keys
         key_codes, key_step, key_low = quantise(padded, self.bits, 1, self.group)

@@ -75,7 +75,18 @@ class Tail:
 
     def drop_oldest(self, count: int) -> None:
         """Forgets the oldest tokens, whose block has just been encoded, and their memory."""
-        self._keep(count, self.length)
+        if self._keys is None or self._values is None:
+            return
+        if count == self.length:
+            self.clear()
+            return
+        self._keys = self._keys[:, count : self.length].clone()
+        self._values = self._values[:, count : self.length].clone()
+        if self._positions is not None:
+            self._positions = self._positions[:, count : self.length].clone()
+        if self.start is not None:
+            self.start += count
+        self.length -= count
 
     def crop(self, count: int) -> None:
         """Forgets the newest tokens. The buffer stays: the next tokens take the room."""
@@ -156,17 +167,3 @@ class Tail:
         self._positions = columns.new_empty((self.rows * self.heads, self._keys.shape[1]))
         self._positions[:, : self.length] = columns
         self.start = None
-
-    def _keep(self, first: int, last: int) -> None:
-        if self._keys is None or self._values is None:
-            return
-        if first == last:
-            self.clear()
-            return
-        self._keys = self._keys[:, first:last].clone()
-        self._values = self._values[:, first:last].clone()
-        if self._positions is not None:
-            self._positions = self._positions[:, first:last].clone()
-        if self.start is not None:
-            self.start += first
-        self.length = last - first
