@@ -22,8 +22,9 @@ from functools import partial
 from kvtailor.bench import synthetic_facts
 from kvtailor.bench import synthetic_words as words
 from kvtailor.bench.synthetic_facts import Fact
+from kvtailor.bench.synthetic_lists import LISTS, WordList, shortest
 
-__all__ = ["Document", "Plot", "SPLITS", "TASKS", "make_document", "random_source"]
+__all__ = ["ALL_TASKS", "Document", "Plot", "SPLITS", "TASKS", "make_document", "random_source"]
 
 SPLITS: Mapping[str, range] = {
     "evaluation": range(1_000_000),
@@ -40,12 +41,14 @@ class Document:
         context: text in which the asked fact stands.
         question: text that follows the context and ends right before the answer (no trailing space).
         answer: what the continuation must begin with, leading space included.
-        task: one of `TASKS`.
+        task: one of `ALL_TASKS`.
         state: the random state that it was generated from.
         split: "evaluation", "calibration" or "train".
         depth: where in the context the fact was asked to stand, 0.0 (start) to 1.0 (end).
-        meta: ``fact`` (the asked sentence), ``fact_at`` (its character offset in the context), ``depth_found``
-            (``fact_at`` over the last offset at which it could stand, 0.0 to 1.0) and what the task adds.
+            Lists of words have no depth and ignore it.
+        meta: what the task adds; for tasks of `TASKS` also ``fact`` (the asked sentence), ``fact_at`` (its character
+            offset in the context) and ``depth_found`` (``fact_at`` over the last offset at which it could stand).
+        parts: the things that the answer consists of, for recall in any order; the stripped answer if it is one.
     """
 
     context: str
@@ -56,6 +59,7 @@ class Document:
     split: str
     depth: float
     meta: Mapping[str, object] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> str:
@@ -111,6 +115,36 @@ def _variables(rng: random.Random, depth: float, *, hops: int = 1, distractors: 
     return Plot(synthetic_facts.variable_facts(rng, distractors + 1, hops, asked, digits), asked, meta={"hops": hops})
 
 
+def _multi_value(rng: random.Random, depth: float, *, values: int = 4, digits: int = 5) -> Plot:
+    facts = synthetic_facts.multi_value_facts(rng, values, digits)
+    return Plot(facts, round(depth * (values - 1)), meta={"values": values})
+
+
+def _multi_query(rng: random.Random, depth: float, *, queries: int = 4, distractors: int = 0, digits: int = 5) -> Plot:
+    if queries < 1 or distractors < 0:
+        raise ValueError(
+            f"asked for {queries} queries and {distractors} distractors: ask for 1 or more queries and 0 or more "
+            "distractors"
+        )
+    by_key: dict[str, Fact] = {}
+    while len(by_key) < queries + distractors:
+        fact = synthetic_facts.needle_fact(rng, digits)
+        by_key.setdefault(fact.question, fact)
+    facts = list(by_key.values())
+    first = round(depth * (len(facts) - 1))
+    others = rng.sample([i for i in range(len(facts)) if i != first], queries - 1)
+    facts[first] = synthetic_facts.multi_query_fact(facts, [first, *others])
+    return Plot(facts, first, meta={"queries": queries})
+
+
+def _first_names(rng: random.Random, depth: float, *, people: int = 8) -> Plot:
+    by_name: dict[str, Fact] = {}
+    while len(by_name) < people:
+        fact = synthetic_facts.first_name_fact(rng)
+        by_name.setdefault(fact.question, fact)
+    return Plot(list(by_name.values()), round(depth * (people - 1)), meta={"people": people})
+
+
 TASKS: Mapping[str, Callable[..., Plot]] = {
     "needle": _needle,
     "passkey": _passkey,
@@ -118,7 +152,14 @@ TASKS: Mapping[str, Callable[..., Plot]] = {
     "characters": _characters,
     "copy_span": _copy_span,
     "variables": _variables,
+    "multi_value": _multi_value,
+    "multi_query": _multi_query,
+    "first_names": _first_names,
 }
+"""Tasks that ask for facts, each of which stands at a depth."""
+
+ALL_TASKS: tuple[str, ...] = (*TASKS, *LISTS)
+"""Those, and the lists of words, whose answer is spread over the whole context."""
 
 
 def random_source(task: str, state: int, split: str) -> random.Random:
@@ -152,7 +193,7 @@ def make_document(
     """Generate one document of at most ``length`` that is as long as whole sentences (or records) allow.
 
     Args:
-        task: one of `TASKS`.
+        task: one of `ALL_TASKS`.
         state: random state, from the range of the split in `SPLITS`.
         split: "evaluation", "calibration" or "train".
         length: of context and question together, in characters, or in tokens if ``count_tokens`` is given; the answer
@@ -163,16 +204,17 @@ def make_document(
         filler: sentences to hide the facts in; a run of them from a random place is taken. None: a template grammar.
         **task_options: needle ``digits, distractors``; passkey ``digits``; key_value ``digits, prose, records`` (None
             or absent: as many lines as fit); characters ``people``; copy_span ``span, cue`` (words); variables
-            ``hops, distractors, digits``.
+            ``hops, distractors, digits``; multi_value ``values, digits``; multi_query ``queries, distractors, digits``;
+            first_names ``people``; common_words ``common, times, others``; frequent_words ``asked, kinds``.
 
     Raises:
         ValueError: unknown task, split, option or state, depth outside of 0 to 1, empty filler, or a length that the
             facts and the question alone exceed.
     """
-    if task not in TASKS:
-        guess = get_close_matches(task, TASKS, 1)
+    if task not in ALL_TASKS:
+        guess = get_close_matches(task, ALL_TASKS, 1)
         raise ValueError(
-            f"asked for task {task!r}, but there are {', '.join(TASKS)}"
+            f"asked for task {task!r}, but there are {', '.join(ALL_TASKS)}"
             + (f": did you mean {guess[0]!r}?" if guess else ": use one of them")
         )
     if not 0.0 <= depth <= 1.0:
@@ -180,6 +222,11 @@ def make_document(
     if filler is not None and not filler:
         raise ValueError("asked for a filler without any sentence: give sentences, or None for the built-in ones")
     rng, size = random_source(task, state, split), count_tokens or len
+    if task in LISTS:
+        listed = _word_list(task, task_options, rng, length, size)
+        return Document(
+            listed.context, listed.question, listed.answer, task, state, split, depth, listed.meta, listed.asked
+        )
     draw = partial(_plot, task, depth, task_options)
     if task == "key_value" and task_options.get("records") is None and not task_options.get("prose"):
         plot = _as_many_records_as_fit(draw, rng, length, size)
@@ -194,7 +241,8 @@ def make_document(
     context = separator.join(texts)
     found = before / max(1, len(context) - len(fact.sentence))
     meta = {"fact": fact.sentence, "fact_at": before, "depth_found": found, **plot.meta}
-    document = Document(context, fact.question, fact.answer, task, state, split, depth, meta)
+    parts = fact.parts or (fact.answer.strip(),)
+    document = Document(context, fact.question, fact.answer, task, state, split, depth, meta, parts)
     if size(document.prompt) > length:
         raise ValueError(
             f"asked for a {task} document of length {length}, but its facts and question alone take "
@@ -208,6 +256,36 @@ def _plot(task: str, depth: float, options: Mapping[str, object], rng: random.Ra
         return TASKS[task](rng, depth, **{**options, **more})
     except TypeError as error:
         raise ValueError(f"asked for options {dict(options)} of task {task!r}: {error}; see make_document") from error
+
+
+def _word_list(
+    task: str, options: Mapping[str, object], rng: random.Random, length: int, size: Callable[[str], int]
+) -> WordList:
+    """The longest list of the task that stays within ``length``."""
+    start = rng.getstate()
+
+    def list_of(count: int) -> WordList:
+        rng.setstate(start)
+        try:
+            return LISTS[task](rng, count, **options)
+        except TypeError as error:
+            raise ValueError(f"asked for options {dict(options)} of task {task!r}: {error}") from error
+
+    low = shortest(int(str(options.get("asked", options.get("common", 3)))))
+    high = low + 1
+    while size(list_of(high).context + list_of(high).question) <= length:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        text = list_of(middle)
+        low, high = (middle, high) if size(text.context + text.question) <= length else (low, middle)
+    found = list_of(low)
+    if size(found.context + found.question) > length:
+        raise ValueError(
+            f"asked for a {task} document of length {length}, but {low} words and the question alone take "
+            f"{size(found.context + found.question)}: ask for at least that"
+        )
+    return found
 
 
 def _as_many_records_as_fit(

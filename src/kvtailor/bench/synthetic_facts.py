@@ -1,4 +1,4 @@
-"""Facts that generated documents hide and ask for: numbers under keys, people, inscriptions, variables."""
+"""Facts that generated documents hide and ask for: numbers under keys, people, first names, inscriptions, variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kvtailor.bench import synthetic_words as words
 __all__ = [
     "Fact",
     "character_facts",
+    "first_name_fact",
     "inscription_fact",
+    "multi_query_fact",
+    "multi_value_facts",
     "needle_fact",
     "number",
     "passkey_fact",
@@ -27,11 +30,13 @@ class Fact:
         sentence: the statement, without surrounding spaces.
         question: asks for it, beginning with a line break; ends right before the answer.
         answer: leading space included.
+        parts: what the answer must contain in any order, if that is several things; empty: the answer itself.
     """
 
     sentence: str
     question: str
     answer: str
+    parts: tuple[str, ...] = ()
 
 
 def number(rng: random.Random, digits: int) -> str:
@@ -50,6 +55,52 @@ def passkey_fact(rng: random.Random, digits: int = 5) -> Fact:
     answer = number(rng, digits)
     sentence = f"The pass key is{answer}. Remember it:{answer} is the pass key."
     return Fact(sentence, "\nQuestion: What is the pass key? Answer: The pass key is", answer)
+
+
+def multi_value_facts(rng: random.Random, values: int = 4, digits: int = 5) -> list[Fact]:
+    """``values`` numbers of ``digits`` digits under one key of two words; the answer lists them in their order.
+
+    After RULER's multi-value needles (arXiv 2404.06654): recall counts the numbers that the continuation contains.
+    """
+    if values < 1:
+        raise ValueError(f"asked for {values} values under one key: ask for 1 or more")
+    key = words.pair(rng)
+    numbers = [number(rng, digits) for _ in range(values)]
+    question = f"\nQuestion: What are the special numbers for {key}? Answer: The special numbers for {key} are"
+    parts = tuple(value.strip() for value in numbers)
+    return [
+        Fact(f"One of the special numbers for {key} is{value}.", question, ",".join(numbers), parts)
+        for value in numbers
+    ]
+
+
+def multi_query_fact(needles: list[Fact], asked: list[int]) -> Fact:
+    """The needle ``asked[0]`` with a question for all needles whose indices are in ``asked``, in that order.
+
+    After RULER's multi-query needles (arXiv 2404.06654).
+    """
+    stems = [needles[i].sentence[: -1 - len(needles[i].answer)] for i in asked]
+    keys = [stem.removeprefix("The special number for ").removesuffix(" is") for stem in stems]
+    listed = ", ".join(keys[:-1]) + f" and {keys[-1]}" if len(keys) > 1 else keys[0]
+    answers = [needles[i].answer for i in asked]
+    rest = "".join(f", for {key} is{answer}" for key, answer in zip(keys[1:], answers[1:], strict=True))
+    return Fact(
+        needles[asked[0]].sentence,
+        f"\nQuestion: What are the special numbers for {listed}? Answer: {stems[0]}",
+        answers[0] + rest,
+        tuple(answer.strip() for answer in answers),
+    )
+
+
+def first_name_fact(rng: random.Random) -> Fact:
+    """A made-up person is introduced by the full name; asked is the first name that belongs to the surname."""
+    surname, first = words.invented(rng).capitalize(), rng.choice(words.FIRST_NAMES)
+    place = words.invented(rng).capitalize()
+    return Fact(
+        f"{first} {surname} came to town from {place}.",
+        f"\nQuestion: What is the first name of {surname}? Answer: The first name of {surname} is",
+        f" {first}",
+    )
 
 
 def record_fact(rng: random.Random, digits: int = 4) -> Fact:
