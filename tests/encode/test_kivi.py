@@ -97,3 +97,15 @@ def test_moving_drops_the_scales_that_nobody_uses() -> None:
 def test_bad_numbers_say_what_to_write(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Kivi(**options)
+
+
+def test_keys_and_values_can_have_other_bits_each() -> None:
+    keys, values = states((6, 64, 24), 0), states((6, 64, 64), 1)
+    layout = Layout(rows=2, heads=3, size=64, start=0)
+    mixed = Kivi(key_bits=8, value_bits=2).encode(layout, keys, values)
+    eight, two = Kivi(bits=8).encode(layout, keys, values), Kivi(bits=2).encode(layout, keys, values)
+    assert torch.equal(mixed.decode()[0], eight.decode()[0]) and torch.equal(mixed.decode()[1], two.decode()[1])
+    assert mixed.key_codes.shape[-1] == 24 and mixed.value_codes.shape[-1] == 16
+    assert Kivi(key_bits=8, value_bits=2).bytes_per_token(128, 128, 2) == 128 + 32 + 2 * 2 * (128 / 32 + 4)
+    with pytest.raises(ValueError, match="not value_bits=3"):
+        Kivi(value_bits=3)

@@ -8,7 +8,8 @@ for every `group` tokens, and each value token its own for every `group` channel
 (segments are never rewritten, so a value is in full precision between R and 2 R tokens instead of R). After a prompt
 all but the newest R tokens are encoded, where the paper encodes whole blocks of R. A group of equal values, 0 / 0 in
 the paper, has the step 1. A segment that is no multiple of `group` ends with a shorter key group. Where `group` does
-not divide a value's size, the largest divisor below it is taken. 8 bits are kvtailor's addition.
+not divide a value's size, the largest divisor below it is taken. 8 bits, and other bits for keys than for values, are
+kvtailor's additions.
 *Cost* bits / 8 + 2 * element / group bytes for each element; attention decodes the segment at every step.
 """
 
@@ -27,6 +28,7 @@ from kvtailor.types import Layout, Segment
 
 __all__ = ["Kivi", "KiviSegment"]
 
+_FIELDS = ("key_bits", "value_bits", "group", "size", "value_size")
 _OF_TOKENS = ("key_codes", "value_codes", "value_step", "value_low")
 
 
@@ -36,7 +38,8 @@ class KiviSegment(Segment):
 
     Attributes:
         layout: which tokens these are.
-        bits, group: of the codes; tokens of a key group.
+        key_bits, value_bits: of the codes.
+        group: tokens of a key group.
         size, value_size: d and dv.
         key_codes, value_codes: (m, s, bytes) uint8, packed along the channels.
         key_step, key_low: (m, ceil(s / group), d) of the cache's dtype; with `key_group` (rows, d).
@@ -46,7 +49,8 @@ class KiviSegment(Segment):
     """
 
     layout: Layout
-    bits: int
+    key_bits: int
+    value_bits: int
     group: int
     size: int
     value_size: int
@@ -60,11 +64,11 @@ class KiviSegment(Segment):
     codec = "kivi"
 
     def decode(self) -> tuple[Tensor, Tensor]:
-        codes = unpack(self.value_codes, self.bits, self.value_size)
+        codes = unpack(self.value_codes, self.value_bits, self.value_size)
         return self._decode_keys(), dequantise(codes, self.value_step, self.value_low, -1)
 
     def _decode_keys(self) -> Tensor:
-        codes = unpack(self.key_codes, self.bits, self.size)
+        codes = unpack(self.key_codes, self.key_bits, self.size)
         if self.key_group is not None:
             row = self.key_group.to(torch.int64)
             return torch.addcmul(self.key_low[row], codes.to(self.key_step.dtype), self.key_step[row])
@@ -109,7 +113,7 @@ class KiviSegment(Segment):
 
     def closed_form_bytes(self) -> int:
         slots, element = self.layout.lanes * self.layout.size, self.key_step.element_size()
-        codes = packed_size(self.size, self.bits) + packed_size(self.value_size, self.bits)
+        codes = packed_size(self.size, self.key_bits) + packed_size(self.value_size, self.value_bits)
         scales = 2 * element * (self.value_size // largest_divisor(self.value_size, self.group))
         if self.key_group is None:
             groups, index = self.layout.lanes * -(-self.layout.size // self.group), 0
@@ -118,19 +122,15 @@ class KiviSegment(Segment):
         return slots * (codes + scales) + index + groups * 2 * element * self.size + self.layout.closed_form_bytes()
 
     def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        fields = {"bits": self.bits, "group": self.group, "size": self.size, "value_size": self.value_size}
+        fields = {name: getattr(self, name) for name in _FIELDS}
         tensors = {name: getattr(self, name) for name in (*_OF_TOKENS, "key_step", "key_low")}
         return dict(fields), tensors if self.key_group is None else {**tensors, "key_group": self.key_group}
 
     @classmethod
     def from_state(cls, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> KiviSegment:
-        bits, group, size, value_size = (int(str(fields[name])) for name in ("bits", "group", "size", "value_size"))
         return cls(
             layout=layout,
-            bits=bits,
-            group=group,
-            size=size,
-            value_size=value_size,
+            **{name: int(str(fields[name])) for name in _FIELDS},
             key_codes=tensors["key_codes"],
             key_step=tensors["key_step"],
             key_low=tensors["key_low"],
@@ -149,15 +149,23 @@ class Kivi(Codec):
         bits: of a code: 2, 4 or 8.
         group: tokens of a key group, and channels of a value group.
         residual: newest tokens in full precision, and tokens encoded at once; a multiple of `group`.
+        key_bits: of a key's code, where it is to differ.
+        value_bits: of a value's code, where it is to differ.
     """
 
     bits: int = 2
     group: int = 32
     residual: int = 128
+    key_bits: int | None = None
+    value_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise ValueError(f"kivi codes have 2, 4 or 8 bits, not {self.bits}; write bits=2, bits=4 or bits=8")
+        for name in ("bits", "key_bits", "value_bits"):
+            bits = getattr(self, name)
+            if bits not in (2, 4, 8) and not (bits is None and name != "bits"):
+                raise ValueError(
+                    f"kivi codes have 2, 4 or 8 bits, not {name}={bits}; write {name}=2, {name}=4 or {name}=8"
+                )
         if self.group < 2:
             raise ValueError(f"a kivi group has at least 2 values, not {self.group}; the paper's is group=32")
         if self.residual < self.group or self.residual % self.group:
@@ -165,6 +173,16 @@ class Kivi(Codec):
                 f"kivi's residual must be a multiple of its group, and residual={self.residual} is none of "
                 f"group={self.group}; write residual={max(1, round(self.residual / self.group)) * self.group}"
             )
+
+    @property
+    def bits_of_keys(self) -> int:
+        """Bits of a key's code."""
+        return self.key_bits or self.bits
+
+    @property
+    def bits_of_values(self) -> int:
+        """Bits of a value's code."""
+        return self.value_bits or self.bits
 
     @property
     def tail(self) -> int:
@@ -193,27 +211,28 @@ class Kivi(Codec):
         refuse_non_finite("kivi", keys, values, "which no code can hold")
         missing = -keys.shape[1] % self.group
         padded = torch.cat([keys, keys[:, -1:].expand(-1, missing, -1)], 1) if missing else keys
-        key_codes, key_step, key_low = quantise(padded, self.bits, 1, self.group)
+        key_codes, key_step, key_low = quantise(padded, self.bits_of_keys, 1, self.group)
         if missing:
             key_codes = key_codes[:, : keys.shape[1]].clone(memory_format=torch.contiguous_format)
         value_group = largest_divisor(values.shape[-1], self.group)
-        value_codes, value_step, value_low = quantise(values, self.bits, 2, value_group)
+        value_codes, value_step, value_low = quantise(values, self.bits_of_values, 2, value_group)
         return KiviSegment(
             layout=layout,
-            bits=self.bits,
+            key_bits=self.bits_of_keys,
+            value_bits=self.bits_of_values,
             group=self.group,
             size=keys.shape[-1],
             value_size=values.shape[-1],
-            key_codes=pack(key_codes, self.bits),
+            key_codes=pack(key_codes, self.bits_of_keys),
             key_step=key_step,
             key_low=key_low,
-            value_codes=pack(value_codes, self.bits),
+            value_codes=pack(value_codes, self.bits_of_values),
             value_step=value_step,
             value_low=value_low,
         )
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
         """Codes, two scales of each key channel shared by a group of tokens, two for each group of value channels."""
-        codes = packed_size(key_size, self.bits) + packed_size(value_size, self.bits)
+        codes = packed_size(key_size, self.bits_of_keys) + packed_size(value_size, self.bits_of_values)
         value_groups = value_size // largest_divisor(value_size, self.group)
         return codes + 2 * element_size * (key_size / self.group + value_groups)
