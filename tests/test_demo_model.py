@@ -9,7 +9,7 @@ from kvtailor import demo
 from kvtailor.bench.synthetic import make_document
 from kvtailor.demo.evaluate import bits_per_byte, continues_with, retrieval, table
 from kvtailor.demo.train import Phase, parse_phases, phase_at, rate_at
-from kvtailor.hf.loading import load, new_llama
+from kvtailor.hf.loading import load, new_model
 
 TEXTS = [
     "The quick brown fox, 48213 times.\n\n  Two spaces",
@@ -120,7 +120,7 @@ def test_new_models_follow_the_random_state():
     weights = []
     for state in (0, 0, 1):
         torch.manual_seed(state)
-        model = new_llama(**tiny)
+        model = new_model("llama", **tiny)
         weights.append(model.model.layers[0].self_attn.q_proj.weight)
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     assert model.config.rope_parameters["rope_theta"] == 100_000.0

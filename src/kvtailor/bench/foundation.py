@@ -36,7 +36,7 @@ import torch
 from kvtailor.bench.machine import Neighbours, describe, read_bandwidth
 from kvtailor.bench.statistics import spread
 from kvtailor.hf.cache import cache_for
-from kvtailor.hf.loading import new_llama
+from kvtailor.hf.loading import new_model
 from kvtailor.hf.stock import dynamic_cache, fill, static_cache
 
 __all__ = ["Measured", "decode", "main", "prefill", "random_llama"]
@@ -65,8 +65,8 @@ class Measured:
 def random_llama(dtype: torch.dtype, positions: int) -> Any:
     """The random Llama-shaped model of this bench."""
     torch.manual_seed(0)
-    model = new_llama(
-        vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=32,
+    model = new_model(
+        "llama", vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=positions,
     )  # fmt: skip
     return model.to(dtype).eval()

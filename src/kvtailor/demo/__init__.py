@@ -1,12 +1,13 @@
-"""The embedded demo model: a small Llama that speaks a little English and retrieves from its context.
+"""The embedded models: a small Llama that retrieves from its context, and a smaller GPT-NeoX that drafts for it.
 
 The recipe, each step one command (``--help`` on each)::
 
     python -m kvtailor.demo.tokenizer    # corpus and generated documents -> tokenizer.json
     python -m kvtailor.demo.mixture      # corpus -> array of tokens, list of filler sentences
     python -m kvtailor.demo.train        # -> checkpoints; run again to continue
-    python -m kvtailor.demo.export       # checkpoint -> kvtailor/demo/weights/
-    python -m kvtailor.demo.evaluate     # bits per byte, retrieval by task, length and depth
+    python -m kvtailor.demo.export       # checkpoint -> kvtailor/demo/weights/NAME/
+    python -m kvtailor.demo.evaluate     # bits per byte, use of context, retrieval by task, length and depth
+    python -m kvtailor.demo.separate     # how far the methods lie apart on it
 """
 
 from __future__ import annotations
@@ -14,10 +15,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+NAMES = ("demo", "demo-draft")
+"""The embedded models, by the names under which they are loaded."""
 
-def path() -> Path:
-    """The folder of the embedded weights, tokenizer and model card."""
-    return Path(__file__).resolve().parent / "weights"
+
+def path(name: str = "demo") -> Path:
+    """The folder of an embedded model: weights, tokenizer, model card.
+
+    Raises:
+        ValueError: ``name`` is not in `NAMES`.
+    """
+    if name not in NAMES:
+        raise ValueError(f"asked for the embedded model {name!r}, but there are {', '.join(NAMES)}: use one of them")
+    return Path(__file__).resolve().parent / "weights" / name
 
 
 def data_folder() -> Path:

@@ -1,6 +1,6 @@
 """Recipe, step 4: export. ``python -m kvtailor.demo.export`` writes the checkpoint's weights, config, tokenizer.
 
-bfloat16 safetensors into ``kvtailor/demo/weights``, where ``kvtailor.hf.loading.load("demo")`` finds them. The model
+bfloat16 safetensors into ``kvtailor/demo/weights/NAME``, where ``kvtailor.hf.loading.load(NAME)`` finds them. The model
 card in that folder is written by hand and kept.
 """
 
@@ -13,15 +13,19 @@ import torch
 from tokenizers import Tokenizer
 
 from kvtailor import demo
+from kvtailor.demo.checkpoint import load_checkpoint
 from kvtailor.demo.tokenizer import BOS, EOS, PAD
-from kvtailor.demo.train import ARCHITECTURE
-from kvtailor.hf.loading import new_llama, save, wrap_tokenizer
+from kvtailor.demo.train import ARCHITECTURES
+from kvtailor.hf.loading import new_model, save, wrap_tokenizer
 
 __all__ = ["export", "main"]
 
 
-def export(checkpoint: Path, tokenizer_file: Path, folder: Path) -> int:
-    """Write the model of ``checkpoint`` into ``folder``.
+SHARD = "8MB"
+
+
+def export(name: str, checkpoint: Path, tokenizer_file: Path, folder: Path) -> int:
+    """Write the model ``name`` of `ARCHITECTURES` from ``checkpoint`` into ``folder``.
 
     Returns:
         Bytes of all files in ``folder``.
@@ -29,17 +33,23 @@ def export(checkpoint: Path, tokenizer_file: Path, folder: Path) -> int:
     Raises:
         FileNotFoundError: no such checkpoint or tokenizer.
     """
-    for needed in (checkpoint, tokenizer_file):
-        if not needed.is_file():
+    saved = load_checkpoint(checkpoint)
+    for needed, there in ((checkpoint, saved is not None), (tokenizer_file, tokenizer_file.is_file())):
+        if not there:
             raise FileNotFoundError(
                 f"asked to export {needed}, which does not exist: run the recipe's earlier steps, "
                 "or give --work and --run"
             )
     entries = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
-    model = new_llama(**ARCHITECTURE, vocab_size=entries)
-    model.load_state_dict(torch.load(checkpoint, weights_only=False)["model"])
+    model = new_model(**ARCHITECTURES[name], vocab_size=entries)
+    assert saved is not None
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.copy_(saved[0][f"model.{parameter_name}"])
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
     tokenizer = wrap_tokenizer(tokenizer_file, bos=BOS, eos=EOS, pad=PAD, longest=model.config.max_position_embeddings)
-    save(model.to(torch.bfloat16), tokenizer, folder)
+    save(model.to(torch.bfloat16), tokenizer, folder, shard=SHARD)
     for file in folder.iterdir():
         file.chmod(0o644)
     return sum(file.stat().st_size for file in folder.iterdir())
@@ -48,11 +58,13 @@ def export(checkpoint: Path, tokenizer_file: Path, folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=demo.work_folder(), help="folder of the earlier steps")
-    parser.add_argument("--run", default="run", help="name of the checkpoint in the work folder")
-    parser.add_argument("--to", type=Path, default=demo.path(), help="folder to write")
+    parser.add_argument("--model", choices=list(ARCHITECTURES), default="demo")
+    parser.add_argument("--run", help="name of the checkpoint in the work folder; default: the model's name")
+    parser.add_argument("--to", type=Path, help="folder to write; default: where the package keeps its models")
     given = parser.parse_args()
-    held = export(given.work / f"{given.run}.pt", given.work / "tokenizer.json", given.to)
-    print(f"{held:,} bytes in {given.to}")
+    folder = given.to or demo.path(given.model)
+    held = export(given.model, given.work / (given.run or given.model), given.work / "tokenizer.json", folder)
+    print(f"{held:,} bytes in {folder}")
 
 
 if __name__ == "__main__":

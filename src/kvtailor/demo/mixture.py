@@ -1,4 +1,8 @@
-"""Recipe, step 2: the data. ``python -m kvtailor.demo.mixture`` tokenizes the corpus once (about a minute on one core).
+"""Recipe, step 2: the data. ``python -m kvtailor.demo.mixture`` tokenizes the corpus once (half a minute on two cores).
+
+Every eighth Wikipedia article is spelled as WikiText spells it (spaces before punctuation, `` @-@ ``), so that the
+model can read the benchmark that everybody reports. Books stand first in the array, in long pieces, so that long rows
+have natural text to look back on.
 
 A training row is either a window of the corpus or generated documents with many questions, and is a function of the
 random state alone, so that a resumed run sees what an uninterrupted one would have seen.
@@ -15,23 +19,46 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.progress import track
 from tokenizers import Tokenizer
 
 from kvtailor import demo
-from kvtailor.bench import synthetic, synthetic_facts, synthetic_words
+from kvtailor.bench import synthetic, synthetic_facts, synthetic_lists, synthetic_words
 from kvtailor.bench.synthetic import SPLITS
 from kvtailor.bench.synthetic_facts import Fact
 
-__all__ = ["Mixture", "Row", "SENTENCE", "main", "read_corpus"]
+__all__ = ["Mixture", "Row", "SENTENCE", "as_wikitext", "main", "read_corpus"]
 
+LIST_SHARE = 0.08
 CONTEXT_WEIGHT, REPEAT_WEIGHT, QUESTION_WEIGHT, ANSWER_WEIGHT = 0.2, 0.9, 0.8, 3.0
 SENTENCE = re.compile(r"[A-Z][^.!?\n]{25,160}[.!?](?=\s)")
+LONG = 2048
+PIECE = 60_000  # characters of a book in a row, so that a few long books do not crowd out the rest
+SPELLED_AS_WIKITEXT = 8  # every how many-th Wikipedia article
+
+
+def as_wikitext(title: str, text: str) -> str:
+    """``text`` in the spelling of WikiText's raw form: tokens apart, `` @-@ `` in words, headings between `` = ``."""
+    lines = [f" = {title} = ", " "]
+    for line in text.split("\n"):
+        if len(line) < 60 and line.endswith(".") and " " not in line.strip()[-1:] and line.count(" ") < 6:
+            lines += [" ", f" = = {line[:-1]} = = ", " "]
+            continue
+        line = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", line)
+        line = re.sub(r"(?<=\d)([.,])(?=\d)", r" @\1@ ", line)
+        line = re.sub(r"([(\[])(?=\S)", r"\1 ", line)
+        line = re.sub(r"(?<=[^\s@])([,;:!?)\]%])", r" \1", line)
+        line = re.sub(r'(?<=\S)"(?=[\s,.;:!?)]|$)', ' "', re.sub(r'"(?=\w)', '" ', line))
+        line = re.sub(r"(?<=\w)('s|'|n't)(?=[\s,.;:!?)]|$)", r" \1", line)
+        line = re.sub(r"(?<=[^\s.])\.(?=\s+[A-Z\"]|\s*$)", " .", line)
+        lines.append(f" {line.strip()} ")
+    return "\n".join(lines)
 
 
 def read_corpus(data: Path, characters: int) -> Iterator[tuple[str, str]]:
     """(source, text) of training documents, the same share of every file, ``characters`` in all.
 
-    Books are cut into pieces of 20,000 characters, so that a few long ones do not crowd out the rest.
+    Books are cut into pieces of `PIECE` characters; every eighth Wikipedia article is spelled `as_wikitext`.
 
     Raises:
         FileNotFoundError: ``data`` has no ``train_corpus/*.jsonl``.
@@ -43,10 +70,13 @@ def read_corpus(data: Path, characters: int) -> Iterator[tuple[str, str]]:
         )
     for file in files:
         left = characters // len(files)
-        for line in file.open(encoding="utf-8"):
+        for number, line in enumerate(file.open(encoding="utf-8")):
             document = json.loads(line)
-            for start in range(0, len(document["text"]), 20_000):
-                text = document["text"][start : start + 20_000]
+            whole = document["text"]
+            if document["source"].startswith("wikipedia") and number % SPELLED_AS_WIKITEXT == 0:
+                whole = as_wikitext(document["title"], whole)
+            for start in range(0, len(whole), PIECE):
+                text = whole[start : start + PIECE]
                 left -= len(text)
                 yield document["source"], text
                 if left <= 0:
@@ -74,6 +104,7 @@ class Mixture:
     def __init__(self, work: Path):
         self.tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
         self.corpus = np.load(work / "corpus.npy", mmap_mode="r")
+        self.book_tokens: int = json.loads((work / "corpus.json").read_text(encoding="utf-8"))["book_tokens"]
         self.sentences: list[str] = json.loads((work / "sentences.json").read_text(encoding="utf-8"))
         self.bos, self.eos = (self.tokenizer.token_to_id(name) for name in ("<bos>", "<eos>"))
 
@@ -97,11 +128,18 @@ class Mixture:
         elif kind >= 0:
             self._append(tokens, weights, self._repeats(rng, length))
         if len(tokens) <= length:
-            start = rng.randrange(len(self.corpus) - length - 1)
+            start = self._place(rng, length)
             piece = self.corpus[start : start + length + 1 - len(tokens)].tolist()
             tokens += piece
             weights += [1.0] * len(piece)
         return Row(np.array(tokens[: length + 1], dtype=np.int64), np.array(weights[1 : length + 1], dtype=np.float32))
+
+    def _place(self, rng: random.Random, length: int) -> int:
+        """Where a window of the corpus starts: rows of `LONG` tokens and more take half of theirs from books."""
+        share = 0.5 if length >= LONG else 0.3
+        if rng.random() < share and self.book_tokens > length + 1:
+            return rng.randrange(self.book_tokens - length - 1)
+        return rng.randrange(min(self.book_tokens, len(self.corpus) - length - 2), len(self.corpus) - length - 1)
 
     def _append(self, tokens: list[int], weights: list[float], parts: list[tuple[list[int], float]]) -> None:
         for ids, weight in parts:
@@ -125,10 +163,33 @@ class Mixture:
             left -= len(span)
         return parts
 
+    def _list(self, rng: random.Random, room: int) -> list[tuple[list[int], float]]:
+        """A list of words and the question for the most common ones."""
+        per_word = 2.5
+        if rng.random() < 0.6:
+            common, times = rng.choice((1, 1, 2, 3)), rng.randint(6, 20)
+            count = int(min(room / per_word, common * times * rng.uniform(2, 8)))
+            listed = synthetic_lists.common_words(
+                rng, max(synthetic_lists.shortest(common), count), common=common, times=times
+            )
+        else:
+            asked, kinds = rng.randint(1, 3), rng.randint(10, 40)
+            least = synthetic_lists.shortest(asked)
+            count = int(min(room / (2 * per_word), rng.randint(least, 300)))
+            listed = synthetic_lists.frequent_words(rng, max(least, count), asked=asked, kinds=kinds)
+        return [
+            (self._ids(listed.context), CONTEXT_WEIGHT),
+            (self._ids(listed.question), QUESTION_WEIGHT),
+            (self._ids(listed.answer), ANSWER_WEIGHT),
+            (self._ids("."), QUESTION_WEIGHT),
+        ]
+
     def _document(self, rng: random.Random, room: int) -> list[tuple[list[int], float]]:
         """A document of about ``room`` tokens: facts among prose (or bare records), then questions about them."""
+        if rng.random() < LIST_SHARE:
+            return self._list(rng, room)
         facts, prose = _facts(rng, room)
-        asked = [fact for fact in facts if fact.question]
+        asked = list({fact.question: fact for fact in facts if fact.question}.values())
         rng.shuffle(asked)
         separator = " " if prose else "\n"
         statements = [fact.sentence for fact in facts]
@@ -157,18 +218,31 @@ class Mixture:
         return [(self._ids(separator.join(pieces)), CONTEXT_WEIGHT), *questions]
 
 
+KINDS = {
+    "records": 4,
+    "needle": 3,
+    "passkey": 1.5,
+    "characters": 3,
+    "copy_span": 2,
+    "variables": 3,
+    "multi_value": 3,
+    "multi_query": 2,
+    "first_names": 2,
+    "all": 3,
+}
+"""Kinds of generated documents and how often, in proportion."""
+
+
 def _facts(rng: random.Random, room: int) -> tuple[list[Fact], bool]:
     """Facts that take a random share of ``room`` tokens, and whether they stand in prose."""
-    kind = rng.choices(
-        ("records", "needle", "passkey", "characters", "copy_span", "variables", "all"), (4, 3, 1.5, 3, 2, 3, 3)
-    )[0]
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
     if kind == "records":
         count = max(2, int(room * rng.uniform(0.1, 0.6) / 10))
         return [synthetic_facts.record_fact(rng, rng.choice((3, 4, 4, 5))) for _ in range(count)], rng.random() < 0.25
     share = rng.choice((0.02, 0.1, 0.2, 0.35)) * room
     facts: list[Fact] = []
     while not facts or share > 0:
-        one = rng.choice(("needle", "characters", "copy_span", "variables")) if kind == "all" else kind
+        one = rng.choice(("needle", "characters", "copy_span", "variables", "first_names")) if kind == "all" else kind
         more = _some_facts(rng, one)
         facts += more
         share -= 22 * len(more)
@@ -193,6 +267,15 @@ def _some_facts(rng: random.Random, kind: str) -> list[Fact]:
             direct.append(Fact(fact.sentence, f"\nQuestion: What is the value of {name}? Answer: {name} =", value))
         links = [fact if fact is last else Fact(fact.sentence, "", fact.answer) for fact in facts[roots:]]
         return direct + links
+    if kind == "multi_value":
+        return synthetic_facts.multi_value_facts(rng, rng.choice((1, 2, 3, 4, 4)), rng.choice((3, 5, 5)))
+    if kind == "multi_query":
+        needles = [synthetic_facts.needle_fact(rng) for _ in range(rng.randint(2, 8))]
+        first, *others = rng.sample(range(len(needles)), min(len(needles), rng.randint(2, 4)))
+        needles[first] = synthetic_facts.multi_query_fact(needles, [first, *others])
+        return needles
+    if kind == "first_names":
+        return [synthetic_facts.first_name_fact(rng)]
     if kind == "copy_span":
         return [synthetic_facts.inscription_fact(rng, rng.randint(8, 16), rng.randint(2, 5))]
     return [synthetic_facts.passkey_fact(rng) if kind == "passkey" else synthetic_facts.needle_fact(rng)]
@@ -202,20 +285,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=demo.data_folder(), help="folder that has train_corpus/")
     parser.add_argument("--work", type=Path, default=demo.work_folder(), help="folder that has tokenizer.json")
-    parser.add_argument("--megabytes", type=int, default=40, help="of corpus text, the same share of every file")
+    parser.add_argument("--megabytes", type=int, default=140, help="of corpus text, the same share of every file")
     given = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(given.work / "tokenizer.json"))
     bos, eos = (tokenizer.token_to_id(name) for name in ("<bos>", "<eos>"))
-    texts = [text for _, text in read_corpus(given.data, given.megabytes * 1_000_000)]
-    order = random.Random(0)
-    order.shuffle(texts)
+    found = list(read_corpus(given.data, given.megabytes * 1_000_000))
+    random.Random(0).shuffle(found)
+    found.sort(key=lambda each: not each[0].startswith("books"))
+    texts = [text for _, text in found]
     pieces: list[np.ndarray] = []
-    for start in range(0, len(texts), 64):
-        for encoding in tokenizer.encode_batch(texts[start : start + 64], add_special_tokens=False):
+    book_tokens = 0
+    for start in track(range(0, len(texts), 64), description="tokenize"):
+        for i, encoding in enumerate(tokenizer.encode_batch(texts[start : start + 64], add_special_tokens=False)):
             pieces.append(np.array([bos, *encoding.ids, eos], dtype=np.uint16))
+            book_tokens += len(pieces[-1]) if found[start + i][0].startswith("books") else 0
     corpus = np.concatenate(pieces)
     np.save(given.work / "corpus.npy", corpus)
-    sentences = [sentence for text in texts[:2000] for sentence in SENTENCE.findall(text)][:40_000]
+    (given.work / "corpus.json").write_text(json.dumps({"book_tokens": book_tokens}), encoding="utf-8")
+    sentences = [sentence for text in texts[::4] for sentence in SENTENCE.findall(text)][:40_000]
     (given.work / "sentences.json").write_text(json.dumps(sentences), encoding="utf-8")
     print(
         f"{len(corpus):,} tokens, {sum(map(len, texts)) / len(corpus):.2f} characters per token, "

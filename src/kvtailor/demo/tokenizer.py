@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from kvtailor import demo
-from kvtailor.bench.synthetic import SPLITS, TASKS, make_document
+from kvtailor.bench.synthetic import ALL_TASKS, SPLITS, make_document
 from kvtailor.demo.mixture import read_corpus
 
 __all__ = ["WORDS", "generated", "main", "train"]
@@ -48,7 +48,7 @@ def train(texts: Iterator[str], vocabulary: int) -> Tokenizer:
 
 def generated(count: int) -> Iterator[str]:
     """``count`` generated documents of 2,000 characters, all tasks in turn, from training states."""
-    tasks = list(TASKS)
+    tasks = list(ALL_TASKS)
     for i in range(count):
         document = make_document(tasks[i % len(tasks)], state=SPLITS["train"].stop - 1 - i, split="train", length=2000)
         yield document.prompt + document.answer
@@ -58,8 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=demo.data_folder(), help="folder that has train_corpus/")
     parser.add_argument("--work", type=Path, default=demo.work_folder(), help="folder for tokenizer.json")
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--megabytes", type=int, default=12, help="of corpus text to learn from")
+    parser.add_argument("--vocabulary", type=int, default=5120)
+    parser.add_argument("--megabytes", type=int, default=30, help="of corpus text to learn from")
     given = parser.parse_args()
 
     def texts() -> Iterator[str]:

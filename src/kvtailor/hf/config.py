@@ -8,19 +8,17 @@ from typing import Any
 from kvtailor import demo
 from kvtailor.errors import KvtailorError
 
-__all__ = ["EMBEDDED", "config_of", "source_of"]
-
-EMBEDDED = "demo"
+__all__ = ["config_of", "source_of"]
 
 
 def source_of(model: str | Path) -> str:
-    """What transformers is asked for: the folder of the embedded model ("demo"), a local folder, or a name on the hub.
+    """What transformers is asked for: the folder of an embedded model, a local folder, or a name on the hub.
 
     Raises:
         FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
     """
-    embedded = str(model) == EMBEDDED
-    folder = demo.path() if embedded else Path(model).expanduser()
+    embedded = str(model) in demo.NAMES
+    folder = demo.path(str(model)) if embedded else Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(

@@ -1,4 +1,4 @@
-"""Models and tokenizers: the embedded one, a folder or a hub name; and new Llama models for the demo's recipe."""
+"""Models and tokenizers: the embedded one, a folder or a hub name; and fresh models for the demo's recipe."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -21,7 +20,7 @@ from transformers.utils import logging
 
 from kvtailor.hf.config import source_of
 
-__all__ = ["load", "new_llama", "save", "wrap_tokenizer"]
+__all__ = ["load", "new_model", "save", "wrap_tokenizer"]
 
 
 def load(
@@ -33,7 +32,8 @@ def load(
     """Load a causal language model in evaluation mode, with its tokenizer.
 
     Args:
-        model: "demo" for the embedded model (nothing is downloaded), a local folder, or a name on the Hugging Face hub.
+        model: "demo" or "demo-draft" for the embedded models (nothing is downloaded), a local folder, or a name on the
+            Hugging Face hub.
         dtype: of the weights. None: what the checkpoint's own config says.
         device: to put the weights on. None: CPU.
 
@@ -74,15 +74,24 @@ def _quietly(*, local: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def new_llama(*, rope_theta: float = 10_000.0, **config: Any) -> LlamaForCausalLM:
-    """A Llama with fresh weights from torch's current random state, in float32.
+def new_model(
+    model_type: str, *, rope_theta: float = 10_000.0, partial_rotary_factor: float = 1.0, **config: Any
+) -> PreTrainedModel:
+    """A causal language model with fresh weights from torch's current random state, in float32.
 
     Args:
+        model_type: of transformers, such as "llama" or "gpt_neox".
         rope_theta: base of the rotary frequencies.
-        **config: fields of `transformers.LlamaConfig`, such as ``hidden_size`` and ``num_key_value_heads``.
+        partial_rotary_factor: share of a head's dimensions that is rotated.
+        **config: fields of the type's config, such as ``hidden_size`` and ``num_key_value_heads``.
     """
     rope = {"rope_type": "default", "rope_theta": rope_theta}
-    return LlamaForCausalLM(LlamaConfig(**config, rope_parameters=rope))
+    if partial_rotary_factor != 1.0:
+        rope["partial_rotary_factor"] = partial_rotary_factor
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **config, rope_parameters=rope), dtype=torch.float32
+    )
+    return made
 
 
 def wrap_tokenizer(tokenizer_file: Path, *, bos: str, eos: str, pad: str, longest: int) -> PreTrainedTokenizerFast:
@@ -98,7 +107,10 @@ def wrap_tokenizer(tokenizer_file: Path, *, bos: str, eos: str, pad: str, longes
     )
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write config, generation config, weights (safetensors, in the model's dtype) and tokenizer into ``folder``."""
-    model.save_pretrained(folder)
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path, *, shard: str = "5GB") -> None:
+    """Write config, generation config, weights (safetensors, in the model's dtype) and tokenizer into ``folder``.
+
+    ``shard`` is the largest size of one file of weights, as transformers writes sizes: "8MB".
+    """
+    model.save_pretrained(folder, max_shard_size=shard)
     tokenizer.save_pretrained(folder)
