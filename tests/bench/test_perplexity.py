@@ -60,6 +60,27 @@ def test_nll_meets_a_count_by_hand(keep):
     assert record.tokens_held == (keep or 200)
 
 
+def streamed_nll(context: bytes, targets: bytes, keep: int, chunk: int) -> float:
+    """By hand, where the memory is cut after the context and after each chunk."""
+    memory, nats = list(context), []
+    for place, target in enumerate(targets):
+        nats.append(-math.log((memory.count(target) + 1) / (len(memory) + 256)))
+        if place % chunk == 0:
+            memory = memory[-keep:]
+        memory.append(target)
+    return fmean(nats)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 39, 100])
+def test_a_streamed_continuation_meets_a_count_by_hand(chunk):
+    the_task, model = task(chunk=chunk), CountingModel()
+    record = bench(model, "cut", caches={"cut": DummyCache(keep=21)}, tasks=[the_task])[-1]
+    windows = the_task.cut(subject(model))
+    by_hand = [streamed_nll(bytes(w.context.tolist()), bytes(w.targets.tolist()), 21, chunk) for w in windows]
+    assert record.values["nll"] == pytest.approx(by_hand, abs=1e-5)
+    assert record.tokens_seen == 239 and record.tokens_held == 21 and record.point["chunk"] == chunk
+
+
 def test_windows_are_pieces_of_the_text_that_do_not_overlap():
     windows = task(windows=1000).cut(subject(UniformModel()))
     joined = b"".join(bytes(torch.cat([w.context, w.targets]).tolist()) for w in windows)
@@ -139,7 +160,7 @@ def test_a_plan_that_fails_is_recorded_and_the_others_go_on():
     assert records[1].metrics == {} and records[1].bytes_held is None
 
 
-@pytest.mark.parametrize("what", ["context", "continuation", "windows"])
+@pytest.mark.parametrize("what", ["context", "continuation", "windows", "chunk"])
 def test_settings_below_one_are_refused(what):
     with pytest.raises(ValueError, match=f"{what}=0"):
         task(**{what: 0})

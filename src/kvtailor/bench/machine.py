@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Neighbours", "describe", "read_bandwidth", "resident_bytes"]
+__all__ = ["Neighbours", "describe", "read_bandwidth", "resident_bytes", "versions"]
 
 _PROBE_BYTES = 256 * 2**20
 
@@ -26,11 +26,7 @@ def describe(*, bandwidth: bool = True) -> dict[str, object]:
     one minute), `accelerator`, `read_bandwidth` (bytes per second, `read_bandwidth()`; None if not asked).
     """
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "kvtailor": _version("kvtailor"),
-        "commit": _commit(),
+        **versions(),
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
         "cores": _cores(),
@@ -39,6 +35,17 @@ def describe(*, bandwidth: bool = True) -> dict[str, object]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "read_bandwidth": read_bandwidth() if bandwidth else None,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """The keys `python`, `torch`, `transformers`, `kvtailor` and `commit` of `describe`."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "kvtailor": _version("kvtailor"),
+        "commit": _commit(),
     }
 
 

@@ -8,14 +8,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvtailor.bench import machine, tripwires
-from kvtailor.bench.schema import Record
+from kvtailor.bench.schema import Record, read_records
 from kvtailor.bench.subject import Contestant, Subject
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
 
-__all__ = ["contestants_of", "plan_run", "run"]
+__all__ = ["contestants_of", "finished", "plan_run", "run"]
 
 FULL = "full"
+_VERSIONS = ("python", "torch", "transformers", "kvtailor", "commit")
 
 
 def contestants_of(plans: Sequence[str]) -> list[Contestant]:
@@ -36,6 +37,28 @@ def plan_run(tasks: Sequence[Task], contestants: Sequence[Contestant]) -> int:
     return sum(task.units(len(contestants)) for task in tasks)
 
 
+def finished(out: Path | None) -> dict[str, Record]:
+    """The records in a folder that can stand for measuring again, by their keys.
+
+    Those without an error that this very code measured: the same versions, and a commit without changed files. Of two
+    with the same key, the later one.
+
+    Raises:
+        RecordError: a file in the folder holds something else.
+    """
+    if out is None or not any(out.glob("*.jsonl")):
+        return {}
+    here = machine.versions()
+    if str(here["commit"]).endswith("-dirty"):
+        return {}
+    records = sorted(read_records(out), key=lambda record: record.started)
+    return {
+        record.key: record
+        for record in records
+        if record.error is None and all(record.machine.get(name) == here[name] for name in _VERSIONS)
+    }
+
+
 def run(
     subject: Subject,
     contestants: Sequence[Contestant],
@@ -44,8 +67,9 @@ def run(
     out: Path | None = None,
     advance: Callable[[str], None] = lambda label: None,
     bandwidth: bool = True,
+    resume: bool = True,
 ) -> list[Record]:
-    """Every task for every plan.
+    """Every task for every plan. A run that was killed goes on where it was: what it wrote is not measured again.
 
     Args:
         subject: the model.
@@ -54,21 +78,25 @@ def run(
         out: folder to which `records-RUN.jsonl` is written line by line; None: nothing is written.
         advance: called after each unit of work with the label of what runs.
         bandwidth: measure the machine's read bandwidth first.
+        resume: take what `finished` finds in `out` instead of measuring it again.
 
     Raises:
+        RecordError: `out` holds lines that are no records.
         Fraud: the results cannot be what they say; all records have been written by then.
         KvtailorError: a task cannot be done at all; records of tasks before it have been written.
     """
     started = datetime.now(UTC)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     here = machine.describe(bandwidth=bandwidth)
-    weights = subject.weights()
+    weights, model_hash = subject.weights(), subject.fingerprint()
+    done = finished(out) if resume else {}
 
     def blank(task: Task) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(
             run=name,
-            started=started.isoformat(timespec="seconds"),
+            started=started.isoformat(timespec="milliseconds"),
             model=subject.name,
+            model_hash=model_hash,
             parameters=weights[0] if weights else None,
             weight_bytes=weights[1] if weights else None,
             dtype=str(subject.dtype).removeprefix("torch."),
@@ -84,10 +112,16 @@ def run(
     path = _file(out, name)
     records: list[Record] = []
     for task in tasks:
-        given = Given(subject=subject, contestants=contestants, blank=blank(task), advance=advance)
+        given = Given(
+            subject=subject,
+            contestants=contestants,
+            blank=blank(task),
+            advance=advance,
+            known=lambda blank: done.get(blank.key),
+        )
         for record in task.measure(given):
             records.append(record)
-            if path is not None:
+            if path is not None and record.run == name:
                 with path.open("a", encoding="utf-8") as lines:
                     lines.write(record.to_json() + "\n")
     tripwires.check_records(records)

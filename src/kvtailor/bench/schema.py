@@ -32,6 +32,7 @@ class Record:
         run: name shared by all records of one process, so that times are only compared within it.
         started: UTC time at which the run began, ISO 8601.
         model: name or folder that the model was loaded from.
+        model_hash: of its config and of a sample of every weight; None where the model has no weights to look at.
         parameters: number of parameters of the model, tied ones counted once.
         weight_bytes: bytes of the unique storages of the weights.
         dtype: dtype of weights and cache, such as "float32".
@@ -73,6 +74,7 @@ class Record:
     run: str
     started: str
     model: str
+    model_hash: str | None = None
     parameters: int | None = None
     weight_bytes: int | None = None
     dtype: str | None = None
@@ -111,10 +113,13 @@ class Record:
 
     @property
     def key(self) -> str:
-        """Name of what was measured: equal for the same model, plan, task, point, text and state, whatever came out."""
+        """Name of what was measured: equal for the same model and weights, dtype, device, plan, task, point, text and
+        state, whatever came out."""
         what = (
             self.model,
+            self.model_hash,
             self.dtype,
+            self.device,
             self.plan_hash,
             self.task,
             self.task_version,

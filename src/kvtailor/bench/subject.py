@@ -7,6 +7,7 @@ whose right answers are known.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ class Contestant:
         return cls(label=" ".join(text.split()), plan=str(plan), hash=plan.hash)
 
 
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "_attn_implementation_internal")
 OWN = Contestant(label="the model's own cache", plan=None, hash="own")
 
 
@@ -133,6 +135,24 @@ class Subject:
         # Of a table that is only looked up, a token reads one row; one that is tied to the head is read whole.
         tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
         return sum(p.numel() for p in parameters), total, total if tied else total - storage_bytes([embedding.weight])
+
+    def fingerprint(self) -> str | None:
+        """SHA-256 of the config and of up to 64 values of every parameter; None for a model without parameters.
+
+        Tells two trainings of one model apart, and a folder whose weights were replaced, without reading all bytes.
+        """
+        if not hasattr(self.model, "named_parameters") or not hasattr(self.model, "config"):
+            return None
+        digest = hashlib.sha256()
+        config = self.model.config.to_diff_dict() if hasattr(self.model.config, "to_diff_dict") else {}
+        kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
+        digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+        for name, parameter in self.model.named_parameters():
+            flat = parameter.detach().flatten()
+            at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            digest.update(flat[at.to(flat.device)].double().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def new_cache(self, contestant: Contestant) -> Any:
         """An empty cache; None stands for the model's own, under the model's own attention."""

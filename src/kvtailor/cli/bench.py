@@ -32,6 +32,11 @@ ANSWER_ROOM = 32
     "--context", type=click.IntRange(1), help="Tokens prefilled and compressed.  [512, or what the model has]"
 )
 @click.option("--continuation", type=click.IntRange(1), help="Tokens scored after them.  [a quarter of --context]")
+@click.option(
+    "--chunk",
+    type=click.IntRange(1),
+    help="Feed the continuation so many tokens at a time, so that eviction while decoding acts.  [all at once]",
+)
 @click.option("--windows", type=click.IntRange(1), default=50, show_default=True, help="Windows of the text.")
 @click.option("--needles", help="Lengths of the needle documents in tokens, with ',' between.  [--context]")
 @click.option("--depths", default="0.1,0.3,0.5,0.7,0.9", show_default=True, help="Where the needles stand, 0 to 1.")
@@ -47,7 +52,10 @@ ANSWER_ROOM = 32
 @click.option("--tasks", default=",".join(TASKS), show_default=True, help="What to measure.")
 @click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--device", help="Such as cpu or cuda.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and the plot.")
+@click.option("--again", is_flag=True, help="Measure anew what --out already has.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and the plot; goes on there."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 def command(
     model: str,
@@ -55,6 +63,7 @@ def command(
     text: Path | None,
     context: int | None,
     continuation: int | None,
+    chunk: int | None,
     windows: int,
     needles: str | None,
     depths: str,
@@ -66,6 +75,7 @@ def command(
     tasks: str,
     dtype: str | None,
     device: str | None,
+    again: bool,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -84,7 +94,7 @@ def command(
     from kvtailor.bench.progress import bar
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.terminal import show
-    from kvtailor.bench.runner import contestants_of, plan_run, run
+    from kvtailor.bench.runner import contestants_of, finished, plan_run, run
     from kvtailor.bench.subject import Subject
     from kvtailor.bench.tasks.memory import Memory
     from kvtailor.bench.tasks.needle import Needle
@@ -102,7 +112,7 @@ def command(
         made: dict[str, Task] = {}
         if "perplexity" in wanted:
             made["perplexity"] = Perplexity(
-                text=content, source=source, context=size, continuation=tail, windows=windows
+                text=content, source=source, context=size, continuation=tail, chunk=chunk, windows=windows
             )
         if "needle" in wanted:
             made["needle"] = Needle(
@@ -116,8 +126,12 @@ def command(
             made["speed"] = Speed(text=content, source=source, context=size, tokens=new_tokens, rounds=rounds)
         if "memory" in wanted:
             made["memory"] = Memory(context=size)
+        before = {} if again else finished(out)
         with bar(plan_run(list(made.values()), contestants), console) as advance:
-            records = run(subject, contestants, list(made.values()), out=out, advance=advance)
+            records = run(subject, contestants, list(made.values()), out=out, advance=advance, resume=not again)
+        kept = sum(before.get(record.key) == record for record in records)
+        if kept:
+            console.print(f"{kept} of {len(records)} records were there already (--again measures anew)", style="dim")
         summary = summarise(records)
         if out is not None:
             _plot(summary, out, console)

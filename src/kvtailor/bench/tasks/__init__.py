@@ -22,12 +22,15 @@ class Given:
         contestants: the plans, the null plan first.
         blank: a record of one plan with all that does not depend on the task; the task replaces what it measured.
         advance: called after each unit of work with the label of what runs.
+        known: the finished record of an earlier run that measured exactly this, by the record that would be written but
+            for its results; None where there is none. A task gives such a record back in place of measuring again.
     """
 
     subject: Subject
     contestants: Sequence[Contestant]
     blank: Callable[[Contestant], Record]
     advance: Callable[[str], None]
+    known: Callable[[Record], Record | None] = lambda blank: None
 
 
 class Task(ABC):

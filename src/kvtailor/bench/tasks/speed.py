@@ -80,6 +80,16 @@ class Speed(Task):
         begin = time.perf_counter()
         prompt = self._prompt(given.subject)
         contestants = [OWN, *given.contestants]
+        earlier = [given.known(self._blank(given, contestant, prompt)) for contestant in contestants]
+        together = [
+            record for record in earlier if record is not None and record.run == getattr(earlier[0], "run", None)
+        ]
+        if len(together) == len(contestants):
+            # Times are comparable within one run only, so that all of them are known or none is.
+            for _ in range(self.units(len(given.contestants))):
+                given.advance("speed")
+            yield from together
+            return
         samples = {contestant.hash: _Samples() for contestant in contestants}
         meter = Neighbours()
         left = self.units(len(given.contestants))
@@ -144,15 +154,14 @@ class Speed(Task):
             found.disturbed.append(meter.disturbed())
             found.weight = weigh(cache)
 
+    def _blank(self, given: Given, contestant: Contestant, prompt: Tensor) -> Record:
+        point = {"context": self.context, "tokens": self.tokens, "batch": 1, "rounds": self.rounds}
+        return replace(given.blank(contestant), point=point, text=self.source, text_hash=hash_of(prompt))
+
     def _record(
         self, given: Given, contestant: Contestant, found: _Samples, prompt: Tensor, meter: Neighbours, wall: float
     ) -> Record:
-        blank = replace(
-            given.blank(contestant),
-            point={"context": self.context, "tokens": self.tokens, "batch": 1},
-            text=self.source,
-            text_hash=hash_of(prompt),
-        )
+        blank = self._blank(given, contestant, prompt)
         if found.error is not None:
             return replace(blank, error=found.error)
         left_out = sum(found.disturbed)

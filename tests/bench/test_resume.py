@@ -1,0 +1,170 @@
+"""A run that was killed goes on where it was: nothing is lost, nothing is measured twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, contestant, subject
+
+from kvtailor.bench import machine
+from kvtailor.bench.runner import finished, plan_run, run
+from kvtailor.bench.schema import read_records
+from kvtailor.bench.subject import Subject
+from kvtailor.bench.tasks.needle import Needle
+from kvtailor.bench.tasks.perplexity import Perplexity
+from kvtailor.bench.tasks.speed import Speed
+from kvtailor.bench.texts import generated_text
+
+CACHES = {"one": DummyCache(keep=20), "other": DummyCache(keep=21)}
+PLANS = [FULL, contestant("one"), contestant("other")]
+VERSIONS = {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0", "commit": "abc"}
+
+
+def tasks():
+    text = generated_text(4000)
+    return [
+        Perplexity(text=text, source="generated text", context=100, continuation=20, windows=6),
+        Needle(lengths=(300, 400), depths=(0.0, 1.0), documents=2),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def same_versions(monkeypatch):
+    """A checkout in which somebody works is dirty, and then nothing is reused."""
+    monkeypatch.setattr(machine, "versions", lambda: dict(VERSIONS))
+
+
+def go(out, model=None, plans=PLANS, asked=None, **options):
+    counted = []
+    asked = asked or tasks()
+    found = run(subject(model or CountingModel(), **CACHES), plans, asked, out=out, bandwidth=False,
+                advance=counted.append, **options)  # fmt: skip
+    assert any(r.error for r in found) or len(counted) == plan_run(asked, plans)
+    return found
+
+
+def results(records):
+    return [(r.key, r.label, r.task, dict(r.point), dict(r.metrics), dict(r.values), r.bytes_held) for r in records]
+
+
+class Watched(CountingModel):
+    calls = 0
+
+    def logits(self, cache, ids):
+        self.calls += 1
+        return super().logits(cache, ids)
+
+
+def test_a_finished_run_is_not_measured_again(tmp_path):
+    first = go(tmp_path)
+    model = Watched()
+    again = go(tmp_path, model)
+    assert model.calls == 0 and results(first) == results(again)
+    assert len(read_records(tmp_path)) == len(first)
+    go(tmp_path, model, resume=False)
+    assert model.calls > 0 and len(read_records(tmp_path)) == 2 * len(first)
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from tests.bench import test_resume as t
+from kvtailor.bench import machine
+machine.versions = lambda: dict(t.VERSIONS)
+left = int(sys.argv[2])
+def advance(label):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+out = Path(sys.argv[1])
+t.run(t.subject(t.CountingModel(), **t.CACHES), t.PLANS, t.tasks(), out=out, bandwidth=False, advance=advance)
+"""
+
+
+@pytest.mark.parametrize("after", [3, 20, 40])
+def test_after_a_kill_nothing_is_lost_or_doubled(tmp_path, after):
+    whole = go(None)
+    root = Path(__file__).resolve().parents[2]
+    killed = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path), str(after)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert killed.returncode == -signal.SIGKILL
+    there = [line for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert len(there) < len(whole)
+    model = Watched()
+    assert results(go(tmp_path, model)) == results(whole)
+    keys = [record.key for record in read_records(tmp_path)]
+    assert len(keys) == len(set(keys)) == len(whole)
+
+
+def test_a_line_that_a_kill_cut_is_measured_again(tmp_path):
+    whole = go(tmp_path)
+    [file] = tmp_path.glob("*.jsonl")
+    text = file.read_text()
+    file.write_text(text[: text.rstrip().rindex("\n") + 80])
+    assert len(read_records(tmp_path)) == len(whole) - 1
+    assert results(go(tmp_path)) == results(whole)
+    assert len(read_records(tmp_path)) == len(whole)
+
+
+def test_only_what_is_missing_is_measured(tmp_path):
+    go(tmp_path, plans=PLANS[:2])
+    model = Watched()
+    found = go(tmp_path, model)
+    assert model.calls > 0 and len(read_records(tmp_path)) == len(found)
+    assert results(found) == results(go(None))
+
+
+@pytest.mark.parametrize("changed", list(VERSIONS))
+def test_what_other_code_measured_is_measured_again(tmp_path, monkeypatch, changed):
+    first = go(tmp_path)
+    monkeypatch.setattr(machine, "versions", lambda: {**VERSIONS, changed: "other"})
+    assert finished(tmp_path) == {}
+    go(tmp_path)
+    assert len(read_records(tmp_path)) == 2 * len(first)
+
+
+def test_a_dirty_checkout_reuses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "versions", lambda: {**VERSIONS, "commit": "abc-dirty"})
+    go(tmp_path)
+    assert finished(tmp_path) == {}
+
+
+def test_errors_are_tried_again(tmp_path):
+    class Failing(CountingModel):
+        def logits(self, cache, ids):
+            if cache.keep == 20:
+                raise ValueError("not now")
+            return super().logits(cache, ids)
+
+    assert any(record.error for record in go(tmp_path, Failing()))
+    assert not any(record.error for record in go(tmp_path))
+
+
+def test_times_are_reused_together_or_not_at_all(tmp_path):
+    asked = [Speed(text="abc" * 50, source="letters", context=30, tokens=3, rounds=2, warmup=0)]
+    go(tmp_path, UniformModel(), PLANS[:2], asked)
+    wider = go(tmp_path, UniformModel(), PLANS, asked)
+    assert len({record.run for record in wider}) == 1
+    model = Watched()
+    same = go(tmp_path, model, PLANS, asked)
+    assert model.calls == 0 and results(same) == results(wider)
+
+
+def test_other_weights_under_the_same_name_are_another_model(tmp_path):
+    from kvtailor.hf.loading import new_model
+
+    model = new_model("llama", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                      num_attention_heads=2, num_key_value_heads=1, head_dim=8)  # fmt: skip
+    first = Subject(name="m", model=model).fingerprint()
+    model.set_attn_implementation("eager")
+    assert Subject(name="m", model=model).fingerprint() == first
+    model.model.norm.weight.data[3] += 1e-3
+    assert Subject(name="m", model=model).fingerprint() != first
+    assert subject(UniformModel()).fingerprint() is None
+    assert json.loads(go(None)[0].to_json())["model_hash"] is None
