@@ -7,8 +7,9 @@ import torch
 
 from kvtailor import demo
 from kvtailor.bench.synthetic import make_document
-from kvtailor.demo.evaluate import bits_per_byte, continues_with, retrieval, table
-from kvtailor.demo.train import Phase, parse_phases, phase_at, rate_at
+from kvtailor.demo.evaluate import table
+from kvtailor.demo.measures import bits_per_byte, continues_with, retrieval
+from kvtailor.demo.schedule import Phase, parse_phases, phase_at, rate_at
 from kvtailor.hf.loading import load, new_model
 
 TEXTS = [

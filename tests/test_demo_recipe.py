@@ -11,9 +11,11 @@ from kvtailor import demo
 from kvtailor.bench import synthetic_words
 from kvtailor.bench.schema import Record
 from kvtailor.bench.synthetic import make_document, random_source
-from kvtailor.demo import checkpoint, evaluate, separate, tokenizer, train
+from kvtailor.demo import checkpoint, measures, schedule, separate, tokenizer, train
+from kvtailor.demo.architecture import ARCHITECTURES
+from kvtailor.demo.corpus import as_wikitext
 from kvtailor.demo.export import export
-from kvtailor.demo.mixture import ANSWER_WEIGHT, Mixture, as_wikitext
+from kvtailor.demo.mixture import ANSWER_WEIGHT, Mixture
 from kvtailor.hf.loading import load, new_model
 
 TINY = "32:64:3:0.5,64:128:2:0.5"
@@ -98,9 +100,9 @@ def test_two_processes_train_what_one_does(work, monkeypatch):
 def test_a_teacher_is_followed(work, monkeypatch, tmp_path):
     train_with(monkeypatch, work, run="teacher", minutes=0)
     export("demo", work / "teacher", work / "tokenizer.json", tmp_path / "teacher")
-    model = new_model(**train.ARCHITECTURES["demo-draft"], vocab_size=400)
+    model = new_model(**ARCHITECTURES["demo-draft"], vocab_size=400)
     teacher, _ = load(tmp_path / "teacher", dtype=torch.float32)
-    tokens, weights = train.batch_at(Mixture(work), 0, train.Phase(64, 128, 1, 1.0))
+    tokens, weights = train.batch_at(Mixture(work), 0, schedule.Phase(64, 128, 1, 1.0))
     optimizers = train.optimizers_of(model, 5e-3, 0.01)
     seen = []
     for _ in range(12):
@@ -108,15 +110,15 @@ def test_a_teacher_is_followed(work, monkeypatch, tmp_path):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    same, overlap, count = evaluate.agreement(teacher, model.eval(), tokens.tolist())
+    same, overlap, count = measures.agreement(teacher, model.eval(), tokens.tolist())
     assert seen[-1] < seen[0] and count == tokens.numel() and 0 < same <= 1 and 0 < overlap < 1
-    assert evaluate.agreement(teacher, teacher, tokens.tolist())[:2] == (1.0, pytest.approx(1.0))
+    assert measures.agreement(teacher, teacher, tokens.tolist())[:2] == (1.0, pytest.approx(1.0))
 
 
 def test_gradients_do_not_depend_on_how_many_rows_go_through_at_once(work, monkeypatch):
     torch.manual_seed(0)
-    model = new_model(**train.ARCHITECTURES["demo"], vocab_size=400)
-    tokens, weights = train.batch_at(Mixture(work), 0, train.Phase(64, 256, 1, 0.5))
+    model = new_model(**ARCHITECTURES["demo"], vocab_size=400)
+    tokens, weights = train.batch_at(Mixture(work), 0, schedule.Phase(64, 256, 1, 0.5))
     found = []
     for at_once in (64, 4096):
         monkeypatch.setattr(train, "MICRO_TOKENS", {"cpu": at_once})
@@ -193,18 +195,18 @@ def test_a_longer_context_is_worth_what_it_tells():
     """The last tokens repeat what stands 40 places before: a context that reaches there knows them, a shorter not."""
     row = list(range(40)) + list(range(40))
     model = Fixed(lambda ids: ids[-40] if len(ids) >= 41 else 49)
-    short, long = evaluate.nats_by_context(model, 48, row, [20, 60], scored=8)
+    short, long = measures.nats_by_context(model, 48, row, [20, 60], scored=8)
     assert short > 15 and long < 1e-3
 
 
 def test_a_quiz_asks_for_all_it_tells():
-    made = evaluate.quiz(0, 600, lambda text: len(text.split()))
+    made = measures.quiz(0, 600, lambda text: len(text.split()))
     context, *questions = made.split("\nQuestion: ")
     assert len(made.split()) >= 590 and len(questions) >= 6
     for question in questions:
         asked, answer = question.split(" Answer: ")
         assert answer.removesuffix(".").split(" ")[-1].split(":")[-1] in context
-    assert made == evaluate.quiz(0, 600, lambda text: len(text.split())) != evaluate.quiz(1, 600, len)
+    assert made == measures.quiz(0, 600, lambda text: len(text.split())) != measures.quiz(1, 600, len)
 
 
 def test_recall_counts_parts_in_any_order():
@@ -230,7 +232,7 @@ def test_recall_counts_parts_in_any_order():
 
     document, words = make_document("multi_value", state=0, length=900), Words()
     words.said = f" {document.parts[2]}, {document.parts[0]}, 1"
-    assert evaluate.recall(Model(), words, document) == 0.5
+    assert measures.recall(Model(), words, document) == 0.5
 
 
 def record(label, task, values):

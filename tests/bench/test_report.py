@@ -44,6 +44,20 @@ def needles(label, hits):
     return record(label, "needle", point=point, samples=len(hits), values=values)
 
 
+def test_fidelity_has_its_columns_and_its_sentence():
+    faithful = [
+        record(label, "fidelity", point={"context": 64, "continuation": 8}, text="t.txt", samples=5, tokens_scored=40,
+               metrics={"kl": kl, "top1": top1}, values={"kl": (kl,) * 5})
+        for label, kl, top1 in (("full", 0.0, 1.0), ("x", 0.123, 0.875))
+    ]  # fmt: skip
+    shown = io.StringIO()
+    show(summarise(faithful), Console(file=shown, width=140))
+    assert "0.123" in shown.getvalue() and "87.5 %" in shown.getvalue() and "KL(full || plan)" in shown.getvalue()
+    shown = io.StringIO()
+    show(summarise([scored("full", [1.0] * 9)]), Console(file=shown, width=140))
+    assert "top-1" not in shown.getvalue()
+
+
 def timed(label, tpot, plan_hash=None):
     timings = {
         n: {"median": t, "q1": t, "q3": t, "p10": t, "count": 5, "left_out": 1}

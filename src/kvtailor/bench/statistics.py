@@ -9,7 +9,17 @@ from statistics import NormalDist, fmean
 
 import torch
 
-__all__ = ["FEWEST", "Estimate", "Spread", "mean_difference", "quantile", "spread", "student_quantile", "wilson"]
+__all__ = [
+    "FEWEST",
+    "Estimate",
+    "Spread",
+    "calibration_error",
+    "mean_difference",
+    "quantile",
+    "spread",
+    "student_quantile",
+    "wilson",
+]
 
 FEWEST = 5
 _STATE = 20251121
@@ -126,6 +136,30 @@ def mean_difference(
     tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t)
     ordered = means.tolist()
     return Estimate(fmean(differences), quantile(ordered, tail), quantile(ordered, 1 - tail), count)
+
+
+def calibration_error(confidence: Sequence[float], right: Sequence[bool], *, bins: int = 15) -> float:
+    """Expected calibration error: the sum over bins of their share times the distance of accuracy and confidence.
+
+    Guo et al., arXiv 1706.04599.
+
+    Args:
+        confidence: probability of the most likely token, 0 to 1, for each prediction.
+        right: whether that token came.
+        bins: of equal width; a bin holds its upper end.
+
+    Raises:
+        ValueError: unequal counts, no predictions, or a confidence outside of 0 to 1.
+    """
+    if len(confidence) != len(right) or not confidence or not all(0 <= c <= 1 + 1e-6 for c in confidence):
+        raise ValueError(
+            f"asked for the calibration of {len(confidence)} confidences and {len(right)} answers: give as many of "
+            "both, with confidences from 0 to 1"
+        )
+    total = [0.0] * bins
+    for each, hit in zip(confidence, right, strict=True):
+        total[min(bins - 1, max(0, math.ceil(each * bins - 1e-9) - 1))] += float(hit) - each
+    return sum(map(abs, total)) / len(confidence)
 
 
 def wilson(hits: int, count: int, *, confidence: float = 0.95) -> Estimate:

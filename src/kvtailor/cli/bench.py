@@ -18,8 +18,10 @@ __all__ = ["command"]
 N = TypeVar("N", int, float)
 
 DEFAULT_PLANS = ("full", "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
-TASKS = ("perplexity", "needle", "speed", "memory")
+TASKS = ("perplexity", "needle", "fidelity", "speed", "memory")
+USUAL = ("perplexity", "needle", "speed", "memory")
 ANSWER_ROOM = 32
+FIDELITY_WINDOWS = 20
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
@@ -49,7 +51,7 @@ ANSWER_ROOM = 32
 @click.option(
     "--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens decoded in a timed round."
 )
-@click.option("--tasks", default=",".join(TASKS), show_default=True, help="What to measure.")
+@click.option("--tasks", default=",".join(USUAL), show_default=True, help=f"What to measure, of {', '.join(TASKS)}.")
 @click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--device", help="Such as cpu or cuda.")
 @click.option("--again", is_flag=True, help="Measure anew what --out already has.")
@@ -96,6 +98,7 @@ def command(
     from kvtailor.bench.report.terminal import show
     from kvtailor.bench.runner import contestants_of, finished, plan_run, run
     from kvtailor.bench.subject import Subject
+    from kvtailor.bench.tasks.fidelity import Fidelity
     from kvtailor.bench.tasks.memory import Memory
     from kvtailor.bench.tasks.needle import Needle
     from kvtailor.bench.tasks.perplexity import Perplexity
@@ -121,6 +124,10 @@ def command(
                 documents=documents,
                 kind=kind,
                 question_outside=question_outside,
+            )
+        if "fidelity" in wanted:
+            made["fidelity"] = Fidelity(
+                text=content, source=source, context=size, continuation=tail, windows=min(windows, FIDELITY_WINDOWS)
             )
         if "speed" in wanted:
             made["speed"] = Speed(text=content, source=source, context=size, tokens=new_tokens, rounds=rounds)

@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer
 
 from kvtailor import demo
+from kvtailor.demo.architecture import ARCHITECTURES
 from kvtailor.demo.checkpoint import load_checkpoint
 from kvtailor.demo.tokenizer import BOS, EOS, PAD
-from kvtailor.demo.train import ARCHITECTURES
 from kvtailor.hf.loading import new_model, save, wrap_tokenizer
 
 __all__ = ["export", "main"]

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from kvtailor import demo
 from kvtailor.bench.synthetic import ALL_TASKS, SPLITS, make_document
-from kvtailor.demo.mixture import read_corpus
+from kvtailor.demo.corpus import read_corpus
 
 __all__ = ["WORDS", "generated", "main", "train"]
 

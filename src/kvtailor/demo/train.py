@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,109 +26,26 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 from kvtailor import demo
+from kvtailor.demo.architecture import ARCHITECTURES
 from kvtailor.demo.checkpoint import load_checkpoint, save_checkpoint
 from kvtailor.demo.induction import start_with_copying
 from kvtailor.demo.mixture import ANSWER_WEIGHT, Mixture
+from kvtailor.demo.schedule import PHASES, Phase, parse_phases, phase_at, rate_at
 from kvtailor.hf.loading import load, new_model
 
 __all__ = [
-    "ARCHITECTURES",
-    "PHASES",
-    "Phase",
     "backward",
     "batch_at",
     "keep_freed_memory",
     "main",
     "means",
     "optimizers_of",
-    "parse_phases",
-    "phase_at",
-    "rate_at",
     "train",
 ]
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
-TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "demo": {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "rope_theta": 100_000.0,
-        **TOKENS,
-    },
-    "demo-draft": {
-        "model_type": "gpt_neox",
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "hidden_act": "gelu",
-        "rope_theta": 100_000.0,
-        "partial_rotary_factor": 0.5,
-        **TOKENS,
-    },
-}
-PHASES = {
-    "demo": "256:4096:300:0.3,512:8192:1000:0.6,1024:8192:650:0.6,2048:8192:450:0.65,4096:16384:200:0.65",
-    "demo-draft": "256:4096:200:0.6,512:8192:500:0.8,2048:8192:150:0.8",
-}
 MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}  # tokens that go through the model at once; 2,048 keep a CPU's caches warm
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Steps at one context length.
-
-    Attributes:
-        length: tokens per row.
-        tokens: tokens per step, a multiple of ``length``.
-        steps: number of steps.
-        natural: share of rows that are windows of the corpus, 0.0 to 1.0.
-    """
-
-    length: int
-    tokens: int
-    steps: int
-    natural: float
-
-
-def parse_phases(text: str) -> list[Phase]:
-    """Phases from ``length:tokens:steps:natural`` joined by commas.
-
-    Raises:
-        ValueError: a part is not of that form, or its tokens are no multiple of its length.
-    """
-    phases = []
-    for part in text.split(","):
-        numbers = part.split(":")
-        if len(numbers) != 4 or int(numbers[1]) % int(numbers[0]):
-            raise ValueError(f"asked for phase {part!r}: give length:tokens:steps:natural, tokens a multiple of length")
-        phases.append(Phase(int(numbers[0]), int(numbers[1]), int(numbers[2]), float(numbers[3])))
-    return phases
-
-
-def phase_at(step: int, phases: list[Phase]) -> Phase:
-    """The phase that 0-based ``step`` belongs to."""
-    for phase in phases:
-        if step < phase.steps:
-            return phase
-        step -= phase.steps
-    return phases[-1]
-
-
-def rate_at(step: int, steps: int, warmup: int, decay: float) -> float:
-    """Share of the peak learning rate at 0-based ``step``: up over ``warmup`` steps, down over the last ``decay``."""
-    return min(1.0, (step + 1) / warmup, (steps - step) / max(1.0, decay * steps))
 
 
 def optimizers_of(model: nn.Module, rate: float, muon_rate: float) -> list[torch.optim.Optimizer]:
@@ -314,7 +231,10 @@ def train(given: argparse.Namespace, rank: int = 0) -> None:
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, steps {first} to {steps}", flush=True)
     begun = time.perf_counter()
     started = begun - seconds
+    parent = os.getppid()
     for step in range(first, steps):
+        if given.processes > 1 and os.getppid() != parent:
+            raise SystemExit("the process that started this one was killed")
         phase = phase_at(step, phases)
         share = rate_at(step, steps, 60, given.decay)
         for optimizer in optimizers:

@@ -37,6 +37,8 @@ class Row:
         hits: right answers.
         answers: all answers.
         answer_loss: mean over documents of the difference to 'full' in nats per answer token.
+        kl: mean of KL(full || plan) in nats per token.
+        top1: share of tokens of which the plan and 'full' find the same most likely.
         ttft_seconds: median.
         tpot_seconds: median.
         ttft_ratio: median over the median of 'full', same run.
@@ -63,6 +65,8 @@ class Row:
     hits: int | None = None
     answers: int | None = None
     answer_loss: Estimate | None = None
+    kl: float | None = None
+    top1: float | None = None
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
     ttft_ratio: float | None = None
@@ -87,10 +91,13 @@ def _row(first: Record, ours: Sequence[Record], full: Sequence[Record]) -> Row:
     good = [r for r in ours if r.error is None]
     scored = next((r for r in good if r.task == "perplexity"), None)
     needles = [r for r in good if r.task == "needle"]
+    faithful = next((r for r in good if r.task == "fidelity"), None)
     timed = next((r for r in good if r.task == "speed"), None)
     fresh = next((r for r in good if r.task == "memory"), None)
     needles.sort(key=lambda r: -(r.tokens_seen or 0))
-    weighed = next((r for r in [scored, *needles, timed, fresh] if r is not None and r.bytes_held is not None), None)
+    weighed = next(
+        (r for r in [scored, *needles, faithful, timed, fresh] if r is not None and r.bytes_held is not None), None
+    )
     base = next((r for r in full if r.task == "speed" and r.error is None), None)
     found: dict[str, object] = {}
     if weighed is not None:
@@ -113,6 +120,8 @@ def _row(first: Record, ours: Sequence[Record], full: Sequence[Record]) -> Row:
             "accuracy": wilson(hits, answers),
             "answer_loss": _paired(needles, full, "nll"),
         }
+    if faithful is not None:
+        found |= {name: faithful.metrics.get(name) for name in ("kl", "top1")}
     if timed is not None and timed.timings:
         found |= {f"{name}_seconds": timed.timings[name]["median"] for name in ("ttft", "tpot")}
         if base is not None and base.timings:

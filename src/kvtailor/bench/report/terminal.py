@@ -57,6 +57,8 @@ def _table(summary: Summary, *, narrow: bool) -> Table:
         ("bytes", "right", _bytes),
         ("ΔNLL (95 %)", "right", lambda row: _loss(row, joint)),
         ("needle (95 %)", "right", lambda row: _accuracy(row, joint)),
+        ("KL", "right", lambda row: _missing() if row.kl is None else Text(f"{row.kl:.3f}")),
+        ("top-1", "right", lambda row: _missing() if row.top1 is None else Text(f"{100 * row.top1:.1f} %")),
         ("TTFT", "right", lambda row: _times(row.ttft_ratio)),
         ("TPOT", "right", lambda row: _times(row.tpot_ratio)),
     ]

@@ -75,6 +75,13 @@ def footnotes(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
                 "before any "
                 "cache is."
             )
+    compared = next((r for r in records if r.task == "fidelity" and r.error is None), None)
+    if compared is not None:
+        yield (
+            f"KL: nats of KL(full || plan) per token, top-1: tokens of which both find the same most likely; "
+            f"{compared.tokens_scored} tokens of {compared.samples} windows of {compared.text}, "
+            f"{compared.point['context']} tokens compressed before them."
+        )
     yield from _about_memory(records)
     yield from _about_time(records)
     surprising = [row.label for row in rows if row.label != FULL and _beats(row)]

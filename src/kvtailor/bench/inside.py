@@ -1,0 +1,123 @@
+"""What a compressed cache holds, laid out densely beside the full one, and what attention makes of it.
+
+The queries are the full model's own, and every layer is compared on its own: errors do not add up over layers here, so
+the numbers say where a plan loses something, and the task's logits say what that costs in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LAYERWISE", "Contents", "Queries", "compare_layers", "contents", "queries_of"]
+
+LAYERWISE = ("key_error", "value_error", "retained_mass", "attention_cosine", "output_error")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one layer of a cache holds for one row.
+
+    Attributes:
+        keys: (h, n, d) float32 by column, 0 where nothing is held.
+        values: (h, n, dv) float32 likewise.
+        held: (h, n) bool.
+    """
+
+    keys: Tensor
+    values: Tensor
+    held: Tensor
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries of one layer for one row.
+
+    Attributes:
+        states: (q, t, d) float32, post-RoPE.
+        scaling: factor before the softmax.
+    """
+
+    states: Tensor
+    scaling: float
+
+
+def contents(cache: Any) -> list[Contents]:
+    """Every compressed layer of a `KvCache` of one row, decoded."""
+    found = []
+    for state in cache.route.states:
+        size, value_size, _ = state.sizes()
+        keys = torch.zeros(state.heads, state.seen, size)
+        values = torch.zeros(state.heads, state.seen, value_size)
+        held = torch.zeros(state.heads, state.seen, dtype=torch.bool)
+        for part in state.parts(cache.plan.store):
+            part_keys, part_values = part.decode()
+            device, layout = part_keys.device, part.layout
+            columns = layout.columns(device).expand(layout.lanes, layout.size)
+            heads = layout.owners(device)[:, None].expand_as(columns)
+            filled = layout.filled(device)
+            chosen = torch.ones_like(columns, dtype=torch.bool) if filled is None else filled
+            at = heads[chosen].cpu(), columns[chosen].cpu()
+            keys[at], values[at] = part_keys[chosen].float().cpu(), part_values[chosen].float().cpu()
+            held[at] = True
+        found.append(Contents(keys, values, held))
+    return found
+
+
+@contextmanager
+def queries_of(cache: Any) -> Iterator[list[Queries]]:
+    """While it is open, the queries that come to the compressed layers of a `KvCache` are kept, in layer order."""
+    kept: list[Queries] = []
+    layers = [layer for layer in cache.layers if hasattr(layer, "attend")]
+    originals = [layer.attend for layer in layers]
+
+    def keeping(original: Any) -> Any:
+        def attend(query: Tensor, mask: Any, scaling: float) -> Tensor:
+            kept.append(Queries(query[0].float().cpu(), scaling))
+            result: Tensor = original(query, mask, scaling)
+            return result
+
+        return attend
+
+    for layer, original in zip(layers, originals, strict=True):
+        layer.attend = keeping(original)
+    try:
+        yield kept
+    finally:
+        for layer in layers:
+            del layer.attend
+
+
+def compare_layers(full: list[Contents], ours: list[Contents], queries: list[Queries]) -> dict[str, tuple[float, ...]]:
+    """Each layer's numbers, means over kv heads and queries.
+
+    Returns:
+        ``key_error``, ``value_error``: squared norm of the error over that of the true states, of the tokens held.
+        ``retained_mass``: attention probability that the full cache gives to the tokens held.
+        ``attention_cosine``: between the probabilities of both, 0 at dropped tokens.
+        ``output_error``: norm of the difference of the attention outputs over that of the full one.
+    """
+    found: dict[str, list[float]] = {name: [] for name in LAYERWISE}
+    for true, kept, asked in zip(full, ours, queries, strict=True):
+        heads, columns = kept.held.shape
+        true_keys, true_values = true.keys[:, :columns], true.values[:, :columns]
+        states = asked.states.unflatten(0, (heads, -1)).flatten(1, 2)
+        whole = (states @ true_keys.mT * asked.scaling).softmax(-1)
+        logits = (states @ kept.keys.mT * asked.scaling).masked_fill(~kept.held[:, None], -torch.inf)
+        part = logits.softmax(-1)
+        outputs, theirs = whole @ true_values, part @ kept.values
+        found["key_error"].append(_error(true_keys[kept.held], kept.keys[kept.held]))
+        found["value_error"].append(_error(true_values[kept.held], kept.values[kept.held]))
+        found["retained_mass"].append((whole * kept.held[:, None]).sum(-1).mean().item())
+        found["attention_cosine"].append(torch.cosine_similarity(whole, part, dim=-1).mean().item())
+        found["output_error"].append(((outputs - theirs).norm(dim=-1) / outputs.norm(dim=-1)).mean().item())
+    return {name: tuple(values) for name, values in found.items()}
+
+
+def _error(true: Tensor, found: Tensor) -> float:
+    return ((true - found).square().sum() / true.square().sum()).item()
