@@ -1,7 +1,9 @@
 import pytest
+import torch
 from tests.bench.dummy import FULL, DummyCache, RecallModel, UniformModel, contestant, subject
 
 from kvtailor.bench.runner import run
+from kvtailor.bench.synthetic import make_document
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.errors import KvtailorError
 
@@ -27,6 +29,39 @@ def test_a_cache_that_forgot_the_fact_is_wrong_where_the_fact_is_far():
     assert by_depth["full", 0.1] == by_depth["full", 0.9] == 1.0
     assert by_depth["short", 0.1] < 1.0
     assert by_depth["short", 0.9] == 1.0
+
+
+def test_parts_are_recalled_in_any_order_where_the_answer_is_not_exact():
+    """By hand: each plan's own greedy continuation, and how many of the numbers stand in it."""
+    keeps = {"all": None, "some": 300}
+    caches = {name: DummyCache(keep=keep) for name, keep in keeps.items() if keep}
+    records = bench(RecallModel(), "some", caches=caches, kind="multi_query", lengths=(700,), documents=6)
+    given = subject(RecallModel(), **caches)
+    for record in records:
+        shares = []
+        for state in map(int, record.values["state"]):
+            document = make_document("multi_query", state=state, length=700, depth=record.point["depth"])
+            cache = given.make_cache(given.model, record.label)
+            ids, text = torch.tensor(list(document.prompt.encode())), ""
+            while len(text) < len(document.answer) + 4:
+                out = given.model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+                ids = out.logits[0, -1:].argmax(-1)
+                text += chr(int(ids))
+            shares.append(sum(part in text for part in document.parts) / 4)
+        assert record.values["recall"] == pytest.approx(shares)
+        assert record.metrics["recall"] == pytest.approx(sum(shares) / len(shares))
+    assert any(0 < share < 1 for record in records for share in record.values["recall"])
+
+
+def test_recall_of_one_part_is_accuracy():
+    for record in bench(RecallModel(), "short", caches={"short": DummyCache(keep=340)}):
+        assert record.values["recall"] == record.values["hit"]
+
+
+@pytest.mark.parametrize("kind", ["common_words", "frequent_words", "multi_query", "first_names"])
+def test_every_kind_of_document_can_be_asked(kind):
+    for record in bench(UniformModel(), kind=kind, lengths=(900,), documents=1):
+        assert record.error is None and record.point["kind"] == kind and record.metrics["recall"] == 0.0
 
 
 def test_a_question_outside_comes_after_the_cut():

@@ -20,13 +20,23 @@ class Fraud(KvtailorError, RuntimeError):
     """Results that cannot be what they say they are."""
 
 
-def check_identity(ours: Sequence[float], own: Sequence[float], tolerance: float, what: str) -> None:
+def check_identity(
+    ours: Sequence[float], own: Sequence[float], tolerance: float, what: str, mean_tolerance: float | None = None
+) -> None:
     """The null plan gives what the model's own cache gives.
 
     Raises:
-        Fraud: the largest difference of any token's log-probability is above `tolerance`.
+        Fraud: the largest difference of any token's log-probability is above `tolerance`, or the mean of their sizes
+            above `mean_tolerance`.
     """
-    worst = max(abs(a - b) for a, b in zip(ours, own, strict=True))
+    sizes = [abs(a - b) for a, b in zip(ours, own, strict=True)]
+    worst, mean = max(sizes), sum(sizes) / len(sizes)
+    if mean_tolerance is not None and not mean <= mean_tolerance:
+        raise Fraud(
+            f"identity: plan 'full' and the model's own cache differ by {mean:.2e} nats in the mean token of {what}, "
+            f"where {mean_tolerance:.0e} is allowed: no number of this run can be trusted; please report it with the "
+            "model's name"
+        )
     if not worst <= tolerance:
         raise Fraud(
             f"identity: plan 'full' and the model's own cache differ by up to {worst:.2e} nats in one token of "

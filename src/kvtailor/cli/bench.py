@@ -45,7 +45,13 @@ FIDELITY_WINDOWS = 20
 @click.option(
     "--documents", type=click.IntRange(1), default=4, show_default=True, help="Documents for each length and depth."
 )
-@click.option("--kind", default="needle", show_default=True, help="Which documents: needle, passkey, key_value, ...")
+@click.option(
+    "--kind",
+    default="needle",
+    show_default=True,
+    help="Which documents, with ',' between: needle, passkey, key_value, multi_value, multi_query, variables, "
+    "characters, first_names, copy_span, common_words, frequent_words.",
+)
 @click.option("--question-outside", is_flag=True, help="Ask after the compressed context, not inside it.")
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Timed rounds over all plans.")
 @click.option(
@@ -88,6 +94,7 @@ def command(
     kvtailor bench --model ./my-model --text book.txt --context 2048 --out results/
     """
     wanted = _names(tasks)
+    kinds = list(dict.fromkeys(each.strip() for each in kind.split(",") if each.strip()))
     lengths = _numbers(needles, int, "--needles") if needles else None
     places = _numbers(depths, float, "--depths")
 
@@ -118,13 +125,14 @@ def command(
                 text=content, source=source, context=size, continuation=tail, chunk=chunk, windows=windows
             )
         if "needle" in wanted:
-            made["needle"] = Needle(
-                lengths=lengths or (size,),
-                depths=places,
-                documents=documents,
-                kind=kind,
-                question_outside=question_outside,
-            )
+            for each in kinds:
+                made[f"needle {each}"] = Needle(
+                    lengths=lengths or (size,),
+                    depths=places,
+                    documents=documents,
+                    kind=each,
+                    question_outside=question_outside,
+                )
         if "fidelity" in wanted:
             made["fidelity"] = Fidelity(
                 text=content, source=source, context=size, continuation=tail, windows=min(windows, FIDELITY_WINDOWS)

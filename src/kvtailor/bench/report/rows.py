@@ -36,6 +36,7 @@ class Row:
         accuracy: share of right answers with its 95 % interval.
         hits: right answers.
         answers: all answers.
+        recall: mean share of the answers' parts that came, with a 95 % interval; None where all have one part.
         answer_loss: mean over documents of the difference to 'full' in nats per answer token.
         kl: mean of KL(full || plan) in nats per token.
         top1: share of tokens of which the plan and 'full' find the same most likely.
@@ -64,6 +65,7 @@ class Row:
     accuracy: Estimate | None = None
     hits: int | None = None
     answers: int | None = None
+    recall: Estimate | None = None
     answer_loss: Estimate | None = None
     kl: float | None = None
     top1: float | None = None
@@ -118,6 +120,7 @@ def _row(first: Record, ours: Sequence[Record], full: Sequence[Record]) -> Row:
             "hits": hits,
             "answers": answers,
             "accuracy": wilson(hits, answers),
+            "recall": _recall(needles),
             "answer_loss": _paired(needles, full, "nll"),
         }
     if faithful is not None:
@@ -150,6 +153,15 @@ def _paired(ours: Sequence[Record], full: Sequence[Record], name: str) -> Estima
     if not a or not all(map(math.isfinite, a + b)):
         return None
     return mean_difference(a, b)
+
+
+def _recall(needles: Sequence[Record]) -> Estimate | None:
+    shares = [share for record in needles for share in record.values.get("recall", ())]
+    hits = [hit for record in needles for hit in record.values["hit"]]
+    # A single part comes or does not, so that recall would only say accuracy again.
+    if len(shares) != len(hits) or shares == hits:
+        return None
+    return mean_difference(shares, [0.0] * len(shares))
 
 
 def _over(ours: Record, base: Record, name: str, which: str) -> float | None:

@@ -57,6 +57,7 @@ def _table(summary: Summary, *, narrow: bool) -> Table:
         ("bytes", "right", _bytes),
         ("ΔNLL (95 %)", "right", lambda row: _loss(row, joint)),
         ("needle (95 %)", "right", lambda row: _accuracy(row, joint)),
+        ("recall (95 %)", "right", lambda row: _recall(row, joint)),
         ("KL", "right", lambda row: _missing() if row.kl is None else Text(f"{row.kl:.3f}")),
         ("top-1", "right", lambda row: _missing() if row.top1 is None else Text(f"{100 * row.top1:.1f} %")),
         ("TTFT", "right", lambda row: _times(row.ttft_ratio)),
@@ -112,6 +113,15 @@ def _accuracy(row: Row, joint: str) -> Text:
         return _missing()
     text = Text(f"{row.hits}/{row.answers}")
     return text.append(f"{joint}{100 * row.accuracy.low:.0f} … {100 * row.accuracy.high:.0f} %", style="dim")
+
+
+def _recall(row: Row, joint: str) -> Text:
+    if row.recall is None:
+        return _missing()
+    text = Text(f"{100 * row.recall.value:.0f} %")
+    if row.recall.low is not None and row.recall.high is not None:
+        text.append(f"{joint}{100 * row.recall.low:.0f} … {100 * row.recall.high:.0f} %", style="dim")
+    return text
 
 
 def _times(ratio: float | None) -> Text:

@@ -64,9 +64,10 @@ def footnotes(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
     if needles:
         full = next((row for row in rows if row.label == FULL), None)
         lengths = sorted({int(str(r.point["length"])) for r in needles})
+        kinds = ", ".join(dict.fromkeys(str(r.point["kind"]) for r in needles))
         where = "outside of" if needles[0].point["question_outside"] else "inside"
         yield (
-            f"needle: answers exactly right over documents of {' and '.join(map(str, lengths))} tokens, "
+            f"needle: answers exactly right over {kinds} documents of {' and '.join(map(str, lengths))} tokens, "
             f"question {where} the compressed context; 95 % Wilson intervals."
         )
         if full is not None and full.accuracy is not None and full.accuracy.value < 0.5:
@@ -75,6 +76,8 @@ def footnotes(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
                 "before any "
                 "cache is."
             )
+    if any(row.recall is not None for row in rows):
+        yield "recall: share of an answer's parts that the greedy continuation contains, in any order."
     compared = next((r for r in records if r.task == "fidelity" and r.error is None), None)
     if compared is not None:
         yield (

@@ -4,15 +4,16 @@ The document (question included, unless `question_outside`) is prefilled and com
 token by token on the compressed cache. An answer counts where greedy decoding gives all of its tokens exactly.
 Documents of the evaluation split only; all plans get the same ones.
 
-Metrics: `accuracy` (share of answers that are exactly right), `answer_nll` (nats per answer token, with the right
-answer fed so far: it tells plans apart where accuracy is 0 or 1). Values: `hit` (1 or 0), `nll`, `state`, one for each
-document.
+Metrics: `accuracy` (share of answers that are exactly right), `recall` (mean share of an answer's parts that the
+greedy continuation contains, in any order, as RULER counts; it may be 4 tokens longer than the answer; equal to
+accuracy where answers have one part), `answer_nll` (nats per answer token, with the right answer fed so far: it tells
+plans apart where accuracy is 0 or 1). Values: `hit` (1 or 0), `recall`, `nll`, `state`, one for each document.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, ClassVar
@@ -27,9 +28,27 @@ from kvtailor.bench.synthetic import Document, make_document
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Needle", "answer_document"]
+__all__ = ["Answer", "Needle", "answer_document"]
 
 _ANSWER_ROOM = 32
+_LONGER = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one document.
+
+    Attributes:
+        hit: greedy decoding gives exactly the answer.
+        recall: share of the answer's parts that the greedy continuation contains, 0.0 to 1.0.
+        nll: nats per answer token.
+        weight: what the compressed cache held, see `weigh`.
+    """
+
+    hit: bool
+    recall: float
+    nll: float
+    weight: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +59,14 @@ class Needle(Task):
         lengths: tokens of document and question together.
         depths: where the fact stands, 0.0 (start) to 1.0 (end).
         documents: how many for each length and depth.
-        kind: which documents, see `bench.synthetic.TASKS`.
+        kind: which documents, see `bench.synthetic.ALL_TASKS`.
         question_outside: the question is not in the compressed context but comes after it, as on a cache that is kept
             for questions nobody knows yet. Methods that look at the end of the prompt then lose what helps them.
         state: the first random state; each document takes the next.
     """
 
     name: ClassVar[str] = "needle"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     lengths: tuple[int, ...]
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     documents: int = 4
@@ -96,7 +115,7 @@ class Needle(Task):
                     continue
                 try:
                     found = []
-                    for context, question, answer in coded:
+                    for (context, question, answer), document in zip(coded, documents, strict=True):
                         found.append(
                             answer_document(
                                 given.subject,
@@ -104,6 +123,7 @@ class Needle(Task):
                                 context,
                                 question,
                                 answer,
+                                parts=document.parts,
                                 question_outside=self.question_outside,
                             )
                         )
@@ -117,16 +137,18 @@ class Needle(Task):
                     samples=len(found),
                     tokens_scored=sum(int(answer.numel()) for _, _, answer in coded),
                     metrics={
-                        "accuracy": fmean(hit for hit, _, _ in found),
-                        "answer_nll": fmean(nll for _, nll, _ in found),
+                        "accuracy": fmean(each.hit for each in found),
+                        "recall": fmean(each.recall for each in found),
+                        "answer_nll": fmean(each.nll for each in found),
                     },
                     values={
-                        "hit": tuple(float(hit) for hit, _, _ in found),
-                        "nll": tuple(nll for _, nll, _ in found),
+                        "hit": tuple(float(each.hit) for each in found),
+                        "recall": tuple(each.recall for each in found),
+                        "nll": tuple(each.nll for each in found),
                         "state": tuple(float(document.state) for document in documents),
                     },
                     wall_seconds=time.perf_counter() - begin,
-                    **max((weight for _, _, weight in found), key=lambda w: w.get("bytes_held", 0)),
+                    **max((each.weight for each in found), key=lambda w: w.get("bytes_held", 0)),
                 )
 
     def _grid(self, subject: Subject) -> dict[tuple[int, float], list[Document]]:
@@ -165,19 +187,16 @@ def answer_document(
     question: Tensor,
     answer: Tensor,
     *,
+    parts: Sequence[str] = (),
     question_outside: bool = False,
-) -> tuple[bool, float, dict[str, Any]]:
+) -> Answer:
     """Decodes an answer (a,) after a context (n,) and its question (t,).
 
-    Returns:
-        whether greedy decoding gives exactly the answer, its nats per token, and the weight of the compressed cache.
+    Args:
+        parts: what the answer consists of; several are looked for in a continuation of their own, where the exact
+            answer did not come.
     """
-    cache = subject.new_cache(contestant)
-    prompt = context if question_outside else torch.cat([context, question])
-    logits, cache = subject.forward(prompt[None], cache, last_only=True)
-    weight = weigh(cache)
-    if question_outside:
-        logits, cache = subject.forward(question[None], cache, last_only=True)
+    logits, cache, weight = _read(subject, contestant, context, question, outside=question_outside)
     hit, nats = True, 0.0
     for index, target in enumerate(answer.tolist()):
         scores = logits[0, -1].float().log_softmax(-1)
@@ -185,7 +204,36 @@ def answer_document(
         nats -= float(scores[target])
         if index + 1 < answer.numel():
             logits, cache = subject.forward(answer[None, index : index + 1], cache, last_only=True)
-    return hit, nats / int(answer.numel()), weight
+    recall = float(hit)
+    if not hit and len(parts) > 1:
+        text = _continuation(subject, contestant, context, question, int(answer.numel()) + _LONGER, question_outside)
+        recall = sum(part in text for part in parts) / len(parts)
+    return Answer(hit, recall, nats / int(answer.numel()), weight)
+
+
+def _read(
+    subject: Subject, contestant: Contestant, context: Tensor, question: Tensor, *, outside: bool
+) -> tuple[Tensor, Any, dict[str, Any]]:
+    """Logits after the question, the cache, and what it weighed when it was compressed."""
+    cache = subject.new_cache(contestant)
+    prompt = context if outside else torch.cat([context, question])
+    logits, cache = subject.forward(prompt[None], cache, last_only=True)
+    weight = weigh(cache)
+    if outside:
+        logits, cache = subject.forward(question[None], cache, last_only=True)
+    return logits, cache, weight
+
+
+def _continuation(
+    subject: Subject, contestant: Contestant, context: Tensor, question: Tensor, tokens: int, outside: bool
+) -> str:
+    """The text of so many greedy tokens."""
+    logits, cache, _ = _read(subject, contestant, context, question, outside=outside)
+    made = [int(logits[0, -1].argmax())]
+    while len(made) < tokens:
+        logits, cache = subject.forward(torch.tensor([made[-1:]]), cache, last_only=True)
+        made.append(int(logits[0, -1].argmax()))
+    return subject.text(made)
 
 
 def _code(subject: Subject, document: Document) -> tuple[Tensor, Tensor, Tensor]:
