@@ -205,3 +205,32 @@ def test_reports_read_records_and_never_a_model():
                 assert not (name or "").startswith(
                     ("torch", "transformers", "kvtailor.hf", "kvtailor.bench.subject", "kvtailor.bench.tasks")
                 ), (file, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bytes_closed_form": 251}, "nominal bytes: plan 'x' holds 250 bytes.*yet 251 by arithmetic"),
+        ({"device": "cpu", "machine": {"memory_bytes": 200}}, "impossible bytes.*250 bytes on a machine that has 200"),
+    ],
+)
+def test_bytes_that_cannot_be_are_caught(fields, message):
+    check_records([scored("x", [1.0, 2.0], bytes_closed_form=250, device="cpu", machine={"memory_bytes": 2**30})])
+    with pytest.raises(Fraud, match=message):
+        check_records([scored("x", [1.0, 2.0], **fields)])
+
+
+def test_a_peak_below_what_is_held_is_caught():
+    def fresh(peak):
+        return record("x", "memory", bytes_held=10 * 2**20, bytes_full=10 * 2**20, bytes_peak=peak)
+
+    check_records([fresh(9.8 * 2**20), fresh(None)])
+    with pytest.raises(Fraud, match="impossible peak.*plan 'x' peaked at"):
+        check_records([fresh(9 * 2**20)])
+
+
+def test_one_file_under_two_names_is_caught():
+    one = scored("full", [1.0, 2.0, 3.0], 100, 1000, text_hash="a")
+    check_records([one, scored("full", [1.0, 2.0, 3.5], 100, 1000, text_hash="b"), replace(one, plan_hash="other")])
+    with pytest.raises(Fraud, match="same results on other data: plan 'full' gives the same 3 values"):
+        check_records([one, scored("full", [1.0, 2.0, 3.0], 100, 1000, text_hash="b")])

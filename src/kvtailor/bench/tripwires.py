@@ -92,11 +92,15 @@ def check_records(records: Sequence[Record]) -> None:
     Looks at the records of one run that have `values["nll"]`, for each task over all of its points together: one point
     alone may be easy enough for every cache.
 
-    Where a fresh process was measured, it must not have grown by far more than the ledger says.
+    Where a fresh process was measured, it must not have grown by far more than the ledger says, nor its peak by less.
+    Bytes must be those of the tensors and fit into the machine, and other data must give other results.
 
     Raises:
-        Fraud: by its name, "untouched cache", "equal results" or "hidden bytes".
+        Fraud: by its name, "untouched cache", "equal results", "hidden bytes", "impossible peak", "nominal bytes",
+            "impossible bytes" or "same results on other data".
     """
+    _check_bytes(records)
+    _check_data(records)
     for record in records:
         if record.bytes_resident is None or record.bytes_held is None:
             continue
@@ -129,6 +133,43 @@ def check_records(records: Sequence[Record]) -> None:
                     f"their {len(one.values)} samples are equal to the last bit: one of them is not what it says, or "
                     "both mean the same: leave one out"
                 )
+
+
+def _check_bytes(records: Sequence[Record]) -> None:
+    for record in records:
+        held, form, memory = record.bytes_held, record.bytes_closed_form, record.machine.get("memory_bytes")
+        if held is None:
+            continue
+        if form is not None and form != held:
+            raise Fraud(
+                f"nominal bytes: plan {record.label!r} holds {held} bytes in its storages, yet {form} by arithmetic: "
+                "one of them is a constant and not a measurement"
+            )
+        if record.bytes_peak is not None and record.bytes_peak < held - _RESIDENT_NOISE:
+            raise Fraud(
+                f"impossible peak: a prefill under plan {record.label!r} peaked at {record.bytes_peak} bytes, less "
+                f"than the {held} bytes that its cache holds: the counter was not reset, or read too early"
+            )
+        if str(record.device).startswith("cpu") and isinstance(memory, int) and held > memory:
+            raise Fraud(
+                f"impossible bytes: plan {record.label!r} says that its cache holds {held} bytes on a machine that has "
+                f"{memory}: they were never allocated"
+            )
+
+
+def _check_data(records: Sequence[Record]) -> None:
+    seen: dict[tuple[str, str, tuple[float, ...]], Record] = {}
+    for record in records:
+        values = record.values.get("nll", ())
+        if record.error is not None or record.text_hash is None or len(set(values)) < 2:
+            continue
+        earlier = seen.setdefault((record.task, record.plan_hash, values), record)
+        if earlier.text_hash != record.text_hash:
+            raise Fraud(
+                f"same results on other data: plan {record.label!r} gives the same {len(values)} values in task "
+                f"{record.task!r} on {earlier.text} at {dict(earlier.point)} and on {record.text} at "
+                f"{dict(record.point)}: the data was never read, or is a fallback"
+            )
 
 
 @dataclass
