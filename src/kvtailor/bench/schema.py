@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Record", "RecordError", "SCHEMA", "read_records"]
+__all__ = ["Record", "RecordError", "SCHEMA", "latest", "read_records"]
 
 SCHEMA = 1
 
@@ -186,6 +186,16 @@ def read_records(path: Path) -> list[Record]:
     if not found:
         raise RecordError(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
     return found
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """Of records with the same key only the latest, in the order in which the keys first come."""
+    found: dict[str, Record] = {}
+    for record in records:
+        earlier = found.setdefault(record.key, record)
+        if record.started >= earlier.started:
+            found[record.key] = record
+    return list(found.values())
 
 
 def _records_of(lines: Iterable[str]) -> Iterator[Record]:

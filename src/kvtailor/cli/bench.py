@@ -110,6 +110,7 @@ def command(
     from kvtailor.bench.tasks.needle import Needle
     from kvtailor.bench.tasks.perplexity import Perplexity
     from kvtailor.bench.tasks.speed import Speed
+    from kvtailor.cli.report import write
     from kvtailor.errors import KvtailorError
 
     console = Console(stderr=True, highlight=False)
@@ -150,6 +151,8 @@ def command(
         summary = summarise(records)
         if out is not None:
             _plot(summary, out, console)
+            for page in write(out, out):
+                console.print(f"{page}", style="dim", markup=False, soft_wrap=True)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     show(summary, Console(highlight=False))

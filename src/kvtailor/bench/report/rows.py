@@ -36,7 +36,7 @@ class Row:
         accuracy: share of right answers with its 95 % interval.
         hits: right answers.
         answers: all answers.
-        recall: mean share of the answers' parts that came, with a 95 % interval; None where all have one part.
+        recall: mean share of the parts that came, of the answers with several, with a 95 % interval.
         answer_loss: mean over documents of the difference to 'full' in nats per answer token.
         kl: mean of KL(full || plan) in nats per token.
         top1: share of tokens of which the plan and 'full' find the same most likely.
@@ -157,11 +157,7 @@ def _paired(ours: Sequence[Record], full: Sequence[Record], name: str) -> Estima
 
 def _recall(needles: Sequence[Record]) -> Estimate | None:
     shares = [share for record in needles for share in record.values.get("recall", ())]
-    hits = [hit for record in needles for hit in record.values["hit"]]
-    # A single part comes or does not, so that recall would only say accuracy again.
-    if len(shares) != len(hits) or shares == hits:
-        return None
-    return mean_difference(shares, [0.0] * len(shares))
+    return mean_difference(shares, [0.0] * len(shares)) if shares else None
 
 
 def _over(ours: Record, base: Record, name: str, which: str) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from rich.console import Console
@@ -17,6 +17,7 @@ __all__ = ["byte_text", "show"]
 
 MISSING = "–"
 _NARROW = 120
+_PLAN_WIDTH = 60  # beyond which a plan's line is folded
 
 
 def show(summary: Summary, console: Console) -> None:
@@ -33,8 +34,9 @@ def show(summary: Summary, console: Console) -> None:
         for number, row in enumerate(_plans(summary), 1):
             console.print(Text(f" {number}  {row.label}", style="bold" if row.label == FULL else ""))
         console.print()
-    console.print(_table(summary, narrow=narrow))
-    console.print()
+    for table in _tables(summary, console, narrow=narrow):
+        console.print(table)
+        console.print()
     for note in summary.footnotes:
         console.print(Padding(Text(note, style="dim"), (0, 0, 0, 1)))
     machine = summary.machine
@@ -47,7 +49,8 @@ def _plans(summary: Summary) -> list[Row]:
     return [row for row in summary.rows if row.plan_hash != OWN]
 
 
-def _table(summary: Summary, *, narrow: bool) -> Table:
+def _tables(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Table]:
+    """All columns, in as many tables below each other as the terminal's width asks for."""
     rows = _plans(summary)
     names = {id(row): str(number) if narrow else row.label for number, row in enumerate(rows, 1)}
     joint = "\n" if narrow else "  "
@@ -63,15 +66,35 @@ def _table(summary: Summary, *, narrow: bool) -> Table:
         ("TTFT", "right", lambda row: _times(row.ttft_ratio)),
         ("TPOT", "right", lambda row: _times(row.tpot_ratio)),
     ]
+    rendered: list[Column] = [(name, side, [render(row) for row in rows]) for name, side, render in columns]
+    plan, *others = [column for column in rendered if any(str(cell) != MISSING for cell in column[2])]
+    group = [plan]
+    for column in others:
+        if len(group) > 1 and sum(map(_width, [*group, column])) > console.width:
+            yield _table_of(group)
+            group = [plan]
+        group.append(column)
+    yield _table_of(group)
+
+
+Column = tuple[str, Literal["left", "right"], list[Text]]
+
+
+def _width(column: Column) -> int:
+    name, _, cells = column
+    if name == "plan":
+        return 2 + min(_PLAN_WIDTH, max(len(name), *(cell.cell_len for cell in cells)))
+    return 2 + max(len(name), *(len(line) for cell in cells for line in cell.plain.split("\n")))
+
+
+def _table_of(columns: list[Column]) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="dim", show_edge=False, collapse_padding=False)
     table.pad_edge = True
-    for name, side, render in columns:
-        cells = [render(row) for row in rows]
-        if name == "plan" or any(str(cell) != MISSING for cell in cells):
-            table.add_column(name, justify=side, no_wrap=name != "plan", overflow="fold", vertical="top")
-    kept = [c for c in columns if c[0] in {str(column.header) for column in table.columns}]
-    for row in rows:
-        table.add_row(*(render(row) for _, _, render in kept))
+    for name, side, _ in columns:
+        least = len(name) if name == "plan" else None
+        table.add_column(name, justify=side, no_wrap=name != "plan", overflow="fold", vertical="top", min_width=least)
+    for cells in zip(*(cells for _, _, cells in columns), strict=True):
+        table.add_row(*cells)
     return table
 
 

@@ -77,7 +77,7 @@ def footnotes(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
                 "cache is."
             )
     if any(row.recall is not None for row in rows):
-        yield "recall: share of an answer's parts that the greedy continuation contains, in any order."
+        yield "recall: of answers with several parts, the share that the greedy continuation contains, in any order."
     compared = next((r for r in records if r.task == "fidelity" and r.error is None), None)
     if compared is not None:
         yield (

@@ -5,9 +5,10 @@ token by token on the compressed cache. An answer counts where greedy decoding g
 Documents of the evaluation split only; all plans get the same ones.
 
 Metrics: `accuracy` (share of answers that are exactly right), `recall` (mean share of an answer's parts that the
-greedy continuation contains, in any order, as RULER counts; it may be 4 tokens longer than the answer; equal to
-accuracy where answers have one part), `answer_nll` (nats per answer token, with the right answer fed so far: it tells
-plans apart where accuracy is 0 or 1). Values: `hit` (1 or 0), `recall`, `nll`, `state`, one for each document.
+greedy continuation contains, in any order, as RULER counts; it may be 4 tokens longer than the answer; null where
+answers have one part, of which accuracy says it all), `answer_nll` (nats per answer token, with the right answer fed
+so far: it tells plans apart where accuracy is 0 or 1). Values: `hit` (1 or 0), `recall`, `nll`, `state`, one for each
+document.
 """
 
 from __future__ import annotations
@@ -132,18 +133,19 @@ class Needle(Task):
                     broken[contestant.hash] = str(error)
                     yield replace(blank, error=str(error))
                     continue
+                several = any(len(document.parts) > 1 for document in documents)
                 yield replace(
                     blank,
                     samples=len(found),
                     tokens_scored=sum(int(answer.numel()) for _, _, answer in coded),
                     metrics={
                         "accuracy": fmean(each.hit for each in found),
-                        "recall": fmean(each.recall for each in found),
+                        "recall": fmean(each.recall for each in found) if several else None,
                         "answer_nll": fmean(each.nll for each in found),
                     },
                     values={
                         "hit": tuple(float(each.hit) for each in found),
-                        "recall": tuple(each.recall for each in found),
+                        **({"recall": tuple(each.recall for each in found)} if several else {}),
                         "nll": tuple(each.nll for each in found),
                         "state": tuple(float(document.state) for document in documents),
                     },
