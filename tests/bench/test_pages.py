@@ -31,6 +31,10 @@ RECORDS = [
 ]
 
 
+MACHINE = {"kvtailor": "0.1", "torch": "2", "transformers": "5", "processor": "one", "threads": 2, "commit": "a" * 40}
+RECORDS = [replace(each, dtype="float32", device="cpu", machine=MACHINE) for each in RECORDS]
+
+
 class Page(HTMLParser):
     """Tags that are opened and closed, attributes, and text."""
 
