@@ -25,7 +25,9 @@ FIDELITY_WINDOWS = 20
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
-@click.option("--model", default="demo", show_default=True, help="'demo' (embedded), a folder, or a hub name.")
+@click.option(
+    "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
+)
 @click.option(
     "--plans", "--plan", "plans", multiple=True, help="A plan, or several with ';' between; may be given again."
 )

@@ -18,7 +18,10 @@ __all__ = ["command"]
 
 @click.command(short_help="Say all faults of a plan.")
 @click.argument("plan", nargs=-1, required=True)
-@click.option("--model", help="'demo' (embedded), a folder, or a hub name: also check the plan against this model.")
+@click.option(
+    "--model",
+    help="'demo' or 'demo-draft' (embedded), a folder, or a hub name: also check the plan against this model.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 @click.pass_context
 def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_json: bool) -> None:

@@ -30,7 +30,9 @@ FACTS = 4
 
 
 @click.command(short_help="The tour: answers from a compressed cache, and what it cost.")
-@click.option("--model", default="demo", show_default=True, help="'demo' (embedded), a folder, or a hub name.")
+@click.option(
+    "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
+)
 @click.option(
     "--state", type=click.IntRange(0, 999_999), default=3, show_default=True, help="Another text with other facts."
 )

@@ -151,7 +151,9 @@ def generate(
 
 
 @click.command(short_help="Generate text on a compressed cache.")
-@click.option("--model", default="demo", show_default=True, help="'demo' (embedded), a folder, or a hub name.")
+@click.option(
+    "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
+)
 @click.option("--plan", default="full", show_default=True, help='One line, such as "snapkv @ tokens=256".')
 @click.option("--prompt", help="The prompt itself.")
 @click.option(

@@ -19,7 +19,10 @@ ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @click.command(short_help="Say what a plan does, before anything runs.")
 @click.argument("plan", nargs=-1, required=True)
-@click.option("--model", help="'demo' (embedded), a folder, or a hub name: its sizes instead of the next two options.")
+@click.option(
+    "--model",
+    help="'demo' or 'demo-draft' (embedded), a folder, or a hub name: its sizes instead of the next two options.",
+)
 @click.option("--head-size", type=click.IntRange(1), default=128, show_default=True, help="Of a key and of a value.")
 @click.option("--dtype", type=click.Choice(list(ELEMENT_SIZES)), help="Of the cache.  [the model's own, else bfloat16]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
