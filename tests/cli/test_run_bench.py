@@ -71,12 +71,12 @@ def test_two_prompts_are_refused(tmp_path):
 def test_a_prompt_longer_than_the_positions_is_refused_and_a_tight_one_is_cut_with_a_word():
     result = invoke(run.command, "--prompt", LONG * 40)
     assert result.exit_code == 1
-    assert "the prompt has" in result.output and "made for 2048" in result.output and "Traceback" not in result.output
+    assert "the prompt has" in result.output and "made for 4096" in result.output and "Traceback" not in result.output
     from kvtailor.bench.subject import Subject
 
     subject = Subject.load("demo")
     ids = subject.tokens(LONG * 40)
-    tight = ids.text.encode()[: ids.ends[2043]].decode()
+    tight = ids.text.encode()[: ids.ends[4091]].decode()
     result = invoke(run.command, "--prompt", tight, "--max-new-tokens", "50", "--json")
     assert last(result)["new_tokens"] <= 5
     assert "not for 50" in result.stderr

@@ -24,7 +24,7 @@ PLANS = (
     "snapkv @ keep=0.25",
     "streaming @ keep=0.25",
 )
-LONGEST = 1536
+LONGEST = 3072
 ANSWER_ROOM = 24
 FACTS = 4
 
@@ -186,7 +186,7 @@ def _bench(subject: Subject, contestants: list[Contestant], console: Console) ->
     from kvtailor.bench.tasks.speed import Speed
     from kvtailor.bench.texts import generated_text
 
-    context = 512 if subject.positions is None else min(512, subject.positions * 3 // 4)
+    context = 1024 if subject.positions is None else min(1024, subject.positions * 3 // 4)
     tail, windows = context // 4, 24
     text = generated_text(6 * (context + tail) * windows)
     tasks: list[Task] = [

@@ -56,7 +56,7 @@ def _tables(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Tab
     joint = "\n" if narrow else "  "
     columns: list[tuple[str, Literal["left", "right"], Callable[[Row], Text]]] = [
         ("plan", "left", lambda row: Text(names[id(row)], style="bold" if row.label == FULL else "")),
-        ("held / seen", "right", _tokens),
+        ("held/seen", "right", _tokens),
         ("bytes", "right", _bytes),
         ("ΔNLL (95 %)", "right", lambda row: _loss(row, joint)),
         ("needle (95 %)", "right", lambda row: _accuracy(row, joint)),
@@ -109,7 +109,7 @@ def byte_text(count: float) -> str:
 def _tokens(row: Row) -> Text:
     if row.tokens_held is None:
         return _missing()
-    return Text(f"{row.tokens_held:.0f} / {row.tokens_seen}")
+    return Text(f"{row.tokens_held:.0f}/{row.tokens_seen}")
 
 
 def _bytes(row: Row) -> Text:

@@ -37,7 +37,7 @@ def headline(rows: Sequence[Row]) -> str:
             "not use the "
             "context of this text."
         )
-    mildest = min(worse, key=lambda row: row.loss.value if row.loss is not None else 0.0)
+    mildest = min(worse, key=lambda row: (_answers_lost(row, full), row.loss.value if row.loss is not None else 0.0))
     what = f"{mildest.loss.value:+.3f} nats per token" if mildest.loss is not None else "fewer right answers"
     if mildest.accuracy is not None and full.hits:
         what += f", {mildest.hits} of {mildest.answers} answers right ('full': {full.hits})"
@@ -157,6 +157,14 @@ def _ms(record: Record, name: str) -> str:
 
 def _beats(row: Row) -> bool:
     return row.loss is not None and row.loss.high is not None and row.loss.high < 0
+
+
+def _answers_lost(row: Row, full: Row) -> float:
+    """Share of right answers that are lost against 'full'; a drop that counts as none is 0."""
+    if row.accuracy is None or full.accuracy is None:
+        return 0.0
+    lost = full.accuracy.value - row.accuracy.value
+    return lost if lost > ANSWERS_MAY_DROP else 0.0
 
 
 def _loses_nothing(row: Row, full: Row) -> bool:
