@@ -72,7 +72,7 @@ def test_answers_and_nothing_else_weigh_most(work):
 def test_training_in_pieces_gives_what_training_at_once_gives(work, monkeypatch):
     for name in demo.NAMES:
         train_with(monkeypatch, work, model=name, run=f"{name}-once")
-        for _ in range(5):
+        for _ in range(6):  # the last finds nothing left to do
             train_with(monkeypatch, work, model=name, run=f"{name}-pieces", minutes=0)
         once, pieces = (checkpoint.load_checkpoint(work / f"{name}-{how}") for how in ("once", "pieces"))
         assert once[1]["step"] == pieces[1]["step"] == 5 and once[1]["tokens"] == pieces[1]["tokens"] == 448
@@ -95,6 +95,12 @@ def test_two_processes_train_what_one_does(work, monkeypatch):
         assert one["loss"] == pytest.approx(two["loss"], rel=0.02)
     one, two = (found[0]["model.model.layers.5.mlp.down_proj.weight"] for found in (alone, together))
     assert torch.nn.functional.cosine_similarity(one.flatten(), two.flatten(), dim=0) > 0.995
+
+
+def test_more_processes_than_rows_are_refused(work, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        train_with(monkeypatch, work, run="crowd", processes=3)
+    assert "--processes is 3, but a step has as few as 2 rows: give 1 to 2" in capsys.readouterr().err
 
 
 def test_a_teacher_is_followed(work, monkeypatch, tmp_path):

@@ -178,6 +178,9 @@ def main() -> None:
         "--processes", type=int, default=1, help="that share each step's rows; two of one thread beat one of two"
     )
     given = parser.parse_args()
+    fewest = min(phase.tokens // phase.length for phase in parse_phases(given.phases or PHASES[given.model]))
+    if not 1 <= given.processes <= fewest:
+        parser.error(f"--processes is {given.processes}, but a step has as few as {fewest} rows: give 1 to {fewest}")
     if given.processes == 1:
         train(given)
     else:
@@ -231,7 +234,7 @@ def train(given: argparse.Namespace, rank: int = 0) -> None:
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, steps {first} to {steps}", flush=True)
     begun = time.perf_counter()
     started = begun - seconds
-    parent = os.getppid()
+    parent, done = os.getppid(), first
     for step in range(first, steps):
         if given.processes > 1 and os.getppid() != parent:
             raise SystemExit("the process that started this one was killed")
@@ -253,20 +256,20 @@ def train(given: argparse.Namespace, rank: int = 0) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        tokens_seen += phase.tokens
+        tokens_seen, done = tokens_seen + phase.tokens, step + 1
         seconds = time.perf_counter() - started
-        ends = step + 1 == steps or bool(late > 0)
+        ends = done == steps or bool(late > 0)
         if rank == 0:
-            record = {"step": step + 1, "length": phase.length, "tokens": tokens_seen, "seconds": round(seconds, 1)}
+            record = {"step": done, "length": phase.length, "tokens": tokens_seen, "seconds": round(seconds, 1)}
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record | {name: round(value, 4) for name, value in means(sums).items()}) + "\n")
-            if (step + 1) % given.save_every == 0 or ends:
-                facts = {"step": step + 1, "tokens": tokens_seen, "seconds": seconds, "arguments": _plain(vars(given))}
+            if done % given.save_every == 0 or ends:
+                facts = {"step": done, "tokens": tokens_seen, "seconds": seconds, "arguments": _plain(vars(given))}
                 save_checkpoint(given.work / run, _tensors(model, optimizers), facts)
         if ends:
             break
     if rank == 0:
-        print(f"{tokens_seen:,} tokens in {seconds:,.0f} s, at step {step + 1} of {steps}", flush=True)
+        print(f"{tokens_seen:,} tokens in {seconds:,.0f} s, at step {done} of {steps}", flush=True)
 
 
 def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
