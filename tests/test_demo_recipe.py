@@ -63,7 +63,7 @@ def test_answers_and_nothing_else_weigh_most(work):
         for run in np.split(heavy, np.flatnonzero(np.diff(heavy) > 1) + 1) if heavy.size else []:
             before = mixture.tokenizer.decode(row.tokens[: run[0] + 1].tolist())
             answer = mixture.tokenizer.decode(row.tokens[run + 1].tolist()).strip()
-            assert "Answer:" in before[-400:]
+            assert "Answer:" in before[-400:] and "Question" not in answer
             assert answer.split(",")[0].split(" = ")[-1].split()[0] in text
             found += 1
     assert found > 100

@@ -1,5 +1,7 @@
 """Generated documents: determinism, disjoint splits, where the fact stands, lengths, and refusals in one sentence."""
 
+import random
+
 import pytest
 
 from kvtailor.bench.synthetic import ALL_TASKS, SPLITS, TASKS, make_document
@@ -122,6 +124,13 @@ def test_common_words_come_as_often_as_asked_where_there_is_room():
     listed = document.context.removeprefix("Words: ").removesuffix(".").split(", ")
     assert [listed.count(word) for word in document.parts] == [12, 12]
     assert {listed.count(word) for word in set(listed) - set(document.parts)} <= {1, 2, 3}
+
+
+def test_a_short_list_still_has_its_common_words_more_often():
+    listed = LISTS["common_words"](random.Random(0), 36, common=3, times=10, others=6)
+    counts = {word: listed.words.count(word) for word in listed.words}
+    assert min(counts[word] for word in listed.asked) == 7
+    assert max(count for word, count in counts.items() if word not in listed.asked) <= 6
 
 
 def test_options_reach_the_tasks():
