@@ -103,8 +103,8 @@ class Fidelity(Task):
         found = [_Found() for _ in given.contestants]
         for window in windows:
             reference = _run(given.subject, full, window)
-            for contestant, blank, result in zip(given.contestants, blanks, found, strict=True):
-                if result.error is None:
+            for contestant, blank, result, earlier in zip(given.contestants, blanks, found, known, strict=True):
+                if result.error is None and earlier is None:
                     try:
                         ours = reference if contestant is full else _run(given.subject, contestant, window)
                         _add(result, reference, ours, window.targets)
@@ -114,7 +114,6 @@ class Fidelity(Task):
         for _ in range((self.windows - len(windows)) * len(blanks)):
             given.advance("fidelity")
         for blank, result, earlier in zip(blanks, found, known, strict=True):
-            # The reference of this run is the same numbers again, so that a record of an earlier run still stands.
             yield earlier if earlier is not None else self._record(blank, result, windows, time.perf_counter() - begin)
 
     def _blank(self, given: Given, contestant: Contestant, windows: Sequence[Window]) -> Record:
