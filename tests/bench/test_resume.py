@@ -11,13 +11,14 @@ import pytest
 from tests.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, contestant, subject
 
 from kvtailor.bench import machine
-from kvtailor.bench.runner import finished, plan_run, run
+from kvtailor.bench.runner import contestants_of, finished, plan_run, run
 from kvtailor.bench.schema import read_records
-from kvtailor.bench.subject import Subject
+from kvtailor.bench.subject import Contestant, Subject
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.bench.texts import generated_text
+from kvtailor.errors import KvtailorError
 
 CACHES = {"one": DummyCache(keep=20), "other": DummyCache(keep=21)}
 PLANS = [FULL, contestant("one"), contestant("other")]
@@ -168,3 +169,17 @@ def test_other_weights_under_the_same_name_are_another_model(tmp_path):
     assert Subject(name="m", model=model).fingerprint() != first
     assert subject(UniformModel()).fingerprint() is None
     assert json.loads(go(None)[0].to_json())["model_hash"] is None
+
+
+def test_a_missing_plan_is_reported_for_every_task_and_runs_nowhere(tmp_path):
+    absent = Contestant.of("palu(rank=0.5)", may_be_missing=True)
+    assert absent.missing and "palu" in absent.missing[0]
+    with pytest.raises(KvtailorError, match="palu"):
+        Contestant.of("palu(rank=0.5)")
+    records = go(tmp_path, model=UniformModel(), plans=[FULL, absent])
+    mine = [record for record in records if record.plan_hash == absent.hash]
+    assert [record.task for record in mine] == ["perplexity", "needle"]
+    assert all(record.missing == absent.missing and not record.metrics for record in mine)
+    assert all("palu" in record.error for record in mine)
+    assert plan_run(tasks(), [FULL, absent]) == plan_run(tasks(), [FULL])
+    assert len(contestants_of(["full", "palu(rank=0.5)"], may_be_missing=True)) == 2

@@ -71,3 +71,8 @@ def test_the_key_names_what_was_measured_and_not_what_came_out():
     assert replace(RECORD, metrics={"nll": 1.0}, run="other").key == RECORD.key
     for change in ({"plan_hash": "x"}, {"point": {"context": 9}}, {"text_hash": "t"}, {"task_version": 2}):
         assert replace(RECORD, **change).key != RECORD.key
+
+
+def test_tuples_come_back_as_tuples():
+    record = replace(RECORD, tokens_by_head=((1.0, 2.5), (3.0, 4.0)), missing=("there is no method",), notes=("a",))
+    assert Record.from_json(record.to_json()) == record

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 from kvtailor.bench import machine, tripwires
@@ -19,22 +21,27 @@ FULL = "full"
 _VERSIONS = ("python", "torch", "transformers", "kvtailor", "commit")
 
 
-def contestants_of(plans: Sequence[str]) -> list[Contestant]:
+def contestants_of(plans: Sequence[str], *, may_be_missing: bool = False) -> list[Contestant]:
     """The plans as contestants, each once, 'full' first and added where it is missing: all is measured against it.
+
+    Args:
+        plans: in one line each.
+        may_be_missing: see `Contestant.of`; a suite names methods that may come later.
 
     Raises:
         PlanError: a plan has faults.
     """
     found: dict[str, Contestant] = {}
     for text in [FULL, *plans]:
-        contestant = Contestant.of(text)
+        contestant = Contestant.of(text, may_be_missing=may_be_missing)
         found.setdefault(contestant.hash, contestant)
     return list(found.values())
 
 
 def plan_run(tasks: Sequence[Task], contestants: Sequence[Contestant]) -> int:
     """How often `advance` is going to be called, for a progress bar."""
-    return sum(task.units(len(contestants)) for task in tasks)
+    there = sum(not contestant.missing for contestant in contestants)
+    return sum(task.units(there) for task in tasks)
 
 
 def finished(out: Path | None) -> dict[str, Record]:
@@ -104,6 +111,7 @@ def run(
             label=contestant.label,
             plan=contestant.plan or contestant.label,
             plan_hash=contestant.hash,
+            missing=contestant.missing,
             task=task.name,
             task_version=task.version,
             machine=here,
@@ -111,15 +119,21 @@ def run(
 
     path = _file(out, name)
     records: list[Record] = []
+    there = [contestant for contestant in contestants if not contestant.missing]
+    absent = [contestant for contestant in contestants if contestant.missing]
     for task in tasks:
         given = Given(
             subject=subject,
-            contestants=contestants,
+            contestants=there,
             blank=blank(task),
             advance=advance,
             known=lambda blank: done.get(blank.key),
         )
-        for record in task.measure(given):
+        without = (
+            replace(given.blank(each), error=f"This kvtailor does not have it: {'; '.join(each.missing)}")
+            for each in absent
+        )
+        for record in chain(task.measure(given), without):
             records.append(record)
             if path is not None and record.run == name:
                 with path.open("a", encoding="utf-8") as lines:

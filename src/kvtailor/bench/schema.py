@@ -40,6 +40,8 @@ class Record:
         label: the plan as the user wrote it.
         plan: the plan in its canonical one-line form.
         plan_hash: content hash of the plan.
+        missing: what the plan names that this kvtailor does not have; such a record has an error and no numbers.
+        calibrated_on: what the plan's calibration was made from, `NAME SHA-256` each; empty where nothing was.
         task: name of the task.
         task_version: raised whenever the task's numbers may change for the same model and plan.
         point: the task's own coordinates (context length, depth, ...), JSON values only.
@@ -52,6 +54,7 @@ class Record:
         tokens_held: mean over rows, layers and kv heads of the tokens held then.
         tokens_held_least: the least of them.
         tokens_held_most: the most of them.
+        tokens_by_head: tokens held by compressed layer and kv head then, mean over rows.
         bytes_held: unique storages of the whole cache when it was weighed; the largest over the samples.
         bytes_full: what uncompressed keys and values of the same tokens take, of the same sample.
         bytes_closed_form: what `bytes_held` must be by arithmetic, of the same sample.
@@ -59,7 +62,9 @@ class Record:
         bytes_by_tier: `bytes_held` by where it lives.
         bytes_by_layer: `bytes_held` by layer of the model.
         bytes_resident: growth of the resident memory of a fresh process per cache that it holds.
-        bytes_peak: highest resident memory of that process during one prefill, above what it held before.
+        bytes_peak: highest memory of that process during one prefill, above what it held before (weights, mostly);
+            resident memory on the CPU, the allocator's on an accelerator.
+        bytes_peak_decode: the same while it decodes after that prefill.
         metrics: the task's numbers by name; see the task's module for each.
         values: the same by sample, in an order that is equal for all plans of a run, so that they can be paired.
         timings: seconds by name, each with `median`, `q1`, `q3`, `p10`, `count` and `left_out` (disturbed samples).
@@ -82,6 +87,8 @@ class Record:
     label: str
     plan: str
     plan_hash: str
+    missing: tuple[str, ...] = ()
+    calibrated_on: tuple[str, ...] = ()
     task: str
     task_version: int
     point: Mapping[str, object] = field(default_factory=dict)
@@ -94,6 +101,7 @@ class Record:
     tokens_held: float | None = None
     tokens_held_least: int | None = None
     tokens_held_most: int | None = None
+    tokens_by_head: tuple[tuple[float, ...], ...] | None = None
     bytes_held: int | None = None
     bytes_full: int | None = None
     bytes_closed_form: int | None = None
@@ -102,6 +110,7 @@ class Record:
     bytes_by_layer: tuple[int, ...] | None = None
     bytes_resident: int | None = None
     bytes_peak: int | None = None
+    bytes_peak_decode: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     timings: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
@@ -163,8 +172,11 @@ class Record:
             raise RecordError(f"a record of schema {SCHEMA} has no field {', '.join(unknown)}: run the bench again")
         if found.get("bytes_by_layer") is not None:
             found["bytes_by_layer"] = tuple(found["bytes_by_layer"])
+        if found.get("tokens_by_head") is not None:
+            found["tokens_by_head"] = tuple(tuple(heads) for heads in found["tokens_by_head"])
         found["values"] = {name: tuple(values) for name, values in found.get("values", {}).items()}
-        found["notes"] = tuple(found.get("notes", ()))
+        for name in ("notes", "missing", "calibrated_on"):
+            found[name] = tuple(found.get(name, ()))
         try:
             return cls(**found)
         except TypeError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.ledger import storage_bytes
 
 __all__ = ["Contestant", "OWN", "Subject", "Tokens", "hash_of", "weigh"]
@@ -29,23 +29,37 @@ class Contestant:
         label: the plan as the user wrote it.
         plan: canonical form; None for the model's own cache, without kvtailor.
         hash: content hash.
+        missing: why this kvtailor cannot run the plan: what it names that is not there. Nothing is measured then, and
+            every record of it says so.
     """
 
     label: str
     plan: str | None
     hash: str
+    missing: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, text: str) -> Contestant:
+    def of(cls, text: str, *, may_be_missing: bool = False) -> Contestant:
         """The contestant that a one-line plan describes.
 
+        Args:
+            text: the plan.
+            may_be_missing: a plan with faults becomes a contestant that is reported as missing.
+
         Raises:
-            PlanError: the plan has faults.
+            PlanError: the plan has faults, and it may not be missing.
         """
         from kvtailor.plan import Plan
 
-        plan = Plan.parse(text)
-        return cls(label=" ".join(text.split()), plan=str(plan), hash=plan.hash)
+        label = " ".join(text.split())
+        try:
+            plan = Plan.parse(text)
+        except PlanError as error:
+            if not may_be_missing:
+                raise
+            digest = hashlib.sha256(label.encode()).hexdigest()[:12]
+            return cls(label=label, plan=label, hash=f"missing-{digest}", missing=tuple(error.faults))
+        return cls(label=label, plan=str(plan), hash=plan.hash)
 
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "_attn_implementation_internal")
@@ -239,6 +253,7 @@ def weigh(cache: Any) -> dict[str, Any]:
         "tokens_held": float(held.double().mean()),
         "tokens_held_least": int(held.min()),
         "tokens_held_most": int(held.max()),
+        "tokens_by_head": tuple(tuple(heads) for heads in held.double().mean(0).tolist()),
         "bytes_held": int(ledger.total),
         "bytes_full": int(ledger.full),
         "bytes_closed_form": None if ledger.closed_form is None else int(ledger.closed_form),

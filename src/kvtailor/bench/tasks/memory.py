@@ -72,6 +72,8 @@ class Memory(Task):
             given.advance(f"memory · {contestant.label}")
             if "bytes_by_layer" in found:
                 found["bytes_by_layer"] = tuple(found["bytes_by_layer"])
+            if "tokens_by_head" in found:
+                found["tokens_by_head"] = tuple(map(tuple, found["tokens_by_head"]))
             yield replace(blank, wall_seconds=time.perf_counter() - begin, **found)
 
     def _ask(self, subject: Subject, contestant: Contestant) -> dict[str, Any]:
