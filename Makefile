@@ -1,7 +1,7 @@
 # Each target does all of its own set-up: a virtual environment in .venv with pinned installs, made once.
 PYTHON ?= python3
 PYTEST ?= .venv/bin/pytest -q
-DEMO_CMD ?= .venv/bin/kvtailor demo
+DEMO_CMD ?= .venv/bin/kvtailor demo --out results/demo
 
 READY := .venv/.ready
 

@@ -1,0 +1,20 @@
+import json
+
+from click.testing import CliRunner
+
+from kvtailor.cli import demo
+
+
+def test_the_tour_opens_with_the_one_line_and_ends_with_its_page(tmp_path, monkeypatch):
+    for name, small in {"CONTEXT": 128, "WINDOWS": 6, "FIDELITY_WINDOWS": 5, "DOCUMENTS": 1, "ROUNDS": 1}.items():
+        monkeypatch.setattr(demo, name, small)
+    monkeypatch.setattr(demo, "LONGEST", 512)
+    monkeypatch.setattr(demo, "PLANS", ("full", "streaming @ keep=0.25"))
+    done = CliRunner().invoke(demo.command, ["--out", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    told = done.stdout.split("see it:")[0].split()
+    assert " ".join(told).startswith(found["headline"])
+    assert len(found["answers"]) == 2 * demo.FACTS and {answer["right"] for answer in found["answers"][:4]} == {True}
+    assert str(tmp_path / "report.html") in done.stdout.replace("\n", "")
+    assert (tmp_path / "report.html").stat().st_size > 10_000
