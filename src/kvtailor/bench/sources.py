@@ -1,0 +1,136 @@
+"""Rows of public data sets, from files in their original layouts or from the Hugging Face hub through `datasets`.
+
+Nothing stands in for what is missing: a file, a library or a network that is not there is an error.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from kvtailor.errors import KvtailorError
+
+__all__ = ["HubRows", "find_files", "hub_rows", "library", "read_rows", "read_utf8"]
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """Rows from the hub.
+
+    Attributes:
+        rows: one mapping for each, in the data set's order; they come as they are asked for.
+        origin: `hub:NAME@REVISION`, the revision being the commit that was read.
+    """
+
+    rows: Iterator[dict[str, Any]]
+    origin: str
+
+
+def library(module: str, package: str, purpose: str) -> Any:
+    """A module that only some tasks need.
+
+    Args:
+        module: what is imported.
+        package: what `pip install` calls it.
+        purpose: what it is needed for, as in "the data set X".
+
+    Raises:
+        KvtailorError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise KvtailorError(
+            f"asked for {purpose}, which needs the library {package!r}, and that is not installed ({error}): "
+            f"pip install {package}"
+        ) from error
+
+
+def hub_rows(name: str, config: str | None, split: str, *, purpose: str) -> HubRows:
+    """The rows of a data set on the hub, read as a stream at the newest commit, which is recorded.
+
+    Raises:
+        KvtailorError: `datasets` is not installed, the hub cannot be reached, or it has no such data set.
+    """
+    datasets, hub = library("datasets", "datasets", purpose), library("huggingface_hub", "huggingface_hub", purpose)
+    try:
+        revision = hub.HfApi().dataset_info(name).sha
+        stream = iter(datasets.load_dataset(name, config, split=split, revision=revision, streaming=True))
+        first = next(stream, None)
+    # What hub and network raise has no common base; whatever it is, there are no rows.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise KvtailorError(
+            f"asked for {purpose}, which is read from the hub as {name!r}, and that failed ({reason}): give a folder "
+            "that has it in its original layout (data=), or try again with a network"
+        ) from error
+    if first is None:
+        raise KvtailorError(f"asked for {purpose}, but {name!r} on the hub has no rows in its split {split!r}")
+    return HubRows(chain([first], stream), f"hub:{name}@{revision}")
+
+
+def find_files(data: Path, folders: Sequence[str], patterns: Sequence[str], *, purpose: str) -> list[Path]:
+    """The files of a data set below a local folder: those of the first folder and pattern that match, by name.
+
+    Args:
+        data: the folder that was given.
+        folders: names that the data set's own folder may have below it; "." is the folder itself.
+        patterns: names that its files may have.
+        purpose: what they are wanted for, as in "the data set X".
+
+    Raises:
+        KvtailorError: there are none.
+    """
+    if not data.is_dir():
+        raise KvtailorError(f"asked for {purpose} in {data}, which is no folder: give one that has it")
+    for folder in folders:
+        for pattern in patterns:
+            if found := sorted(path for path in (data / folder).glob(pattern) if path.is_file()):
+                return found
+    wanted = ", ".join(str(Path(folder) / pattern) for folder in folders for pattern in patterns)
+    raise KvtailorError(
+        f"asked for {purpose} in {data}, which has none of {wanted}: give the folder that has it in one of these "
+        "layouts, or no folder for the hub"
+    )
+
+
+def read_utf8(path: Path) -> str:
+    """The text of a file (`.gz` is unpacked), its line ends as they are.
+
+    Raises:
+        KvtailorError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return raw.decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise KvtailorError(f"asked for the data in {path}, which cannot be read: {error}") from error
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON-lines file (`.jsonl`, `.json`, either with `.gz`) or of a `.parquet` file, in their order.
+
+    Raises:
+        KvtailorError: it cannot be read, or a line is no JSON object.
+    """
+    if path.suffix == ".parquet":
+        parquet = library("pyarrow.parquet", "pyarrow", f"the rows of {path.name}")
+        yield from parquet.read_table(path).to_pylist()
+        return
+    # Not splitlines(): strings in JSON may hold other line separators of Unicode.
+    for number, line in enumerate(read_utf8(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise KvtailorError(f"asked for the rows of {path}, but line {number} is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise KvtailorError(f"asked for the rows of {path}, but line {number} is no JSON object: {line[:60]!r}")
+        yield row
