@@ -115,9 +115,10 @@ def texts(draw: Draw, make: Callable[[Draw], str]) -> list[list[str]]:
 def classified(draw: Draw) -> list[list[str]]:
     found = []
     for _ in range(COUNT):
-        named = draw.sample(CLASSES, draw.randint(0, 3))
+        right = draw.choice([*CLASSES, "Group or organization of person", "Group or organization of person"])
+        named = draw.sample(CLASSES, draw.randint(0, 2)) + draw.choice([[right], [right], []])
         draw.shuffle(named)
-        found.append([sentence(draw, [*named, "is", "or"], 8), draw.choice([*named, *CLASSES])])
+        found.append([draw.choice([", ", " or ", " "]).join(named), right])
     return found
 
 
