@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvtailor.errors import KvtailorError
 
-__all__ = ["HubRows", "find_files", "hub_rows", "library", "read_rows", "read_utf8"]
+__all__ = ["HubRows", "find_files", "hub_archive", "hub_rows", "library", "read_rows", "read_utf8"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,47 @@ def hub_rows(name: str, config: str | None, split: str, *, purpose: str) -> HubR
     Raises:
         KvtailorError: `datasets` is not installed, the hub cannot be reached, or it has no such data set.
     """
-    datasets, hub = library("datasets", "datasets", purpose), library("huggingface_hub", "huggingface_hub", purpose)
-    try:
-        revision = hub.HfApi().dataset_info(name).sha
+    datasets = library("datasets", "datasets", purpose)
+    with _from_hub(name, purpose):
+        revision = _revision(name, purpose)
         stream = iter(datasets.load_dataset(name, config, split=split, revision=revision, streaming=True))
         first = next(stream, None)
+    if first is None:
+        raise KvtailorError(f"asked for {purpose}, but {name!r} on the hub has no rows in its split {split!r}")
+    return HubRows(chain([first], stream), f"hub:{name}@{revision}")
+
+
+def hub_archive(name: str, archive: str, member: str, *, purpose: str) -> HubRows:
+    """The rows of a JSON-lines file in an archive of a data set that `datasets` does not read, at its newest commit.
+
+    `datasets` runs no loading scripts since its version 4, and some benchmarks are on the hub in no other form.
+
+    Args:
+        name: of the data set.
+        archive: path of the `.zip` in it.
+        member: name of the file in that.
+        purpose: what it is wanted for.
+
+    Raises:
+        KvtailorError: the hub cannot be reached, or has no such archive, or that no such file.
+    """
+    hub = library("huggingface_hub", "huggingface_hub", purpose)
+    with _from_hub(name, purpose):
+        revision = _revision(name, purpose)
+        path = Path(hub.hf_hub_download(name, archive, repo_type="dataset", revision=revision))
+    return HubRows(read_rows(path, member), f"hub:{name}@{revision}")
+
+
+def _revision(name: str, purpose: str) -> str:
+    return str(library("huggingface_hub", "huggingface_hub", purpose).HfApi().dataset_info(name).sha)
+
+
+@contextmanager
+def _from_hub(name: str, purpose: str) -> Iterator[None]:
+    try:
+        yield
+    except KvtailorError:
+        raise
     # What hub and network raise has no common base; whatever it is, there are no rows.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -70,9 +108,6 @@ def hub_rows(name: str, config: str | None, split: str, *, purpose: str) -> HubR
             f"asked for {purpose}, which is read from the hub as {name!r}, and that failed ({reason}): give a folder "
             "that has it in its original layout (data=), or try again with a network"
         ) from error
-    if first is None:
-        raise KvtailorError(f"asked for {purpose}, but {name!r} on the hub has no rows in its split {split!r}")
-    return HubRows(chain([first], stream), f"hub:{name}@{revision}")
 
 
 def find_files(data: Path, folders: Sequence[str], patterns: Sequence[str], *, purpose: str) -> list[Path]:
@@ -113,8 +148,12 @@ def read_utf8(path: Path) -> str:
         raise KvtailorError(f"asked for the data in {path}, which cannot be read: {error}") from error
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON-lines file (`.jsonl`, `.json`, either with `.gz`) or of a `.parquet` file, in their order.
+def read_rows(path: Path, member: str | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a file of JSON lines or of a `.parquet` file, in their order.
+
+    Args:
+        path: `.jsonl` or `.json`, either with `.gz`; `.parquet`; or a `.zip`.
+        member: the name of the file of JSON lines in a `.zip`.
 
     Raises:
         KvtailorError: it cannot be read, or a line is no JSON object.
@@ -123,8 +162,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         parquet = library("pyarrow.parquet", "pyarrow", f"the rows of {path.name}")
         yield from parquet.read_table(path).to_pylist()
         return
+    text = _from_archive(path, str(member)) if path.suffix == ".zip" else read_utf8(path)
     # Not splitlines(): strings in JSON may hold other line separators of Unicode.
-    for number, line in enumerate(read_utf8(path).split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -134,3 +174,14 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise KvtailorError(f"asked for the rows of {path}, but line {number} is no JSON object: {line[:60]!r}")
         yield row
+
+
+def _from_archive(path: Path, member: str) -> str:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            inside = [name for name in archive.namelist() if PurePosixPath(name).name == member]
+            if len(inside) != 1:
+                raise KvtailorError(f"asked for {member} in {path}, which has {len(inside)} files of that name")
+            return archive.read(inside[0]).decode("utf-8")
+    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+        raise KvtailorError(f"asked for the data in {path}, which cannot be read: {error}") from error

@@ -1,9 +1,9 @@
 """Examples of the long-context sets, from a local folder in the original layout or from the hub.
 
 LongBench: `SUBSET.jsonl` as in its `data.zip`, with input, context, answers, all_classes and _id; files like
-`SUBSET.dev.jsonl` are read as well. ZeroSCROLLS: `SUBSET/validation.jsonl` as in its archives, with id, input, output,
-document_end_index, query_start_index, query_end_index and truncation_seperator (so spelled); rows with the same id are
-one example with several right answers.
+`SUBSET.dev.jsonl` are read as well. ZeroSCROLLS: `SUBSET/validation.jsonl` as in its `SUBSET.zip`, with id, input,
+output, query_start_index, query_end_index and truncation_seperator (so spelled); rows with the same id are one example
+with several right answers. The archives need not be unpacked, and are what is read on the hub.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any
 from kvtailor.bench.longsets.longbench import LONGBENCH
 from kvtailor.bench.longsets.sets import Example, LongSet
 from kvtailor.bench.longsets.zeroscrolls import ZEROSCROLLS
-from kvtailor.bench.sources import find_files, hub_rows, read_rows
+from kvtailor.bench.sources import find_files, hub_archive, read_rows
 from kvtailor.errors import KvtailorError, UnknownName
 
 __all__ = ["BENCHMARKS", "long_set", "read_examples"]
 
 BENCHMARKS: Mapping[str, Mapping[str, LongSet]] = {"longbench": LONGBENCH, "zeroscrolls": ZEROSCROLLS}
-_HUB = {"longbench": ("THUDM/LongBench", "test"), "zeroscrolls": ("tau/zero_scrolls", "validation")}
+_HUB = {"longbench": ("THUDM/LongBench", "data.zip"), "zeroscrolls": ("tau/zero_scrolls", "{0}.zip")}
+_MEMBER = {"longbench": "{0}.jsonl", "zeroscrolls": "validation.jsonl"}
 _FOLDERS = {
     "longbench": ("longbench", "LongBench", "longbench/data", "LongBench/data", "data", "."),
-    "zeroscrolls": ("zero_scrolls/{0}", "zeroscrolls/{0}", "ZeroSCROLLS/{0}", "{0}"),
+    "zeroscrolls": ("zero_scrolls", "zeroscrolls", "ZeroSCROLLS", "."),
 }
 _FILES = {
-    "longbench": ("{0}.jsonl", "{0}.dev.jsonl", "{0}/test-*.parquet"),
-    "zeroscrolls": ("validation.jsonl", "validation-*.parquet", "{0}/validation.jsonl"),
+    "longbench": ("{0}.jsonl", "{0}.dev.jsonl", "{0}/test-*.parquet", "data.zip"),
+    "zeroscrolls": ("{0}/validation.jsonl", "{0}/{0}/validation.jsonl", "{0}/validation-*.parquet", "{0}.zip"),
 }
 _LONGBENCH_FIELDS = {"input": str, "context": str, "answers": list}
 _ZEROSCROLLS_FIELDS = {
@@ -61,14 +62,15 @@ def read_examples(benchmark: str, subset: str, data: Path | None) -> tuple[list[
     """
     long_set(benchmark, subset)
     purpose = f"the set {subset!r} of {benchmark}"
+    member = _MEMBER[benchmark].format(subset)
     if data is None:
-        name, split = _HUB[benchmark]
-        hub = hub_rows(name, subset, split, purpose=purpose)
+        name, archive = _HUB[benchmark]
+        hub = hub_archive(name, archive.format(subset), member, purpose=purpose)
         rows, origin = hub.rows, hub.origin
     else:
         folders, patterns = ([each.format(subset) for each in names[benchmark]] for names in (_FOLDERS, _FILES))
         files = find_files(data, folders, patterns, purpose=purpose)
-        rows = (row for file in files for row in read_rows(file))
+        rows = (row for file in files for row in read_rows(file, member))
         origin = str(files[0])
     found = _longbench(rows, origin) if benchmark == "longbench" else _zeroscrolls(rows, origin)
     if not found:

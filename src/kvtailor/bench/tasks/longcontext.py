@@ -1,0 +1,230 @@
+"""Long-context benchmarks: LongBench and ZeroSCROLLS with their official prompts, truncation and metrics.
+
+Each prompt is prefilled and compressed; then the answer is decoded greedily on the compressed cache, up to the set's
+official length or an end token, and scored by the set's official metric. All plans get the same prompts.
+
+Metrics: `score` (0 to 100, as the official scripts report it but for rounding; with ZeroSCROLLS' geometric mean of
+ROUGE also `rouge1`, `rouge2`, `rougeL`, whose means it is made of). Values: the same of each example; the mean of the
+examples' geometric means is not the score.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.bench import tripwires
+from kvtailor.bench.longsets import Example, LongSet, long_set, overall, read_examples, score_example
+from kvtailor.bench.longsets.prompts import chat_overhead, longbench_ids, uses_chat, zeroscrolls_ids
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Contestant, Subject, hash_of, weigh
+from kvtailor.bench.tasks import Given, Task
+from kvtailor.errors import KvtailorError
+
+__all__ = ["LongContext", "generate"]
+
+_LEAST_TOKENS = 2
+_IDS = {"longbench": longbench_ids, "zeroscrolls": zeroscrolls_ids}
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    ids: list[Tensor]
+    limit: int | None
+    cut: int
+    chat: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongContext(Task):
+    """One set of a benchmark.
+
+    Attributes:
+        benchmark: "longbench" or "zeroscrolls".
+        subset: a set of it, such as "qasper".
+        data: a folder that has it in its original layout; None: from the hub.
+        examples: how many, from the first on; None: all.
+        max_tokens: longest prompt, before a chat template comes around it; what is longer is cut by the benchmark's
+            rule. None: the model's positions less the answer's length and the chat template.
+    """
+
+    name: ClassVar[str] = "longcontext"
+    version: ClassVar[int] = 1
+    benchmark: str
+    subset: str
+    data: Path | None = None
+    examples: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        long_set(self.benchmark, self.subset)
+        if self.examples is not None and self.examples < 1:
+            raise ValueError(f"asked for {self.examples} examples of {self.subset}: ask for at least 1")
+        if self.max_tokens is not None and self.max_tokens < _LEAST_TOKENS:
+            raise ValueError(f"asked for prompts of {self.max_tokens} tokens: allow at least {_LEAST_TOKENS}")
+
+    def units(self, contestants: int) -> int:
+        return len(self._found[0]) * contestants
+
+    def measure(self, given: Given) -> Iterator[Record]:
+        chosen, (examples, origin) = long_set(self.benchmark, self.subset), self._found
+        prompts = self._prompts(given.subject, chosen, examples)
+        source = f"{self.benchmark}/{self.subset}"
+        tripwires.check_distinct((hash_of(ids) for ids in prompts.ids), source)
+        notes = [f"Examples from {origin}."]
+        if self.examples is not None and len(examples) < self.examples:
+            notes.append(f"There are {len(examples)} examples, not {self.examples}.")
+        if prompts.cut:
+            notes.append(f"{prompts.cut} of {len(examples)} prompts were longer than {prompts.limit} tokens and cut.")
+        for contestant in given.contestants:
+            begin = time.perf_counter()
+            blank = replace(
+                given.blank(contestant),
+                point={
+                    "benchmark": self.benchmark,
+                    "subset": self.subset,
+                    "max_tokens": prompts.limit,
+                    "metric": chosen.metric,
+                    "generation": chosen.generation,
+                    "chat_template": prompts.chat,
+                },
+                text=source,
+                text_hash=hash_of(*prompts.ids),
+                notes=tuple(notes),
+            )
+            if (known := given.known(blank)) is not None:
+                for _ in examples:
+                    given.advance(f"{source} · {contestant.label}")
+                yield known
+                continue
+            try:
+                found, weights = self._run(given, contestant, chosen, examples, prompts.ids)
+            except (KvtailorError, ValueError) as error:
+                yield replace(blank, error=str(error))
+                continue
+            yield replace(
+                blank,
+                samples=len(found),
+                metrics=dict(overall(chosen.metric, found)),
+                values={name: tuple(each[name] for each in found) for name in found[0]},
+                wall_seconds=time.perf_counter() - begin,
+                **max(weights, key=lambda weight: weight.get("bytes_held", 0)),
+            )
+
+    @cached_property
+    def _found(self) -> tuple[list[Example], str]:
+        examples, origin = read_examples(self.benchmark, self.subset, self.data)
+        return examples[: self.examples], origin
+
+    def _run(
+        self, given: Given, contestant: Contestant, chosen: LongSet, examples: Sequence[Example], prompts: list[Tensor]
+    ) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+        subject, found, weights = given.subject, [], []
+        ends = _ends(subject, chosen)
+        for example, ids in zip(examples, prompts, strict=True):
+            made, weight = generate(
+                subject, contestant, ids, most=chosen.generation, ends=ends, least=int(chosen.stop_at_line_end)
+            )
+            text = chosen.clip(subject.text(made))
+            found.append(score_example(chosen.metric, text, example.references, example.classes))
+            weights.append(weight)
+            given.advance(f"{self.benchmark}/{self.subset} · {contestant.label}")
+        return found, weights
+
+    def _prompts(self, subject: Subject, chosen: LongSet, examples: Sequence[Example]) -> _Prompts:
+        chat = uses_chat(subject, chosen)
+        room, limit = None, self.max_tokens
+        if subject.positions is not None:
+            room = subject.positions - chosen.generation
+            most = room - (chat_overhead(subject) if chat else 0)
+            limit = most if limit is None else limit
+            if most < _LEAST_TOKENS:
+                raise KvtailorError(
+                    f"asked for {self.subset} of {self.benchmark}, whose answers have up to {chosen.generation} "
+                    f"tokens, but {subject.name} has {subject.positions} positions: take a model with more"
+                )
+            if limit > most:
+                raise KvtailorError(
+                    f"asked for prompts of up to {limit} tokens and answers of up to {chosen.generation}, but "
+                    f"{subject.name} has {subject.positions} positions, of which a chat template takes {room - most}: "
+                    f"allow {most} tokens or fewer (max_tokens)"
+                )
+        ids, cut = [], 0
+        for example in examples:
+            build = partial(_IDS[self.benchmark], subject, chosen, example)
+            whole = build(None)
+            fitting = whole if limit is None else _fit(build, limit, room, self.subset, example)
+            cut += not torch.equal(whole, fitting)
+            ids.append(fitting)
+        return _Prompts(ids, limit, cut, chat)
+
+
+def _fit(build: Callable[[int | None], Tensor], limit: int, room: int | None, subset: str, example: Example) -> Tensor:
+    """The prompt with the official cut, made shorter where its text gives more tokens than `room` the second time."""
+    ids = build(limit)
+    while room is not None and ids.numel() > room:
+        limit -= int(ids.numel()) - room
+        if limit < _LEAST_TOKENS:
+            raise KvtailorError(
+                f"asked for prompts of at most {room} tokens, but example {example.name} of {subset} cannot be cut to "
+                "that: take a model with more positions"
+            )
+        ids = build(limit)
+    return ids
+
+
+def _ends(subject: Subject, chosen: LongSet) -> frozenset[int]:
+    """Ids that end an answer: the model's own end tokens; where it ends with a line, the tokenizer's and a line end."""
+    own = getattr(subject.tokenizer, "eos_token_id", None)
+    if chosen.stop_at_line_end:
+        found = [own, int(subject.tokens("\n").ids[-1])]
+    else:
+        told = getattr(getattr(subject.model, "generation_config", None), "eos_token_id", None)
+        found = list(told) if isinstance(told, list | tuple) else [own if told is None else told]
+    return frozenset(int(each) for each in found if each is not None)
+
+
+@torch.inference_mode()
+def generate(
+    subject: Subject,
+    contestant: Contestant,
+    prompt: Tensor,
+    *,
+    most: int,
+    ends: AbstractSet[int] = frozenset(),
+    least: int = 0,
+) -> tuple[list[int], dict[str, Any]]:
+    """Decodes greedily after a compressed prompt (n,).
+
+    Args:
+        most: how many tokens at most.
+        ends: ids after which it ends.
+        least: tokens before which none of them is taken.
+
+    Returns:
+        The ids, an end token included, and what the cache weighed after the prompt (see `weigh`).
+
+    Raises:
+        KvtailorError: the model's logits are not numbers.
+    """
+    logits, cache = subject.forward(prompt[None], subject.new_cache(contestant), last_only=True)
+    weight = weigh(cache)
+    made: list[int] = []
+    while True:
+        scores = logits[0, -1].float()
+        if bool(scores.isnan().any()):
+            raise KvtailorError(f"The model gave logits that are no numbers after {len(made)} tokens of an answer.")
+        if len(made) < least and ends:
+            scores = scores.index_fill(0, torch.tensor(sorted(ends), device=scores.device), -torch.inf)
+        made.append(int(scores.argmax()))
+        if made[-1] in ends or len(made) >= most:
+            return made, weight
+        logits, cache = subject.forward(torch.tensor([made[-1:]]), cache, last_only=True)
