@@ -112,6 +112,16 @@ def test_other_books_are_named_as_what_they_are(tmp_path):
         assert found.source == "books_eval" and found.text == "A" * 9 + "\n\n" + "B" * 9
 
 
+def test_a_network_that_breaks_off_is_an_error_and_no_shorter_text(monkeypatch):
+    def breaks_off():
+        yield {"text": "the first document"}
+        raise TimeoutError("read timed out")
+
+    hub(monkeypatch, breaks_off())
+    with pytest.raises(KvtailorError, match=r"corpus 'c4'.*read timed out.*data="):
+        corpus("c4", characters=100)
+
+
 def test_what_is_not_there_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(UnknownName, match="did you mean 'wikitext2'"):
         corpus("wikitext")

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -67,7 +66,13 @@ def hub_rows(name: str, config: str | None, split: str, *, purpose: str) -> HubR
         first = next(stream, None)
     if first is None:
         raise KvtailorError(f"asked for {purpose}, but {name!r} on the hub has no rows in its split {split!r}")
-    return HubRows(chain([first], stream), f"hub:{name}@{revision}")
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield first
+        with _from_hub(name, purpose):
+            yield from stream
+
+    return HubRows(rows(), f"hub:{name}@{revision}")
 
 
 def hub_archive(name: str, archive: str, member: str, *, purpose: str) -> HubRows:
