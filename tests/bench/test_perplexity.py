@@ -118,7 +118,7 @@ def test_a_cache_that_is_ignored_is_caught(tmp_path):
 
 
 def test_two_plans_with_the_same_results_are_caught():
-    caches = {"one": DummyCache(keep=20), "other": DummyCache(keep=20)}
+    caches = {"one": DummyCache(keep=20), "other": DummyCache(keep=20, claims=21)}
     with pytest.raises(Fraud, match="equal results.*'one' and 'other'"):
         bench(CountingModel(), *caches, caches=caches)
 

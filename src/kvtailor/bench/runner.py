@@ -75,6 +75,7 @@ def run(
     advance: Callable[[str], None] = lambda label: None,
     bandwidth: bool = True,
     resume: bool = True,
+    allow: Sequence[str] = (),
 ) -> list[Record]:
     """Every task for every plan. A run that was killed goes on where it was: what it wrote is not measured again.
 
@@ -86,12 +87,16 @@ def run(
         advance: called after each unit of work with the label of what runs.
         bandwidth: measure the machine's read bandwidth first.
         resume: take what `finished` finds in `out` instead of measuring it again.
+        allow: tripwires of `tripwires.MAY_BE_ALLOWED` that may be touched; every record says so in its notes.
 
     Raises:
+        UnknownName: there is no tripwire of a name in `allow`.
         RecordError: `out` holds lines that are no records.
         Fraud: the results cannot be what they say; all records have been written by then.
         KvtailorError: a task cannot be done at all; records of tasks before it have been written.
     """
+    permits = tripwires.allowances(allow)
+    tripwires.check_sources({name: text for task in tasks for name, text in task.texts().items()})
     started = datetime.now(UTC)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     here = machine.describe(bandwidth=bandwidth)
@@ -112,6 +117,7 @@ def run(
             plan=contestant.plan or contestant.label,
             plan_hash=contestant.hash,
             missing=contestant.missing,
+            calibrated_on=tuple(f"{made.text_name} {made.text_hash}" for made in contestant.calibration),
             task=task.name,
             task_version=task.version,
             machine=here,
@@ -133,9 +139,11 @@ def run(
             replace(given.blank(each), error=f"This kvtailor does not have it: {'; '.join(each.missing)}")
             for each in absent
         )
-        for record in chain(task.measure(given), without):
+        for found in chain(task.measure(given), without):
+            record = replace(found, notes=(*(n for n in found.notes if not tripwires.is_allowance(n)), *permits))
             records.append(record)
-            if path is not None and record.run == name:
+            # One that was there is written again only where other tripwires were allowed for it.
+            if path is not None and (record.run == name or record.notes != found.notes):
                 with path.open("a", encoding="utf-8") as lines:
                     lines.write(record.to_json() + "\n")
     tripwires.check_records(records)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvtailor.bench.overlap import Calibrated
 from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.ledger import storage_bytes
 
@@ -31,12 +32,14 @@ class Contestant:
         hash: content hash.
         missing: why this kvtailor cannot run the plan: what it names that is not there. Nothing is measured then, and
             every record of it says so.
+        calibration: what its artefacts were made from; a task refuses to score it on that.
     """
 
     label: str
     plan: str | None
     hash: str
     missing: tuple[str, ...] = ()
+    calibration: tuple[Calibrated, ...] = ()
 
     @classmethod
     def of(cls, text: str, *, may_be_missing: bool = False) -> Contestant:
@@ -89,7 +92,9 @@ class Subject:
         name: name or folder it was loaded from.
         model: called as `model(input_ids=, past_key_values=, use_cache=True, logits_to_keep=)`.
         tokenizer: called as transformers' tokenizers are; None where no task needs text.
-        make_cache: (model, plan) -> cache.
+        make_cache: (model, plan) -> cache; None: `kvtailor.cache_for`.
+        whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole`; None:
+            kvtailor's own, if `make_cache` is, else nobody can say.
         loadable: another process can load the same model by `name`.
         stock_attention: the attention implementation under which the model's own cache is measured; found by itself.
     """
@@ -97,7 +102,8 @@ class Subject:
     name: str
     model: Any
     tokenizer: Any = None
-    make_cache: Callable[[Any, str], Any] = field(default=lambda model, plan: _cache_for(model, plan))
+    make_cache: Callable[[Any, str], Any] | None = None
+    whole_budget: Callable[[str], tuple[str, ...]] | None = None
     loadable: bool = False
     stock_attention: str | None = None
 
@@ -171,10 +177,20 @@ class Subject:
     def new_cache(self, contestant: Contestant) -> Any:
         """An empty cache; None stands for the model's own, under the model's own attention."""
         if contestant.plan is not None:
-            return self.make_cache(self.model, contestant.plan)
+            return (self.make_cache or _cache_for)(self.model, contestant.plan)
         if self.stock_attention is not None and self._config()._attn_implementation != self.stock_attention:
             self.model.set_attn_implementation(self.stock_attention)
         return None
+
+    def whole_budgets(self, contestant: Contestant) -> tuple[str, ...]:
+        """What `whole_budget` says of a plan; nothing for the model's own cache."""
+        if contestant.plan is None or (self.whole_budget is None and self.make_cache is not None):
+            return ()
+        if self.whole_budget is not None:
+            return self.whole_budget(contestant.plan)
+        from kvtailor.bench.whole import plans_at_whole_budget
+
+        return plans_at_whole_budget(contestant.plan)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Any, *, last_only: bool = False) -> tuple[Tensor, Any]:

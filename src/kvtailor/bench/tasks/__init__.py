@@ -44,6 +44,10 @@ class Task(ABC):
     name: ClassVar[str]
     version: ClassVar[int]
 
+    def texts(self) -> dict[str, str]:
+        """The texts that it scores, by the names under which they are reported; none where they are made."""
+        return {}
+
     @abstractmethod
     def units(self, contestants: int) -> int:
         """How often `advance` is going to be called."""

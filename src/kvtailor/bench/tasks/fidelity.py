@@ -28,7 +28,7 @@ from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import calibration_error, quantile
 from kvtailor.bench.subject import Contestant, Subject, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.tasks.perplexity import Perplexity, Window
+from kvtailor.bench.tasks.perplexity import Perplexity, Window, whole_budgets
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Fidelity"]
@@ -83,6 +83,9 @@ class Fidelity(Task):
             windows=self.windows,
         )
 
+    def texts(self) -> dict[str, str]:
+        return {self.source: self.text}
+
     def units(self, contestants: int) -> int:
         return self.windows * contestants
 
@@ -100,6 +103,14 @@ class Fidelity(Task):
         full = next((c for c in given.contestants if c.label == "full"), None)
         if full is None:
             raise KvtailorError("asked for fidelity without the plan 'full', which all is compared to: add it")
+        pieces = [w.text for w in windows] if all(w.text for w in windows) else [self.text]
+        for contestant in given.contestants:
+            tripwires.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
+        whole = whole_budgets(given, windows[0], self.source)
+        blanks = [
+            blank if earlier is not None else replace(blank, notes=whole.check(contestant))
+            for contestant, blank, earlier in zip(given.contestants, blanks, known, strict=True)
+        ]
         found = [_Found() for _ in given.contestants]
         for window in windows:
             reference = _run(given.subject, full, window)

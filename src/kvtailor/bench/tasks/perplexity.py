@@ -25,9 +25,12 @@ from kvtailor.bench import tripwires
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import OWN, Contestant, Subject, Tokens, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.whole import WholeBudgets
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Perplexity", "Window", "score_window"]
+__all__ = ["Perplexity", "Window", "score_window", "whole_budgets"]
+
+_WHOLE_TARGETS = 16
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Perplexity(Task):
         continuation: tokens that are scored.
         chunk: tokens of the continuation that are fed at once; None: all of them, so that they see each other exactly.
         windows: how many; fewer are taken, and it is said, where the text is too short.
-        tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: 1e-3 in float32,
-            and 0.5, with 0.02 in the mean token, in half precision: a bfloat16 logit of 20 has steps of 1/8.
+        tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: see
+            `tripwires.tolerances`.
         least_distinct: see `tripwires.check_repetition`.
     """
 
@@ -81,6 +84,9 @@ class Perplexity(Task):
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"asked for chunk={self.chunk}: give at least 1 token, or None to feed all at once")
 
+    def texts(self) -> dict[str, str]:
+        return {self.source: self.text}
+
     def units(self, contestants: int) -> int:
         return self.windows * (contestants + 1)
 
@@ -94,6 +100,10 @@ class Perplexity(Task):
             if len(windows) < self.windows
             else []
         )
+        pieces = [w.text for w in windows] if all(w.text for w in windows) else [self.text]
+        for contestant in given.contestants:
+            tripwires.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
+        whole = whole_budgets(given, windows[0], self.source)
         own: list[tuple[Tensor, dict[str, Any]]] | None = None
         for contestant in given.contestants:
             begin = time.perf_counter()
@@ -109,6 +119,7 @@ class Perplexity(Task):
                     given.advance(f"perplexity · {contestant.label}")
                 yield known
                 continue
+            tried = whole.check(contestant)
             try:
                 scored = self._run(given, contestant, windows)
             except (KvtailorError, ValueError) as error:
@@ -134,6 +145,7 @@ class Perplexity(Task):
                     "distinct_8grams": share,
                 },
                 values={"nll": nll},
+                notes=(*notes, *tried),
                 wall_seconds=time.perf_counter() - begin,
                 **heaviest,
             )
@@ -188,10 +200,22 @@ class Perplexity(Task):
     def _check_identity(
         self, subject: Subject, ours: Sequence[tuple[Tensor, Any]], own: Sequence[tuple[Tensor, Any]]
     ) -> None:
-        whole = subject.dtype == torch.float32
-        tolerance = self.tolerance if self.tolerance is not None else (1e-3 if whole else 0.5)
+        worst, mean = tripwires.tolerances(subject.dtype)
         flat = [torch.cat([scores for scores, _ in each]).tolist() for each in (ours, own)]
-        tripwires.check_identity(flat[0], flat[1], tolerance, self.source, None if whole else 0.02)
+        tripwires.check_identity(
+            flat[0], flat[1], worst if self.tolerance is None else self.tolerance, self.source, mean
+        )
+
+
+def whole_budgets(given: Given, window: Window, source: str) -> WholeBudgets:
+    """Tries plans at their whole budget on the first tokens after a window's context, fed one at a time."""
+    full = next((contestant for contestant in given.contestants if contestant.label == "full"), OWN)
+    targets = window.targets[:_WHOLE_TARGETS]
+
+    def score(contestant: Contestant) -> Tensor:
+        return score_window(given.subject, contestant, window.context, targets, chunk=1)[0]
+
+    return WholeBudgets(given.subject, full, score, source)
 
 
 def score_window(
