@@ -1,7 +1,7 @@
 """With nothing to drop, every plan gives what 'full' gives."""
 
 import pytest
-from tests.bench.test_frauds import Numbers
+from tests.bench.frauds import Numbers
 from tests.seam.zoo import build
 
 from kvtailor import cache_for
