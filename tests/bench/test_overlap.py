@@ -43,6 +43,14 @@ def test_a_bounded_sketch_is_right_within_its_stated_error(monkeypatch, share):
     assert abs(shared(one, other).of_first - true) <= 4 * (true * (1 - true) / sampled) ** 0.5
 
 
+def test_a_short_text_in_a_long_one_is_found_whole(monkeypatch):
+    monkeypatch.setattr(Sketch, "LARGEST", 2000)
+    long = words(30_000)
+    short = " ".join(long.split()[500:1500])
+    found = shared(Sketch.of([short]), Sketch.of([long]))
+    assert found.of_first == 1.0 and 30 < found.count < 120
+
+
 def test_provenance_survives_the_head_of_a_file():
     made = made_from(words(500))
     written = made.to_metadata()
@@ -65,6 +73,8 @@ def test_a_percent_of_overlap_is_too_much_whichever_side_it_is_of():
     with pytest.raises(Fraud, match="calibration on the evaluated text"):
         check_calibration([made_from("short")], evaluated, source, whole="short")
     check_calibration([], evaluated, source)
+    with pytest.raises(Fraud, match=r"shares 100.0% of the runs of 13 words of t and has 0.8% of its own there"):
+        check_calibration([made_from(words(6000, 8) + " " + " ".join(some[:60]))], [" ".join(some[:60])], source)
 
 
 def test_sources_that_are_one_text_for_the_most_part_are_one():

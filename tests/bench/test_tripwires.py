@@ -77,6 +77,13 @@ def test_disturbed_rounds_and_one_slow_round_accuse_nobody():
         check_records(late)
 
 
+@pytest.mark.parametrize("sides", [2, 3, 5])
+def test_only_the_side_that_changed_is_accused(sides):
+    for factors in ([1.0] * 7 + [1.5] * 6, [1.5] * 6 + [1.0] * 7):
+        found = list(findings(timed(one=factors, sides=sides)))
+        assert len(found) == 2 and {each.records[0].label for each in found} == {"one"}
+
+
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_noise_is_hardly_ever_called_a_cold_or_throttled_side(noise):
     accused = sum(any(True for _ in findings(timed(sides=6, state=i, noise=noise, side=[1.0] * 10))) for i in range(60))

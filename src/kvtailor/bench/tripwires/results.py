@@ -29,8 +29,7 @@ def of_results(records: Sequence[Record]) -> Iterator[Finding]:
         smaller = [r for r in of_task if _is_smaller(r.first)]
         for found in smaller:
             record = found.first
-            untouched = found.same_as(full) if full is not None else False
-            if untouched or (found.name == "kl" and not any(found.values)):
+            if full is not None and found.same_as(full):
                 yield Finding(
                     "untouched cache",
                     f"plan {record.label!r} says that it holds {record.tokens_held:.0f} of {record.tokens_seen} tokens "
