@@ -4,9 +4,11 @@ All sides are timed in every round, so what slows the machine slows all of them:
 with the median of the others' in the same round, and only what is left of it, and shows in the side's own times too,
 is the side's own doing. Samples that other programs disturbed are left out first.
 
-A shift is a point of the run with at least three rounds before and behind it such that four fifths of the times
-behind it differ by 15 % from four fifths of those before. Noise that comes and goes has no such point: see
-`tests/bench/test_frauds.py` for how often it seems to.
+A shift is a point of the run with two fifths of its rounds, and at least 5, on both sides, such that the 15th
+percentile of the times on one side lies 20 % above the 85th of those on the other. What is cold for fewer rounds does
+not move a median, so only a first round that is three times as long as all others is called cold by itself. Of 400
+simulated runs of 10 rounds and 6 sides none was accused wrongly under log-normal noise of 3 % or 10 %, 1 % where a
+tenth of the undisturbed times were also 1.3 to 3 times as long, 3 % where a fifth were.
 """
 
 from __future__ import annotations
