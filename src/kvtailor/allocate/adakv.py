@@ -64,3 +64,7 @@ class AdaKV(Allocator):
         least = apportion(torch.ones(heads), sure, request.floor, request.capacity)
         counts = [pooled_counts(scores, least[:, i], of_layer[:, i]) for i, scores in enumerate(request.scores)]
         return torch.stack(counts, dim=1)
+
+    def flops(self, *, tokens: int, size: int) -> int:
+        """0: scores are compared, never computed with."""
+        return 0

@@ -60,3 +60,12 @@ class Allocator(ABC):
     @abstractmethod
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU: tokens for each present layer and kv head."""
+
+    def flops(self, *, tokens: int, size: int) -> int | None:
+        """What one call of `allocate` computes for one row and kv head, counted as in `Scorer.flops`; None: not known.
+
+        Args:
+            tokens: n, tokens held.
+            size: d, of a key.
+        """
+        return None

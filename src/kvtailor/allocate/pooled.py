@@ -65,3 +65,7 @@ class Pooled(Allocator):
         longest = max(scores.shape[-1] for scores in request.scores)
         lanes = [F.pad(scores, (0, longest - scores.shape[-1]), value=-torch.inf) for scores in request.scores]
         return pooled_counts(torch.cat(lanes, dim=1), least, total).view(request.capacity.shape)
+
+    def flops(self, *, tokens: int, size: int) -> int:
+        """0: scores are compared, never computed with."""
+        return 0

@@ -61,6 +61,10 @@ class Pyramid(Allocator):
         weights = self._line(history.double() / count, widest.double(), count)
         return request.floor + even_shares(weights, history, torch.zeros_like(room), room, request.layers, others)
 
+    def flops(self, *, tokens: int, size: int) -> int:
+        """0: the line is a few numbers for each layer."""
+        return 0
+
     def _line(self, mean: Tensor, widest: Tensor, count: int) -> Tensor:
         """(b, L) float64 history of each layer, first to last, before it meets the layers' own bounds.
 

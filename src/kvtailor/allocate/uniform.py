@@ -36,3 +36,7 @@ class Uniform(Allocator):
         """(b, l, h) int64 on the CPU."""
         weights = torch.ones(request.capacity.shape[0], request.num_layers)
         return even_shares(weights, request.total, request.floor, request.capacity, request.layers, request.row_tokens)
+
+    def flops(self, *, tokens: int, size: int) -> int:
+        """0: shares are a few numbers for each layer."""
+        return 0

@@ -64,3 +64,16 @@ class Attention(ABC):
             want_mass: also give `Attended.mass`.
             real_queries: (b, t) bool: queries that are not padding, the only ones that count for the mass; None: all.
         """
+
+    def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int | None:
+        """What one new token costs beyond logits and output of the tokens that it reads; None: not known.
+
+        Counted as in `Scorer.flops`, for all rows and kv heads of a layer. The reading itself, 2 * (d + dv) for each
+        query head and token read, is counted apart, from `Attended.read`; so is decoding, see `Codec.decode_flops`.
+
+        Args:
+            encoded: the segments at hand, without the tail.
+            group: g, query heads of a kv head.
+            size: d, of a key.
+        """
+        return None

@@ -106,6 +106,10 @@ class Quest(Attention):
         read = read_lanes(query, heads, lanes, scaling)
         return Attended(output=read.output, lse=read.lse, read=count.view(b, heads))
 
+    def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int:
+        """4 g d for each page: the query times its least and its greatest keys."""
+        return 4 * group * size * sum(part.low.shape[0] * part.low.shape[1] for part in encoded if _is_paged(part))
+
     def _choose(
         self, query: Tensor, parts: Sequence[_Paged], visible: Visibility, *, newest: bool
     ) -> tuple[Lanes, Tensor]:

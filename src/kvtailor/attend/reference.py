@@ -69,6 +69,10 @@ class Reference(Attention):
                     total[m] = share
         return Attended(output=output, lse=lse, mass=mass if want_mass else None)
 
+    def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int:
+        """0: nothing beyond the reading."""
+        return 0
+
 
 def _slots_of(part: Segment, owner: int, device: torch.device) -> Tensor:
     """(m, s) bool: filled slots of one row and kv head."""

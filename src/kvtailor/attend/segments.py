@@ -48,3 +48,7 @@ class Segments(Attention):
         """See `Attention.attend`."""
         read = read_all(query, parts, visible, scaling, counting(query, want_mass, real_queries))
         return Attended(output=read.output, lse=read.lse, mass=read.mass)
+
+    def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int:
+        """0: nothing beyond the reading."""
+        return 0

@@ -59,6 +59,19 @@ class Codec(ABC):
             element_size: bytes of the cache's dtype.
         """
 
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """What encoding these tokens of one kv head computes, counted as in `Scorer.flops`; None: not known.
+
+        Args:
+            tokens: that are encoded at once.
+            key_size, value_size: d and dv.
+        """
+        return None
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """What decoding these tokens of one kv head computes, as `encode_flops`."""
+        return None
+
 
 def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:
     """Raises `CacheMisuse` for NaN or infinity in keys (m, s, d) or values (m, s, dv); `why` completes the sentence."""

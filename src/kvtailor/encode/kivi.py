@@ -236,3 +236,13 @@ class Kivi(Codec):
         codes = packed_size(key_size, self.bits_of_keys) + packed_size(value_size, self.bits_of_values)
         value_groups = value_size // largest_divisor(value_size, self.group)
         return codes + 2 * element_size * (key_size / self.group + value_groups)
+
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
+        """2 for each value (less its minimum, divided by the step) and 2 for the step of each group."""
+        key_groups = -(-tokens // self.group) * key_size
+        value_groups = tokens * (value_size // largest_divisor(value_size, self.group))
+        return 2 * (tokens * (key_size + value_size) + key_groups + value_groups)
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
+        """2 for each value: times the step, plus the minimum."""
+        return 2 * tokens * (key_size + value_size)

@@ -36,3 +36,11 @@ class Plain(Codec):
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
         """(d + dv) elements."""
         return float((key_size + value_size) * element_size)
+
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
+        """0: nothing is encoded."""
+        return 0
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
+        """0: nothing was encoded."""
+        return 0

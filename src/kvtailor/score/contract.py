@@ -42,3 +42,17 @@ class Scorer(ABC):
     @abstractmethod
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32; finite wherever `held.valid`, anything elsewhere."""
+
+    def flops(self, *, tokens: int, group: int, size: int) -> int | None:
+        """What one call of `score` computes for one row and kv head; None: not known, which is no claim of zero.
+
+        One addition, multiplication, division or exponential of floating-point numbers counts as one, and so a
+        multiply-add as two. Comparisons, conversions, copies and integer arithmetic count as none, and neither does
+        work that does not grow with the tokens. It is the method that is counted, not what an implementation adds.
+
+        Args:
+            tokens: n, tokens held.
+            group: g, query heads of a kv head.
+            size: d, of a key.
+        """
+        return None

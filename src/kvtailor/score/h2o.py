@@ -69,3 +69,7 @@ class H2O(Scorer):
         if not self.normalise:
             return held.mass.float().clone()
         return held.mass.float() / (held.seen - held.positions).clamp_min(1)
+
+    def flops(self, *, tokens: int, group: int, size: int) -> int:
+        """0, or n divisions with `normalise`; the sums are evidence and counted where they are gathered."""
+        return tokens if self.normalise else 0

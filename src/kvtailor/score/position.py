@@ -50,3 +50,7 @@ class Position(Scorer):
         age = held.positions - held.first[:, None, None]
         newest = (held.seen - held.first)[:, None, None]
         return torch.where(age < self.sinks, newest + self.sinks - age, age).to(torch.float32)
+
+    def flops(self, *, tokens: int, group: int, size: int) -> int:
+        """0: ages are integers."""
+        return 0

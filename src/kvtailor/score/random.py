@@ -55,3 +55,7 @@ class Random(Scorer):
         age = held.positions - held.first[:, None, None]
         drawn = _mix(head[None, :, None] ^ _mix(age & _LOW))
         return (drawn >> 8).to(torch.float32) / 2**24
+
+    def flops(self, *, tokens: int, group: int, size: int) -> int:
+        """n: one division for each token; what comes before it is integers."""
+        return tokens

@@ -88,6 +88,18 @@ class SnapKV(Scorer):
         history = held.valid & (held.positions < held.query_columns[0])
         return pool_members(votes, history, self.kernel, self.pooling)
 
+    def flops(self, *, tokens: int, group: int, size: int) -> int:
+        """g w n (2 d + 6) + the reduction of the group + the pooling.
+
+        For each query of the window and token: 2 d for the logit, 4 for its softmax (less the maximum, exponential,
+        sum, division), 2 for the sum over the window. For each token: g - 1 to add the group up and 1 to divide, and
+        as much for an average of `kernel` tokens; a maximum is free.
+        """
+        voting = group * min(self.window, tokens) * tokens * (2 * size + 6)
+        reducing = {"mean": group, "sum": group - 1, "max": 0}[self.reduce]
+        pooling = self.kernel if self.pooling == "average" and self.kernel > 1 else 0
+        return voting + tokens * (reducing + pooling)
+
     def _votes(self, held: Held, head: int, voters: Tensor) -> Tensor:
         """(b, n) float32: attention probability that the `voters` (b, w) give to the tokens of one kv head."""
         assert held.queries is not None and held.query_columns is not None

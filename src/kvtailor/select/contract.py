@@ -23,3 +23,11 @@ class Selector(ABC):
         Returns:
             (b, h, n) bool with exactly `budgets` trues, never where the score is -inf; ties go to the earliest.
         """
+
+    def flops(self, *, tokens: int) -> int | None:
+        """What one call of `select` computes for one row and kv head, counted as in `Scorer.flops`; None: not known.
+
+        Args:
+            tokens: n, tokens held.
+        """
+        return None
