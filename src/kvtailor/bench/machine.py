@@ -1,4 +1,4 @@
-"""What ran, and on what: versions, processor, load, and the bandwidth that no decoding step can beat."""
+"""What ran, and on what: versions, processor, load, and the bandwidth and arithmetic that no model can beat."""
 
 from __future__ import annotations
 
@@ -12,19 +12,33 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-__all__ = ["Neighbours", "describe", "read_bandwidth", "resident_bytes", "versions"]
+__all__ = ["Neighbours", "describe", "matmul_flops", "read_bandwidth", "resident_bytes", "versions"]
 
 _PROBE_BYTES = 256 * 2**20
+# An accelerator reads 256 MiB in less time than it takes to ask it for that.
+_PROBE_BYTES_OF_ACCELERATOR = 4 * 2**30
+_PROBE_SECONDS = 0.4
 
 
-def describe(*, bandwidth: bool = True) -> dict[str, object]:
+def describe(
+    *, bandwidth: bool = True, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, object]:
     """The machine as JSON values; None where it cannot be known.
 
     Keys: `python`, `torch`, `transformers`, `kvtailor` (versions), `commit` ("-dirty" behind it where files differ),
     `system`, `processor`, `cores` (that this process may use), `threads` (torch's), `memory_bytes`, `load` (average of
-    one minute), `accelerator`, `read_bandwidth` (bytes per second, `read_bandwidth()`; None if not asked).
+    one minute), `accelerator`, `accelerator_bytes` (its memory); and where asked, measured now, `read_bandwidth` (bytes
+    per second, `read_bandwidth()`) and `matmul_flops` (operations per second, `matmul_flops()`).
+
+    Args:
+        bandwidth: measure what is measured.
+        device: of the model; None: CPU.
+        dtype: of the model.
     """
+    device = device or torch.device("cpu")
+    cuda = torch.cuda.is_available()
     return {
         **versions(),
         "system": f"{platform.system()} {platform.release()}",
@@ -33,8 +47,10 @@ def describe(*, bandwidth: bool = True) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "read_bandwidth": read_bandwidth() if bandwidth else None,
+        "accelerator": torch.cuda.get_device_name(device if device.type == "cuda" else None) if cuda else None,
+        "accelerator_bytes": torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
+        "read_bandwidth": read_bandwidth(device) if bandwidth else None,
+        "matmul_flops": matmul_flops(device, dtype) if bandwidth else None,
     }
 
 
@@ -50,17 +66,46 @@ def versions() -> dict[str, str | None]:
 
 
 def read_bandwidth(device: torch.device | None = None, rounds: int = 5) -> float:
-    """Bytes per second of the fastest of some plain reads of 256 MiB, which is more than a cache keeps.
+    """Bytes per second of the fastest of some plain reads of more than a cache keeps: 256 MiB, 4 GiB on an accelerator.
 
-    The best and not the median: this is a floor under times, and a disturbed read would make it look kinder.
+    The best and not the median: this is a floor under times, and a disturbed read would make it look kinder. Where an
+    accelerator has less than 8 GiB left, half of what is left is read.
     """
-    probe = torch.ones(_PROBE_BYTES // 4, dtype=torch.float32, device=device)
+    size = _PROBE_BYTES
+    if device is not None and device.type == "cuda":
+        size = min(_PROBE_BYTES_OF_ACCELERATOR, torch.cuda.mem_get_info(device)[0] // 2) // 4 * 4
+    probe = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = float("inf")
     for _ in range(rounds):
         begin = time.perf_counter()
         probe.sum().item()
         best = min(best, time.perf_counter() - begin)
-    return _PROBE_BYTES / best
+    return size / best
+
+
+def matmul_flops(device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations per second of the fastest of some products of square matrices, in about half a second.
+
+    Sizes of 512 and then 1024 on the CPU, 4096 and then 8192 on an accelerator; the larger only where the smaller was
+    quick. The best, for the reason that `read_bandwidth` gives.
+    """
+    best, begin = 0.0, time.perf_counter()
+    for share, size in enumerate((512, 1024) if device is None or device.type == "cpu" else (4096, 8192), start=1):
+        if best and 2 * size**3 / best > _PROBE_SECONDS / 4:
+            break
+        a, b = (torch.randn((size, size), device=device, dtype=dtype) for _ in range(2))
+        _seconds_of_product(a, b)
+        best = max(best, 2 * size**3 / _seconds_of_product(a, b))
+        while time.perf_counter() - begin < _PROBE_SECONDS * share / 2:
+            best = max(best, 2 * size**3 / _seconds_of_product(a, b))
+    return best
+
+
+def _seconds_of_product(a: Tensor, b: Tensor) -> float:
+    begin = time.perf_counter()
+    # One number of the product travels back, so that an accelerator has finished.
+    torch.mm(a, b)[0, 0].item()
+    return time.perf_counter() - begin
 
 
 def resident_bytes() -> tuple[int, int] | None:

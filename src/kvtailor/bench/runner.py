@@ -85,7 +85,7 @@ def run(
         tasks: what to measure.
         out: folder to which `records-RUN.jsonl` is written line by line; None: nothing is written.
         advance: called after each unit of work with the label of what runs.
-        bandwidth: measure the machine's read bandwidth first.
+        bandwidth: measure the machine's read bandwidth and its arithmetic first.
         resume: take what `finished` finds in `out` instead of measuring it again.
         allow: tripwires of `tripwires.MAY_BE_ALLOWED` that may be touched; every record says so in its notes.
 
@@ -99,7 +99,7 @@ def run(
     tripwires.check_sources({name: text for task in tasks for name, text in task.texts().items()})
     started = datetime.now(UTC)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    here = machine.describe(bandwidth=bandwidth)
+    here = machine.describe(bandwidth=bandwidth, device=subject.device, dtype=subject.dtype)
     weights, model_hash = subject.weights(), subject.fingerprint()
     done = finished(out) if resume else {}
 

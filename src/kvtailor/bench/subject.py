@@ -19,7 +19,7 @@ from kvtailor.bench.overlap import Calibrated
 from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.ledger import storage_bytes
 
-__all__ = ["Contestant", "OWN", "Subject", "Tokens", "hash_of", "weigh"]
+__all__ = ["Contestant", "OWN", "Subject", "Tokens", "bytes_of", "hash_of", "weigh"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Subject:
         make_cache: (model, plan) -> cache; None: `kvtailor.cache_for`.
         whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole`; None:
             kvtailor's own, if `make_cache` is, else nobody can say.
-        loadable: another process can load the same model by `name`.
+        loadable: another process can load the same model by `name`, dtype and device.
         stock_attention: the attention implementation under which the model's own cache is measured; found by itself.
     """
 
@@ -126,8 +126,7 @@ class Subject:
             model, tokenizer = load(name, dtype=getattr(torch, dtype) if dtype else None, device=device)
         except (OSError, RuntimeError) as error:
             raise KvtailorError(str(error)) from error
-        # A child process loads with the checkpoint's own dtype, so only then it measures the same model.
-        return cls(name=name, model=model, tokenizer=tokenizer, loadable=dtype is None)
+        return cls(name=name, model=model, tokenizer=tokenizer, loadable=True)
 
     @property
     def device(self) -> torch.device:
@@ -277,6 +276,16 @@ def weigh(cache: Any) -> dict[str, Any]:
         "bytes_by_tier": dict(ledger.by_tier),
         "bytes_by_layer": tuple(ledger.by_layer),
     }
+
+
+def bytes_of(cache: Any) -> int | None:
+    """Unique storages of a cache, ours or transformers' own; None for any other."""
+    if hasattr(cache, "ledger"):
+        return int(cache.ledger().total)
+    if not hasattr(cache, "layers"):
+        return None
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return storage_bytes([each for each in held if isinstance(each, Tensor)])
 
 
 def _cache_for(model: Any, plan: str) -> Any:

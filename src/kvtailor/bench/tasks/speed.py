@@ -5,8 +5,16 @@ and then a fixed number of greedy tokens, one at a time; there is no end token. 
 sample during which other programs took processor time that it needed is counted and left out; where too few are left,
 rounds are added, and where that does not help there is no time.
 
-Timings: `ttft` (seconds to the first token), `tpot` (seconds per further token). Values: `ttft`, `tpot` for each round,
-`disturbed` (1: left out of the timings).
+Timings: `ttft` (seconds to the first token of all rows), `tpot` (seconds per further step, which gives each row one
+token). Values: `ttft`, `tpot` for each round in the order in which they ran, `disturbed` (1: left out of the timings).
+
+Metrics, None where a part is not known:
+`tokens_per_second`: rows * tokens over time, of the steps after the first token alone;
+`flops_prefill`, `flops_token`: operations of the model, for all rows of a prefill, and for one token of one row;
+`flops_method_prefill`, `flops_method_token`: what the plan adds to each, see `bench.flops`;
+`achieved_gflops_prefill`, `achieved_gflops_token`: both together over the time that was measured, in 1e9 per second;
+`floor_ttft_seconds`: the time below which no prefill can be: reading every weight once at `machine.read_bandwidth`, or
+the model's own operations at `machine.matmul_flops`, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -19,10 +27,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.bench.flops import Work, count
 from kvtailor.bench.machine import Neighbours
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import spread
-from kvtailor.bench.subject import OWN, Contestant, Subject, hash_of, weigh
+from kvtailor.bench.subject import OWN, Contestant, Subject, bytes_of, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
 
@@ -37,6 +46,8 @@ class _Samples:
     tpot: list[float] = field(default_factory=list)
     disturbed: list[bool] = field(default_factory=list)
     weight: dict[str, Any] = field(default_factory=dict)
+    bytes_read: int | None = None
+    work: Work | None = None
     error: str | None = None
 
     def clean(self, name: str) -> list[float]:
@@ -48,33 +59,35 @@ class Speed(Task):
     """Interleaved rounds over all plans and the model's own cache.
 
     Attributes:
-        text: what the prompt's tokens come from, repeated where it is too short: times do not depend on it.
+        text: what the prompts' tokens come from. Each row has its own piece of it; where it is too short for that, the
+            rows begin at different places of the repeated text: times do not depend on it.
         source: its name.
         context: tokens of the prompt.
         tokens: tokens decoded, the first included.
+        batch: rows, of equal length.
         rounds: undisturbed samples wanted of each plan.
         warmup: rounds before the first that counts.
     """
 
     name: ClassVar[str] = "speed"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     text: str
     source: str
     context: int = 512
     tokens: int = 32
+    batch: int = 1
     rounds: int = 10
     warmup: int = 3
 
     def __post_init__(self) -> None:
-        if self.tokens < 2 or self.rounds < 1 or self.context < 1 or self.warmup < 0:
+        if self.tokens < 2 or min(self.rounds, self.context, self.batch) < 1 or self.warmup < 0:
             raise ValueError(
-                f"asked for context={self.context}, tokens={self.tokens}, rounds={self.rounds}, "
-                f"warmup={self.warmup}: give a "
-                "context and rounds of at least 1 and at least 2 tokens"
+                f"asked for context={self.context}, tokens={self.tokens}, batch={self.batch}, rounds={self.rounds}, "
+                f"warmup={self.warmup}: give a context, batch and rounds of at least 1 and at least 2 tokens"
             )
 
     def units(self, contestants: int) -> int:
-        return (2 * self.rounds + self.warmup) * (contestants + 1)
+        return (2 * self.rounds + self.warmup + 1) * (contestants + 1)
 
     def measure(self, given: Given) -> Iterator[Record]:
         begin = time.perf_counter()
@@ -108,7 +121,12 @@ class Speed(Task):
                         found.error = str(error)
                 given.advance(f"speed · {contestant.label}")
                 left -= 1
-        for _ in range(left):
+        for contestant in contestants:
+            found = samples[contestant.hash]
+            if found.error is None:
+                found.work = count(given.subject, contestant, prompt, self.tokens)
+            given.advance(f"speed · {contestant.label}")
+        for _ in range(left - len(contestants)):
             given.advance("speed")
         for contestant in contestants:
             yield self._record(given, contestant, samples[contestant.hash], prompt, meter, time.perf_counter() - begin)
@@ -123,7 +141,11 @@ class Speed(Task):
         start, ids = subject.start(), subject.tokens(self.text).ids
         if not ids.numel():
             raise KvtailorError(f"asked for a prompt from {self.source}, which is empty: give a text")
-        return torch.cat([start, ids.repeat(-(-self.context // ids.numel()))])[: self.context][None]
+        rest = max(0, self.context - start.numel())
+        enough = ids.numel() >= self.batch * rest
+        step = rest if enough else max(1, ids.numel() // self.batch)
+        at = (torch.arange(self.batch)[:, None] * step + torch.arange(rest)) % ids.numel()
+        return torch.cat([start.expand(self.batch, -1), ids[at]], 1)[:, : self.context]
 
     def _sample(
         self,
@@ -152,10 +174,10 @@ class Speed(Task):
             found.ttft.append(first - begin)
             found.tpot.append((last - first) / (self.tokens - 1))
             found.disturbed.append(meter.disturbed())
-            found.weight = weigh(cache)
+            found.weight, found.bytes_read = weigh(cache), bytes_of(cache)
 
     def _blank(self, given: Given, contestant: Contestant, prompt: Tensor) -> Record:
-        point = {"context": self.context, "tokens": self.tokens, "batch": 1, "rounds": self.rounds}
+        point = {"context": self.context, "tokens": self.tokens, "batch": self.batch, "rounds": self.rounds}
         return replace(given.blank(contestant), point=point, text=self.source, text_hash=hash_of(prompt))
 
     def _record(
@@ -178,16 +200,41 @@ class Speed(Task):
                 "tpot": tuple(found.tpot),
                 "disturbed": tuple(map(float, found.disturbed)),
             },
+            metrics=self._metrics(given.subject, blank, found.work, timings),
             timings=timings,
-            floor_seconds=_floor(given.subject, blank, found.weight),
+            floor_seconds=_floor_of_token(given.subject, blank, found.bytes_read),
             wall_seconds=wall,
             notes=tuple(notes),
             **found.weight,
         )
 
+    def _metrics(
+        self, subject: Subject, blank: Record, work: Work | None, timings: Mapping[str, Mapping[str, float | None]]
+    ) -> dict[str, float | None]:
+        ttft, tpot = (timings.get(name, {}).get("median") for name in ("ttft", "tpot"))
+        found: dict[str, float | None] = {"tokens_per_second": self.batch / tpot if tpot else None}
+        for name in ("prefill", "token", "method_prefill", "method_token"):
+            found[f"flops_{name}"] = None if work is None else getattr(work, name)
+        for name, seconds, times in (("prefill", ttft, 1), ("token", tpot, self.batch)):
+            own, added = found[f"flops_{name}"], found[f"flops_method_{name}"]
+            rate = None
+            if own is not None and added is not None and seconds:
+                rate = times * (own + added) / seconds / 1e9
+            found[f"achieved_gflops_{name}"] = rate
+        found["floor_ttft_seconds"] = _floor_of_prefill(subject, blank, work)
+        return found
 
-def _floor(subject: Subject, blank: Record, weight: Mapping[str, Any]) -> float | None:
-    bandwidth, weights = blank.machine.get("read_bandwidth"), subject.weights()
-    if not isinstance(bandwidth, float) or weights is None or "bytes_held" not in weight:
+
+def _floor_of_prefill(subject: Subject, blank: Record, work: Work | None) -> float | None:
+    bandwidth, peak = (blank.machine.get(name) for name in ("read_bandwidth", "matmul_flops"))
+    weights = subject.weights()
+    if not isinstance(bandwidth, float) or not isinstance(peak, float) or weights is None or work is None:
         return None
-    return float((weights[2] + weight["bytes_held"]) / bandwidth)
+    return max(weights[2] / bandwidth, work.prefill / peak)
+
+
+def _floor_of_token(subject: Subject, blank: Record, cache: int | None) -> float | None:
+    bandwidth, weights = blank.machine.get("read_bandwidth"), subject.weights()
+    if not isinstance(bandwidth, float) or weights is None or cache is None:
+        return None
+    return (weights[2] + cache) / bandwidth
