@@ -1,15 +1,18 @@
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.bench.dummy import FULL, DummyCache, UniformModel, contestant, subject
+from tests.bench.test_flops import tiny
 
 from kvtailor.bench import machine
+from kvtailor.bench.flops import Work
 from kvtailor.bench.machine import Neighbours
-from kvtailor.bench.runner import contestants_of, run
+from kvtailor.bench.runner import run
 from kvtailor.bench.subject import OWN, Subject
-from kvtailor.bench.tasks.memory import Memory
+from kvtailor.bench.tasks import speed
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.errors import KvtailorError
 
@@ -65,6 +68,75 @@ def test_a_plan_that_fails_does_not_stop_the_clock(monkeypatch):
     assert [r.error for r in records] == [None, None, "three is not done here"]
 
 
+def prompts(text: str, **settings: int) -> list[str]:
+    found = Speed(text=text, source="t", **settings)._prompt(subject(UniformModel()))
+    return [bytes(row).decode() for row in found.tolist()]
+
+
+def test_rows_are_pieces_of_the_text_and_where_it_is_short_they_begin_apart():
+    assert prompts("abcdefghijklmnop", context=5, batch=3) == ["abcde", "fghij", "klmno"]
+    assert prompts("abcdef", context=5, batch=3) == ["abcde", "cdefa", "efabc"]
+    assert prompts("abc", context=7) == ["abcabca"]
+    assert len(prompts("ab", context=3, batch=5)) == 5
+    for wrong in ({"batch": 0}, {"tokens": 1}, {"context": 0}, {"warmup": -1}):
+        with pytest.raises(ValueError, match="at least"):
+            Speed(text="a", source="t", **wrong)
+
+
+def of_tiny(monkeypatch, work: Work | None, task: Speed, *, busy: bool = False, **described: float):
+    quiet(monkeypatch, answer=busy)
+    if work is not None:
+        monkeypatch.setattr(speed, "count", lambda *_: work)
+    monkeypatch.setattr(machine, "describe", lambda **_: described)
+    tokenizer = subject(UniformModel()).tokenizer
+    return run(Subject(name="tiny", model=tiny(), tokenizer=tokenizer), [FULL], [task])
+
+
+def test_throughput_flops_and_floors_are_the_records_own_numbers(monkeypatch):
+    task = Speed(text="!\"#$%&'()*+,-./0123456789:", source="t", context=9, tokens=4, batch=2, rounds=3, warmup=0)
+    work = Work(prefill=4_000_000, token=50_000.0, method_prefill=1_000, method_token=20.0)
+    own, full = of_tiny(monkeypatch, work, task, read_bandwidth=1e9, matmul_flops=1e10)
+    for record in (own, full):
+        assert record.error is None and record.point["batch"] == 2 and record.task_version == 2
+        metrics, ttft, tpot = record.metrics, record.timings["ttft"]["median"], record.timings["tpot"]["median"]
+        assert metrics["tokens_per_second"] == pytest.approx(2 / tpot, rel=1e-12)
+        assert [metrics[f"flops_{name}"] for name in ("prefill", "token", "method_prefill", "method_token")] == [
+            4_000_000, 50_000.0, 1_000, 20.0
+        ]  # fmt: skip
+        assert metrics["achieved_gflops_prefill"] == pytest.approx(4_001_000 / ttft / 1e9, rel=1e-12)
+        assert metrics["achieved_gflops_token"] == pytest.approx(2 * 50_020 / tpot / 1e9, rel=1e-12)
+        assert metrics["floor_ttft_seconds"] == 4_000_000 / 1e10
+    # 97 * 60 weights of the embedding are looked up; 12 tokens of 2 rows are in the cache at the end.
+    read = 4 * (23_400 + 5_820 + 3 * 60)
+    assert own.floor_seconds == (read + 2 * 12 * 3 * 20 * 4) / 1e9
+    assert full.floor_seconds == (read + full.bytes_held) / 1e9
+    slow = of_tiny(monkeypatch, work, task, read_bandwidth=1e6, matmul_flops=1e12)[0]
+    assert slow.metrics["floor_ttft_seconds"] == read / 1e6
+
+
+def test_work_is_counted_on_the_prompts_that_are_timed(monkeypatch):
+    task = Speed(text="!\"#$%&'()*+,-./0123456789:", source="t", context=9, tokens=4, batch=2, rounds=1, warmup=0)
+    full = of_tiny(monkeypatch, None, task)[1]
+    assert full.metrics["flops_prefill"] == 2 * (2 * (9 * 23_400 + 5_820) + 2 * 6 * 10 * 9**2)
+    assert full.metrics["flops_token"] == 2 * (23_400 + 5_820) + 4 * 6 * 10 * 11
+    assert full.metrics["flops_method_prefill"] == full.metrics["flops_method_token"] == 0
+    assert full.metrics["floor_ttft_seconds"] is None and full.floor_seconds is None
+
+
+def test_what_is_not_known_of_the_work_is_null(monkeypatch):
+    quiet(monkeypatch)
+    task = Speed(text="abc", source="t", context=8, tokens=2, rounds=3, warmup=0)
+    found = run(subject(UniformModel()), [FULL], [task], bandwidth=False)[1].metrics
+    assert found.pop("tokens_per_second") > 0
+    assert len(found) == 7 and set(found.values()) == {None}
+    work = Work(prefill=10, token=1.0, method_prefill=None, method_token=0.0)
+    task = replace(task, text="012")
+    found = of_tiny(monkeypatch, work, task)[1].metrics
+    assert found["achieved_gflops_prefill"] is None and found["achieved_gflops_token"] > 0
+    found = of_tiny(monkeypatch, work, task, busy=True)[1].metrics
+    assert found["tokens_per_second"] is None and found["achieved_gflops_token"] is None
+
+
 def test_own_work_is_no_neighbour():
     meter = Neighbours()
     if not meter.metered:
@@ -90,19 +162,9 @@ def test_the_machine_is_json_and_knows_itself():
     assert machine.describe(bandwidth=False)["read_bandwidth"] is None
 
 
-def test_memory_that_cannot_be_measured_is_null_and_says_why():
-    records = run(subject(UniformModel()), [FULL], [Memory(context=8)], bandwidth=False)
-    assert [r.bytes_resident for r in records] == [None, None]
-    assert "cannot load 'dummy'" in records[0].error
-
-
-@pytest.mark.long
-def test_a_fresh_process_grows_by_what_the_ledger_says():
-    plans = contestants_of(["snapkv @ keep=0.25"])
-    own, full, snap = run(Subject.load("demo"), plans, [Memory(context=1500)], bandwidth=False)
-    for record in (full, snap):
-        assert record.error is None
-        assert abs(record.bytes_resident - record.bytes_held) < 0.1 * record.bytes_held + 2**17
-        assert record.bytes_peak > record.bytes_resident
-    assert snap.bytes_resident < 0.35 * full.bytes_resident
-    assert own.bytes_resident == pytest.approx(full.bytes_full, rel=0.1)
+def test_arithmetic_that_no_model_can_beat_is_measured():
+    assert 1e8 < machine.matmul_flops() < 1e15
+    found = machine.describe(dtype=torch.bfloat16)
+    assert 1e8 < found["matmul_flops"] < 1e15
+    assert found["accelerator_bytes"] is None
+    assert machine.describe(bandwidth=False)["matmul_flops"] is None
