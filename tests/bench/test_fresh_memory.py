@@ -120,6 +120,8 @@ def test_peaks_of_prefill_and_decoding_are_above_what_was_there_before(monkeypat
 
     monkeypatch.setattr(memory, "_DECODED", 20)
     counters.take(100)
+    counters.take(500)
+    counters.take(-500)
     weighed = Subject(name="taking", model=Taking(), make_cache=lambda model, plan: Leaving())
     found = memory.weigh_in_this_process(weighed, FULL, gauge, {"context": 7, "batch": 1, "caches": 3})
     assert found["metrics"] == {"bytes_before": 100}
