@@ -168,3 +168,15 @@ def test_arithmetic_that_no_model_can_beat_is_measured():
     assert 1e8 < found["matmul_flops"] < 1e15
     assert found["accelerator_bytes"] is None
     assert machine.describe(bandwidth=False)["matmul_flops"] is None
+
+
+def test_a_floor_that_was_measured_beside_other_programs_says_so(monkeypatch):
+    for answer in (True, False):
+        monkeypatch.setattr(Neighbours, "disturbed", lambda self, answer=answer: answer)
+        assert machine.describe()["probes_disturbed"] is (answer if Neighbours().metered else None)
+    assert machine.describe(bandwidth=False)["probes_disturbed"] is None
+    task = Speed(text="012", source="t", context=4, tokens=2, rounds=1, warmup=0)
+    work = Work(prefill=10, token=1.0, method_prefill=0, method_token=0.0)
+    said = of_tiny(monkeypatch, work, task, read_bandwidth=1e9, matmul_flops=1e9, probes_disturbed=True)[1].notes
+    assert any("floors may be too high" in note for note in said)
+    assert of_tiny(monkeypatch, work, task, read_bandwidth=1e9, matmul_flops=1e9, probes_disturbed=False)[1].notes == ()

@@ -30,7 +30,8 @@ def describe(
     Keys: `python`, `torch`, `transformers`, `kvtailor` (versions), `commit` ("-dirty" behind it where files differ),
     `system`, `processor`, `cores` (that this process may use), `threads` (torch's), `memory_bytes`, `load` (average of
     one minute), `accelerator`, `accelerator_bytes` (its memory); and where asked, measured now, `read_bandwidth` (bytes
-    per second, `read_bandwidth()`) and `matmul_flops` (operations per second, `matmul_flops()`).
+    per second, `read_bandwidth()`), `matmul_flops` (operations per second, `matmul_flops()`) and `probes_disturbed`
+    (other programs took processor time that these two needed, so that floors made of them are too high).
 
     Args:
         bandwidth: measure what is measured.
@@ -39,6 +40,8 @@ def describe(
     """
     device = device or torch.device("cpu")
     cuda = torch.cuda.is_available()
+    meter = Neighbours()
+    measured = (read_bandwidth(device), matmul_flops(device, dtype)) if bandwidth else (None, None)
     return {
         **versions(),
         "system": f"{platform.system()} {platform.release()}",
@@ -49,8 +52,9 @@ def describe(
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "accelerator": torch.cuda.get_device_name(device if device.type == "cuda" else None) if cuda else None,
         "accelerator_bytes": torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
-        "read_bandwidth": read_bandwidth(device) if bandwidth else None,
-        "matmul_flops": matmul_flops(device, dtype) if bandwidth else None,
+        "read_bandwidth": measured[0],
+        "matmul_flops": measured[1],
+        "probes_disturbed": meter.disturbed() if bandwidth and meter.metered else None,
     }
 
 

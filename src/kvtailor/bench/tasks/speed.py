@@ -188,6 +188,8 @@ class Speed(Task):
             return replace(blank, error=found.error)
         left_out = sum(found.disturbed)
         notes = [] if meter.metered else ["This system does not say what other programs do: no sample was checked."]
+        if blank.machine.get("probes_disturbed"):
+            notes.append("Other programs ran while bandwidth and arithmetic were measured: the floors may be too high.")
         enough = len(found.disturbed) - left_out >= min(_LEAST_SAMPLES, self.rounds)
         timings: dict[str, Mapping[str, float | None]] = {}
         for name in ("ttft", "tpot") if enough else ():
