@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtailor.bench.report.rows import Row, rows_of
-from kvtailor.bench.report.verdict import footnotes, headline
+from kvtailor.bench.report.footnotes import footnotes
+from kvtailor.bench.report.points import of_one_model
+from kvtailor.bench.report.quality import Measure, measures_of
+from kvtailor.bench.report.rows import FULL, Row, rows_of
+from kvtailor.bench.report.verdict import headline
 from kvtailor.bench.schema import Record
 
 __all__ = ["Row", "Summary", "summarise"]
@@ -20,12 +23,16 @@ class Summary:
     Attributes:
         headline: one sentence: which plan, at which memory, loses nothing measurable here.
         rows: one for each plan, 'full' first.
+        measures: every text, kind of document and task with the scores of all plans.
+        missing: plans that this kvtailor does not have yet, each with what it lacks.
         footnotes: what a reader must know to judge the rows, whole sentences.
         machine: see `Record.machine`.
     """
 
     headline: str
     rows: tuple[Row, ...]
+    measures: tuple[Measure, ...]
+    missing: tuple[tuple[str, str], ...]
     footnotes: tuple[str, ...]
     machine: dict[str, Any]
 
@@ -35,13 +42,21 @@ class Summary:
 
 
 def summarise(records: Sequence[Record]) -> Summary:
-    """The summary of the records of one run."""
-    if not records:
-        raise ValueError("asked for a summary of no records: run a task first")
-    rows = rows_of(records)
+    """The summary of the records of one run, or of a folder of runs: of the model that was measured last.
+
+    Raises:
+        ValueError: no records.
+    """
+    ours, others = of_one_model(records)
+    rows = rows_of(ours)
+    full = next((row.plan_hash for row in rows if row.label == FULL), None)
+    measures = measures_of(ours, full)
+    there = [record for record in ours if not record.missing]
     return Summary(
-        headline=headline(rows),
+        headline=headline(rows, measures),
         rows=tuple(rows),
-        footnotes=tuple(footnotes(records, rows)),
-        machine=dict(records[-1].machine),
+        measures=tuple(measures),
+        missing=tuple(dict.fromkeys((r.label, "; ".join(r.missing)) for r in ours if r.missing)),
+        footnotes=tuple(footnotes(there, rows, others=others)),
+        machine=dict(ours[-1].machine),
     )

@@ -1,15 +1,17 @@
-"""One row for each plan, joined from the records of all tasks."""
+"""One row for each plan, joined from the records of all tasks: of each task the point that most plans have."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from kvtailor.bench.report.points import Series, base, series_of
+from kvtailor.bench.report.quality import difference
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import Estimate, mean_difference, wilson
+from kvtailor.bench.statistics import Estimate, wilson
 
-__all__ = ["FULL", "OWN", "Row", "rows_of"]
+__all__ = ["FULL", "OWN", "Row", "asked_of_both", "rows_of"]
 
 FULL = "full"
 OWN = "own"
@@ -29,6 +31,8 @@ class Row:
         bytes_full: of the same sample.
         ratio: bytes_held / bytes_full.
         bytes_resident: growth of a fresh process for each cache.
+        bytes_peak: highest memory of that process in one prefill, above what it held before.
+        bytes_peak_decode: the same while it decodes.
         nll: nats per token.
         perplexity: exp of `nll`.
         bits_per_byte: of the scored text.
@@ -39,14 +43,25 @@ class Row:
         recall: mean share of the parts that came, of the answers with several, with a 95 % interval.
         answer_loss: mean over documents of the difference to 'full' in nats per answer token.
         kl: mean of KL(full || plan) in nats per token.
+        kl_p99: its 99th percentile over tokens.
         top1: share of tokens of which the plan and 'full' find the same most likely.
+        ece: expected calibration error of the plan's own predictions.
+        output_error: relative error of the attention output, mean over layers.
         ttft_seconds: median.
         tpot_seconds: median.
-        ttft_ratio: median over the median of 'full', same run.
+        floor_seconds: the physical floor of a token: weights and cache read once.
+        ttft_ratio: median over the median of 'full'; None where 'full' was not timed in the same run.
         tpot_ratio: the same for a further token.
         tpot_spread: (q1, q3) over the median of 'full'.
         floor_ratio: the physical floor of a token over the median of this plan: 1 would be perfect.
+        tokens_per_second: decoded, over the whole batch.
+        flops_prefill, flops_token: of the model, by arithmetic, for a prefill and for a decoded token.
+        flops_method_prefill, flops_method_token: what the plan itself adds to them.
+        achieved_gflops_prefill, achieved_gflops_token: those of the model over the time they took.
+        largest_batch, longest_context: that fit the memory that was asked for.
+        bytes_per_token: what one more token takes.
         errors: why numbers are missing.
+        sources: keys of the records behind the numbers by task, and of those behind the bytes by "bytes".
     """
 
     label: str
@@ -58,6 +73,8 @@ class Row:
     bytes_full: int | None = None
     ratio: float | None = None
     bytes_resident: int | None = None
+    bytes_peak: int | None = None
+    bytes_peak_decode: int | None = None
     nll: float | None = None
     perplexity: float | None = None
     bits_per_byte: float | None = None
@@ -68,40 +85,82 @@ class Row:
     recall: Estimate | None = None
     answer_loss: Estimate | None = None
     kl: float | None = None
+    kl_p99: float | None = None
     top1: float | None = None
+    ece: float | None = None
+    output_error: float | None = None
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    floor_seconds: float | None = None
     ttft_ratio: float | None = None
     tpot_ratio: float | None = None
     tpot_spread: tuple[float, float] | None = None
     floor_ratio: float | None = None
+    tokens_per_second: float | None = None
+    flops_prefill: float | None = None
+    flops_token: float | None = None
+    flops_method_prefill: float | None = None
+    flops_method_token: float | None = None
+    achieved_gflops_prefill: float | None = None
+    achieved_gflops_token: float | None = None
+    largest_batch: float | None = None
+    longest_context: float | None = None
+    bytes_per_token: float | None = None
     errors: tuple[str, ...] = ()
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
+_COST = ("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
+         "achieved_gflops_prefill", "achieved_gflops_token")  # fmt: skip
+_CAPACITY = ("largest_batch", "longest_context", "bytes_per_token")
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
-    """Rows in the order in which the plans appear, 'full' first and the model's own cache last."""
+    """Rows in the order in which the plans appear, 'full' first and the model's own cache last.
+
+    A plan that this kvtailor does not have (`Record.missing`) has no row.
+    """
     order: dict[str, Record] = {}
     for record in records:
-        order.setdefault(record.plan_hash, record)
+        if not record.missing:
+            order.setdefault(record.plan_hash, record)
     full = next((h for h, record in order.items() if record.label == FULL), None)
     ranked = sorted(order, key=lambda h: (h == OWN, h != full))
-    of = {h: [r for r in records if r.plan_hash == h] for h in ranked}
-    return [_row(order[h], of[h], of[full] if full is not None else []) for h in ranked]
+    shown = {name: base(series_of(records, name)) for name in ("perplexity", "fidelity", "speed", "memory", "capacity")}
+    return [_row(order[h], [r for r in records if r.plan_hash == h], records, shown, full) for h in ranked]
 
 
-def _row(first: Record, ours: Sequence[Record], full: Sequence[Record]) -> Row:
-    good = [r for r in ours if r.error is None]
-    scored = next((r for r in good if r.task == "perplexity"), None)
-    needles = [r for r in good if r.task == "needle"]
-    faithful = next((r for r in good if r.task == "fidelity"), None)
-    timed = next((r for r in good if r.task == "speed"), None)
-    fresh = next((r for r in good if r.task == "memory"), None)
-    needles.sort(key=lambda r: -(r.tokens_seen or 0))
-    weighed = next(
-        (r for r in [scored, *needles, faithful, timed, fresh] if r is not None and r.bytes_held is not None), None
+def _row(
+    first: Record,
+    ours: Sequence[Record],
+    records: Sequence[Record],
+    shown: Mapping[str, Series | None],
+    full: str | None,
+) -> Row:
+    def at(task: str, plan: str | None) -> Record | None:
+        series = shown[task]
+        return None if series is None or plan is None else series.records.get(plan)
+
+    mine = first.plan_hash
+    scored, faithful, timed, fresh, capacity = (
+        at(task, mine) for task in ("perplexity", "fidelity", "speed", "memory", "capacity")
     )
-    base = next((r for r in full if r.task == "speed" and r.error is None), None)
+    needles = asked_of_both(records, mine, full)
+    longest = sorted(needles, key=lambda r: -(r.tokens_seen or 0))
+    weighed = next(
+        (r for r in [scored, *longest, faithful, timed, fresh] if r is not None and r.bytes_held is not None), None
+    )
     found: dict[str, object] = {}
+    behind: dict[str, Sequence[Record | None]] = {
+        "bytes": [weighed],
+        "perplexity": [scored],
+        "needle": needles,
+        "fidelity": [faithful],
+        "speed": [timed],
+        "memory": [fresh],
+        "capacity": [capacity],
+    }
     if weighed is not None:
         found |= {
             "tokens_held": weighed.tokens_held,
@@ -112,7 +171,8 @@ def _row(first: Record, ours: Sequence[Record], full: Sequence[Record]) -> Row:
         }
     if scored is not None:
         found |= {name: scored.metrics.get(name) for name in ("nll", "perplexity", "bits_per_byte")}
-        found["loss"] = _paired([scored], full, "nll")
+        reference = at("perplexity", full)
+        found["loss"] = _paired([scored], [] if reference is None else [reference], "nll")
     if needles:
         hits = sum(int(sum(r.values["hit"])) for r in needles)
         answers = sum(len(r.values["hit"]) for r in needles)
@@ -121,43 +181,59 @@ def _row(first: Record, ours: Sequence[Record], full: Sequence[Record]) -> Row:
             "answers": answers,
             "accuracy": wilson(hits, answers),
             "recall": _recall(needles),
-            "answer_loss": _paired(needles, full, "nll"),
+            "answer_loss": _paired(needles, [r for r in records if r.plan_hash == full and r.task == "needle"], "nll"),
         }
-    if faithful is not None:
-        found |= {name: faithful.metrics.get(name) for name in ("kl", "top1")}
+    for record, names in ((faithful, _FIDELITY), (timed, _COST), (capacity, _CAPACITY)):
+        found |= {} if record is None else {name: record.metrics.get(name) for name in names}
     if timed is not None and timed.timings:
-        found |= {f"{name}_seconds": timed.timings[name]["median"] for name in ("ttft", "tpot")}
-        if base is not None and base.timings:
-            found |= {f"{name}_ratio": _over(timed, base, name, "median") for name in ("ttft", "tpot")}
-            quartiles = _over(timed, base, "tpot", "q1"), _over(timed, base, "tpot", "q3")
-            found["tpot_spread"] = quartiles if None not in quartiles else None
-        median = timed.timings["tpot"]["median"]
-        if timed.floor_seconds is not None and median:
-            found["floor_ratio"] = timed.floor_seconds / median
+        found |= _times(timed, at("speed", full))
+    if fresh is not None:
+        found |= {name: getattr(fresh, name) for name in ("bytes_resident", "bytes_peak", "bytes_peak_decode")}
     return Row(
         label=first.label,
         plan=first.plan,
         plan_hash=first.plan_hash,
-        bytes_resident=fresh.bytes_resident if fresh is not None else None,
         errors=tuple(dict.fromkeys(f"{r.task}: {r.error}" for r in ours if r.error is not None)),
+        sources={name: tuple(r.key for r in some if r is not None) for name, some in behind.items() if any(some)},
         **found,  # type: ignore[arg-type]
     )
+
+
+def asked_of_both(records: Sequence[Record], plan: str, full: str | None) -> list[Record]:
+    """The needle records of a plan at the points that 'full' has too; all of them where 'full' was not asked."""
+    series = [each for each in series_of(records, "needle") if plan in each.records]
+    shared = [each for each in series if full in each.records]
+    return [each.records[plan] for each in shared or series]
+
+
+def _times(timed: Record, full: Record | None) -> dict[str, object]:
+    found: dict[str, object] = {f"{name}_seconds": timed.timings[name]["median"] for name in ("ttft", "tpot")}
+    found["floor_seconds"] = timed.floor_seconds
+    # Times of two runs may have been taken on a machine in two states.
+    if full is not None and full.timings and full.run == timed.run:
+        found |= {f"{name}_ratio": _over(timed, full, name, "median") for name in ("ttft", "tpot")}
+        quartiles = _over(timed, full, "tpot", "q1"), _over(timed, full, "tpot", "q3")
+        found["tpot_spread"] = quartiles if None not in quartiles else None
+    median = timed.timings["tpot"]["median"]
+    if timed.floor_seconds is not None and median:
+        found["floor_ratio"] = timed.floor_seconds / median
+    return found
 
 
 def _paired(ours: Sequence[Record], full: Sequence[Record], name: str) -> Estimate | None:
     """Mean difference over the samples that both sides have, matched by task, text and point."""
     theirs = {(r.task, r.text_hash, str(r.point)): r for r in full if r.error is None}
     pairs = [(r, theirs[k]) for r in ours if (k := (r.task, r.text_hash, str(r.point))) in theirs]
-    a = [x for r, _ in pairs for x in r.values[name]]
-    b = [x for _, r in pairs for x in r.values[name]]
+    a = tuple(x for r, _ in pairs for x in r.values[name])
+    b = tuple(x for _, r in pairs for x in r.values[name])
     if not a or not all(map(math.isfinite, a + b)):
         return None
-    return mean_difference(a, b)
+    return difference(a, b)
 
 
 def _recall(needles: Sequence[Record]) -> Estimate | None:
-    shares = [share for record in needles for share in record.values.get("recall", ())]
-    return mean_difference(shares, [0.0] * len(shares)) if shares else None
+    shares = tuple(share for record in needles for share in record.values.get("recall", ()))
+    return difference(shares, (0.0,) * len(shares)) if shares else None
 
 
 def _over(ours: Record, base: Record, name: str, which: str) -> float | None:

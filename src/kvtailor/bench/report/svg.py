@@ -1,21 +1,23 @@
-"""Pictures as SVG text, without any library: points with intervals, heat maps. A mark says its numbers on hover."""
+"""Pictures as SVG text, without any library: points with intervals, and lines. A mark says its numbers on hover."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["Mark", "heat_map", "scatter", "ticks"]
+__all__ = ["Line", "Mark", "label", "lines", "opened", "scatter", "ticks", "width_of"]
 
-_WIDTH, _HEIGHT = 640, 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 52
+WIDTH, HEIGHT = 480, 330
+_RIGHT, _TOP, _BOTTOM = 26, 14, 48
+_NAME = 34  # for the name of the y axis and the gap beside its numbers
+_LETTER, _HIGH = 7.3, 13.0  # of the 13 px font, generously
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """One point of a scatter plot.
+    """One point.
 
     Attributes:
         x, y: where it stands.
@@ -23,6 +25,7 @@ class Mark:
         label: what it is.
         number: how the table calls it; written beside the point.
         hover: all of its numbers, a line each.
+        kind: class of its colour.
     """
 
     x: float
@@ -30,8 +33,81 @@ class Mark:
     label: str
     number: str
     hover: str
+    kind: str = ""
     low: float | None = None
     high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Points of one plan, in order along x; its number is written at its end."""
+
+    marks: tuple[Mark, ...]
+
+
+@dataclass
+class _Frame:
+    """Two axes, and the boxes that text has taken."""
+
+    across: list[float]
+    up: list[float]
+    taken: list[tuple[float, float, float, float]] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        return _NAME + max(width_of(f"{value:g}") for value in self.up)
+
+    def x(self, value: float) -> float:
+        share = (value - self.across[0]) / (self.across[-1] - self.across[0])
+        return self.left + share * (WIDTH - self.left - _RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.up[0]) / (self.up[-1] - self.up[0])
+        return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
+
+    def drawn(self, x: str, y: str, title: str) -> Iterator[str]:
+        yield opened(WIDTH, HEIGHT, title)
+        for value in self.up:
+            kind = "zero" if value == 0 else "grid"
+            yield (
+                f'<line class="{kind}" x1="{self.left:.1f}" x2="{WIDTH - _RIGHT}" y1="{self.y(value):.1f}" '
+                f'y2="{self.y(value):.1f}"/>'
+            )
+            yield label("tick", self.left - 8, self.y(value) + 4.5, f"{value:g}", "end")
+        for value in self.across:
+            yield label("tick", self.x(value), HEIGHT - _BOTTOM + 18, f"{value:g}")
+        yield label("axis", (self.left + WIDTH - _RIGHT) / 2, HEIGHT - 8, x)
+        yield (
+            f'<text class="axis" transform="translate(14 {(HEIGHT - _BOTTOM + _TOP) / 2}) rotate(-90)" '
+            f'text-anchor="middle">{escape(y)}</text>'
+        )
+
+    def number(self, at_x: float, at_y: float, text: str) -> tuple[float, float, str]:
+        """Where a number beside a point is in nobody's way: x, y of its baseline, and its anchor."""
+        wide = width_of(text)
+        places = [
+            (at_x + 7, at_y - 4, "start"), (at_x + 7, at_y + 13, "start"), (at_x - 7, at_y - 4, "end"),
+            (at_x - 7, at_y + 13, "end"), (at_x, at_y - 10, "middle"), (at_x, at_y + 19, "middle"),
+            (at_x + 19, at_y + 4, "start"), (at_x - 19, at_y + 4, "end"), (at_x + 7, at_y - 18, "start"),
+            (at_x + 7, at_y + 26, "start"),
+        ]  # fmt: skip
+
+        def box(place: tuple[float, float, str]) -> tuple[float, float, float, float]:
+            left = place[0] - {"start": 0.0, "middle": wide / 2, "end": wide}[place[2]]
+            return left, place[1] - _HIGH + 3, left + wide, place[1] + 2
+
+        def cost(place: tuple[float, float, str]) -> float:
+            left, top, right, bottom = box(place)
+            if left < self.left or right > WIDTH - 2 or top < 2 or bottom > HEIGHT - _BOTTOM:
+                return math.inf
+            return sum(
+                max(0.0, min(right, r) - max(left, x)) * max(0.0, min(bottom, b) - max(top, t))
+                for x, t, r, b in self.taken
+            )
+
+        best = min(places, key=cost)
+        self.taken.append(box(best))
+        return best
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -48,93 +124,100 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(value, 10) for value in found]
 
 
-def scatter(marks: Sequence[Mark], *, x: str, y: str, title: str, front: Sequence[Mark] = ()) -> str:
-    """Points over two named axes; the marks of ``front`` are joined by a line, in the order given.
+def scatter(marks: Sequence[Mark], *, x: str, y: str, title: str, front: Sequence[Mark] = (), zero: bool = True) -> str:
+    """Points over two named axes; the marks of ``front`` are joined by a dashed line, in the order given.
 
-    The x axis begins at 0. The y axis has 0 in it.
+    The x axis begins at 0. The y axis has 0 in it, but for ``zero=False``.
     """
-    across = ticks(0.0, max(mark.x for mark in marks))
-    lows = [mark.y if mark.low is None else mark.low for mark in marks]
-    highs = [mark.y if mark.high is None else mark.high for mark in marks]
-    up = ticks(min(0.0, *lows), max(0.0, *highs))
-
-    def at_x(value: float) -> float:
-        return _LEFT + (value - across[0]) / (across[-1] - across[0]) * (_WIDTH - _LEFT - _RIGHT)
-
-    def at_y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - up[0]) / (up[-1] - up[0]) * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = [_open(_WIDTH, _HEIGHT, title)]
-    for value in up:
-        parts.append(
-            f'<line class="{"zero" if value == 0 else "grid"}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" '
-            f'y1="{at_y(value):.1f}" y2="{at_y(value):.1f}"/>'
-            f'<text class="tick" x="{_LEFT - 8}" y="{at_y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
-        )
-    for value in across:
-        parts.append(_text("tick", at_x(value), _HEIGHT - _BOTTOM + 20, f"{value:g}"))
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text class="axis" x="{middle}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(x)}</text>')
-    parts.append(
-        f'<text class="axis" transform="translate(14 {(_HEIGHT - _BOTTOM + _TOP) / 2}) rotate(-90)" '
-        f'text-anchor="middle">{escape(y)}</text>'
-    )
+    frame = _Frame(ticks(0.0, max(mark.x for mark in marks)), _up(marks, zero))
+    parts = [*frame.drawn(x, y, title)]
     if len(front) > 1:
-        path = " ".join(f"{at_x(mark.x):.1f},{at_y(mark.y):.1f}" for mark in front)
+        path = " ".join(f"{frame.x(mark.x):.1f},{frame.y(mark.y):.1f}" for mark in front)
         parts.append(f'<polyline class="front" points="{path}"/>')
-    for mark in marks:
-        place, height = at_x(mark.x), at_y(mark.y)
-        parts.append(f'<g class="mark"><title>{escape(mark.label)}\n{escape(mark.hover)}</title>')
-        if mark.low is not None and mark.high is not None:
-            parts.append(
-                f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{at_y(mark.low):.1f}" y2="{at_y(mark.high):.1f}"/>'
-            )
-        parts.append(
-            f'<circle cx="{place:.1f}" cy="{height:.1f}" r="5"/>'
-            f'<text x="{place + 8:.1f}" y="{height - 6:.1f}">{escape(mark.number)}</text></g>'
-        )
+    places = [(frame.x(mark.x), frame.y(mark.y)) for mark in marks]
+    frame.taken += [(a - 5, b - 5, a + 5, b + 5) for a, b in places]
+    for mark, (at_x, at_y) in zip(marks, places, strict=True):
+        parts.append(_point(frame, mark, at_x, at_y, radius=5))
+        left, base, anchor = frame.number(at_x, at_y, mark.number)
+        parts.append(label("", left, base, mark.number, anchor) + "</g>")
     return "".join(parts) + "</svg>"
 
 
-def heat_map(
-    cells: Sequence[Sequence[tuple[float, str] | None]], *, columns: Sequence[str], rows: Sequence[str], title: str
-) -> str:
-    """A grid of shares from 0.0 to 1.0.
+def lines(drawn: Sequence[Line], *, x: str, y: str, title: str, zero: bool = True, whole: bool = False) -> str:
+    """Lines through the points that were measured; the number of each stands at its last point.
 
     Args:
-        cells: for each row the (share, hover text) of each column; None where nothing was measured.
-        columns: labels under the grid.
-        rows: labels on its left.
+        drawn: the lines.
+        x, y: names of the axes.
         title: what it shows.
+        zero: whether the y axis has 0 in it.
+        whole: whether x counts things, so that only whole numbers are marked, from the first one on.
     """
-    wide, high = 54, 24
-    width, height = 64 + wide * len(columns), 8 + high * len(rows) + 22
-    parts = [_open(width, height, title)]
-    for i, row in enumerate(cells):
-        parts.append(f'<text class="tick" x="56" y="{8 + high * i + 16}" text-anchor="end">{escape(rows[i])}</text>')
-        for j, cell in enumerate(row):
-            if cell is None:
-                continue
-            share, hover = cell
-            colour = f"fill-opacity:{0.08 + 0.92 * share:.3f}"
-            shade = "light" if share > 0.55 else "dark"
-            parts.append(
-                f'<g><title>{escape(hover)}</title><rect class="cell" style="{colour}" x="{64 + wide * j}" '
-                f'y="{8 + high * i}" width="{wide - 2}" height="{high - 2}"/>'
-            )
-            middle = 64 + wide * j + wide / 2 - 1
-            parts.append(_text(f"on-{shade}", middle, 8 + high * i + 15, f"{100 * share:.0f}") + "</g>")
-    for j, column in enumerate(columns):
-        parts.append(_text("tick", 64 + wide * j + wide / 2, height - 6, column))
+    marks = [mark for line in drawn for mark in line.marks]
+    left, right = min(mark.x for mark in marks), max(mark.x for mark in marks)
+    if whole:
+        step = max(1, math.ceil((right - left) / 8))
+        across = [left + step * i for i in range(math.ceil((right - left) / step) + 1)]
+    else:
+        across = ticks(0.0, right)
+    frame = _Frame(across if len(across) > 1 else [left, left + 1], _up(marks, zero))
+    parts = [*frame.drawn(x, y, title)]
+    for line in drawn:
+        kind = line.marks[0].kind
+        path = " ".join(f"{frame.x(mark.x):.1f},{frame.y(mark.y):.1f}" for mark in line.marks)
+        parts.append(f'<polyline class="line {kind}" points="{path}"/>')
+    for line in drawn:
+        for mark in line.marks:
+            parts.append(_point(frame, mark, frame.x(mark.x), frame.y(mark.y), radius=4) + "</g>")
+    last = sorted((line.marks[-1] for line in drawn), key=lambda mark: -mark.y)
+    for mark, height in zip(last, _apart([frame.y(mark.y) for mark in last]), strict=True):
+        parts.append(label(mark.kind, frame.x(mark.x) + 7, height + 4.5, mark.number, "start"))
     return "".join(parts) + "</svg>"
 
 
-def _text(kind: str, x: float, y: float, text: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
+def label(kind: str, x: float, y: float, text: str, anchor: str = "middle") -> str:
+    """Text at a place."""
+    name = f' class="{kind}"' if kind else ""
+    return f'<text{name} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _open(width: int, height: int, title: str) -> str:
+def width_of(text: str) -> float:
+    """About how wide text is, in pixels."""
+    return _LETTER * len(text)
+
+
+def opened(width: float, height: float, title: str) -> str:
+    """The start of a picture."""
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
         f'aria-label="{escape(title, quote=True)}">'
     )
+
+
+def _up(marks: Sequence[Mark], zero: bool) -> list[float]:
+    # Six figures: what stands above 1 by a rounding error asks for no tick above 1.
+    lows = [float(f"{mark.y if mark.low is None else mark.low:.6g}") for mark in marks]
+    highs = [float(f"{mark.y if mark.high is None else mark.high:.6g}") for mark in marks]
+    return ticks(min(0.0, *lows), max(0.0, *highs)) if zero else ticks(min(lows), max(highs))
+
+
+def _point(frame: _Frame, mark: Mark, x: float, y: float, *, radius: int) -> str:
+    """A point with its interval and its hover text, in a group that is left open."""
+    text = f'<g class="mark {mark.kind}"><title>{escape(mark.label)}\n{escape(mark.hover)}</title>'
+    if mark.low is not None and mark.high is not None:
+        text += f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{frame.y(mark.low):.1f}" y2="{frame.y(mark.high):.1f}"/>'
+    return text + f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
+
+
+def _apart(heights: Sequence[float], least: float = 13.0) -> list[float]:
+    """Heights from top to bottom, moved as little as it takes to be readable and inside of the frame."""
+    bottom = HEIGHT - _BOTTOM
+    least = min(least, (bottom - _TOP) / max(1, len(heights) - 1))
+    found: list[float] = []
+    for height in heights:
+        found.append(max(height, found[-1] + least) if found else height)
+    over = bottom - 2.0
+    for i in range(len(found) - 1, -1, -1):
+        found[i] = min(found[i], over)
+        over = found[i] - least
+    return found

@@ -1,106 +1,179 @@
-"""The rows of a run as Markdown, CSV and LaTeX: the same numbers as in the terminal, for papers and other programs."""
+"""The tables of a run: the plans, every text and task, cost, memory, what fits, fidelity; and the first one as text."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from kvtailor.bench.report.rows import OWN, Row
+from kvtailor.bench.report.grid import EMPTY, Cell, Grid, as_latex, as_markdown, interval
+from kvtailor.bench.report.quality import NATS, Measure, Score
+from kvtailor.bench.report.rows import FULL, OWN, Row
+from kvtailor.bench.report.words import byte_text
 from kvtailor.bench.statistics import Estimate
 
-__all__ = ["COLUMNS", "csv_text", "latex", "markdown", "measured"]
+__all__ = ["COLUMNS", "Column", "csv_text", "latex", "main_grid", "markdown", "measured", "quality_grid"]
 
 
-def _signed(estimate: Estimate | None, digits: int) -> str | None:
-    if estimate is None:
-        return None
-    value = f"{estimate.value:+.{digits}f}"
-    if estimate.low is None or estimate.high is None:
-        return value
-    return f"{value} ({estimate.low:+.{digits}f} to {estimate.high:+.{digits}f})"
+class Column(NamedTuple):
+    """A column of the main table: its heading, how a row's cell is made, and which of `Row.sources` it rests on."""
+
+    name: str
+    cell: Callable[[Row], Cell]
+    source: str
 
 
-def _share(estimate: Estimate | None) -> str | None:
-    if estimate is None:
-        return None
-    if estimate.low is None or estimate.high is None:
-        return f"{100 * estimate.value:.0f}"
-    return f"{100 * estimate.value:.0f} ({100 * estimate.low:.0f} to {100 * estimate.high:.0f})"
+def _number(of: Callable[[Row], float | None], digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
+    def cell(row: Row) -> Cell:
+        value = of(row)
+        return EMPTY if value is None else Cell(text=f"{scale * value:.{digits}f}", value=scale * value)
+
+    return cell
 
 
-def _number(value: float | None, digits: int, scale: float = 1.0) -> str | None:
-    return None if value is None else f"{scale * value:.{digits}f}"
+def _signed(of: Callable[[Row], Estimate | None], digits: int) -> Callable[[Row], Cell]:
+    def cell(row: Row) -> Cell:
+        found = of(row)
+        if found is None:
+            return EMPTY
+        if row.label == FULL:
+            return Cell(text="0", value=0.0)
+        ends = interval((found.low, found.high), digits, signed=True)
+        return Cell(text=f"{found.value:+.{digits}f}", value=found.value, interval=ends)
+
+    return cell
 
 
-COLUMNS: tuple[tuple[str, Callable[[Row], str | None]], ...] = (
-    ("tokens held", lambda row: _number(row.tokens_held, 0)),
-    ("bytes held", lambda row: _number(row.bytes_held, 0)),
-    ("bytes, %", lambda row: _number(row.ratio, 1, 100)),
-    ("nats over full", lambda row: _signed(row.loss, 4)),
-    ("perplexity", lambda row: _number(row.perplexity, 3)),
-    ("bits per byte", lambda row: _number(row.bits_per_byte, 4)),
-    ("answers right, %", lambda row: _share(row.accuracy)),
-    ("recall, %", lambda row: _share(row.recall)),
-    ("nats over full per answer token", lambda row: _signed(row.answer_loss, 3)),
-    ("KL", lambda row: _number(row.kl, 4)),
-    ("top-1, %", lambda row: _number(row.top1, 1, 100)),
-    ("TTFT over full", lambda row: _number(row.ttft_ratio, 3)),
-    ("TPOT over full", lambda row: _number(row.tpot_ratio, 3)),
+def _share(of: Callable[[Row], Estimate | None]) -> Callable[[Row], Cell]:
+    def cell(row: Row) -> Cell:
+        found = of(row)
+        if found is None:
+            return EMPTY
+        ends = None if found.low is None or found.high is None else (100 * found.low, 100 * found.high)
+        return Cell(
+            text=f"{100 * found.value:.0f}",
+            value=100 * found.value,
+            interval=None if ends is None else interval(ends, 0),
+        )
+
+    return cell
+
+
+def _bytes(row: Row) -> Cell:
+    return EMPTY if row.bytes_held is None else Cell(text=byte_text(row.bytes_held), value=row.bytes_held)
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("tokens held", _number(lambda row: row.tokens_held, 0), "bytes"),
+    Column("bytes held", _bytes, "bytes"),
+    Column("bytes, %", _number(lambda row: row.ratio, 1, 100), "bytes"),
+    Column("nats over full", _signed(lambda row: row.loss, 4), "perplexity"),
+    Column("perplexity", _number(lambda row: row.perplexity, 3), "perplexity"),
+    Column("bits per byte", _number(lambda row: row.bits_per_byte, 4), "perplexity"),
+    Column("answers right, %", _share(lambda row: row.accuracy), "needle"),
+    Column("recall, %", _share(lambda row: row.recall), "needle"),
+    Column("nats over full per answer token", _signed(lambda row: row.answer_loss, 3), "needle"),
+    Column("KL", _number(lambda row: row.kl, 4), "fidelity"),
+    Column("top-1, %", _number(lambda row: row.top1, 1, 100), "fidelity"),
+    Column("TTFT over full", _number(lambda row: row.ttft_ratio, 3), "speed"),
+    Column("TPOT over full", _number(lambda row: row.tpot_ratio, 3), "speed"),
+    Column("tokens/s", _number(lambda row: row.tokens_per_second, 1), "speed"),
 )
-"""Heading -> the cell of a row; None where it was not measured."""
+"""What the main table shows of a row. Times in seconds, with their floors, are in the table of cost."""
 
 
-def measured(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[str, Callable[[Row], str | None]]]]:
+def measured(rows: Sequence[Row]) -> tuple[list[Row], list[Column]]:
     """The plans, and the columns in which at least one of them has a number."""
     plans = [row for row in rows if row.plan_hash != OWN]
-    return plans, [(name, cell) for name, cell in COLUMNS if any(cell(row) is not None for row in plans)]
+    return plans, [column for column in COLUMNS if any(column.cell(row).text is not None for row in plans)]
+
+
+def main_grid(rows: Sequence[Row]) -> Grid:
+    """One row for each plan, with what was measured."""
+    plans, columns = measured(rows)
+    body = []
+    for row in plans:
+        cells = [Cell(text=row.label, value=row.label)]
+        for column in columns:
+            cell = column.cell(row)
+            keys = row.sources.get(column.source, ()) if cell.text is not None else ()
+            cells.append(Cell(text=cell.text, value=cell.value, interval=cell.interval, keys=keys))
+        body.append(tuple(cells))
+    return Grid(
+        name="plans",
+        title="Plans",
+        heads=("plan", *(column.name for column in columns)),
+        rows=tuple(body),
+        plans=tuple(row.plan_hash for row in plans),
+    )
+
+
+def quality_grid(measures: Sequence[Measure], rows: Sequence[Row]) -> Grid:
+    """Every text, kind of document and task (across) for every plan (down)."""
+    plans = [row for row in rows if row.plan_hash != OWN]
+    body = []
+    for row in plans:
+        cells = [Cell(text=row.label, value=row.label)]
+        cells += [_score(m, m.scores.get(row.plan_hash), is_full=row.label == FULL) for m in measures]
+        body.append(tuple(cells))
+    return Grid(
+        name="quality",
+        title="Every text and task",
+        note=(
+            "Perplexity, or percent of what is right. Below it the 95 % interval of the paired difference to 'full': "
+            "in nats per token for perplexity (above 0 is worse), in points of percent elsewhere (below 0 is worse)."
+        ),
+        heads=("plan", *(_head(measure) for measure in measures)),
+        rows=tuple(body),
+        plans=tuple(row.plan_hash for row in plans),
+    )
+
+
+def _head(measure: Measure) -> str:
+    return f"{measure.name}, {measure.unit}"
+
+
+def _score(measure: Measure, score: Score | None, *, is_full: bool) -> Cell:
+    if score is None:
+        return EMPTY
+    digits = 1 if measure.unit == "%" else 3
+    found = score.difference
+    ends = None
+    if found is not None and not is_full:
+        ends = interval((found.low, found.high), 3 if measure.difference_unit == NATS else 1, signed=True)
+    return Cell(text=f"{score.value:.{digits}f}", value=score.value, interval=ends, keys=score.keys)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table; what was not measured is a dash."""
-    plans, columns = measured(rows)
-    lines = ["| plan | " + " | ".join(name for name, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row in plans:
-        lines.append(f"| `{row.label}` | " + " | ".join(cell(row) or "–" for _, cell in columns) + " |")
-    return "\n".join(lines)
+    """The main table; what was not measured is a dash."""
+    return as_markdown(main_grid(rows))
+
+
+def latex(rows: Sequence[Row]) -> str:
+    """The main table as a ``tabular`` with booktabs rules."""
+    return as_latex(main_grid(rows))
+
+
+_PLAIN = ("plan_hash", "tokens_held", "tokens_seen", "bytes_held", "bytes_full", "ratio", "bytes_resident",
+          "bytes_peak", "bytes_peak_decode", "nll", "perplexity", "bits_per_byte", "hits", "answers", "kl", "kl_p99",
+          "top1", "ece", "output_error", "ttft_seconds", "tpot_seconds", "floor_seconds", "ttft_ratio", "tpot_ratio",
+          "floor_ratio", "tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill",
+          "flops_method_token", "achieved_gflops_prefill", "achieved_gflops_token", "largest_batch",
+          "longest_context", "bytes_per_token")  # fmt: skip
+_WITH_ENDS = ("loss", "accuracy", "recall", "answer_loss")
 
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Plain numbers, interval ends in columns of their own; what was not measured is empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    plain = ("plan_hash", "tokens_held", "tokens_seen", "bytes_held", "bytes_full", "ratio", "bytes_resident", "nll",
-             "perplexity", "bits_per_byte", "hits", "answers", "kl", "top1", "ttft_seconds", "tpot_seconds",
-             "ttft_ratio", "tpot_ratio", "floor_ratio")  # fmt: skip
-    with_ends = ("loss", "accuracy", "recall", "answer_loss")
-    writer.writerow(
-        ["plan", *plain, *(f"{name}{end}" for name in with_ends for end in ("", "_low", "_high", "_samples"))]
-    )
+    ends = [f"{name}{end}" for name in _WITH_ENDS for end in ("", "_low", "_high", "_samples")]
+    writer.writerow(["plan", *_PLAIN, *ends])
     for row in rows:
-        cells: list[object] = [row.label, *(getattr(row, name) for name in plain)]
-        for name in with_ends:
+        cells: list[object] = [row.label, *(getattr(row, name) for name in _PLAIN)]
+        for name in _WITH_ENDS:
             found: Estimate | None = getattr(row, name)
             cells += [None] * 4 if found is None else [found.value, found.low, found.high, found.count]
         writer.writerow(["" if cell is None else cell for cell in cells])
     return out.getvalue()
-
-
-_LATEX = {"\\": r"\textbackslash{}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}",
-          "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}  # fmt: skip
-
-
-def latex(rows: Sequence[Row]) -> str:
-    """A ``tabular`` with booktabs rules."""
-    plans, columns = measured(rows)
-
-    def safe(text: str) -> str:
-        return "".join(_LATEX.get(letter, letter) for letter in text)
-
-    lines = [r"\begin{tabular}{l" + "r" * len(columns) + "}", r"\toprule"]
-    lines.append(" & ".join(["plan", *(safe(name) for name, _ in columns)]) + r" \\")
-    lines.append(r"\midrule")
-    for row in plans:
-        cells = [rf"\texttt{{{safe(row.label)}}}", *(safe(cell(row) or "--") for _, cell in columns)]
-        lines.append(" & ".join(cells) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal
 
 from rich.console import Console
@@ -11,9 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtailor.bench.report import Row, Summary
+from kvtailor.bench.report.quality import NATS, Measure
 from kvtailor.bench.report.rows import FULL, OWN
+from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 
 __all__ = ["byte_text", "show"]
+
+Rendering = tuple[str, Literal["left", "right"], Callable[[Row], Text]]
 
 MISSING = "–"
 _NARROW = 120
@@ -37,6 +42,19 @@ def show(summary: Summary, console: Console) -> None:
     for table in _tables(summary, console, narrow=narrow):
         console.print(table)
         console.print()
+    if _says_more(summary):
+        console.print(
+            Text("Every text and task; below each the 95 % interval of the difference to 'full'", style="bold")
+        )
+        console.print()
+        for table in _quality(summary, console, narrow=narrow):
+            console.print(table)
+            console.print()
+    if summary.missing:
+        console.print(Text("Not in this kvtailor yet, so not measured:", style="bold yellow"))
+        for plan, what in summary.missing:
+            console.print(Text(f"  {plan}: {what}"))
+        console.print()
     for note in summary.footnotes:
         console.print(Padding(Text(note, style="dim"), (0, 0, 0, 1)))
     machine = summary.machine
@@ -50,12 +68,19 @@ def _plans(summary: Summary) -> list[Row]:
 
 
 def _tables(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Table]:
-    """All columns, in as many tables below each other as the terminal's width asks for."""
+    """The main table's columns and those of cost."""
     rows = _plans(summary)
-    names = {id(row): str(number) if narrow else row.label for number, row in enumerate(rows, 1)}
-    joint = "\n" if narrow else "  "
-    columns: list[tuple[str, Literal["left", "right"], Callable[[Row], Text]]] = [
-        ("plan", "left", lambda row: Text(names[id(row)], style="bold" if row.label == FULL else "")),
+    yield from _split(_columns(_naming(rows, narrow), "\n" if narrow else "  "), rows, console)
+
+
+def _naming(rows: list[Row], narrow: bool) -> Rendering:
+    names = {row.plan_hash: str(number) if narrow else row.label for number, row in enumerate(rows, 1)}
+    return "plan", "left", lambda row: Text(names[row.plan_hash], style="bold" if row.label == FULL else "")
+
+
+def _columns(naming: Rendering, joint: str) -> list[Rendering]:
+    return [
+        naming,
         ("held/seen", "right", _tokens),
         ("bytes", "right", _bytes),
         ("ΔNLL (95 %)", "right", lambda row: _loss(row, joint)),
@@ -65,7 +90,47 @@ def _tables(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Tab
         ("top-1", "right", lambda row: _missing() if row.top1 is None else Text(f"{100 * row.top1:.1f} %")),
         ("TTFT", "right", lambda row: _times(row.ttft_ratio)),
         ("TPOT", "right", lambda row: _times(row.tpot_ratio)),
+        ("tokens/s", "right", lambda row: _plain(row.tokens_per_second, significant)),
+        ("ms/token", "right", lambda row: _with_floor(row, joint)),
+        ("FLOP/token", "right", lambda row: _plain(row.flops_token, lambda x: flop_text(x).removesuffix("FLOP"))),
+        ("of method", "right", lambda row: _plain(row.flops_method_token, lambda x: flop_text(x).removesuffix("FLOP"))),
+        ("GFLOP/s", "right", lambda row: _plain(row.achieved_gflops_token, significant)),
+        ("peak prefill", "right", lambda row: _plain(row.bytes_peak, byte_text)),
+        ("decode", "right", lambda row: _plain(row.bytes_peak_decode, byte_text)),
+        ("batch fits", "right", lambda row: _plain(row.largest_batch, lambda x: f"{x:,.0f}")),
+        ("context fits", "right", lambda row: _plain(row.longest_context, lambda x: f"{x:,.0f}")),
     ]
+
+
+def _says_more(summary: Summary) -> bool:
+    """Whether there is a text or a task that the main table does not show by itself."""
+    tasks = [measure.task for measure in summary.measures]
+    return tasks.count("perplexity") > 1 or tasks.count("needle") > 1 or not {"perplexity", "needle"}.issuperset(tasks)
+
+
+def _quality(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Table]:
+    rows = _plans(summary)
+    columns = [_naming(rows, narrow)]
+    for measure in summary.measures:
+        columns.append((measure.name.replace(", ", "\n") + f"\n{measure.unit}", "right", partial(_score, measure)))
+    yield from _split(columns, rows, console)
+
+
+def _score(measure: Measure, row: Row) -> Text:
+    score = measure.scores.get(row.plan_hash)
+    if score is None:
+        return _missing()
+    digits = 1 if measure.unit == "%" else 3
+    text = Text(f"{score.value:.{digits}f}")
+    found = score.difference
+    if found is not None and found.low is not None and row.label != FULL:
+        fine = 3 if measure.difference_unit == NATS else 1
+        text.append(f"\n{found.low:+.{fine}f} … {found.high:+.{fine}f}", style="dim")
+    return text
+
+
+def _split(columns: list[Rendering], rows: list[Row], console: Console) -> Iterator[Table]:
+    """As many tables below each other as the terminal's width asks for, without columns in which nothing is."""
     rendered: list[Column] = [(name, side, [render(row) for row in rows]) for name, side, render in columns]
     plan, *others = [column for column in rendered if any(str(cell) != MISSING for cell in column[2])]
     group = [plan]
@@ -84,7 +149,7 @@ def _width(column: Column) -> int:
     name, _, cells = column
     if name == "plan":
         return 2 + min(_PLAN_WIDTH, max(len(name), *(cell.cell_len for cell in cells)))
-    return 2 + max(len(name), *(len(line) for cell in cells for line in cell.plain.split("\n")))
+    return 2 + max(*map(len, name.split("\n")), *(len(line) for cell in cells for line in cell.plain.split("\n")))
 
 
 def _table_of(columns: list[Column]) -> Table:
@@ -96,14 +161,6 @@ def _table_of(columns: list[Column]) -> Table:
     for cells in zip(*(cells for _, _, cells in columns), strict=True):
         table.add_row(*cells)
     return table
-
-
-def byte_text(count: float) -> str:
-    """Bytes as people read them, in powers of 1024."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count / size < 999.5 else f"{count / size:.0f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _tokens(row: Row) -> Text:
@@ -144,6 +201,19 @@ def _recall(row: Row, joint: str) -> Text:
     text = Text(f"{100 * row.recall.value:.0f} %")
     if row.recall.low is not None and row.recall.high is not None:
         text.append(f"{joint}{100 * row.recall.low:.0f} … {100 * row.recall.high:.0f} %", style="dim")
+    return text
+
+
+def _plain(value: float | None, show: Callable[[float], str]) -> Text:
+    return _missing() if value is None else Text(show(value))
+
+
+def _with_floor(row: Row, joint: str) -> Text:
+    if row.tpot_seconds is None:
+        return _missing()
+    text = Text(milliseconds(row.tpot_seconds))
+    if row.floor_seconds is not None:
+        text.append(f"{joint}floor {milliseconds(row.floor_seconds)}", style="dim")
     return text
 
 

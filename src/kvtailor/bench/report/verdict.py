@@ -1,196 +1,174 @@
-"""The sentence above a table, and the ones below it."""
+"""The sentence above a table: which plan, at which memory, loses nothing measurable here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvtailor.bench.report.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.rows import FULL, OWN, Row
-from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import FEWEST
 
-__all__ = ["footnotes", "headline"]
+__all__ = ["beats_full", "headline"]
 
-ANSWERS_MAY_DROP = 0.02
+POINTS_MAY_DROP = 2.0
 COARSE_NATS = 0.05
 
 
-def headline(rows: Sequence[Row]) -> str:
-    """Which plan, at which memory, loses nothing measurable here; if none does, which loses least and how much."""
+@dataclass(frozen=True)
+class _Judged:
+    """A plan with what it scored in each measure that 'full' has too, and whether it scored in all of them."""
+
+    row: Row
+    scores: tuple[tuple[Measure, Score, Score], ...]
+    complete: bool
+
+    def drop(self, unit: str) -> float:
+        """The largest loss in differences of one unit; a drop of answers that counts as none is 0."""
+        if unit == NATS:
+            found = [s.difference.value for m, s, _ in self.scores if m.difference_unit == NATS and s.difference]
+            return max(found, default=0.0)
+        lost = [full.value - s.value for m, s, full in self.scores if m.difference_unit == unit]
+        return max([x for x in lost if x > POINTS_MAY_DROP], default=0.0)
+
+
+def headline(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
+    """Which plan, at which memory, loses nothing measurable here; if none does, which loses least and how much.
+
+    A plan loses nothing only if it was asked all that 'full' was asked and loses nothing in any of it.
+    """
     full = next((row for row in rows if row.label == FULL), None)
     smaller = [row for row in rows if row.plan_hash != OWN and row.ratio is not None and row.ratio < 0.99]
     if full is None or not smaller:
         return "No plan of this run holds less than the full cache, so there is nothing to choose."
-    judged = [row for row in smaller if row.loss is not None or row.accuracy is not None]
+    asked = [m for m in measures if full.plan_hash in m.scores and m.lower_is_better is not None]
+    judged = [each for each in (_judge(row, full, asked) for row in smaller) if each.scores]
     if not judged:
         return "Quality was not measured in this run: nothing can be said about what the saved bytes cost."
-    if all(row.loss is None or row.loss.low is None for row in judged) and all(row.accuracy is None for row in judged):
+    if all(m.difference_unit == NATS and s.difference is not None and s.difference.low is None
+           for each in judged for m, s, _ in each.scores):  # fmt: skip
         return f"Too few windows to tell a loss from chance: ask for at least {FEWEST}, better 50."
-    fine = [row for row in judged if _loses_nothing(row, full)]
+    complete = [each for each in judged if each.complete]
+    if not complete:
+        return (
+            f"No plan that holds less was measured in all {len(asked)} texts and tasks that 'full' was measured in, so "
+            "none can be said to lose nothing."
+        )
+    fine = [each for each in complete if all(_kept(*score) for score in each.scores)]
     if fine:
-        best = min(fine, key=lambda row: row.ratio or 1.0)
-        return f"{best.label} loses nothing measurable here at {_share(best)} of the bytes{_how_sure(best, full)}."
-    worse = [row for row in judged if not _beats(row)]
+        best = min(fine, key=lambda each: each.row.ratio or 1.0)
+        return f"{best.row.label} loses nothing measurable here at {_share(best)} of the bytes{_how_sure(best)}."
+    worse = [each for each in complete if not beats_full(each.row)]
     if not worse:
         return (
-            "No verdict: every plan that holds less does better than 'full' beyond chance, so this model does "
-            "not use the "
-            "context of this text."
+            "No verdict: every plan that holds less does better than 'full' beyond chance, so this model does not use "
+            "the context of this text."
         )
-    mildest = min(worse, key=lambda row: (_answers_lost(row, full), row.loss.value if row.loss is not None else 0.0))
-    what = f"{mildest.loss.value:+.3f} nats per token" if mildest.loss is not None else "fewer right answers"
-    if mildest.accuracy is not None and full.hits:
-        what += f", {mildest.hits} of {mildest.answers} answers right ('full': {full.hits})"
-    return (
-        f"Every plan here that saves bytes loses something; the mildest is {mildest.label}: {what}, at "
-        f"{_share(mildest)} of "
-        "the bytes."
-    )
+    mildest = min(worse, key=lambda each: (each.drop(POINTS), each.drop(NATS)))
+    who = "Every plan here that saves bytes"
+    if len(complete) < len(smaller):
+        who += " and was measured in everything"
+    what = _loss(mildest)
+    return f"{who} loses something; the mildest is {mildest.row.label}: {what}, at {_share(mildest)} of the bytes."
 
 
-def footnotes(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
-    """What the numbers rest on, whole sentences."""
-    scored = next((r for r in records if r.task == "perplexity" and r.error is None), None)
-    if scored is not None:
-        point = scored.point
-        yield (
-            f"ΔNLL: nats per token against 'full' with a 95 % bootstrap interval over {scored.samples} windows of "
-            f"{scored.text} ({point['context']} tokens compressed, the next {point['continuation']} scored on what is "
-            f"left, {scored.tokens_scored} tokens in all, the same for every plan)."
-        )
-        if (scored.samples or 0) < 50:
-            yield "Fewer than 50 windows: enough for a look, too few for a claim. Use --windows 50 or more."
-    needles = [r for r in records if r.task == "needle" and r.error is None]
-    if needles:
-        full = next((row for row in rows if row.label == FULL), None)
-        lengths = sorted({int(str(r.point["length"])) for r in needles})
-        kinds = ", ".join(dict.fromkeys(str(r.point["kind"]) for r in needles))
-        where = "outside of" if needles[0].point["question_outside"] else "inside"
-        yield (
-            f"needle: answers exactly right over {kinds} documents of {' and '.join(map(str, lengths))} tokens, "
-            f"question {where} the compressed context; 95 % Wilson intervals."
-        )
-        if full is not None and full.accuracy is not None and full.accuracy.value < 0.5:
-            yield (
-                f"'full' itself answers {full.hits} of {full.answers}: in that column the model is the limit "
-                "before any "
-                "cache is."
-            )
-    if any(row.recall is not None for row in rows):
-        yield "recall: of answers with several parts, the share that the greedy continuation contains, in any order."
-    compared = next((r for r in records if r.task == "fidelity" and r.error is None), None)
-    if compared is not None:
-        yield (
-            f"KL: nats of KL(full || plan) per token, top-1: tokens of which both find the same most likely; "
-            f"{compared.tokens_scored} tokens of {compared.samples} windows of {compared.text}, "
-            f"{compared.point['context']} tokens compressed before them."
-        )
-    yield from _about_memory(records)
-    yield from _about_time(records)
-    surprising = [row.label for row in rows if row.label != FULL and _beats(row)]
-    if surprising:
-        yield (
-            f"Better than 'full' beyond chance: {', '.join(surprising)}. Compression should not do that: look "
-            "twice at the "
-            "text."
-        )
-    if len([row for row in rows if row.loss is not None]) > 3:
-        yield "Each interval is for one plan by itself: the best of several looks a little better than it is."
-    notes = [(note, r.label) for r in records for note in r.notes if r.plan_hash != OWN]
-    for note, same in groupby(sorted(set(notes)), key=lambda pair: pair[0]):
-        labels = [label for _, label in same]
-        everyone = len(labels) == len([row for row in rows if row.plan_hash != OWN])
-        yield note if everyone else f"{', '.join(labels)}: {note}"
-    for row in rows:
-        for error in row.errors:
-            if row.plan_hash != OWN:
-                yield f"{row.label} has no number for {error}"
-
-
-def _about_memory(records: Sequence[Record]) -> Iterator[str]:
-    fresh = [r for r in records if r.task == "memory" and r.bytes_resident is not None]
-    known = [(r, r.bytes_resident, r.bytes_held) for r in fresh if r.bytes_held]
-    if not known:
-        return
-    worst, resident, held = max(known, key=lambda each: abs((each[1] or 0) / (each[2] or 1) - 1))
-    assert resident is not None and held is not None
-    yield (
-        "bytes: unique storages of the whole cache. Checked against fresh processes at "
-        f"{worst.point['context']} tokens: "
-        f"resident memory grew for each cache by what its ledger says, at worst {100 * (resident / held - 1):+.1f} % "
-        f"({worst.label})."
-    )
-
-
-def _about_time(records: Sequence[Record]) -> Iterator[str]:
-    tried = [r for r in records if r.task == "speed" and r.error is None]
-    timed = [r for r in tried if r.timings]
-    busy = [r.label for r in tried if not r.timings]
-    if busy:
-        whom = "any plan" if not timed else ", ".join(busy)
-        yield f"No times for {whom}: other programs disturbed too many of the rounds. Try again on a quiet machine."
-    full = next((r for r in timed if r.label == FULL), None)
-    if full is None:
-        return
-    left_out = sum(int(r.timings["tpot"]["left_out"] or 0) for r in timed)
-    yield (
-        "TTFT, TPOT: medians over that of 'full' in the same interleaved rounds "
-        f"({min(r.samples or 0 for r in timed)} or more "
-        f"each, {left_out} disturbed samples left out), {full.point['context']} tokens of prompt, "
-        f"{full.point['tokens']} "
-        f"decoded, batch 1, {full.dtype} on {full.device}, {full.machine.get('threads')} threads."
-    )
-    text = f"'full' takes {_ms(full, 'ttft')} to the first token and {_ms(full, 'tpot')} for each further one"
-    if full.floor_seconds is not None:
-        text += f" (reading weights and cache once takes {1000 * full.floor_seconds:.1f} ms)"
-    own = next((r for r in timed if r.plan_hash == OWN), None)
-    if own is not None:
-        text += f"; the model's own cache {_ms(own, 'ttft')} and {_ms(own, 'tpot')}"
-    yield text + "."
-
-
-def _ms(record: Record, name: str) -> str:
-    median, q1, q3 = (record.timings[name][key] for key in ("median", "q1", "q3"))
-    assert median is not None and q1 is not None and q3 is not None
-    return f"{1000 * median:.1f} ms ({1000 * q1:.1f} to {1000 * q3:.1f})"
-
-
-def _beats(row: Row) -> bool:
+def beats_full(row: Row) -> bool:
+    """Whether a plan predicts the text better than 'full' beyond chance, which no compression should."""
     return row.loss is not None and row.loss.high is not None and row.loss.high < 0
 
 
-def _answers_lost(row: Row, full: Row) -> float:
-    """Share of right answers that are lost against 'full'; a drop that counts as none is 0."""
-    if row.accuracy is None or full.accuracy is None:
-        return 0.0
-    lost = full.accuracy.value - row.accuracy.value
-    return lost if lost > ANSWERS_MAY_DROP else 0.0
+def _judge(row: Row, full: Row, asked: Sequence[Measure]) -> _Judged:
+    found = tuple(
+        (m, m.scores[row.plan_hash], m.scores[full.plan_hash]) for m in asked if row.plan_hash in m.scores
+    )  # fmt: skip
+    return _Judged(row=row, scores=found, complete=len(found) == len(asked))
 
 
-def _loses_nothing(row: Row, full: Row) -> bool:
-    # Better beyond chance is no praise: it says that the text or the model is odd, and a footnote says so.
-    if row.errors:
+def _kept(measure: Measure, ours: Score, full: Score) -> bool:
+    found = ours.difference
+    if found is None:
         return False
-    if row.loss is not None and (
-        row.loss.low is None or row.loss.high is None or not row.loss.low <= 0 <= row.loss.high
-    ):
-        return False
-    if row.accuracy is not None and full.accuracy is not None:
-        return row.accuracy.value >= full.accuracy.value - ANSWERS_MAY_DROP
-    return True
+    if measure.difference_unit == NATS:
+        # Better beyond chance is no praise: it says that the text or the model is odd, and a footnote says so.
+        return found.low is not None and found.high is not None and found.low <= 0 <= found.high
+    return ours.value >= full.value - POINTS_MAY_DROP and not (found.high is not None and found.high < 0)
 
 
-def _how_sure(row: Row, full: Row) -> str:
+def _worst(judged: _Judged) -> tuple[Measure, Score] | None:
+    """Of the texts, the one whose interval reaches furthest above 0."""
+    nats = [(m, s) for m, s, _ in judged.scores if m.difference_unit == NATS and s.difference is not None]
+
+    def reach(each: tuple[Measure, Score]) -> float:
+        found = each[1].difference
+        assert found is not None
+        return found.value if found.high is None else found.high
+
+    return max(nats, key=reach, default=None)
+
+
+def _loss(judged: _Judged) -> str:
+    several = len([m for m, _, _ in judged.scores if m.difference_unit == NATS]) > 1
     parts = []
-    if row.loss is not None and row.loss.high is not None and row.loss.low is not None:
-        parts.append(f"ΔNLL {row.loss.low:+.3f} to {row.loss.high:+.3f} nats over {row.loss.count} windows")
-    if row.accuracy is not None and full.hits:
-        parts.append(f"{row.hits} of {row.answers} answers right, 'full' {full.hits}")
-    if row.loss is not None and row.loss.high is not None and row.loss.high > COARSE_NATS:
-        parts.append(f"losses below {row.loss.high:.2f} nats would not show with so few windows")
+    worst = max(
+        ((m, s.difference.value) for m, s, _ in judged.scores if m.difference_unit == NATS and s.difference),
+        key=lambda each: each[1],
+        default=None,
+    )
+    if worst is not None:
+        parts.append(f"{_signed(worst[1], 3)} nats per token" + (f" on {worst[0].name}" if several else ""))
+    parts += _answers(judged)
+    return ", ".join(parts) or "fewer right answers"
+
+
+def _answers(judged: _Judged) -> list[str]:
+    """Right answers in numbers where one kind of them was asked; else where most were lost."""
+    shares = [(m, s, full) for m, s, full in judged.scores if m.difference_unit == POINTS]
+    if not shares:
+        return []
+    if len(shares) == 1 and shares[0][0].task == "needle" and shares[0][0].name.endswith("right"):
+        _, ours, full = shares[0]
+        return [
+            f"{round(ours.value * ours.samples / 100)} of {ours.samples} answers right "
+            f"('full': {round(full.value * full.samples / 100)})"
+        ]
+    measure, ours, full = min(shares, key=lambda each: each[1].value - each[2].value)
+    change = f"{_signed(ours.value - full.value, 1)} points"
+    found = ours.difference
+    if found is not None and found.low is not None and found.high is not None and found.low < found.high:
+        change += f" ({_signed(found.low, 1)} to {_signed(found.high, 1)})"
+    return [
+        f"{change} in {measure.name}"
+        if len(shares) == 1
+        else f"at worst of {len(shares)} tasks {change} in {measure.name}"
+    ]
+
+
+def _how_sure(judged: _Judged) -> str:
+    parts = []
+    texts = [m for m, _, _ in judged.scores if m.difference_unit == NATS]
+    worst = _worst(judged)
+    reach = None
+    if worst is not None:
+        measure, score = worst
+        assert score.difference is not None
+        low, reach = score.difference.low, score.difference.high
+        if low is not None and reach is not None:
+            where = f" of {measure.name}, the widest of {len(texts)}" if len(texts) > 1 else ""
+            parts.append(f"ΔNLL {low:+.3f} to {reach:+.3f} nats over {score.samples} windows{where}")
+    parts += _answers(judged)
+    if reach is not None and reach > COARSE_NATS:
+        parts.append(f"losses below {reach:.2f} nats would not show with so few windows")
     return f" ({'; '.join(parts)})" if parts else ""
 
 
-def _share(row: Row) -> str:
-    assert row.ratio is not None
-    return f"{100 * row.ratio:.0f} %"
+def _share(judged: _Judged) -> str:
+    """Of the bytes: at the main table's point, or from the least to the most over all that was measured."""
+    assert judged.row.ratio is not None
+    shares = [judged.row.ratio, *(s.ratio for _, s, _ in judged.scores if s.ratio is not None)]
+    low, high = f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}"
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def _signed(value: float, digits: int) -> str:
+    """With its sign, and none for what is shown as 0."""
+    return f"{value:+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"

@@ -1,0 +1,167 @@
+"""Tables over all points that were measured: cost, memory, what fits, fidelity. A row is a plan at a point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtailor.bench.report.grid import EMPTY, Cell, Grid
+from kvtailor.bench.report.points import series_of
+from kvtailor.bench.report.rows import FULL, Row
+from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
+from kvtailor.bench.schema import Record
+
+__all__ = ["grids"]
+
+Make = Callable[[Record], Cell]
+
+
+def grids(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Grid]:
+    """Those tables in which anything was measured."""
+    order = [row.plan_hash for row in rows]
+    for task, title, note, columns in (
+        ("speed", "Cost", _SPEED_NOTE, _SPEED),
+        ("memory", "Memory of a fresh process", _MEMORY_NOTE, _MEMORY),
+        ("capacity", "What fits", _CAPACITY_NOTE, _CAPACITY),
+        ("fidelity", "Fidelity", _FIDELITY_NOTE, _FIDELITY),
+    ):
+        found = _grid(records, order, task, title, note, columns)
+        if found is not None:
+            yield found
+
+
+def _grid(
+    records: Sequence[Record], order: Sequence[str], task: str, title: str, note: str, columns: dict[str, Make]
+) -> Grid | None:
+    series = series_of(records, task)
+    if not series:
+        return None
+    points = list(dict.fromkeys(name for each in series for name in each.point))
+    several = len({each.text for each in series}) > 1
+    body, plans = [], []
+    for each in series:
+        for plan in (plan for plan in order if plan in each.records):
+            record = each.records[plan]
+            cells = [Cell(text=record.label, value=record.label)]
+            cells += [Cell(text=each.text, value=each.text)] if several else []
+            cells += [_point(each.point.get(name)) for name in points]
+            for make in columns.values():
+                cell = make(record)
+                cells.append(EMPTY if cell.text is None else Cell(
+                    text=cell.text, value=cell.value, interval=cell.interval, keys=(record.key,)
+                ))  # fmt: skip
+            body.append(tuple(cells))
+            plans.append(plan)
+    heads = ("plan", *(["text"] if several else []), *points, *columns)
+    return Grid(
+        name=task, title=title, note=note, heads=heads, rows=tuple(body), plans=tuple(plans)
+    ).without_empty_columns()
+
+
+def _point(value: object) -> Cell:
+    if value is None:
+        return EMPTY
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return Cell(text=str(value), value=str(value))
+    return Cell(text=f"{value:,}" if isinstance(value, int) else f"{value:g}", value=value)
+
+
+def _time(name: str) -> Make:
+    def make(record: Record) -> Cell:
+        found = record.timings.get(name, {})
+        median, q1, q3 = (found.get(each) for each in ("median", "q1", "q3"))
+        if median is None:
+            return EMPTY
+        spread = None if q1 is None or q3 is None else f"{milliseconds(q1)} to {milliseconds(q3)}"
+        return Cell(text=milliseconds(median), value=1000 * median, interval=spread)
+
+    return make
+
+
+def _floor(record: Record) -> Cell:
+    if record.floor_seconds is None or not record.timings:
+        return EMPTY
+    median = record.timings["tpot"]["median"]
+    share = None if not median else f"{100 * record.floor_seconds / median:.0f} % of the time"
+    return Cell(text=milliseconds(record.floor_seconds), value=1000 * record.floor_seconds, interval=share)
+
+
+def _metric(name: str, show: Callable[[float], str] = significant, scale: float = 1.0) -> Make:
+    def make(record: Record) -> Cell:
+        value = record.metrics.get(name)
+        return EMPTY if value is None else Cell(text=show(scale * value), value=scale * value)
+
+    return make
+
+
+def _flops(name: str, own: str) -> Make:
+    """The model's operations, and below them the method's own."""
+
+    def make(record: Record) -> Cell:
+        value, method = record.metrics.get(name), record.metrics.get(own)
+        if value is None:
+            return EMPTY
+        extra = None if method is None or record.label == FULL else f"method {flop_text(method)}"
+        return Cell(text=flop_text(value), value=value, interval=extra)
+
+    return make
+
+
+def _bytes(name: str) -> Make:
+    def make(record: Record) -> Cell:
+        value = getattr(record, name)
+        return EMPTY if value is None else Cell(text=byte_text(value), value=value)
+
+    return make
+
+
+def _of_full(record: Record) -> Cell:
+    if not record.bytes_held or not record.bytes_full:
+        return EMPTY
+    share = 100 * record.bytes_held / record.bytes_full
+    return Cell(text=f"{share:.1f}", value=share)
+
+
+_SPEED: dict[str, Make] = {
+    "bytes held": _bytes("bytes_held"),
+    "TTFT, ms": _time("ttft"),
+    "TPOT, ms": _time("tpot"),
+    "floor of TPOT, ms": _floor,
+    "tokens/s": _metric("tokens_per_second"),
+    "prefill": _flops("flops_prefill", "flops_method_prefill"),
+    "prefill, GFLOP/s": _metric("achieved_gflops_prefill"),
+    "token": _flops("flops_token", "flops_method_token"),
+    "token, GFLOP/s": _metric("achieved_gflops_token"),
+}
+_SPEED_NOTE = (
+    "Medians with quartiles. Floor: every byte of weights and cache read once at the bandwidth that this machine "
+    "reached. Operations are counted by arithmetic, the method's own below the model's."
+)
+_MEMORY: dict[str, Make] = {
+    "bytes held": _bytes("bytes_held"),
+    "of full, %": _of_full,
+    "resident": _bytes("bytes_resident"),
+    "peak, prefill": _bytes("bytes_peak"),
+    "peak, decode": _bytes("bytes_peak_decode"),
+}
+_MEMORY_NOTE = "Above what the process held before its first cache, so without the weights."
+_CAPACITY: dict[str, Make] = {
+    "largest batch": _metric("largest_batch", lambda x: f"{x:,.0f}"),
+    "longest context": _metric("longest_context", lambda x: f"{x:,.0f}"),
+    "one more token": _metric("bytes_per_token", byte_text),
+}
+_CAPACITY_NOTE = "The largest batch and the longest context that fit the memory in the table's own column."
+_FIDELITY: dict[str, Make] = {
+    "KL": _metric("kl"),
+    "KL, 99th percentile": _metric("kl_p99"),
+    "top-1, %": _metric("top1", scale=100),
+    "calibration error, %": _metric("ece", scale=100),
+    "key error": _metric("key_error"),
+    "value error": _metric("value_error"),
+    "mass retained, %": _metric("retained_mass", scale=100),
+    "attention cosine": _metric("attention_cosine", lambda x: f"{x:.4f}"),
+    "output error": _metric("output_error"),
+}
+_FIDELITY_NOTE = (
+    "Against 'full' on the same tokens. Errors are relative, means over layers; the charts have them by layer. They "
+    "describe what is held."
+)

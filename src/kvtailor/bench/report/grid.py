@@ -1,0 +1,121 @@
+"""A table of numbers that know where they came from, and the same table as Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["EMPTY", "Cell", "Grid", "as_csv", "as_latex", "as_markdown", "interval"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One number, or one word.
+
+    Attributes:
+        text: as it is shown; None: not measured.
+        value: what the cell is sorted by, and what CSV has.
+        interval: what is shown small beside it, such as the ends of an interval.
+        keys: of the records that it was computed from.
+    """
+
+    text: str | None = None
+    value: float | str | None = None
+    interval: str | None = None
+    keys: tuple[str, ...] = ()
+
+
+EMPTY = Cell()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        name: for file names and anchors, such as "cost".
+        title: what it shows, a few words.
+        note: how to read it, whole sentences.
+        heads: of the columns; the first is of the plans.
+        rows: as many cells each as there are heads.
+        plans: plan hash of each row.
+    """
+
+    name: str
+    title: str
+    note: str = ""
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    plans: tuple[str, ...]
+
+    def without_empty_columns(self) -> Grid:
+        """The same without the columns in which nothing was measured."""
+        keep = [i for i in range(len(self.heads)) if any(row[i].text is not None for row in self.rows)]
+        return Grid(
+            name=self.name,
+            title=self.title,
+            note=self.note,
+            heads=tuple(self.heads[i] for i in keep),
+            rows=tuple(tuple(row[i] for i in keep) for row in self.rows),
+            plans=self.plans,
+        )
+
+
+def as_markdown(grid: Grid) -> str:
+    """A table; what was not measured is a dash."""
+    lines = ["| " + " | ".join(map(_flat, grid.heads)) + " |", "|---" * len(grid.heads) + "|"]
+    for first, *others in grid.rows:
+        lines.append(f"| `{_flat(first.text or '')}` | " + " | ".join(_flat(_whole(cell)) for cell in others) + " |")
+    return "\n".join(lines)
+
+
+def as_csv(grid: Grid) -> str:
+    """Plain values; what was not measured is empty. The last column has the keys of the records behind the row."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*grid.heads, "plan_hash", "records"])
+    for plan, row in zip(grid.plans, grid.rows, strict=True):
+        keys = dict.fromkeys(key for cell in row for key in cell.keys)
+        writer.writerow(["" if cell.value is None else cell.value for cell in row] + [plan, " ".join(keys)])
+    return out.getvalue()
+
+
+_LATEX = {"\\": r"\textbackslash{}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}",
+          "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "Δ": r"$\Delta$", "×": r"$\times$",
+          "|": r"\textbar{}"}  # fmt: skip
+
+
+def as_latex(grid: Grid) -> str:
+    """A ``tabular`` with booktabs rules."""
+    lines = [r"\begin{tabular}{l" + "r" * (len(grid.heads) - 1) + "}", r"\toprule"]
+    lines.append(" & ".join(map(_safe, grid.heads)) + r" \\")
+    lines.append(r"\midrule")
+    for first, *others in grid.rows:
+        cells = [rf"\texttt{{{_safe(first.text or '')}}}", *(_safe(_whole(cell)) for cell in others)]
+        lines.append(" & ".join(cells) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
+
+
+def _whole(cell: Cell) -> str:
+    if cell.text is None:
+        return "–"
+    return cell.text if cell.interval is None else f"{cell.text} ({cell.interval})"
+
+
+def _flat(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")
+
+
+def _safe(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)
+
+
+def interval(ends: Sequence[float | None], digits: int, *, signed: bool = False) -> str | None:
+    """Both ends as words; None without them."""
+    low, high = ends
+    if low is None or high is None:
+        return None
+    sign = "+" if signed else ""
+    return f"{low:{sign}.{digits}f} to {high:{sign}.{digits}f}"

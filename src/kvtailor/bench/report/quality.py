@@ -1,0 +1,200 @@
+"""Every question that was asked of the plans, each with the plans' scores and their paired differences to 'full'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import fmean
+
+from kvtailor.bench.report.points import Series, base, named, series_of
+from kvtailor.bench.schema import Record
+from kvtailor.bench.statistics import Estimate, mean_difference
+
+__all__ = ["Measure", "NATS", "POINTS", "Score", "difference", "measures_of"]
+
+NATS = "nats per token"
+POINTS = "points"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What one plan reached in one question.
+
+    Attributes:
+        value: in the measure's unit.
+        difference: to 'full' over the same samples, in the measure's unit of differences; None without 'full'.
+        low, high: where the value lies if the ends of the difference's interval are added to that of 'full'.
+        samples: windows, documents or examples behind it.
+        bytes_held: of the cache when it was weighed there, the largest over the records.
+        ratio: bytes over the full cache's, of the same record.
+        keys: of the records behind it.
+    """
+
+    value: float
+    difference: Estimate | None = None
+    low: float | None = None
+    high: float | None = None
+    samples: int
+    bytes_held: int | None = None
+    ratio: float | None = None
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One question, over the same samples for every plan.
+
+    Attributes:
+        name: what tells it from the others, such as a text or the kind of document.
+        task: name of the task.
+        unit: of the scores: "perplexity", "%", or "score" where the task's own scale is not known here.
+        difference_unit: of the differences: `NATS`, `POINTS` (of percent) or "score".
+        lower_is_better: whether a smaller value is the better one; None: not known.
+        is_base: the main table shows this point of its task.
+        scores: by plan hash.
+    """
+
+    name: str
+    task: str
+    unit: str
+    difference_unit: str
+    lower_is_better: bool | None
+    is_base: bool
+    scores: Mapping[str, Score] = field(default_factory=dict)
+
+
+def measures_of(records: Sequence[Record], full: str | None) -> list[Measure]:
+    """Perplexity by text and point, needles by kind, and long-context and harness tasks by their names.
+
+    Args:
+        records: of one model.
+        full: plan hash of 'full'; None where it was not measured.
+    """
+    return [*_perplexities(records, full), *_needles(records, full), *_sets(records, full)]
+
+
+@lru_cache(maxsize=4096)
+def difference(ours: tuple[float, ...], theirs: tuple[float, ...]) -> Estimate:
+    """`mean_difference`, once for the same samples."""
+    return mean_difference(ours, theirs)
+
+
+def _perplexities(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
+    series = series_of(records, "perplexity")
+    shown = base(series)
+    for each, name in zip(series, named(series, text=True), strict=True):
+        scores = {}
+        reference = each.records.get(full) if full else None
+        for plan, record in each.records.items():
+            values = record.values.get("nll", ())
+            if not values or not all(map(math.isfinite, values)):
+                continue
+            middle = record.metrics.get("nll")
+            middle = fmean(values) if middle is None else middle
+            found = _against(record, reference, "nll", 1.0)
+            start = fmean(reference.values["nll"]) if found is not None and reference is not None else None
+            low, high = _ends(found, start)
+            scores[plan] = Score(
+                value=math.exp(middle),
+                difference=found,
+                low=None if low is None else math.exp(low),
+                high=None if high is None else math.exp(high),
+                samples=len(values),
+                bytes_held=record.bytes_held,
+                ratio=_ratio(record),
+                keys=(record.key,),
+            )
+        if scores:
+            yield Measure(
+                name=name, task="perplexity", unit="perplexity", difference_unit=NATS, lower_is_better=True,
+                is_base=each is shown, scores=scores,
+            )  # fmt: skip
+
+
+def _needles(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
+    """One for each kind of document and place of the question, over all lengths and depths that 'full' has too."""
+    series = series_of(records, "needle")
+    groups: dict[tuple[str, bool], list[Series]] = {}
+    for each in series:
+        place = str(each.point.get("kind")), bool(each.point.get("question_outside"))
+        groups.setdefault(place, []).append(each)
+    for (kind, outside), members in groups.items():
+        what = "recall" if any("recall" in r.values for each in members for r in each.records.values()) else "hit"
+        joined = _joined(members, full, what, 100.0)
+        if joined:
+            name = f"{kind}, {'recall' if what == 'recall' else 'right'}" + (", question outside" if outside else "")
+            yield Measure(
+                name=name, task="needle", unit="%", difference_unit=POINTS, lower_is_better=False,
+                is_base=True, scores=joined,
+            )  # fmt: skip
+
+
+def _sets(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
+    for task, parts in (("longcontext", ("benchmark", "subset")), ("harness", ("task",))):
+        series = series_of(records, task)
+        groups: dict[str, list[Series]] = {}
+        for each in series:
+            groups.setdefault(" ".join(str(each.point.get(part)) for part in parts), []).append(each)
+        for name, members in groups.items():
+            for each, further in zip(members, named(members), strict=True):
+                values = [x for r in each.records.values() for x in r.values.get("score", ())]
+                if not values:
+                    continue
+                top = 100.0 if task == "longcontext" else 1.0
+                known = all(0.0 <= x <= top for x in values)
+                scores = _joined([each], full, "score", 100.0 / top if known else 1.0)
+                yield Measure(
+                    name=name if len(members) == 1 else f"{name}, {further}",
+                    task=task,
+                    unit="%" if known else "score",
+                    difference_unit=POINTS if known else "score",
+                    lower_is_better=False if known else None,
+                    is_base=each is base(members),
+                    scores=scores,
+                )
+
+
+def _joined(members: Sequence[Series], full: str | None, name: str, scale: float) -> dict[str, Score]:
+    """Scores over all the samples of several points; without those that 'full' does not have, and of plans that lack
+    one of them no score."""
+    if full is not None and any(full in each.records for each in members):
+        members = [each for each in members if full in each.records]
+    found = {}
+    for plan in dict.fromkeys(plan for each in members for plan in each.records):
+        mine = [each.records[plan] for each in members if plan in each.records and name in each.records[plan].values]
+        if len(mine) < len(members):
+            continue
+        values = tuple(scale * x for r in mine for x in r.values[name])
+        theirs = tuple(
+            scale * x for each in members if full in each.records for x in each.records[full].values.get(name, ())
+        )
+        if not values:
+            continue
+        paired = difference(values, theirs) if len(theirs) == len(values) else None
+        low, high = _ends(paired, fmean(theirs) if paired is not None else None)
+        heaviest = max(mine, key=lambda r: r.bytes_held or 0)
+        found[plan] = Score(
+            value=fmean(values), difference=paired, low=low, high=high, samples=len(values),
+            bytes_held=heaviest.bytes_held, ratio=_ratio(heaviest), keys=tuple(r.key for r in mine),
+        )  # fmt: skip
+    return found
+
+
+def _against(ours: Record, full: Record | None, name: str, scale: float) -> Estimate | None:
+    if full is None or len(ours.values[name]) != len(full.values.get(name, ())):
+        return None
+    if not all(map(math.isfinite, full.values[name])):
+        return None
+    return difference(tuple(scale * x for x in ours.values[name]), tuple(scale * x for x in full.values[name]))
+
+
+def _ends(found: Estimate | None, start: float | None) -> tuple[float | None, float | None]:
+    if found is None or start is None or found.low is None or found.high is None:
+        return None, None
+    return start + found.low, start + found.high
+
+
+def _ratio(record: Record) -> float | None:
+    return record.bytes_held / record.bytes_full if record.bytes_held and record.bytes_full else None
