@@ -226,7 +226,7 @@ def every_task(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
             found.append(
                 Bar(
                     value=score.value, low=None if is_full else low, high=None if is_full else high,
-                    text=f"{score.value:.1f}" if share else f"{score.value:.3g}", label=row.label,
+                    text=f"{score.value:.1f}" if share else f"{score.value:.2f}", label=row.label,
                     number=drawn.numbers[row.plan_hash], hover=f"{hover}\n{drawn.come_from(score.keys)}",
                     kind=drawn.kinds[row.plan_hash],
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from kvtailor.bench.report.grid import EMPTY, Cell, Grid
 from kvtailor.bench.report.points import series_of
@@ -36,6 +37,10 @@ def _grid(
     if not series:
         return None
     points = list(dict.fromkeys(name for each in series for name in each.point))
+    fixed = [name for name in points if len({str(each.point.get(name)) for each in series}) == 1]
+    points = [name for name in points if name not in fixed]
+    same = tuple((name.replace("_", " "), _point(name, series[0].point.get(name))) for name in fixed)
+    throughout = ", ".join(f"{name} {cell.text}" for name, cell in same if cell.text is not None)
     several = len({each.text for each in series}) > 1
     body, plans = [], []
     for each in series:
@@ -43,23 +48,29 @@ def _grid(
             record = each.records[plan]
             cells = [Cell(text=record.label, value=record.label)]
             cells += [Cell(text=each.text, value=each.text)] if several else []
-            cells += [_point(each.point.get(name)) for name in points]
+            cells += [_point(name, each.point.get(name)) for name in points]
             for make in columns.values():
                 cell = make(record)
-                cells.append(EMPTY if cell.text is None else Cell(
-                    text=cell.text, value=cell.value, interval=cell.interval, keys=(record.key,)
-                ))  # fmt: skip
+                cells.append(cell if cell.text is None else replace(cell, keys=(record.key,)))
             body.append(tuple(cells))
             plans.append(plan)
-    heads = ("plan", *(["text"] if several else []), *points, *columns)
+    heads = ("plan", *(["text"] if several else []), *(name.replace("_", " ") for name in points), *columns)
     return Grid(
-        name=task, title=title, note=note, heads=heads, rows=tuple(body), plans=tuple(plans)
+        name=task,
+        title=title,
+        note=f"{note} All at {throughout}." if throughout else note,
+        heads=heads,
+        rows=tuple(body),
+        plans=tuple(plans),
+        same=same,
     ).without_empty_columns()
 
 
-def _point(value: object) -> Cell:
+def _point(name: str, value: object) -> Cell:
     if value is None:
         return EMPTY
+    if name.endswith("_bytes") and isinstance(value, int):
+        return Cell(text=byte_text(value), value=value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return Cell(text=str(value), value=str(value))
     return Cell(text=f"{value:,}" if isinstance(value, int) else f"{value:g}", value=value)
@@ -71,8 +82,10 @@ def _time(name: str) -> Make:
         median, q1, q3 = (found.get(each) for each in ("median", "q1", "q3"))
         if median is None:
             return EMPTY
-        spread = None if q1 is None or q3 is None else f"{milliseconds(q1)} to {milliseconds(q3)}"
-        return Cell(text=milliseconds(median), value=1000 * median, interval=spread)
+        if q1 is None or q3 is None:
+            return Cell(text=milliseconds(median), value=1000 * median)
+        spread = f"{milliseconds(q1)} to {milliseconds(q3)}"
+        return Cell(text=milliseconds(median), value=1000 * median, interval=spread, ends=(1000 * q1, 1000 * q3))
 
     return make
 
@@ -93,17 +106,10 @@ def _metric(name: str, show: Callable[[float], str] = significant, scale: float 
     return make
 
 
-def _flops(name: str, own: str) -> Make:
-    """The model's operations, and below them the method's own."""
-
-    def make(record: Record) -> Cell:
-        value, method = record.metrics.get(name), record.metrics.get(own)
-        if value is None:
-            return EMPTY
-        extra = None if method is None or record.label == FULL else f"method {flop_text(method)}"
-        return Cell(text=flop_text(value), value=value, interval=extra)
-
-    return make
+def _method(name: str) -> Make:
+    """Operations of the method itself; 'full' has none to speak of."""
+    shown = _metric(name, flop_text)
+    return lambda record: EMPTY if record.label == FULL else shown(record)
 
 
 def _bytes(name: str) -> Make:
@@ -127,14 +133,16 @@ _SPEED: dict[str, Make] = {
     "TPOT, ms": _time("tpot"),
     "floor of TPOT, ms": _floor,
     "tokens/s": _metric("tokens_per_second"),
-    "prefill": _flops("flops_prefill", "flops_method_prefill"),
+    "prefill": _metric("flops_prefill", flop_text),
+    "prefill, method": _method("flops_method_prefill"),
     "prefill, GFLOP/s": _metric("achieved_gflops_prefill"),
-    "token": _flops("flops_token", "flops_method_token"),
+    "token": _metric("flops_token", flop_text),
+    "token, method": _method("flops_method_token"),
     "token, GFLOP/s": _metric("achieved_gflops_token"),
 }
 _SPEED_NOTE = (
     "Medians with quartiles. Floor: every byte of weights and cache read once at the bandwidth that this machine "
-    "reached. Operations are counted by arithmetic, the method's own below the model's."
+    "reached. Operations are counted by arithmetic, the method's own apart."
 )
 _MEMORY: dict[str, Make] = {
     "bytes held": _bytes("bytes_held"),
@@ -149,7 +157,7 @@ _CAPACITY: dict[str, Make] = {
     "longest context": _metric("longest_context", lambda x: f"{x:,.0f}"),
     "one more token": _metric("bytes_per_token", byte_text),
 }
-_CAPACITY_NOTE = "The largest batch and the longest context that fit the memory in the table's own column."
+_CAPACITY_NOTE = "The largest batch and the longest context that fit in the memory that was asked for."
 _FIDELITY: dict[str, Make] = {
     "KL": _metric("kl"),
     "KL, 99th percentile": _metric("kl_p99"),

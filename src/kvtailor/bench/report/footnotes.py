@@ -96,8 +96,8 @@ def _which_point(series: Sequence[Series]) -> Iterator[str]:
     shown = base(series)
     name = next(name for each, name in zip(series, named(series), strict=True) if each is shown)
     yield (
-        f"{series[0].task}: measured at {len(series)} points; the first table shows {name}, the first of those that most "
-        "plans have. The HTML page has tables and charts of all."
+        f"{series[0].task}: measured at {len(series)} points; the first table shows {name}, the first of those that "
+        "most plans have. The HTML page has tables and charts of all."
     )
 
 
@@ -109,10 +109,10 @@ def _about_sets(records: Sequence[Record]) -> Iterator[str]:
         names = ", ".join(dict.fromkeys(str(r.point.get(who)) for r in found))
         metrics = ", ".join(dict.fromkeys(str(r.point["metric"]) for r in found if r.point.get("metric")))
         counts = [len(r.values.get("score", ())) for r in found]
-        yield (
-            f"{task}: {names}, by their own metrics{f' ({metrics})' if metrics else ''}; {min(counts)} to {max(counts)} "
-            "examples each."
-        )
+        few, many = min(counts), max(counts)
+        count = f"{few}" if few == many else f"{few} to {many}"
+        by = f" ({metrics})" if metrics else ""
+        yield f"{task}: {names}, by their own metrics{by}; {count} examples each."
 
 
 def _asked_less(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:

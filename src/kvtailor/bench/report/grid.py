@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["EMPTY", "Cell", "Grid", "as_csv", "as_latex", "as_markdown", "interval"]
 
@@ -18,12 +18,14 @@ class Cell:
         text: as it is shown; None: not measured.
         value: what the cell is sorted by, and what CSV has.
         interval: what is shown small beside it, such as the ends of an interval.
+        ends: of an interval that belongs to it, for CSV.
         keys: of the records that it was computed from.
     """
 
     text: str | None = None
     value: float | str | None = None
     interval: str | None = None
+    ends: tuple[float, float] | None = None
     keys: tuple[str, ...] = ()
 
 
@@ -41,6 +43,7 @@ class Grid:
         heads: of the columns; the first is of the plans.
         rows: as many cells each as there are heads.
         plans: plan hash of each row.
+        same: names and cells of what is the same in every row, so that only the note and CSV have it.
     """
 
     name: str
@@ -49,18 +52,13 @@ class Grid:
     heads: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     plans: tuple[str, ...]
+    same: tuple[tuple[str, Cell], ...] = ()
 
     def without_empty_columns(self) -> Grid:
         """The same without the columns in which nothing was measured."""
         keep = [i for i in range(len(self.heads)) if any(row[i].text is not None for row in self.rows)]
-        return Grid(
-            name=self.name,
-            title=self.title,
-            note=self.note,
-            heads=tuple(self.heads[i] for i in keep),
-            rows=tuple(tuple(row[i] for i in keep) for row in self.rows),
-            plans=self.plans,
-        )
+        rows = tuple(tuple(row[i] for i in keep) for row in self.rows)
+        return replace(self, heads=tuple(self.heads[i] for i in keep), rows=rows)
 
 
 def as_markdown(grid: Grid) -> str:
@@ -72,13 +70,20 @@ def as_markdown(grid: Grid) -> str:
 
 
 def as_csv(grid: Grid) -> str:
-    """Plain values; what was not measured is empty. The last column has the keys of the records behind the row."""
+    """Plain values; what was not measured is empty.
+
+    Interval ends have columns of their own, and the last column has the keys of the records behind the row.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*grid.heads, "plan_hash", "records"])
+    ends = [i for i in range(len(grid.heads)) if any(row[i].ends is not None for row in grid.rows)]
+    further = [f"{grid.heads[i]}, {end}" for i in ends for end in ("low", "high")]
+    writer.writerow([*grid.heads, *further, *(name for name, _ in grid.same), "plan_hash", "records"])
     for plan, row in zip(grid.plans, grid.rows, strict=True):
         keys = dict.fromkeys(key for cell in row for key in cell.keys)
-        writer.writerow(["" if cell.value is None else cell.value for cell in row] + [plan, " ".join(keys)])
+        values = [cell.value for cell in row] + [end for i in ends for end in row[i].ends or (None, None)]
+        values += [cell.value for _, cell in grid.same]
+        writer.writerow(["" if value is None else value for value in values] + [plan, " ".join(keys)])
     return out.getvalue()
 
 

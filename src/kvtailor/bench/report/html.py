@@ -57,12 +57,12 @@ def table(
     heads = "".join(_head(name, left=index == 1) for index, name in enumerate(names))
     body = []
     for plan, (first, *others) in zip(grid.plans, grid.rows, strict=True):
-        number = numbers.get(plan, "–")
+        number = numbers.get(plan)
+        swatch = f'<span class="swatch {kinds[plan]}"></span>' if plan in kinds else ""
         tag = (tags or {}).get(plan)
         shown = f'<span class="front-tag">{escape(tag)}</span>' if tag else ""
         cells = [
-            f'<td data-value="{quoted(number if number != "–" else "")}"><span class="swatch {kinds.get(plan, "")}">'
-            f"</span>{escape(number)}</td>",
+            f'<td data-value="{quoted(number or "")}">{swatch}{escape(number or "–")}</td>',
             f'<td class="name" data-value="{quoted(first.value)}"><code>{escape(first.text or "")}</code>{shown}</td>',
             *(_cell(cell, records) for cell in others),
         ]

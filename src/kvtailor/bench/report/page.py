@@ -82,6 +82,7 @@ _FRONT = (
     "Bars are 95 % intervals; those of perplexity are the paired difference to 'full', drawn around it. Dashed: the "
     "Pareto front, plans that no other beats in both."
 )
+_MANY_ROWS = 40
 _BARS = (
     "A bar for each plan, by its number. Whiskers: the 95 % interval of the paired difference to 'full', drawn around "
     "the bar. The dashed line is 'full'."
@@ -133,8 +134,12 @@ def _tables(summary: Summary, drawn: Drawn) -> Iterator[str]:
 
 def _further(records: Sequence[Record], summary: Summary, drawn: Drawn) -> Iterator[str]:
     for grid in grids(records, summary.rows):
+        shown = table(grid, drawn.by_key, drawn.numbers, drawn.kinds)
         yield f'<h2>{escape(grid.title)}</h2><p class="dim">{escape(grid.note)}</p>'
-        yield table(grid, drawn.by_key, drawn.numbers, drawn.kinds)
+        if len(grid.rows) > _MANY_ROWS:
+            yield f"<details><summary>{len(grid.rows)} rows</summary>{shown}</details>"
+        else:
+            yield shown
 
 
 def _section(title: str, figures: Iterable[str], *, note: str = "", legend: str = "") -> Iterator[str]:

@@ -15,7 +15,7 @@ from the paper."""
 
 DARK = {
     "ink": "#e6e8eb", "paper": "#14171b", "dim": "#98a1ad", "rule": "#2c323a", "accent": "#6ea8fe", "warm": "#f0a35e",
-    "good": "#56c271", "soft": "#1b1f25", "edge": "#4a525d", "strong": "#14171b",
+    "good": "#56c271", "soft": "#1b1f25", "edge": "#363d47", "strong": "#14171b",
     "p0": "#56a8e6", "p1": "#f08a4b", "p2": "#2fbf95", "p3": "#e58fbf", "p4": "#b39ddb", "p5": "#e0c040",
     "p6": "#8fd3f4", "pf": "#98a1ad",
 }  # fmt: skip

@@ -169,9 +169,13 @@ def lines(drawn: Sequence[Line], *, x: str, y: str, title: str, zero: bool = Tru
     for line in drawn:
         for mark in line.marks:
             parts.append(_point(frame, mark, frame.x(mark.x), frame.y(mark.y), radius=4) + "</g>")
-    last = sorted((line.marks[-1] for line in drawn), key=lambda mark: -mark.y)
-    for mark, height in zip(last, _apart([frame.y(mark.y) for mark in last]), strict=True):
-        parts.append(label(mark.kind, frame.x(mark.x) + 7, height + 4.5, mark.number, "start"))
+    ends: dict[float, list[Mark]] = {}
+    for line in drawn:
+        ends.setdefault(line.marks[-1].x, []).append(line.marks[-1])
+    for last in ends.values():
+        last.sort(key=lambda mark: -mark.y)
+        for mark, height in zip(last, _apart([frame.y(mark.y) for mark in last]), strict=True):
+            parts.append(label("value", frame.x(mark.x) + 7, height + 4.5, mark.number, "start"))
     return "".join(parts) + "</svg>"
 
 

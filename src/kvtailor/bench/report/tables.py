@@ -142,7 +142,10 @@ def _score(measure: Measure, score: Score | None, *, is_full: bool) -> Cell:
     ends = None
     if found is not None and not is_full:
         ends = interval((found.low, found.high), 3 if measure.difference_unit == NATS else 1, signed=True)
-    return Cell(text=f"{score.value:.{digits}f}", value=score.value, interval=ends, keys=score.keys)
+    shown = f"{score.value:.{digits}f}"
+    if found is None or found.low is None or found.high is None or is_full:
+        return Cell(text=shown, value=score.value, keys=score.keys)
+    return Cell(text=shown, value=score.value, interval=ends, ends=(found.low, found.high), keys=score.keys)
 
 
 def markdown(rows: Sequence[Row]) -> str:
