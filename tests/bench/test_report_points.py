@@ -1,0 +1,136 @@
+"""Runs with several texts, contexts, batches and models: which point a row shows, and what may be compared."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from tests.bench.made_records import whole_run
+from tests.bench.test_report import BASE, FULL, SAME, WORSE, needles, record, scored, timed
+
+from kvtailor.bench.report import summarise
+from kvtailor.bench.report.points import base, named, series_of
+from kvtailor.bench.report.terminal import show
+
+
+def on(text, each):
+    return replace(each, text=text, text_hash=text)
+
+
+def test_a_plan_loses_nothing_only_if_it_loses_nothing_on_every_text():
+    both = [FULL, SAME, on("other.txt", FULL), on("other.txt", SAME)]
+    assert summarise(both).headline.startswith("same loses nothing measurable here at 25 %")
+    assert "of other.txt, the widest of 2" in summarise([*both[:3], on("other.txt", scored("same", [
+        a + (0.02 if i % 2 else -0.019) for i, a in enumerate(BASE)]))]).headline  # fmt: skip
+    worse = on("other.txt", replace(WORSE, label="same", plan="same", plan_hash="#same"))
+    said = summarise([FULL, SAME, on("other.txt", FULL), worse]).headline
+    assert said.startswith("Every plan here that saves bytes loses something; the mildest is same: +0.300 nats")
+    assert "per token on other.txt" in said
+
+
+def test_a_plan_that_was_not_asked_everything_is_not_said_to_lose_nothing():
+    said = summarise([FULL, SAME, on("other.txt", FULL)]).headline
+    assert said.startswith("No plan that holds less was measured in all 2 texts and tasks")
+    said = summarise([FULL, SAME, WORSE, on("other.txt", FULL), on("other.txt", WORSE)]).headline
+    assert said.startswith("Every plan here that saves bytes and was measured in everything loses something")
+    assert "the mildest is worse" in said
+
+
+def test_lost_answers_of_one_kind_are_not_made_good_by_another():
+    def asked(label, kind, hits):
+        one = needles(label, hits)
+        return replace(one, point={**one.point, "kind": kind})
+
+    full = [FULL, asked("full", "passkey", [1] * 10 + [0] * 10), asked("full", "needle", [1] * 20)]
+    same = [SAME, asked("same", "passkey", [1] * 18 + [0] * 2), asked("same", "needle", [1] * 12 + [0] * 8)]
+    said = summarise([*full, *same]).headline
+    assert "loses something" in said and "at worst of 2 tasks -40.0 points" in said and "in needle" in said
+
+
+def test_a_memory_that_could_not_be_read_says_nothing_about_quality():
+    blind = [replace(each, task="memory", error="on an accelerator", values={}, metrics={}) for each in (FULL, SAME)]
+    assert summarise([FULL, SAME, *blind]).headline.startswith("same loses nothing")
+
+
+def test_the_share_of_the_bytes_is_that_of_all_points():
+    shorter = [replace(each, point={"context": 50, "continuation": 20}, text_hash="s") for each in (FULL, SAME)]
+    said = summarise([FULL, SAME, shorter[0], replace(shorter[1], bytes_held=400)]).headline
+    assert "at 25 to 40 % of the bytes" in said
+
+
+def test_a_row_shows_the_point_that_most_plans_have_and_says_which():
+    lonely = on("rare.txt", replace(FULL, metrics={"nll": 9.0}))
+    summary = summarise([lonely, FULL, SAME])
+    assert [row.nll for row in summary.rows] == [FULL.metrics["nll"], SAME.metrics["nll"]]
+    (note,) = [note for note in summary.footnotes if note.startswith("perplexity: measured at 2 points")]
+    assert "shows t.txt" in note
+    assert any("windows of t.txt" in note for note in summary.footnotes)
+
+
+def test_of_points_that_as_many_plans_have_the_first_is_shown():
+    first, second = on("b.txt", FULL), on("a.txt", FULL)
+    assert base(series_of([first, second], "perplexity")).text == "b.txt"
+    assert named(series_of([first, second], "perplexity")) == ["b.txt", "a.txt"]
+    grid = [record("full", "speed", point={"context": c, "batch": b, "rounds": 5}) for c in (64, 128) for b in (1, 2)]
+    assert named(series_of(grid, "speed"))[2] == "context 128, batch 1"
+    assert named(series_of(grid[:2], "speed")) == ["batch 1", "batch 2"]
+
+
+def test_times_of_two_runs_are_not_divided_by_each_other():
+    here = [timed("full", 0.01), timed("half", 0.005)]
+    assert summarise(here).rows[1].tpot_ratio == 0.5
+    summary = summarise([here[0], replace(here[1], run="another")])
+    assert summary.rows[1].tpot_ratio is None and summary.rows[1].tpot_seconds == 0.005
+    assert any("different runs are not compared" in note for note in summary.footnotes)
+
+
+def test_two_models_never_stand_in_one_row():
+    old = [replace(each, model="old", started="2026-01-01") for each in (FULL, SAME)]
+    new = [replace(each, model="new", started="2026-01-02") for each in (FULL, WORSE)]
+    summary = summarise([*new, *old])
+    assert [row.label for row in summary.rows] == ["full", "worse"]
+    assert summary.footnotes[0].startswith("Left out: 2 records of another model")
+
+
+def test_shares_of_different_documents_are_told():
+    more = replace(needles("full", [1] * 4), point={**needles("full", [1]).point, "depth": 0.9})
+    summary = summarise([needles("full", [1] * 4), more, needles("x", [1] * 4)])
+    assert any(note.startswith("x: its answers are of 1 of the 2") for note in summary.footnotes)
+    beyond = replace(more, label="x", plan="x", plan_hash="#x")
+    summary = summarise([needles("full", [1] * 4), needles("x", [0] * 4), beyond])
+    assert (summary.rows[1].hits, summary.rows[1].answers) == (0, 4)
+
+
+def test_a_missing_plan_has_no_row():
+    summary = summarise(whole_run())
+    assert summary.missing == (("rankkv @ keep=0.25", "the score method 'rankkv'"),)
+    assert all(row.label != "rankkv @ keep=0.25" for row in summary.rows)
+    assert not any("rankkv" in note for note in summary.footnotes)
+
+
+def test_scores_are_paired_and_on_the_right_scale():
+    summary = summarise(whole_run())
+    by_name = {measure.name: measure for measure in summary.measures}
+    arc = by_name["arc_challenge"]
+    records = {each.label: each for each in whole_run() if each.task == "harness"}
+    full, other = records["full"], records["snapkv @ keep=0.25"]
+    score = arc.scores[other.plan_hash]
+    assert score.value == pytest.approx(100 * other.metrics["acc"]) and arc.unit == "%"
+    assert score.difference.value == pytest.approx(100 * (other.metrics["acc"] - full.metrics["acc"]))
+    assert score.low == pytest.approx(100 * full.metrics["acc"] + score.difference.low)
+    assert by_name["longbench lcc"].scores[full.plan_hash].value < 100
+    assert by_name["multi_value, recall"].scores[full.plan_hash].samples == 24
+    strange = [replace(each, values={"score": tuple(5 * x for x in each.values["score"])}) for each in records.values()]
+    (measure,) = summarise(strange).measures
+    assert measure.unit == "score" and measure.lower_is_better is None
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_terminal_shows_costs_and_every_task_within_its_width(width):
+    console = Console(file=io.StringIO(), width=width)
+    show(summarise(whole_run()), console)
+    text = console.file.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    for shown in ("tokens/s", "floor 0.4", "5.6 M", "3.1 k", "GFLOP/s", "3.81 MiB", "2.38 MiB", "batch fits", "qasper",
+                  "arc_challenge", "Not in this kvtailor yet", "rankkv @ keep=0.25: the score method"):  # fmt: skip
+        assert shown in text, shown
