@@ -112,7 +112,7 @@ def _cost_records(label: str, share: float, chance: random.Random) -> list[Recor
             metrics: dict[str, float | None] = {
                 "tokens_per_second": batch / tpot, "flops_prefill": 2.1e9, "flops_token": 5.6e6,
                 "flops_method_prefill": 1.2e7, "flops_method_token": 3100.0, "achieved_gflops_prefill": 34.2,
-                "achieved_gflops_token": 5.6e-3 / tpot,
+                "achieved_gflops_token": 5.6e-3 / tpot, "floor_ttft_seconds": 0.003,
             }  # fmt: skip
             found.append(
                 record(label, "speed", point={"context": context, "tokens": 16, "batch": batch, "rounds": 5},
@@ -125,10 +125,12 @@ def _cost_records(label: str, share: float, chance: random.Random) -> list[Recor
                    text_hash=f"m{context}", state=7, bytes_resident=int(str(held["bytes_held"])) + 9000,
                    bytes_peak=4_000_000, bytes_peak_decode=2_500_000, **held)
         )  # fmt: skip
-    fits = {"largest_batch": float(int(90 / share)), "longest_context": float(int(9000 / share))}
+    fits = {"largest_batch": float(int(90 / share)), "longest_context": float(int(9000 / share)),
+            "largest_batch_verified": 1.0, "longest_context_verified": 0.0, "memory_bytes": float(2**30)}  # fmt: skip
     found.append(
-        record(label, "capacity", point={"memory_bytes": 2**30}, metrics=fits | {"bytes_per_token": 3072 * share})
-    )
+        record(label, "capacity", point={"memory_bytes": None, "context": 256, "tokens": 8},
+               metrics=fits | {"bytes_per_token": 3072 * share})
+    )  # fmt: skip
     return found
 
 

@@ -57,6 +57,8 @@ button.click(); found.down = [head[at].getAttribute('aria-sort'), column()];
 const records = document.querySelector('#records'), rows = [...records.querySelectorAll('tbody tr')];
 found.closed = !records.open;
 const link = document.querySelector('#table-plans tbody a[data-keys*=" "]');
+// Without the jump: a browser may open what it jumps to by itself, and not every one does.
+link.addEventListener('click', event => event.preventDefault());
 link.click();
 found.opened = records.open;
 found.keys = link.dataset.keys.split(' ').sort();

@@ -120,9 +120,44 @@ def test_scores_are_paired_and_on_the_right_scale():
     assert score.low == pytest.approx(100 * full.metrics["acc"] + score.difference.low)
     assert by_name["longbench lcc"].scores[full.plan_hash].value < 100
     assert by_name["multi_value, recall"].scores[full.plan_hash].samples == 24
-    strange = [replace(each, values={"score": tuple(5 * x for x in each.values["score"])}) for each in records.values()]
-    (measure,) = summarise(strange).measures
-    assert measure.unit == "score" and measure.lower_is_better is None
+
+
+def test_scores_on_a_scale_of_their_own_are_judged_by_their_intervals():
+    records = [each for each in whole_run() if each.task == "harness" and each.label in ("full", "kivi(bits=4)")]
+    full, other = (
+        replace(each, bytes_held=size, bytes_full=100) for each, size in zip(records, (100, 30), strict=True)
+    )
+    nats = tuple(-100.0 - i for i in range(20))
+    full = replace(full, values={"score": nats})
+
+    def judged(offset, *notes):
+        shifted = tuple(x + offset + (0.1 if i % 2 else -0.1) for i, x in enumerate(nats))
+        summary = summarise([replace(full, notes=notes), replace(other, values={"score": shifted}, notes=notes)])
+        assert summary.measures[0].unit == "score"
+        return summary.headline
+
+    assert judged(0.0).startswith("kivi(bits=4) loses nothing")
+    assert judged(-3.0).startswith("Every plan") and judged(3.0).startswith("kivi(bits=4) loses nothing")
+    lower = "Of brier_score,none lower is better."
+    assert judged(3.0, lower).startswith("Every plan") and judged(-3.0, lower).startswith("kivi(bits=4) loses nothing")
+
+
+def test_a_task_without_numbers_for_single_samples_is_shown_and_decides_nothing():
+    point = {"task": "wmt", "metric": "bleu,none", "fewshot": 0, "limit": 9}
+    corpus = [
+        record(label, "harness", point=point, metrics={"bleu,none": value}, samples=9)
+        for label, value in (("full", 30.0), ("same", 29.5))
+    ]
+    summary = summarise([FULL, SAME, *corpus])
+    assert summary.headline.startswith("same loses nothing")
+    assert [score.value for score in summary.measures[1].scores.values()] == [30.0, 29.5]
+
+
+def test_the_score_of_a_set_is_its_own_and_not_the_mean_of_its_examples():
+    one = next(each for each in whole_run() if each.task == "longcontext")
+    odd = replace(one, metrics={"score": 12.5})
+    (measure,) = summarise([odd]).measures
+    assert measure.scores[odd.plan_hash].value == 12.5 != pytest.approx(sum(one.values["score"]) / 20)
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])

@@ -183,7 +183,7 @@ def _time_bars(drawn: Drawn, shown: Series, name: str, title: str) -> Iterator[s
             continue
         middle, q1, q3 = (timing[each] for each in ("median", "q1", "q3"))
         assert middle is not None
-        floor = record.floor_seconds if name == "tpot" else None
+        floor = record.floor_seconds if name == "tpot" else record.metrics.get("floor_ttft_seconds")
         hover = f"{milliseconds(middle)} ms"
         if q1 is not None and q3 is not None:
             hover += f", quartiles {milliseconds(q1)} to {milliseconds(q3)}"
@@ -197,7 +197,8 @@ def _time_bars(drawn: Drawn, shown: Series, name: str, title: str) -> Iterator[s
             )
         )  # fmt: skip
     if found:
-        note = "Medians, quartiles as whiskers" + ("; the thick tick is the physical floor." if name == "tpot" else ".")
+        with_floor = any(bar.goal is not None for bar in found)
+        note = "Medians, quartiles as whiskers" + ("; the thick tick is the physical floor." if with_floor else ".")
         yield figure(title, bars(found, x="milliseconds", title=title), note)
 
 
@@ -206,7 +207,7 @@ def every_task(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
     full = next((row.plan_hash for row in drawn.plans if drawn.kinds[row.plan_hash] == "pf"), None)
     for measure in measures:
         rows = [row for row in drawn.plans if row.plan_hash in measure.scores]
-        if not rows or measure.unit == "score":
+        if not rows:
             continue
         share = measure.unit == "%"
         found = []
@@ -216,7 +217,7 @@ def every_task(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
             low = max(0.0, score.low) if share and score.low is not None else score.low
             high = min(100.0, score.high) if share and score.high is not None else score.high
             is_full = row.plan_hash == full
-            unit = "nats over full" if measure.difference_unit == NATS else "points over full"
+            unit = f"{NATS if measure.difference_unit == NATS else measure.difference_unit} over full"
             difference = score.difference
             hover = f"{score.value:.4g} {measure.unit} over {score.samples} samples"
             if difference is not None and not is_full:

@@ -90,12 +90,29 @@ def _time(name: str) -> Make:
     return make
 
 
-def _floor(record: Record) -> Cell:
-    if record.floor_seconds is None or not record.timings:
-        return EMPTY
-    median = record.timings["tpot"]["median"]
-    share = None if not median else f"{100 * record.floor_seconds / median:.0f} % of the time"
-    return Cell(text=milliseconds(record.floor_seconds), value=1000 * record.floor_seconds, interval=share)
+def _floor(name: str, of: Callable[[Record], float | None]) -> Make:
+    def make(record: Record) -> Cell:
+        floor = of(record)
+        if floor is None:
+            return EMPTY
+        median = record.timings.get(name, {}).get("median")
+        share = None if not median else f"{100 * floor / median:.0f} % of the time"
+        return Cell(text=milliseconds(floor), value=1000 * floor, interval=share)
+
+    return make
+
+
+def _fits(name: str) -> Make:
+    """A size, and whether it was run or follows from the sizes that were."""
+
+    def make(record: Record) -> Cell:
+        value = record.metrics.get(name)
+        if value is None:
+            return EMPTY
+        reckoned = record.metrics.get(f"{name}_verified") == 0
+        return Cell(text=f"{value:,.0f}", value=value, interval="not run" if reckoned else None)
+
+    return make
 
 
 def _metric(name: str, show: Callable[[float], str] = significant, scale: float = 1.0) -> Make:
@@ -130,8 +147,9 @@ def _of_full(record: Record) -> Cell:
 _SPEED: dict[str, Make] = {
     "bytes held": _bytes("bytes_held"),
     "TTFT, ms": _time("ttft"),
+    "floor of TTFT, ms": _floor("ttft", lambda record: record.metrics.get("floor_ttft_seconds")),
     "TPOT, ms": _time("tpot"),
-    "floor of TPOT, ms": _floor,
+    "floor of TPOT, ms": _floor("tpot", lambda record: record.floor_seconds),
     "tokens/s": _metric("tokens_per_second"),
     "prefill": _metric("flops_prefill", flop_text),
     "prefill, method": _method("flops_method_prefill"),
@@ -141,8 +159,9 @@ _SPEED: dict[str, Make] = {
     "token, GFLOP/s": _metric("achieved_gflops_token"),
 }
 _SPEED_NOTE = (
-    "Medians with quartiles. Floor: every byte of weights and cache read once at the bandwidth that this machine "
-    "reached. Operations are counted by arithmetic, the method's own apart."
+    "Medians with quartiles. Floor of TPOT: weights and cache read once at the bandwidth that this machine reached; of "
+    "TTFT: that of the weights, or the operations at the rate it reached, whichever is longer. Operations are counted "
+    "by arithmetic, the method's own apart; GFLOP/s are of both together."
 )
 _MEMORY: dict[str, Make] = {
     "bytes held": _bytes("bytes_held"),
@@ -153,11 +172,14 @@ _MEMORY: dict[str, Make] = {
 }
 _MEMORY_NOTE = "Above what the process held before its first cache, so without the weights."
 _CAPACITY: dict[str, Make] = {
-    "largest batch": _metric("largest_batch", lambda x: f"{x:,.0f}"),
-    "longest context": _metric("longest_context", lambda x: f"{x:,.0f}"),
+    "memory": _metric("memory_bytes", byte_text),
+    "largest batch": _fits("largest_batch"),
+    "longest context": _fits("longest_context"),
     "one more token": _metric("bytes_per_token", byte_text),
 }
-_CAPACITY_NOTE = "The largest batch and the longest context that fit in the memory that was asked for."
+_CAPACITY_NOTE = (
+    "The largest batch and the longest context that fit in this memory; not run: reckoned from those that were."
+)
 _FIDELITY: dict[str, Make] = {
     "KL": _metric("kl"),
     "KL, 99th percentile": _metric("kl_p99"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
 
@@ -24,7 +24,8 @@ class Score:
 
     Attributes:
         value: in the measure's unit.
-        difference: to 'full' over the same samples, in the measure's unit of differences; None without 'full'.
+        difference: to 'full' over the same samples, in the measure's unit of differences; None without 'full', or
+            where the task gives no number for one sample.
         low, high: where the value lies if the ends of the difference's interval are added to that of 'full'.
         samples: windows, documents or examples behind it.
         bytes_held: of the cache when it was weighed there, the largest over the records.
@@ -49,9 +50,9 @@ class Measure:
     Attributes:
         name: what tells it from the others, such as a text or the kind of document.
         task: name of the task.
-        unit: of the scores: "perplexity", "%", or "score" where the task's own scale is not known here.
+        unit: of the scores: "perplexity", "%", or "score" where they are on a scale of the task's own.
         difference_unit: of the differences: `NATS`, `POINTS` (of percent) or "score".
-        lower_is_better: whether a smaller value is the better one; None: not known.
+        lower_is_better: whether a smaller value is the better one.
         is_base: the main table shows this point of its task.
         scores: by plan hash.
     """
@@ -60,7 +61,7 @@ class Measure:
     task: str
     unit: str
     difference_unit: str
-    lower_is_better: bool | None
+    lower_is_better: bool
     is_base: bool
     scores: Mapping[str, Score] = field(default_factory=dict)
 
@@ -133,27 +134,51 @@ def _needles(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
 
 def _sets(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
     for task, parts in (("longcontext", ("benchmark", "subset")), ("harness", ("task",))):
-        series = series_of(records, task)
         groups: dict[str, list[Series]] = {}
-        for each in series:
+        for each in series_of(records, task):
             groups.setdefault(" ".join(str(each.point.get(part)) for part in parts), []).append(each)
         for name, members in groups.items():
             for each, further in zip(members, named(members), strict=True):
-                values = [x for r in each.records.values() for x in r.values.get("score", ())]
-                if not values:
-                    continue
                 top = 100.0 if task == "longcontext" else 1.0
-                known = all(0.0 <= x <= top for x in values)
-                scores = _joined([each], full, "score", 100.0 / top if known else 1.0)
-                yield Measure(
-                    name=name if len(members) == 1 else f"{name}, {further}",
-                    task=task,
-                    unit="%" if known else "score",
-                    difference_unit=POINTS if known else "score",
-                    lower_is_better=False if known else None,
-                    is_base=each is base(members),
-                    scores=scores,
-                )
+                lower = any(note.endswith("lower is better.") for r in each.records.values() for note in r.notes)
+                values = [x for r in each.records.values() for x in r.values.get("score", ())]
+                share = bool(values) and not lower and all(0.0 <= x <= top for x in values)
+                scores = _joined([each], full, "score", 100.0 / top if share else 1.0) or _unpaired(each)
+                if task == "longcontext":
+                    scores = {plan: _official(score, each.records[plan]) for plan, score in scores.items()}
+                if scores:
+                    yield Measure(
+                        name=name if len(members) == 1 else f"{name}, {further}",
+                        task=task,
+                        unit="%" if share else "score",
+                        difference_unit=POINTS if share else "score",
+                        lower_is_better=lower,
+                        is_base=each is base(members),
+                        scores=scores,
+                    )
+
+
+def _unpaired(series: Series) -> dict[str, Score]:
+    """The main metric, where a task gives no number for one document."""
+    name = str(series.point.get("metric"))
+    found = {plan: (record, record.metrics.get(name)) for plan, record in series.records.items()}
+    return {
+        plan: Score(
+            value=value,
+            samples=record.samples or 0,
+            bytes_held=record.bytes_held,
+            ratio=_ratio(record),
+            keys=(record.key,),
+        )
+        for plan, (record, value) in found.items()
+        if value is not None
+    }
+
+
+def _official(score: Score, record: Record) -> Score:
+    """The set's own score, which is not the mean of the examples' where it is a geometric mean of several."""
+    value = record.metrics.get("score")
+    return score if value is None else replace(score, value=value)
 
 
 def _joined(members: Sequence[Series], full: str | None, name: str, scale: float) -> dict[str, Score]:

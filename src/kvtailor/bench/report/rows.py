@@ -55,9 +55,9 @@ class Row:
         tpot_spread: (q1, q3) over the median of 'full'.
         floor_ratio: the physical floor of a token over the median of this plan: 1 would be perfect.
         tokens_per_second: decoded, over the whole batch.
-        flops_prefill, flops_token: of the model, by arithmetic, for a prefill and for a decoded token.
+        flops_prefill, flops_token: of the model, by arithmetic, for a prefill of all rows and for a token of one.
         flops_method_prefill, flops_method_token: what the plan itself adds to them.
-        achieved_gflops_prefill, achieved_gflops_token: those of the model over the time they took.
+        achieved_gflops_prefill, achieved_gflops_token: both together over the time they took.
         largest_batch, longest_context: that fit the memory that was asked for.
         bytes_per_token: what one more token takes.
         errors: why numbers are missing.
@@ -110,6 +110,7 @@ class Row:
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+_ONE_POINT = ("perplexity", "fidelity", "speed", "memory", "capacity", "longcontext", "harness")
 _FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
 _COST = ("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
          "achieved_gflops_prefill", "achieved_gflops_token")  # fmt: skip
@@ -127,7 +128,7 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
             order.setdefault(record.plan_hash, record)
     full = next((h for h, record in order.items() if record.label == FULL), None)
     ranked = sorted(order, key=lambda h: (h == OWN, h != full))
-    shown = {name: base(series_of(records, name)) for name in ("perplexity", "fidelity", "speed", "memory", "capacity")}
+    shown = {name: base(series_of(records, name)) for name in _ONE_POINT}
     return [_row(order[h], [r for r in records if r.plan_hash == h], records, shown, full) for h in ranked]
 
 
@@ -146,10 +147,12 @@ def _row(
     scored, faithful, timed, fresh, capacity = (
         at(task, mine) for task in ("perplexity", "fidelity", "speed", "memory", "capacity")
     )
+    sets = [at(task, mine) for task in ("longcontext", "harness")]
     needles = asked_of_both(records, mine, full)
     longest = sorted(needles, key=lambda r: -(r.tokens_seen or 0))
     weighed = next(
-        (r for r in [scored, *longest, faithful, timed, fresh] if r is not None and r.bytes_held is not None), None
+        (r for r in [scored, *longest, faithful, *sets, timed, fresh] if r is not None and r.bytes_held is not None),
+        None,
     )
     found: dict[str, object] = {}
     behind: dict[str, Sequence[Record | None]] = {

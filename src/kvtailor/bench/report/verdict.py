@@ -41,7 +41,8 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
     smaller = [row for row in rows if row.plan_hash != OWN and row.ratio is not None and row.ratio < 0.99]
     if full is None or not smaller:
         return "No plan of this run holds less than the full cache, so there is nothing to choose."
-    asked = [m for m in measures if full.plan_hash in m.scores and m.lower_is_better is not None]
+    # Without numbers for single samples nothing can be told from chance: such a measure decides nothing.
+    asked = [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].difference is not None]
     judged = [each for each in (_judge(row, full, asked) for row in smaller) if each.scores]
     if not judged:
         return "Quality was not measured in this run: nothing can be said about what the saved bytes cost."
@@ -91,6 +92,9 @@ def _kept(measure: Measure, ours: Score, full: Score) -> bool:
     if measure.difference_unit == NATS:
         # Better beyond chance is no praise: it says that the text or the model is odd, and a footnote says so.
         return found.low is not None and found.high is not None and found.low <= 0 <= found.high
+    if measure.difference_unit != POINTS:
+        worst = found.low if measure.lower_is_better else found.high
+        return worst is not None and (worst <= 0 if measure.lower_is_better else worst >= 0)
     return ours.value >= full.value - POINTS_MAY_DROP and not (found.high is not None and found.high < 0)
 
 
@@ -124,7 +128,8 @@ def _answers(judged: _Judged) -> list[str]:
     """Right answers in numbers where one kind of them was asked; else where most were lost."""
     shares = [(m, s, full) for m, s, full in judged.scores if m.difference_unit == POINTS]
     if not shares:
-        return []
+        others = [(m, s.difference) for m, s, _ in judged.scores if m.difference_unit not in (NATS, POINTS)]
+        return [f"{found.value:+.3g} in {m.name}" for m, found in others if found is not None][:1]
     if len(shares) == 1 and shares[0][0].task == "needle" and shares[0][0].name.endswith("right"):
         _, ours, full = shares[0]
         return [
