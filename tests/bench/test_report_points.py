@@ -153,6 +153,24 @@ def test_a_task_without_numbers_for_single_samples_is_shown_and_decides_nothing(
     assert [score.value for score in summary.measures[1].scores.values()] == [30.0, 29.5]
 
 
+def test_what_the_model_cannot_do_shows_no_loss():
+    hopeless = [
+        record(label, "longcontext", point={"benchmark": "b", "subset": "s"}, values={"score": (0.0, 3.0) * 5},
+               bytes_held=size, bytes_full=1000)
+        for label, size in (("full", 1000), ("same", 250))
+    ]  # fmt: skip
+    summary = summarise(hopeless)
+    assert summary.headline.startswith("No verdict: 'full' itself gets next to nothing right")
+    assert any(note.startswith("'full' itself gets next to nothing right in b s:") for note in summary.footnotes)
+    assert summarise([FULL, SAME, *hopeless]).headline.startswith("same loses nothing measurable here")
+
+
+def test_few_answers_admit_what_they_cannot_see():
+    hits = [1, 0] * 10
+    moved = [needles("full", hits), needles("same", hits[1:] + hits[:1])]
+    assert "points would not show with so few examples" in summarise([FULL, SAME, *moved]).headline
+
+
 def test_the_score_of_a_set_is_its_own_and_not_the_mean_of_its_examples():
     one = next(each for each in whole_run() if each.task == "longcontext")
     odd = replace(one, metrics={"score": 12.5})
@@ -166,6 +184,7 @@ def test_the_terminal_shows_costs_and_every_task_within_its_width(width):
     show(summarise(whole_run()), console)
     text = console.file.getvalue()
     assert all(len(line) <= width for line in text.splitlines())
-    for shown in ("tokens/s", "floor 0.4", "5.6 M", "3.1 k", "GFLOP/s", "3.81 MiB", "2.38 MiB", "batch fits", "qasper",
-                  "arc_challenge", "Not in this kvtailor yet", "rankkv @ keep=0.25: the score method"):  # fmt: skip
+    for shown in ("tokens/s", "~9,000", "floor 0.4", "5.6 M", "3.1 k", "GFLOP/s", "3.81 MiB", "2.38 MiB", "batch fits",
+                  "qasper", "arc_challenge", "Not in this kvtailor yet",
+                  "rankkv @ keep=0.25: the score method"):  # fmt: skip
         assert shown in text, shown

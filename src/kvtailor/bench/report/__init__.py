@@ -57,6 +57,6 @@ def summarise(records: Sequence[Record]) -> Summary:
         rows=tuple(rows),
         measures=tuple(measures),
         missing=tuple(dict.fromkeys((r.label, "; ".join(r.missing)) for r in ours if r.missing)),
-        footnotes=tuple(footnotes(there, rows, others=others)),
+        footnotes=tuple(footnotes(there, rows, measures, others=others)),
         machine=dict(ours[-1].machine),
     )

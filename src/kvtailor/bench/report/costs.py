@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvtailor.bench.report.grid import EMPTY, Cell, Grid
 from kvtailor.bench.report.points import series_of
-from kvtailor.bench.report.rows import FULL, Row
+from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 from kvtailor.bench.schema import Record
 
@@ -123,12 +123,6 @@ def _metric(name: str, show: Callable[[float], str] = significant, scale: float 
     return make
 
 
-def _method(name: str) -> Make:
-    """Operations of the method itself; 'full' has none to speak of."""
-    shown = _metric(name, flop_text)
-    return lambda record: EMPTY if record.label == FULL else shown(record)
-
-
 def _bytes(name: str) -> Make:
     def make(record: Record) -> Cell:
         value = getattr(record, name)
@@ -152,10 +146,10 @@ _SPEED: dict[str, Make] = {
     "floor of TPOT, ms": _floor("tpot", lambda record: record.floor_seconds),
     "tokens/s": _metric("tokens_per_second"),
     "prefill": _metric("flops_prefill", flop_text),
-    "prefill, method": _method("flops_method_prefill"),
+    "prefill, method": _metric("flops_method_prefill", flop_text),
     "prefill, GFLOP/s": _metric("achieved_gflops_prefill"),
     "token": _metric("flops_token", flop_text),
-    "token, method": _method("flops_method_token"),
+    "token, method": _metric("flops_method_token", flop_text),
     "token, GFLOP/s": _metric("achieved_gflops_token"),
 }
 _SPEED_NOTE = (

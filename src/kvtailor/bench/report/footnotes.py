@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvtailor.bench.report.points import Series, base, named, series_of
+from kvtailor.bench.report.quality import Measure
 from kvtailor.bench.report.rows import FULL, OWN, Row, asked_of_both
-from kvtailor.bench.report.verdict import beats_full
+from kvtailor.bench.report.verdict import beats_full, beyond_the_model
 from kvtailor.bench.schema import Record
 
 __all__ = ["footnotes"]
 
 
-def footnotes(records: Sequence[Record], rows: Sequence[Row], *, others: int = 0) -> Iterator[str]:
+def footnotes(
+    records: Sequence[Record], rows: Sequence[Row], measures: Sequence[Measure], *, others: int = 0
+) -> Iterator[str]:
     """What the numbers rest on, whole sentences.
 
     Args:
         records: of one model.
         rows: from `rows_of`.
+        measures: from `measures_of`.
         others: records that are left out because they are of another model, dtype or device.
     """
     if others:
@@ -60,6 +64,10 @@ def footnotes(records: Sequence[Record], rows: Sequence[Row], *, others: int = 0
         yield "recall: of answers with several parts, the share that the greedy continuation contains, in any order."
     yield from _asked_less(records, rows)
     yield from _about_sets(records)
+    full_row = next((row for row in rows if row.label == FULL), None)
+    hard = [measure.name for measure in measures if full_row is not None and beyond_the_model(measure, full_row)]
+    if hard:
+        yield f"'full' itself gets next to nothing right in {'; '.join(hard)}: that decides nothing about the plans."
     fidelity = base(series_of(records, "fidelity"))
     if fidelity is not None:
         compared = next(iter(fidelity.records.values()))

@@ -59,6 +59,8 @@ class Row:
         flops_method_prefill, flops_method_token: what the plan itself adds to them.
         achieved_gflops_prefill, achieved_gflops_token: both together over the time they took.
         largest_batch, longest_context: that fit the memory that was asked for.
+        largest_batch_verified, longest_context_verified: 1 where that size and the next were run, 0 where
+            it was reckoned.
         bytes_per_token: what one more token takes.
         errors: why numbers are missing.
         sources: keys of the records behind the numbers by task, and of those behind the bytes by "bytes".
@@ -104,7 +106,9 @@ class Row:
     achieved_gflops_prefill: float | None = None
     achieved_gflops_token: float | None = None
     largest_batch: float | None = None
+    largest_batch_verified: float | None = None
     longest_context: float | None = None
+    longest_context_verified: float | None = None
     bytes_per_token: float | None = None
     errors: tuple[str, ...] = ()
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -114,7 +118,8 @@ _ONE_POINT = ("perplexity", "fidelity", "speed", "memory", "capacity", "longcont
 _FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
 _COST = ("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
          "achieved_gflops_prefill", "achieved_gflops_token")  # fmt: skip
-_CAPACITY = ("largest_batch", "longest_context", "bytes_per_token")
+_CAPACITY = ("largest_batch", "largest_batch_verified", "longest_context", "longest_context_verified",
+             "bytes_per_token")  # fmt: skip
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:

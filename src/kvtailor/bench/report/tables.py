@@ -163,7 +163,7 @@ _PLAIN = ("plan_hash", "tokens_held", "tokens_seen", "bytes_held", "bytes_full",
           "top1", "ece", "output_error", "ttft_seconds", "tpot_seconds", "floor_seconds", "ttft_ratio", "tpot_ratio",
           "floor_ratio", "tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill",
           "flops_method_token", "achieved_gflops_prefill", "achieved_gflops_token", "largest_batch",
-          "longest_context", "bytes_per_token")  # fmt: skip
+          "largest_batch_verified", "longest_context", "longest_context_verified", "bytes_per_token")  # fmt: skip
 _WITH_ENDS = ("loss", "accuracy", "recall", "answer_loss")
 
 

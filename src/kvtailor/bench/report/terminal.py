@@ -97,8 +97,8 @@ def _columns(naming: Rendering, joint: str) -> list[Rendering]:
         ("GFLOP/s", "right", lambda row: _plain(row.achieved_gflops_token, significant)),
         ("peak prefill", "right", lambda row: _plain(row.bytes_peak, byte_text)),
         ("decode", "right", lambda row: _plain(row.bytes_peak_decode, byte_text)),
-        ("batch fits", "right", lambda row: _plain(row.largest_batch, lambda x: f"{x:,.0f}")),
-        ("context fits", "right", lambda row: _plain(row.longest_context, lambda x: f"{x:,.0f}")),
+        ("batch fits", "right", lambda row: _fits(row.largest_batch, row.largest_batch_verified)),
+        ("context fits", "right", lambda row: _fits(row.longest_context, row.longest_context_verified)),
     ]
 
 
@@ -206,6 +206,11 @@ def _recall(row: Row, joint: str) -> Text:
 
 def _plain(value: float | None, show: Callable[[float], str]) -> Text:
     return _missing() if value is None else Text(show(value))
+
+
+def _fits(size: float | None, verified: float | None) -> Text:
+    """About so many where that size was not run."""
+    return _plain(size, lambda x: f"{'~' if verified == 0 else ''}{x:,.0f}")
 
 
 def _with_floor(row: Row, joint: str) -> Text:

@@ -9,10 +9,12 @@ from kvtailor.bench.report.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.rows import FULL, OWN, Row
 from kvtailor.bench.statistics import FEWEST
 
-__all__ = ["beats_full", "headline"]
+__all__ = ["beats_full", "beyond_the_model", "headline"]
 
 POINTS_MAY_DROP = 2.0
 COARSE_NATS = 0.05
+COARSE_POINTS = 5.0
+LEAST_TELLING = 5.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,13 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
     if full is None or not smaller:
         return "No plan of this run holds less than the full cache, so there is nothing to choose."
     # Without numbers for single samples nothing can be told from chance: such a measure decides nothing.
-    asked = [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].difference is not None]
+    paired = [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].difference is not None]
+    asked = [m for m in paired if not beyond_the_model(m, full)]
+    if paired and not asked:
+        return (
+            "No verdict: 'full' itself gets next to nothing right in all that was asked, so that nothing shows "
+            "what the saved bytes cost."
+        )
     judged = [each for each in (_judge(row, full, asked) for row in smaller) if each.scores]
     if not judged:
         return "Quality was not measured in this run: nothing can be said about what the saved bytes cost."
@@ -76,6 +84,12 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
 def beats_full(row: Row) -> bool:
     """Whether a plan predicts the text better than 'full' beyond chance, which no compression should."""
     return row.loss is not None and row.loss.high is not None and row.loss.high < 0
+
+
+def beyond_the_model(measure: Measure, full: Row) -> bool:
+    """Whether 'full' has so few right answers that no drop could count as one."""
+    score = measure.scores.get(full.plan_hash)
+    return score is not None and measure.difference_unit == POINTS and score.value < LEAST_TELLING
 
 
 def _judge(row: Row, full: Row, asked: Sequence[Measure]) -> _Judged:
@@ -163,6 +177,10 @@ def _how_sure(judged: _Judged) -> str:
     parts += _answers(judged)
     if reach is not None and reach > COARSE_NATS:
         parts.append(f"losses below {reach:.2f} nats would not show with so few windows")
+    shares = [s for m, s, _ in judged.scores if m.difference_unit == POINTS]
+    lows = [s.difference.low for s in shares if s.difference is not None and s.difference.low is not None]
+    if lows and min(lows) < -COARSE_POINTS:
+        parts.append(f"drops below {-min(lows):.0f} points would not show with so few examples")
     return f" ({'; '.join(parts)})" if parts else ""
 
 
