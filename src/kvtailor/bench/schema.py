@@ -45,6 +45,7 @@ class Record:
         task: name of the task.
         task_version: raised whenever the task's numbers may change for the same model and plan.
         point: the task's own coordinates (context length, depth, ...), JSON values only.
+        asked: the task with its settings as a suite asked for it, in one line; None outside of suites.
         text: name of the text or generator that the tokens came from.
         text_hash: SHA-256 of all token ids that were given to the model, in order.
         state: random state of what was generated; None where nothing is random.
@@ -92,6 +93,7 @@ class Record:
     task: str
     task_version: int
     point: Mapping[str, object] = field(default_factory=dict)
+    asked: str | None = None
     text: str | None = None
     text_hash: str | None = None
     state: int | None = None
@@ -123,7 +125,7 @@ class Record:
     @property
     def key(self) -> str:
         """Name of what was measured: equal for the same model and weights, dtype, device, plan, task, point, text and
-        state, whatever came out."""
+        state, asked for by a suite in the same words or by none, whatever came out."""
         what = (
             self.model,
             self.model_hash,
@@ -135,6 +137,7 @@ class Record:
             self.point,
             self.text_hash,
             self.state,
+            *([] if self.asked is None else [self.asked]),
         )
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -1,0 +1,93 @@
+"""From a task's name and settings, as a suite writes them, to the task that measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from kvtailor.bench.kinds import GENERATED, KINDS, Kind, is_path, setting_faults
+from kvtailor.bench.subject import Subject
+from kvtailor.bench.tasks import Task
+from kvtailor.errors import KvtailorError
+
+__all__ = ["SettingsError", "make_task"]
+
+_CHARACTERS = 4_000_000  # of a corpus, or more where the windows need more: enough to spread them over many documents
+
+
+class SettingsError(KvtailorError, ValueError):
+    """A task that cannot be what its settings ask for. Holds all faults at once, each a whole sentence."""
+
+    def __init__(self, what: str, faults: Sequence[str]):
+        self.faults = tuple(faults)
+        super().__init__("\n  - ".join([f"{what} cannot be done as asked:", *self.faults]))
+
+
+def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, data: Path | None) -> Task:
+    """The task of a kind with these settings; what is not given stays at the task's default.
+
+    Args:
+        name: one of `KINDS`.
+        settings: as a suite writes them; lists stand for tuples. `text` is a corpus ('wikitext2', 'c4', 'pg19'), the
+            path of a text file, or 'generated'.
+        subject: the model that will be measured.
+        data: folder with data sets in their original layout; None: they come from their usual home.
+
+    Raises:
+        SettingsError: unknown settings, values that make no sense, or more tokens than the model has positions. No
+            text has been read by then.
+        KvtailorError: the text or the task is not to be had here.
+    """
+    faults = setting_faults(name, settings, subject.name, subject.positions)
+    if faults:
+        raise SettingsError(f"the task {name!r}", faults)
+    kind = KINDS[name]
+    made: Any = kind.load()
+    given: dict[str, Any] = {
+        each: tuple(value) if isinstance(value, list | tuple) else value
+        for each, value in settings.items()
+        if each != "text"
+    }
+    has = {field.name for field in dataclasses.fields(made)}
+    if lacking := sorted(set(given) - has):
+        raise KvtailorError(f"This kvtailor's task {name!r} does not have the setting {', '.join(lacking)} yet.")
+    try:
+        if kind.reads_text:
+            made(**given, text="none", source="none")
+            given["text"], given["source"] = _text(str(settings.get("text", GENERATED)), given, kind, data)
+        if kind.reads_data:
+            given["data"] = data
+        return cast(Task, made(**given))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, KvtailorError):
+            raise
+        raise SettingsError(f"the task {name!r}", [str(error)]) from error
+
+
+def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) -> tuple[str, str]:
+    """A text and its name in records."""
+    tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes)
+    # Tokens of the coarsest tokenizers have about 6 characters.
+    characters = 6 * tokens * int(given.get("windows", kind.default("windows") or 1)) + 10_000
+    return _read(name, characters if name == GENERATED else max(_CHARACTERS, 2 * characters), data)
+
+
+@lru_cache(maxsize=4)
+def _read(name: str, characters: int, data: Path | None) -> tuple[str, str]:
+    """Several tasks of a suite read the same text."""
+    from kvtailor.bench.texts import generated_text, read_text
+
+    if name == GENERATED:
+        return generated_text(characters), "generated text"
+    if is_path(name):
+        return read_text(Path(name)), Path(name).name
+    try:
+        corpus = importlib.import_module("kvtailor.bench.corpora").corpus
+    except ImportError as error:
+        raise KvtailorError(f"The corpora cannot be imported: {error}") from error
+    found = corpus(name, data=data, characters=characters)
+    return str(found.text), str(found.source)

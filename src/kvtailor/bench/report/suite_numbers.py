@@ -1,0 +1,87 @@
+"""One number of a suite's table, from the records that hold it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from kvtailor.bench.schema import Record
+from kvtailor.bench.statistics import Estimate, mean_difference, wilson
+from kvtailor.bench.suite_cells import Cell
+
+__all__ = ["measured", "point_of"]
+
+
+def point_of(record: Record) -> str:
+    """The record's point as text, equal for equal points."""
+    return json.dumps(record.point, sort_keys=True, default=str)
+
+
+def measured(
+    cell: Cell, ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]] | None
+) -> Estimate | None:
+    """The number of a cell, not scaled; None where it was not measured.
+
+    Args:
+        cell: what is shown.
+        ours: the records of each of its tasks under its plan, at least one each.
+        theirs: the same under the plan that it is compared with; None where it is compared with none.
+    """
+    if cell.measure.startswith("paired."):
+        return _paired(cell.measure.removeprefix("paired."), ours, theirs or ())
+    found = _plain(cell.measure, ours)
+    if theirs is None or found is None:
+        return found
+    base = _plain(cell.measure, theirs)
+    if base is None or not base.value:
+        return None
+    return Estimate(found.value / base.value - (cell.shows == "change"), None, None, found.count)
+
+
+def _plain(measure: str, tasks: Sequence[Sequence[Record]]) -> Estimate | None:
+    head, _, name = measure.partition(".")
+    if head == "mean":
+        values = [value for records in tasks for record in records for value in record.values.get(name, ())]
+        if not values or not all(map(math.isfinite, values)):
+            return None
+        return (
+            wilson(round(sum(values)), len(values)) if name == "hit" else mean_difference(values, [0.0] * len(values))
+        )
+    per_task = [_of_task(measure, records) for records in tasks]
+    numbers = [number for number in per_task if number is not None]
+    return Estimate(fmean(numbers), None, None, len(numbers)) if len(numbers) == len(per_task) else None
+
+
+def _of_task(measure: str, records: Sequence[Record]) -> float | None:
+    head, _, name = measure.partition(".")
+    if name:
+        read: Callable[[Record], float | None] = (
+            (lambda r: r.metrics.get(name)) if head == "metrics" else (lambda r: r.timings.get(name, {}).get("median"))
+        )
+        numbers = [number for record in records if (number := read(record)) is not None]
+        return fmean(numbers) if len(numbers) == len(records) else None
+    largest = max(records, key=lambda record: record.tokens_seen or 0)
+    held, whole = largest.bytes_held, largest.bytes_full
+    if measure not in ("kept", "reduction", "compression"):
+        number = getattr(largest, measure)
+        return None if number is None else float(number)
+    if not held or not whole:
+        return None
+    return {"kept": held / whole, "reduction": 1 - held / whole, "compression": whole / held}[measure]
+
+
+def _paired(name: str, ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]) -> Estimate | None:
+    """Mean difference over the samples of both, matched by task, point and text; None where one side has others."""
+    ends: list[list[float]] = [[], []]
+    for mine, other in zip(ours, theirs, strict=True):
+        by_point = {(record.text_hash, point_of(record)): record for record in other}
+        for record in mine:
+            pair = by_point.get((record.text_hash, point_of(record)))
+            values = [each.values.get(name, ()) for each in (record, pair) if each is not None]
+            if len(values) != 2 or not values[0] or len(values[0]) != len(values[1]):
+                return None
+            for end, some in zip(ends, values, strict=True):
+                end += some
+    return mean_difference(*ends) if all(map(math.isfinite, ends[0] + ends[1])) else None

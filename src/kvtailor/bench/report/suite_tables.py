@@ -1,0 +1,258 @@
+"""The tables of a suite, from records alone: as rows, and as Markdown in the report's own columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.report.suite_numbers import measured, point_of
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Contestant
+from kvtailor.bench.suite import Suite
+from kvtailor.bench.suite_cells import Asked, Cell, Table, TableRow
+from kvtailor.errors import KvtailorError
+
+__all__ = ["FilledCell", "FilledRow", "FilledTable", "provenance", "suite_markdown", "suite_tables"]
+
+_DASH = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilledCell:
+    """One number of a table, as shown.
+
+    Attributes:
+        text: as shown; a dash where it was not measured.
+        value: None where it was not measured; scaled as the table asks.
+        low, high: its 95 % interval, where there is one.
+        plan: the plan it belongs to.
+        samples: behind it, over all of its records; None where they do not say.
+        keys: of the records that it comes from.
+    """
+
+    text: str
+    value: float | None
+    low: float | None
+    high: float | None
+    plan: str
+    samples: int | None
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilledRow:
+    """Labels, cells, and what of the row this kvtailor does not have: names of methods, settings and tasks."""
+
+    labels: tuple[str, ...]
+    cells: tuple[FilledCell, ...]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilledTable:
+    """A table with its numbers; `notes` are whole sentences that stand below it."""
+
+    name: str
+    title: str
+    labels: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[FilledRow, ...]
+    notes: tuple[str, ...]
+
+
+def suite_tables(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> list[FilledTable]:
+    """All tables of a suite with the numbers that are there.
+
+    A table compares what was measured alike: the latest weights, dtype and device of the model; of each task the latest
+    version and text; times of one run only. What does not fit is shown as not measured.
+
+    Args:
+        suite: from `read_suite`.
+        records: of `run_suite`; others are passed over.
+        model: name in the records; None: that of the latest record.
+
+    Raises:
+        KvtailorError: no record is of this suite's tasks and this model.
+    """
+    found = _alike(suite, records, model)
+    filler = _Filler(suite, _by_task(found))
+    return [filler.table(table) for table in suite.tables_for(found[-1].model)]
+
+
+def provenance(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> str:
+    """One line: which model, when, where and with what the numbers of `suite_tables` were measured.
+
+    Raises:
+        KvtailorError: no record is of this suite's tasks and this model.
+    """
+    found = _alike(suite, records, model)
+    last = found[-1]
+    days = sorted({record.started[:10] for record in found})
+    machine = last.machine
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("kvtailor", "commit", "torch", "transformers") if machine.get(name)
+    )
+    weights = f" (weights {last.model_hash[:12]})" if last.model_hash else ""
+    where = machine.get("processor") if str(last.device).startswith("cpu") else last.device
+    runs, span = len({record.run for record in found}), " to ".join(dict.fromkeys([days[0], days[-1]]))
+    return (
+        f"Suite {suite.name}, {last.model}{weights}, {last.dtype} on {where or last.device}, "
+        f"{len(found)} records of {runs} run{'s' * (runs > 1)}, {span}"
+        f"{'; ' + versions if versions else ''}."
+    )
+
+
+def suite_markdown(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> str:
+    """The tables below each other, with the notes of each and the line of `provenance`.
+
+    Raises:
+        KvtailorError: no record is of this suite's tasks and this model.
+    """
+    parts = [f"# {suite.title}", provenance(suite, records, model=model)]
+    parts += [_markdown(table) for table in suite_tables(suite, records, model=model)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(table: FilledTable) -> str:
+    gaps = any(row.missing for row in table.rows)
+    headings = [*table.labels, *table.columns, *([""] if gaps else [])]
+    lines = ["| " + " | ".join(map(_safe, headings)) + " |"]
+    lines.append("|" + "---|" * len(table.labels) + "---:|" * len(table.columns) + ("---|" if gaps else ""))
+    for row in table.rows:
+        gap = [f"missing: {', '.join(row.missing)}" if row.missing else ""] if gaps else []
+        lines.append("| " + " | ".join(map(_safe, [*row.labels, *(cell.text for cell in row.cells), *gap])) + " |")
+    return "\n".join([f"## {table.title}", "", *lines, *(f"\n{note}" for note in table.notes)])
+
+
+def _safe(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _alike(suite: Suite, records: Sequence[Record], model: str | None) -> list[Record]:
+    """The records of a suite's tasks on one model as it was last measured, oldest first."""
+    ordered = sorted((record for record in records if record.asked is not None), key=lambda record: record.started)
+    name = model or (ordered[-1].model if ordered else "")
+    cells = [cell for table in suite.tables_for(name) for row in table.rows for cell in row.cells]
+    asked = {str(each) for cell in cells for each in cell.tasks}
+    ordered = [record for record in ordered if record.model == name and record.asked in asked]
+    if not ordered:
+        raise KvtailorError(
+            f"asked for the tables of suite {suite.name!r}{f' for {name}' if name else ''}, but none of "
+            f"{len(records)} records is of its tasks: run `kvtailor bench --suite {suite.name}` first"
+        )
+
+    def subject(record: Record) -> tuple[str | None, str | None, str | None]:
+        return record.model_hash, record.dtype, record.device
+
+    return [record for record in ordered if subject(record) == subject(ordered[-1])]
+
+
+def _by_task(ordered: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each task that may stand beside each other."""
+    found: dict[str, list[Record]] = {}
+    for record in ordered:
+        found.setdefault(str(record.asked), []).append(record)
+    return {asked: _comparable(each) for asked, each in found.items()}
+
+
+def _comparable(ordered: Sequence[Record]) -> list[Record]:
+    good = [record for record in ordered if record.error is None]
+    kind = KINDS.get(ordered[0].task)
+    latest = {point_of(record): record for record in good}
+    chosen: dict[tuple[str, str], Record] = {}
+    for record in good:
+        last = latest[point_of(record)]
+        same = record.run == good[-1].run if kind is not None and kind.timings else record.text_hash == last.text_hash
+        if same and record.task_version == last.task_version:
+            chosen[record.plan_hash, point_of(record)] = record
+    plans = {plan for plan, _ in chosen}
+    return [
+        *chosen.values(),
+        *(record for record in ordered if record.error is not None and record.plan_hash not in plans),
+    ]
+
+
+class _Filler:
+    """Fills cells from the records of each task."""
+
+    def __init__(self, suite: Suite, records: dict[str, list[Record]]):
+        self._suite = suite
+        self._records = records
+        self._contestants: dict[str, Contestant] = {}
+
+    def table(self, table: Table) -> FilledTable:
+        rows = [self._row(row) for row in table.rows]
+        return FilledTable(
+            name=table.name,
+            title=table.title,
+            labels=table.labels,
+            columns=table.columns,
+            rows=tuple(rows),
+            notes=tuple([table.note] if table.note else []) + tuple(self._notes(table)),
+        )
+
+    def _row(self, row: TableRow) -> FilledRow:
+        missing = [
+            name
+            for cell in row.cells
+            for name in [
+                *(n for plan in (cell.plan, cell.against) if plan for n in self._contestant(plan).missing),
+                *(f"the task {asked.kind}" for asked in cell.tasks if asked.kind not in KINDS),
+            ]
+        ]
+        return FilledRow(
+            labels=row.labels, cells=tuple(map(self._cell, row.cells)), missing=tuple(dict.fromkeys(missing))
+        )
+
+    def _cell(self, cell: Cell) -> FilledCell:
+        ours = [self._good(cell.plan, asked) for asked in cell.tasks]
+        theirs = [self._good(cell.against, asked) for asked in cell.tasks] if cell.against is not None else None
+        found = measured(cell, ours, theirs) if all(ours) and (theirs is None or all(theirs)) else None
+        if found is None:
+            return FilledCell(text=_DASH, value=None, low=None, high=None, plan=cell.plan, samples=None, keys=())
+        samples = [record.samples for records in ours for record in records]
+        low, high = (None if end is None else cell.scale * end for end in (found.low, found.high))
+        value = cell.scale * found.value
+        sign = "+" if cell.shows == "change" or cell.measure.startswith("paired.") else ""
+        text = f"{value:{sign}.{cell.digits}f}"
+        if low is not None and high is not None:
+            text += f" ({low:{sign}.{cell.digits}f} to {high:{sign}.{cell.digits}f})"
+        return FilledCell(
+            text=text,
+            value=value,
+            low=low,
+            high=high,
+            plan=cell.plan,
+            samples=sum(each for each in samples if each is not None) if None not in samples else None,
+            keys=tuple(record.key for records in [*ours, *(theirs or [])] for record in records),
+        )
+
+    def _good(self, plan: str, asked: Asked) -> list[Record]:
+        wanted = self._contestant(plan).hash
+        return [r for r in self._records.get(str(asked), ()) if r.plan_hash == wanted and r.error is None]
+
+    def _contestant(self, plan: str) -> Contestant:
+        if plan not in self._contestants:
+            self._contestants[plan] = self._suite.contestant(plan)
+        return self._contestants[plan]
+
+    def _notes(self, table: Table) -> Iterable[str]:
+        """Rows that are one plan, what the records say, and why numbers are not there."""
+        names: dict[object, list[str]] = {}
+        for row in table.rows:
+            same = tuple((self._contestant(cell.plan).hash, cell.tasks) for cell in row.cells)
+            names.setdefault(same, []).append(" ".join(row.labels))
+        yield from (
+            f"{' and '.join(alike)} are the same plan, measured once." for alike in names.values() if len(alike) > 1
+        )
+        said: dict[str, None] = {}
+        for row in table.rows:
+            for cell in row.cells:
+                contestant = self._contestant(cell.plan)
+                for asked in cell.tasks if not contestant.missing else ():
+                    found = [r for r in self._records.get(str(asked), ()) if r.plan_hash == contestant.hash]
+                    said |= dict.fromkeys(note for record in found for note in record.notes)
+                    if asked.kind in KINDS and (why := next((r.error for r in found if r.error), None)) is not None:
+                        said[f"`{cell.plan}`, {asked.kind}: {why}"] = None
+        yield from said
