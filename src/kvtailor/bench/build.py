@@ -12,11 +12,9 @@ from typing import Any, cast
 from kvtailor.bench.kinds import GENERATED, KINDS, Kind, is_path, setting_faults
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Task
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import KvtailorError, UnknownName
 
 __all__ = ["SettingsError", "make_task"]
-
-_CHARACTERS = 4_000_000  # of a corpus, or more where the windows need more: enough to spread them over many documents
 
 
 class SettingsError(KvtailorError, ValueError):
@@ -62,8 +60,8 @@ def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, da
         if kind.reads_data:
             given["data"] = data
         return cast(Task, made(**given))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, KvtailorError):
+    except (TypeError, ValueError, UnknownName) as error:
+        if isinstance(error, KvtailorError) and not isinstance(error, UnknownName):
             raise
         raise SettingsError(f"the task {name!r}", [str(error)]) from error
 
@@ -73,15 +71,15 @@ def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) ->
     tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes)
     # Tokens of the coarsest tokenizers have about 6 characters.
     characters = 6 * tokens * int(given.get("windows", kind.default("windows") or 1)) + 10_000
-    return _read(name, characters if name == GENERATED else max(_CHARACTERS, 2 * characters), data)
+    return _read(name, characters if name == GENERATED else None, data)
 
 
 @lru_cache(maxsize=4)
-def _read(name: str, characters: int, data: Path | None) -> tuple[str, str]:
-    """Several tasks of a suite read the same text."""
+def _read(name: str, characters: int | None, data: Path | None) -> tuple[str, str]:
+    """Several tasks of a suite read the same text; of a corpus, as much as is usual."""
     from kvtailor.bench.texts import generated_text, read_text
 
-    if name == GENERATED:
+    if characters is not None:
         return generated_text(characters), "generated text"
     if is_path(name):
         return read_text(Path(name)), Path(name).name
@@ -89,5 +87,5 @@ def _read(name: str, characters: int, data: Path | None) -> tuple[str, str]:
         corpus = importlib.import_module("kvtailor.bench.corpora").corpus
     except ImportError as error:
         raise KvtailorError(f"The corpora cannot be imported: {error}") from error
-    found = corpus(name, data=data, characters=characters)
+    found = corpus(name, data=data)
     return str(found.text), str(found.source)

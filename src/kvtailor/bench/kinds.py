@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from kvtailor.bench.synthetic import ALL_TASKS
 from kvtailor.bench.tasks import Task
 from kvtailor.errors import KvtailorError, UnknownName, suggest
 
@@ -177,6 +178,8 @@ def setting_faults(
     text = settings.get("text", GENERATED)
     if not isinstance(text, str) or not (text in TEXTS or is_path(text)):
         faults.append(f"text is {text!r}, which is neither a path nor a text that is known{suggest(str(text), TEXTS)}")
+    if name == "needle" and settings.get("kind", ALL_TASKS[0]) not in ALL_TASKS:
+        faults.append(str(UnknownName("kind of document", str(settings["kind"]), ALL_TASKS)))
     sizes = {}
     for each in kind.sizes:
         size = _largest(settings[each] if each in settings else kind.default(each))

@@ -151,7 +151,7 @@ class _Reader:
     def _rows(
         self, table: Mapping[str, Any], raw: Mapping[str, Any], scope: Mapping[str, Any], where: str
     ) -> Iterator[TableRow]:
-        own = {key: value for key, value in raw.items() if key not in (*_CELL, "for")}
+        own = {key: value for key, value in raw.items() if key == "plan" or key not in (*_CELL, "for")}
         for variables in self._each(raw.get("for", {}), scope, where):
             inside = {**scope, **variables}
             inside |= {key: self._fill(value, inside, where) for key, value in own.items()}

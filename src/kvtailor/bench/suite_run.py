@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,10 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
             faults += setting_faults(asked.kind, dict(asked.settings), subject.name, subject.positions)
     if faults:
         raise SuiteError(suite.name, list(dict.fromkeys(faults)))
+    contestants = {plan: suite.contestant(plan) for plan in dict.fromkeys([FULL, *itertools.chain(*wanted.values())])}
     parts, unavailable = [], []
     for asked, plans in wanted.items():
-        found = {each.hash: each for each in map(suite.contestant, dict.fromkeys([FULL, *plans]))}
+        found = _each_once(contestants[plan] for plan in [FULL, *plans])
         try:
             task, why = _made(asked, subject, data)
         except SettingsError as error:
@@ -154,18 +156,17 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
                 asked=asked,
                 task=task,
                 why=why,
-                there=tuple(each for each in found.values() if not each.missing),
-                absent=tuple(each for each in found.values() if each.missing),
+                there=tuple(each for each in found if not each.missing),
+                absent=tuple(each for each in found if each.missing),
             )
         )
     if faults:
         raise SuiteError(suite.name, list(dict.fromkeys(faults)))
-    there = {each.hash: each for part in parts for each in part.there}
     return Prepared(
         suite=suite,
         subject=subject,
         parts=tuple(parts),
-        contestants=tuple(there.values()),
+        contestants=_each_once(each for part in parts for each in part.there),
         unavailable=tuple(unavailable),
     )
 
@@ -186,6 +187,14 @@ def _plans_of(suite: Suite, model: str, only: Sequence[str], faults: list[str]) 
             plans = found.setdefault(asked, [])
             plans += [plan for plan in (cell.plan, cell.against) if plan is not None and plan not in plans]
     return found
+
+
+def _each_once(contestants: Iterable[Contestant]) -> tuple[Contestant, ...]:
+    """Those that are the same plan once, as it is written first."""
+    found: dict[str, Contestant] = {}
+    for each in contestants:
+        found.setdefault(each.hash, each)
+    return tuple(found.values())
 
 
 def _made(asked: Asked, subject: Subject, data: Path | None) -> tuple[Task | None, str | None]:
