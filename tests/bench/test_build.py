@@ -163,3 +163,10 @@ def test_a_measure_that_no_record_holds_is_a_fault(measure, told):
 
 def test_the_harness_names_its_metrics_itself():
     assert measure_faults("harness", "metrics.acc_norm,none") == []
+
+
+def test_a_setting_that_the_task_does_not_have_yet_is_told(monkeypatch):
+    kind = KINDS["memory"]
+    monkeypatch.setitem(KINDS, "memory", dataclasses.replace(kind, settings=(*kind.settings, "later")))
+    with pytest.raises(KvtailorError, match="does not have the setting later yet"):
+        make_task("memory", {"later": 3}, small(), data=None)

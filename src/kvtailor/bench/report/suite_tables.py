@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
 from kvtailor.bench.report.suite_numbers import measured, point_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Contestant
@@ -241,18 +241,28 @@ class _Filler:
         """Rows that are one plan, what the records say, and why numbers are not there."""
         names: dict[object, list[str]] = {}
         for row in table.rows:
-            same = tuple((self._contestant(cell.plan).hash, cell.tasks) for cell in row.cells)
+            same = tuple((self._contestant(c.plan).hash, c.tasks, c.measure, c.against, c.shows) for c in row.cells)
             names.setdefault(same, []).append(" ".join(row.labels))
-        yield from (
-            f"{' and '.join(alike)} are the same plan, measured once." for alike in names.values() if len(alike) > 1
-        )
+        yield from (f"{' and '.join(alike)} are the same plan." for alike in names.values() if len(alike) > 1)
         said: dict[str, None] = {}
-        for row in table.rows:
-            for cell in row.cells:
-                contestant = self._contestant(cell.plan)
-                for asked in cell.tasks if not contestant.missing else ():
-                    found = [r for r in self._records.get(str(asked), ()) if r.plan_hash == contestant.hash]
-                    said |= dict.fromkeys(note for record in found for note in record.notes)
-                    if asked.kind in KINDS and (why := next((r.error for r in found if r.error), None)) is not None:
-                        said[f"`{cell.plan}`, {asked.kind}: {why}"] = None
+        gaps = 0
+        for cell in (cell for row in table.rows for cell in row.cells):
+            contestant = self._contestant(cell.plan)
+            for asked in cell.tasks if not contestant.missing and cell.tasks[0].kind in KINDS else ():
+                found = [r for r in self._records.get(str(asked), ()) if r.plan_hash == contestant.hash]
+                gaps += not found
+                said |= dict.fromkeys(note for record in found for note in _said(cell, asked, record))
         yield from said
+        if gaps:
+            yield f"{gaps} of the measurements behind these cells have no record that may stand beside the others."
+
+
+def _said(cell: Cell, asked: Asked, record: Record) -> Iterable[str]:
+    yield from record.notes
+    wanted = dict(asked.settings).get("text")
+    if record.error is not None:
+        yield f"`{cell.plan}`, {asked.kind}: {record.error}"
+    elif KINDS[asked.kind].timings and not record.timings:
+        yield f"`{cell.plan}`, {asked.kind}: no time, since other programs disturbed too many samples."
+    elif wanted in TEXTS and wanted != GENERATED and record.text != wanted:
+        yield f"{wanted} is {record.text} here."
