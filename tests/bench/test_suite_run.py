@@ -9,7 +9,9 @@ from kvtailor.bench import build, machine
 from kvtailor.bench.report.suite_tables import suite_tables
 from kvtailor.bench.suite import SuiteError
 from kvtailor.bench.suite_run import prepare
+from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tripwires import Fraud
+from kvtailor.errors import KvtailorError
 
 
 class Watched(CountingModel):
@@ -61,6 +63,18 @@ def test_what_cannot_be_done_is_told_before_the_run(small, tmp_path):
     found = prepare(small, dummy(), data=tmp_path)
     assert [why.split("(")[0] for why in found.unavailable] == ["perplexity", "speculation"]
     assert "c4" in found.unavailable[0] and found.missing == (f"snapkv + erank @ tokens={KEEP}",)
+
+
+def test_a_task_that_finds_no_data_is_told_before_the_run(small, tmp_path, monkeypatch):
+    def units(task, contestants):
+        raise KvtailorError("there is no such folder")
+
+    monkeypatch.setattr(Needle, "units", units)
+    found = prepare(small, dummy(), data=tmp_path)
+    assert [why for why in found.unavailable if why.startswith("needle") and why.endswith("no such folder")]
+    records = found.run(bandwidth=False)
+    assert {r.error for r in records if r.task == "needle"} == {"there is no such folder"}
+    assert [r for r in records if r.task == "perplexity" and r.error is None]
 
 
 def test_every_task_is_measured_once_for_the_plans_that_show_it(small, tmp_path):

@@ -202,8 +202,10 @@ def _made(asked: Asked, subject: Subject, data: Path | None) -> tuple[Task | Non
     if asked.kind not in KINDS:
         return None, f"This kvtailor does not have the task {asked.kind!r}."
     try:
-        return make_task(asked.kind, dict(asked.settings), subject, data=data), None
+        task = make_task(asked.kind, dict(asked.settings), subject, data=data)
+        task.units(1)  # a task that reads its data only when it is asked for it says here that there is none
     except SettingsError:
         raise
     except KvtailorError as error:
         return None, str(error)
+    return task, None
