@@ -244,25 +244,29 @@ class _Filler:
             same = tuple((self._contestant(c.plan).hash, c.tasks, c.measure, c.against, c.shows) for c in row.cells)
             names.setdefault(same, []).append(" ".join(row.labels))
         yield from (f"{' and '.join(alike)} are the same plan." for alike in names.values() if len(alike) > 1)
-        said: dict[str, None] = {}
+        said: dict[str, dict[str, None]] = {}
         gaps = 0
         for cell in (cell for row in table.rows for cell in row.cells):
             contestant = self._contestant(cell.plan)
             for asked in cell.tasks if not contestant.missing and cell.tasks[0].kind in KINDS else ():
                 found = [r for r in self._records.get(str(asked), ()) if r.plan_hash == contestant.hash]
                 gaps += not found
-                said |= dict.fromkeys(note for record in found for note in _said(cell, asked, record))
-        yield from said
+                for note, plan in (pair for record in found for pair in _said(cell, asked, record)):
+                    said.setdefault(note, {})[plan] = None
+        yield from (
+            f"{', '.join(filter(None, plans))}{': ' if any(plans) else ''}{note}" for note, plans in said.items()
+        )
         if gaps:
             yield f"{gaps} of the measurements behind these cells have no record that may stand beside the others."
 
 
-def _said(cell: Cell, asked: Asked, record: Record) -> Iterable[str]:
-    yield from record.notes
+def _said(cell: Cell, asked: Asked, record: Record) -> Iterable[tuple[str, str]]:
+    """Sentences, each with the plan that it is about; none where it is about all."""
+    yield from ((note, "") for note in record.notes)
     wanted = dict(asked.settings).get("text")
     if record.error is not None:
-        yield f"`{cell.plan}`, {asked.kind}: {record.error}"
+        yield f"{asked.kind}: {record.error}", f"`{cell.plan}`"
     elif KINDS[asked.kind].timings and not record.timings:
-        yield f"`{cell.plan}`, {asked.kind}: no time, since other programs disturbed too many samples."
+        yield f"{asked.kind}: no time, since other programs disturbed too many samples.", f"`{cell.plan}`"
     elif wanted in TEXTS and wanted != GENERATED and record.text != wanted:
-        yield f"{wanted} is {record.text} here."
+        yield f"{wanted} is {record.text} here.", ""
