@@ -1,0 +1,245 @@
+"""One task of the lm-evaluation-harness, on the compressed cache, see `bench.harness_model`.
+
+Prompts, answers and metrics are the harness's own; it is told nothing of kvtailor but the model. Log-probabilities are
+taken in float32, whatever the model's dtype (the harness's `softmax_dtype=float32`). There is no chat template.
+
+Metrics: the harness's own by its own names, such as `acc,none`, and their standard errors, such as `acc_stderr,none`
+(where the harness draws them by bootstrap, from 1000 draws). Values: `score`, the main metric of each document in the
+harness's order: the metric that `point["metric"]` names, for a perplexity over words or bytes the mean log-likelihood
+(nats) of one of them; higher is better, unless a note says otherwise. `loglikelihood`, where nothing is generated: the
+sum (nats) of all that was scored of each document. It must differ from that of the full cache in at least one document,
+else the run ends with a `Fraud`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+
+from kvtailor.bench import harness
+from kvtailor.bench.harness_alone import one_process, randomness_restored, silence
+from kvtailor.bench.harness_held import Held
+from kvtailor.bench.harness_results import is_ratio, likelihoods_of, main_metric, metrics_of, scores_of, versions
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Contestant, Subject, hash_of
+from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tripwires import Fraud
+from kvtailor.errors import KvtailorError
+
+__all__ = ["Harness"]
+
+_STEPS = 100
+_DRAWS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harness(Task):
+    """One task or group of the harness.
+
+    Attributes:
+        task: its name in the harness, or the path of a YAML file.
+        data: folder of local data sets, see `bench.harness_data`; None: the harness loads what the task names.
+        limit: so many documents of each task, the first ones; None: all.
+        fewshot: examples before each question; None: as the task says.
+        outside: tokens at the end of a context that are fed on the compressed cache, see `HarnessModel`. With 0 a
+            task whose answers have one token says nothing about a plan, and its records say so.
+    """
+
+    name: ClassVar[str] = "harness"
+    version: ClassVar[int] = 1
+    task: str
+    data: Path | None = None
+    limit: int | None = None
+    fewshot: int | None = None
+    outside: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.limit is not None and self.limit < 1) or min(self.fewshot or 0, self.outside) < 0:
+            raise ValueError(
+                f"asked for limit={self.limit}, fewshot={self.fewshot} and outside={self.outside}: give at least 1 "
+                "document, and no negative number"
+            )
+
+    def units(self, contestants: int) -> int:
+        return _STEPS * contestants
+
+    def measure(self, given: Given) -> Iterator[Record]:
+        with TemporaryDirectory(prefix="kvtailor-") as folder, randomness_restored():
+            random.seed(0)
+            with silence():
+                loaded, notes = harness.load_tasks(self.task, data=self.data, into=Path(folder), fewshot=self.fewshot)
+            tasks: Mapping[str, Any] = loaded["tasks"]
+            group = self._group(loaded)
+            metric = main_metric(next(iter(tasks.values())))
+            with silence():
+                _build(tasks, self.limit)
+            hashes, requests = _hash(given.subject, tasks), sum(len(task.instances) for task in tasks.values())
+            full: Record | None = None
+            for contestant in given.contestants:
+                begin = time.perf_counter()
+                steps = _Steps(given.advance, f"{self.task} · {contestant.label}", requests)
+                blank = replace(
+                    given.blank(contestant),
+                    point={
+                        "task": self.task,
+                        "fewshot": self.fewshot,
+                        "limit": self.limit,
+                        "outside": self.outside,
+                        "metric": metric,
+                        "version": f"{versions(tasks)}, lm_eval {harness.version()}",
+                    },
+                    text=f"{self.task} of the lm-evaluation-harness",
+                    text_hash=hashes,
+                    notes=tuple(notes),
+                )
+                if (known := given.known(blank)) is not None:
+                    steps.finish()
+                    full = known if contestant.label == "full" else full
+                    yield known
+                    continue
+                try:
+                    measured = self._run(given.subject, contestant, loaded, group, metric, steps)
+                except (KvtailorError, ValueError) as error:
+                    steps.finish()
+                    yield replace(blank, error=str(error))
+                    continue
+                if _hash(given.subject, tasks) != hashes:
+                    raise Fraud(f"different data: {contestant.label} was asked other questions of {self.task}")
+                steps.finish()
+                said, read = (*notes, *measured.pop("notes")), measured.pop("read")
+                record = replace(blank, notes=said, wall_seconds=time.perf_counter() - begin, **measured)
+                if contestant.label == "full":
+                    full = record
+                elif read and full is not None:
+                    _check_touched(record, full)
+                yield record
+
+    def _group(self, loaded: Mapping[str, Any]) -> str:
+        """The name under which the results stand."""
+        if self.task in loaded.get("groups", {}):
+            return self.task
+        if len(loaded["tasks"]) != 1:
+            names = ", ".join(list(loaded["tasks"])[:6])
+            raise KvtailorError(
+                f"asked for {self.task!r}, which the harness does not sum up: ask for one of its tasks, such as {names}"
+            )
+        return str(next(iter(loaded["tasks"])))
+
+    def _run(
+        self,
+        subject: Subject,
+        contestant: Contestant,
+        loaded: Mapping[str, Any],
+        group: str,
+        metric: str,
+        steps: _Steps,
+    ) -> dict[str, Any]:
+        """The fields of a record that were measured."""
+        from lm_eval import evaluate
+
+        from kvtailor.bench.harness_model import HarnessModel
+
+        with silence() as loud:
+            model = HarnessModel(subject, contestant, softmax_dtype="float32", outside=self.outside)
+            model.quiet, model.advance = True, lambda requests: loud(lambda: steps.done(requests))
+            for task in loaded["tasks"].values():
+                task.set_fewshot_seed(harness.TASK_SEED)
+            torch.manual_seed(harness.TASK_SEED)
+            with one_process():
+                results = evaluate(model, dict(loaded), limit=self.limit, bootstrap_iters=_DRAWS)
+        metrics, notes = metrics_of(results["results"][group])
+        samples = [
+            sample
+            for name in loaded["tasks"]
+            for sample in results["samples"][name]
+            if sample["filter"] == metric.partition(",")[2]
+        ]
+        scores = scores_of([sample.get(metric.partition(",")[0]) for sample in samples])
+        values = {} if scores is None else {"score": scores}
+        if (likelihoods := likelihoods_of(samples)) is not None:
+            values["loglikelihood"] = likelihoods
+        if scores is None:
+            notes.append(f"The harness gives no number of {metric} for one document, so plans cannot be paired.")
+        better = results["higher_is_better"].get(next(iter(loaded["tasks"])), {}).get(metric.partition(",")[0])
+        if better is False and not is_ratio(samples[0].get(metric.partition(",")[0])):
+            notes.append(f"Of {metric} lower is better.")
+        return {
+            "samples": len(samples),
+            "metrics": metrics,
+            "tokens_scored": model.held.scored or None,
+            "values": values,
+            "notes": [*notes, *_held_notes(model.held, contestant)],
+            "read": model.held.read,
+            **model.held.heaviest,
+        }
+
+
+class _Steps:
+    """Turns answered requests into a fixed number of steps of a progress bar."""
+
+    def __init__(self, advance: Callable[[str], None], label: str, requests: int):
+        self.advance, self.label, self.requests = advance, label, max(1, requests)
+        self.answered = self.shown = 0
+
+    def done(self, requests: int) -> None:
+        self.answered += requests
+        self._show(min(_STEPS, self.answered * _STEPS // self.requests))
+
+    def finish(self) -> None:
+        self._show(_STEPS)
+
+    def _show(self, upto: int) -> None:
+        while self.shown < upto:
+            self.shown += 1
+            self.advance(self.label)
+
+
+def _build(tasks: Mapping[str, Any], limit: int | None) -> None:
+    for task in tasks.values():
+        task.set_fewshot_seed(harness.TASK_SEED)
+        task.build_all_requests(limit=limit)
+
+
+def _hash(subject: Subject, tasks: Mapping[str, Any]) -> str:
+    """Of the tokens of everything that the model is asked, in the harness's order."""
+    texts = [text for task in tasks.values() for instance in task.instances for text in map(str, instance.args)]
+    return hash_of(*(subject.prompt(text) for text in texts))
+
+
+def _check_touched(record: Record, full: Record) -> None:
+    likelihoods = record.values.get("loglikelihood")
+    if likelihoods is not None and likelihoods == full.values.get("loglikelihood"):
+        raise Fraud(
+            f"untouched cache: plan {record.label!r} holds {record.tokens_held:g} of {record.tokens_seen} tokens in "
+            f"{record.bytes_held} of {record.bytes_full} bytes, yet no log-likelihood of {record.point['task']} "
+            "differs from 'full': the compressed cache was never read"
+        )
+
+
+def _held_notes(held: Held, contestant: Contestant) -> list[str]:
+    notes = []
+    if held.truncated:
+        notes.append(f"Longer than the model's positions were {held.truncated} requests, which lost their beginning.")
+    if contestant.plan is None or contestant.label == "full" or not held.heaviest:
+        return notes
+    if not held.compressed:
+        return [
+            *notes,
+            f"Nothing was compressed: each of the {held.contexts} contexts was held whole, so that these are the "
+            "numbers of the full cache.",
+        ]
+    if held.compressed < held.contexts:
+        notes.append(f"Of {held.contexts} contexts {held.compressed} were compressed; the others were held whole.")
+    if not held.read:
+        notes.append(
+            "All answers come from the prefill's own logits, so that no compressed cache was read and these are the "
+            "numbers of the full cache: ask with outside=1."
+        )
+    return notes
