@@ -41,12 +41,14 @@ def metrics_of(found: Mapping[str, Any]) -> tuple[dict[str, float | None], list[
 
 def is_ratio(value: object) -> bool:
     """Whether a document's value is a sum and what it is divided by, as those of perplexities over words are."""
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+    if not isinstance(value, Sequence) or len(value) != 2 or not all(isinstance(each, int | float) for each in value):
+        return False
+    return bool(value[1])
 
 
 def scores_of(values: Sequence[Any]) -> tuple[float, ...] | None:
     """A number for each document; None where the harness gives something else for one of them."""
-    found = [value[0] / value[1] if is_ratio(value) and value[1] else value for value in values]
+    found = [value[0] / value[1] if is_ratio(value) else value for value in values]
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in found):
         return None
     return tuple(float(value) for value in found)
