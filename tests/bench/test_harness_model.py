@@ -120,6 +120,21 @@ def test_edges_are_those_of_hf(subject, hf):
     assert ours.held.truncated == 2
 
 
+def test_greedy_means_every_token(subject, hf):
+    ids = hf.tok_encode(words(STATE, 30))
+
+    def best(after):
+        return int(hf.model(torch.tensor([after])).logits[0, -1].argmax())
+
+    first = best(ids)
+    other = (first + 1) % 100
+    pairs = [[first, best([*ids, first])], [other, best([*ids, other])], [first, other]]
+    asked = [(("context", str(pair)), ids, pair) for pair in pairs]
+    found = model(subject)._loglikelihood_tokens(asked, True)
+    assert [greedy for _, greedy in found] == [True, False, other == pairs[0][1]]
+    answers_are_equal(found, hf._loglikelihood_tokens(asked, True))
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_continuations_are_scored_on_the_compressed_cache(plan, subject):
     """By `session.score`, each after a prefill of its own; here they share one."""
@@ -134,7 +149,7 @@ def test_continuations_are_scored_on_the_compressed_cache(plan, subject):
             scores = session.score(torch.tensor([head]), torch.tensor([tail]))
             # `score` takes logarithms in float32.
             assert value == pytest.approx(float(scores.double().sum()), rel=1e-5)
-            assert (abs(value - whole) > 1e-6) is (len(tail) > 1)
+            assert (abs(value - whole) > 1e-4) is (len(tail) > 1)
             assert isinstance(greedy, bool)
     assert (ours.held.contexts, ours.held.compressed, ours.held.read) == (1, 1, 1)
     assert ours.held.scored == sum(len(ours._encode_pair(context, each)[1]) for each in continuations)

@@ -84,7 +84,7 @@ def load_tasks(
             raise KvtailorError(f"asked for {task} and for the data in {data}: such a file names its own data")
         manager, name = TaskManager(include_defaults=False), task
     elif data is None:
-        manager, name = _manager(), task
+        manager, name = _all_tasks(), task
         _leaves([task], manager)
     else:
         if into is None:
@@ -111,7 +111,7 @@ def write_tasks(tasks: Sequence[str], data: Path, into: Path, *, fewshot: int | 
     Raises:
         KvtailorError: an unknown task, or data that is missing or has another layout.
     """
-    manager = _manager()
+    manager = _all_tasks()
     notes: list[str] = []
     for name in _leaves(tasks, manager):
         entry = manager.task_index[name]
@@ -161,7 +161,7 @@ def _write_asked(rest: Sequence[str], data: Path, into: Path) -> list[str]:
 
 
 @functools.cache
-def _manager() -> Any:
+def _all_tasks() -> Any:
     """The index of all tasks of the harness, which takes seconds to read."""
     from lm_eval.tasks import TaskManager
 
