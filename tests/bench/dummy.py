@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.subject import Subject
 from kvtailor.ledger import Entry, Ledger
 
 VOCABULARY = 256

@@ -69,6 +69,12 @@ def two_names(fraud):
     bench(tasks=tasks)
 
 
+def different_data(fraud):
+    records = bench({"one": DummyCache(keep=20)})
+    given = {"text_hash": "of other tokens"} if fraud else {}
+    check_records([*records[:-1], replace(records[-1], **given)])
+
+
 def other_data(fraud):
     [one] = bench()
     values = one.values if fraud else {"nll": tuple(x + 0.01 for x in one.values["nll"])}
@@ -176,6 +182,7 @@ FRAUDS = {
     "repeated text": repeated_text,
     "calibration on the evaluated text": calibration,
     "one text under two names": two_names,
+    "different data": different_data,
     "same results on other data": other_data,
     "untouched cache": untouched,
     "equal results": equal,

@@ -122,6 +122,20 @@ def test_codes_show_as_errors_of_what_is_held_and_nothing_else():
     assert two["output_error"] == pytest.approx(sum(two[f"output_error_{i}"] for i in range(layers)) / layers)
 
 
+@torch.inference_mode()
+def test_a_cache_whose_tail_has_all_been_encoded_shows_its_contents():
+    from kvtailor import cache_for
+
+    model = build("llama")
+    ids = torch.randint(3, model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(2))
+    encoded, whole = cache_for(model, "quest(tokens=16) + indexed(page=16, block_size=32)"), cache_for(model, "full")
+    for cache in (encoded, whole):
+        model(ids, past_key_values=cache)
+    assert encoded.route.states[0].tail.length == 0
+    for ours, theirs in zip(contents(encoded), contents(whole), strict=True):
+        assert ours.held.all() and torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
 def test_queries_are_only_kept_while_asked_for():
     from kvtailor import cache_for
 

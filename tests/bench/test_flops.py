@@ -12,8 +12,9 @@ from tests.seam import zoo
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvtailor import find
+from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.flops import Weights, Work, count, prefill_flops, token_flops
-from kvtailor.bench.subject import OWN, Contestant, Subject
+from kvtailor.bench.subject import Subject
 from kvtailor.encode.kivi import Kivi
 from kvtailor.hf.geometry import Geometry
 from kvtailor.score.contract import Scorer

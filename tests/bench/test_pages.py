@@ -282,7 +282,9 @@ def test_pages_are_made_again_from_records_alone(tmp_path):
     lines = [each.to_json() for each in RECORDS]
     (tmp_path / "records-a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     written = write(tmp_path, tmp_path / "pages")
-    assert [path.name for path in written] == ["report.html", "report.md", "rows.csv", "table.tex"]
+    names = [path.name for path in written]
+    assert names[:4] == ["report.html", "report.md", "rows.csv", "table.tex"]
+    assert {"quality.csv", "quality.tex"} <= set(names) and all(path.stat().st_size for path in written)
     before = [path.read_text(encoding="utf-8") for path in written]
     assert [path.read_text(encoding="utf-8") for path in write(tmp_path, tmp_path / "pages")] == before
 

@@ -11,9 +11,10 @@ import pytest
 from tests.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, contestant, subject
 
 from kvtailor.bench import machine
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.runner import contestants_of, finished, plan_run, run
 from kvtailor.bench.schema import read_records
-from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.speed import Speed

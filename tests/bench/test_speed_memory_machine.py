@@ -8,10 +8,11 @@ from tests.bench.dummy import FULL, DummyCache, UniformModel, contestant, subjec
 from tests.bench.test_flops import tiny
 
 from kvtailor.bench import machine
+from kvtailor.bench.contestant import OWN
 from kvtailor.bench.flops import Work
 from kvtailor.bench.machine import Neighbours
 from kvtailor.bench.runner import run
-from kvtailor.bench.subject import OWN, Subject
+from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import speed
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.errors import KvtailorError

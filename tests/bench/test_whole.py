@@ -5,8 +5,9 @@ from tests.bench.frauds import Numbers
 from tests.seam.zoo import build
 
 from kvtailor import cache_for
+from kvtailor.bench.contestant import OWN
 from kvtailor.bench.runner import contestants_of, run
-from kvtailor.bench.subject import OWN, Subject
+from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.fidelity import Fidelity
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tripwires import Fraud

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.subject import Subject
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.geometry import Geometry
 from kvtailor.layer import LayerState

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.gauge import Gauge, gauge_of
-from kvtailor.bench.subject import OWN, Contestant, Subject
+from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 
 __all__ = ["STATE", "answer", "ask", "decode", "random_tokens", "why_not"]

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from tqdm import tqdm
 
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.harness_held import AfterPrefill, Held
-from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError, suggest
 from kvtailor.hf.config import source_of
 

@@ -51,12 +51,11 @@ def contents(cache: Any) -> list[Contents]:
     """Every compressed layer of a `KvCache` of one row, decoded."""
     found = []
     for state in cache.route.states:
-        size, value_size, _ = state.sizes()
-        keys = torch.zeros(state.heads, state.seen, size)
-        values = torch.zeros(state.heads, state.seen, value_size)
+        parts = state.parts(cache.plan.store)
+        decoded = [part.decode() for part in parts]
+        keys, values = (torch.zeros(state.heads, state.seen, x.shape[-1]) for x in decoded[0])
         held = torch.zeros(state.heads, state.seen, dtype=torch.bool)
-        for part in state.parts(cache.plan.store):
-            part_keys, part_values = part.decode()
+        for part, (part_keys, part_values) in zip(parts, decoded, strict=True):
             device, layout = part_keys.device, part.layout
             columns = layout.columns(device).expand(layout.lanes, layout.size)
             heads = layout.owners(device)[:, None].expand_as(columns)

@@ -10,8 +10,9 @@ from itertools import chain
 from pathlib import Path
 
 from kvtailor.bench import machine, tripwires
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.schema import Record, read_records
-from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
 

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtailor import find
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
-from kvtailor.bench.subject import Contestant
 from kvtailor.bench.suite_cells import Table, check_keys, tables_of
 from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
 from kvtailor.plan_check import SETTINGS

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtailor.bench.build import SettingsError, make_task
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS, setting_faults
 from kvtailor.bench.runner import FULL, run
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.subject import Subject
 from kvtailor.bench.suite import Suite, SuiteError
 from kvtailor.bench.suite_cells import Asked
 from kvtailor.bench.tasks import Given, Task

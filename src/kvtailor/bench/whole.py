@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from kvtailor.bench import tripwires
-from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 from kvtailor.plan import Plan
 
@@ -74,6 +75,6 @@ class WholeBudgets:
             ours = self._score(whole).tolist()
         except (KvtailorError, ValueError) as error:
             return (f"Its whole budget could not be tried as {plan}: {error}",)
-        worst, mean = tripwires.tolerances(self._subject.dtype)
+        worst, mean = tripwires.tolerances_of_another_path(self._subject.dtype)
         tripwires.check_whole_budget(contestant.label, plan, ours, self._reference, worst, self._what, mean)
         return ()

@@ -1,27 +1,32 @@
-"""`kvtailor bench`: what each plan costs and buys, on one model and one text."""
+"""`kvtailor bench`: what each plan costs and buys, on one model and one text, or the tables of a suite."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.cli.asked import SETS, TASKS, USUAL, numbers, settings_of, sizes, split_tasks, text_name
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtailor.bench.schema import Record
     from kvtailor.bench.subject import Subject
-    from kvtailor.bench.tasks import Task
 
 __all__ = ["command"]
 
-N = TypeVar("N", int, float)
-
 DEFAULT_PLANS = ("full", "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
-TASKS = ("perplexity", "needle", "fidelity", "speed", "memory")
-USUAL = ("perplexity", "needle", "speed", "memory")
-ANSWER_ROOM = 32
-FIDELITY_WINDOWS = 20
+OF_ONE_RUN = {
+    "plans": "--plans", "texts": "--text", "tasks": "--tasks", "context": "--context", "chunk": "--chunk",
+    "continuation": "--continuation", "windows": "--windows", "needles": "--needles", "depths": "--depths",
+    "documents": "--documents", "kind": "--kind", "question_outside": "--question-outside", "examples": "--examples",
+    "contexts": "--contexts", "batches": "--batches", "new_tokens": "--new-tokens", "rounds": "--rounds",
+    "memory": "--memory",
+}  # fmt: skip
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
@@ -31,7 +36,19 @@ FIDELITY_WINDOWS = 20
 @click.option(
     "--plans", "--plan", "plans", multiple=True, help="A plan, or several with ';' between; may be given again."
 )
-@click.option("--text", type=click.Path(path_type=Path), help="A text file; without it text is generated.")
+@click.option("--suite", help="All tables of a suite, by name or TOML file; 'list' says which there are.")
+@click.option("--table", "tables", multiple=True, help="Only this table of the suite; may be given again.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    help="A text file, or wikitext2, c4 or pg19; may be given again. Without it text is generated.",
+)
+@click.option(
+    "--data",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder with data sets in their original layouts; without it the datasets library fetches them.",
+)
 @click.option(
     "--context", type=click.IntRange(1), help="Tokens prefilled and compressed.  [512, or what the model has]"
 )
@@ -55,160 +72,172 @@ FIDELITY_WINDOWS = 20
     "characters, first_names, copy_span, common_words, frequent_words.",
 )
 @click.option("--question-outside", is_flag=True, help="Ask after the compressed context, not inside it.")
-@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Timed rounds over all plans.")
+@click.option("--examples", type=click.IntRange(1), help=f"So many examples of each of {', '.join(SETS)}.  [all]")
+@click.option("--contexts", help="Prompts of speed and memory in tokens, with ',' between.  [--context]")
+@click.option("--batches", default="1", show_default=True, help="Rows of speed and memory, with ',' between.")
 @click.option(
-    "--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens decoded in a timed round."
+    "--new-tokens", default="32", show_default=True, help="Tokens decoded in a timed round, with ',' between."
 )
-@click.option("--tasks", default=",".join(USUAL), show_default=True, help=f"What to measure, of {', '.join(TASKS)}.")
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Timed rounds over all plans.")
+@click.option("--memory", help="What capacity may fill, such as 8GiB.  [what the machine has free]")
+@click.option(
+    "--tasks",
+    default=",".join(USUAL),
+    show_default=True,
+    help=f"What to measure: {', '.join(TASKS)}, longbench:qasper, zeroscrolls:gov_report, harness:arc_easy and so on.",
+)
 @click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--device", help="Such as cpu or cuda.")
 @click.option("--again", is_flag=True, help="Measure anew what --out already has.")
+@click.option("--allow", multiple=True, help="Go on past this tripwire, by its name; the report says so.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and the plot; goes on there."
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and pages; goes on there."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
-def command(
-    model: str,
-    plans: tuple[str, ...],
-    text: Path | None,
-    context: int | None,
-    continuation: int | None,
-    chunk: int | None,
-    windows: int,
-    needles: str | None,
-    depths: str,
-    documents: int,
-    kind: str,
-    question_outside: bool,
-    rounds: int,
-    new_tokens: int,
-    tasks: str,
-    dtype: str | None,
-    device: str | None,
-    again: bool,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
     """Compare plans on one model and one text: quality with intervals, bytes that are read, times as ratios.
 
     \b
     kvtailor bench --plans "snapkv @ keep=0.25; snapkv + adakv + kivi(bits=4) @ keep=0.25"
-    kvtailor bench --model ./my-model --text book.txt --context 2048 --out results/
-    """
-    wanted = _names(tasks)
-    kinds = list(dict.fromkeys(each.strip() for each in kind.split(",") if each.strip()))
-    lengths = _numbers(needles, int, "--needles") if needles else None
-    places = _numbers(depths, float, "--depths")
+    kvtailor bench --suite rankkv --model demo --data FOLDER --out results
 
+    Everything is measured against 'full' on the same tokens, and 'full' against the model's own cache.
+    """
     from rich.console import Console
 
+    from kvtailor.bench.subject import Subject
+    from kvtailor.errors import KvtailorError
+
+    console = Console(stderr=True, highlight=False)
+    if options["suite"] == "list":
+        _list_suites()
+        return
+    given = [name for name in OF_ONE_RUN if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    if options["suite"] and given:
+        words = ", ".join(OF_ONE_RUN[name] for name in given)
+        raise click.UsageError(f"{words} beside --suite: a suite says what runs; leave out one of them.")
+    if options["tables"] and not options["suite"]:
+        raise click.UsageError("--table without --suite: say which suite.")
+    asked = _read(options)
+    try:
+        with console.status(f"loading {options['model']}"):
+            subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
+        found = _suite(options, subject, console) if options["suite"] else _one_run(options, asked, subject, console)
+    except (KvtailorError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if options["as_json"]:
+        click.echo(json.dumps(found, ensure_ascii=False, allow_nan=False))
+
+
+def _read(options: dict[str, Any]) -> dict[str, Any]:
+    """What the options that are lists in a text say, before anything is loaded.
+
+    Raises:
+        click.UsageError: one of them says nothing that can be read.
+    """
+    from kvtailor.plan_text import bytes_of
+
+    try:
+        memory = bytes_of(options["memory"]) if options["memory"] else None
+    except ValueError as error:
+        raise click.UsageError(f"--memory: {error}.") from error
+    return {
+        "tasks": split_tasks(options["tasks"]),
+        "kinds": list(dict.fromkeys(each.strip() for each in options["kind"].split(",") if each.strip())),
+        "lengths": numbers(options["needles"], int, "--needles") if options["needles"] else None,
+        "depths": numbers(options["depths"], float, "--depths"),
+        "contexts": numbers(options["contexts"], int, "--contexts") if options["contexts"] else None,
+        "batches": numbers(options["batches"], int, "--batches"),
+        "new_tokens": numbers(options["new_tokens"], int, "--new-tokens"),
+        "memory_bytes": memory,
+        "texts": [text_name(text) for text in options["texts"]] or ["generated"],
+        **{name: options[name] for name in ("documents", "question_outside", "rounds", "windows", "chunk", "examples")},
+    }
+
+
+def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
+    from kvtailor.bench.build import make_task
     from kvtailor.bench.progress import bar
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.terminal import show
     from kvtailor.bench.runner import contestants_of, finished, plan_run, run
-    from kvtailor.bench.subject import Subject
-    from kvtailor.bench.tasks.fidelity import Fidelity
-    from kvtailor.bench.tasks.memory import Memory
-    from kvtailor.bench.tasks.needle import Needle
-    from kvtailor.bench.tasks.perplexity import Perplexity
-    from kvtailor.bench.tasks.speed import Speed
+
+    plans = options["plans"] or DEFAULT_PLANS
+    contestants = contestants_of([plan for each in plans for plan in each.split(";") if plan.strip()])
+    size, tail = sizes(subject, options["context"], options["continuation"], max(asked["new_tokens"]))
+    asked["lengths"] = asked["lengths"] or (size,)
+    asked["contexts"] = asked["contexts"] or (size,)
+    wanted = settings_of(asked.pop("tasks"), context=size, continuation=tail, **asked)
+    tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
+    before = {} if options["again"] else finished(options["out"])
+    with bar(plan_run(tasks, contestants), console) as advance:
+        records = run(
+            subject, contestants, tasks, out=options["out"], advance=advance, resume=not options["again"],
+            allow=options["allow"],
+        )  # fmt: skip
+    _say_kept(before, records, console)
+    summary = summarise(records)
+    _pages(options["out"], console)
+    show(summary, _terminal())
+    return summary.as_dict()
+
+
+def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
+    from kvtailor.bench.progress import bar
+    from kvtailor.bench.report.suite_pages import show_suite, suite_pages
+    from kvtailor.bench.runner import finished
+    from kvtailor.bench.suite import read_suite, suites
+    from kvtailor.bench.suite_run import prepare
+
+    suite = read_suite(options["suite"])
+    with console.status(f"preparing {suite.name}"):
+        prepared = prepare(suite, subject, data=options["data"], only=options["tables"])
+    for sentence in prepared.unavailable:
+        console.print(f"not to be had here: {sentence}", style="yellow", markup=False)
+    before = {} if options["again"] else finished(options["out"])
+    with bar(prepared.units, console) as advance:
+        records = prepared.run(out=options["out"], advance=advance, resume=not options["again"], allow=options["allow"])
+    _say_kept(before, records, console)
+    if options["out"] is not None:
+        # Beside the records, so that the pages can be made again from this folder alone.
+        source = suites().get(options["suite"], Path(options["suite"]))
+        (options["out"] / f"{suite.name}.toml").write_bytes(source.read_bytes())
+    _pages(options["out"], console)
+    pages = suite_pages(suite, records, only=options["tables"])
+    if pages is not None:
+        show_suite(pages, _terminal())
+    return {
+        "suite": suite.name,
+        "missing": list(prepared.missing),
+        "unavailable": list(prepared.unavailable),
+        "pages": asdict(pages) if pages is not None else None,
+    }
+
+
+def _list_suites() -> None:
+    from kvtailor.bench.suite import read_suite, suites
+
+    for name in suites():
+        suite = read_suite(name)
+        click.echo(f"{name:<12}{suite.title}" + (f"  ({suite.report})" if suite.report else ""))
+
+
+def _say_kept(before: dict[str, Record], records: list[Record], console: Console) -> None:
+    kept = sum(before.get(record.key) == record for record in records)
+    if kept:
+        console.print(f"{kept} of {len(records)} records were there already (--again measures anew)", style="dim")
+
+
+def _pages(out: Path | None, console: Console) -> None:
     from kvtailor.cli.report import write
-    from kvtailor.errors import KvtailorError
 
-    console = Console(stderr=True, highlight=False)
-    try:
-        contestants = contestants_of([p for each in plans or DEFAULT_PLANS for p in each.split(";") if p.strip()])
-        with console.status(f"loading {model}"):
-            subject = Subject.load(model, dtype=dtype, device=device)
-        size, tail = _sizes(subject, context, continuation, new_tokens)
-        content, source = _text(text, (size + tail) * windows)
-        made: dict[str, Task] = {}
-        if "perplexity" in wanted:
-            made["perplexity"] = Perplexity(
-                text=content, source=source, context=size, continuation=tail, chunk=chunk, windows=windows
-            )
-        if "needle" in wanted:
-            for each in kinds:
-                made[f"needle {each}"] = Needle(
-                    lengths=lengths or (size,),
-                    depths=places,
-                    documents=documents,
-                    kind=each,
-                    question_outside=question_outside,
-                )
-        if "fidelity" in wanted:
-            made["fidelity"] = Fidelity(
-                text=content, source=source, context=size, continuation=tail, windows=min(windows, FIDELITY_WINDOWS)
-            )
-        if "speed" in wanted:
-            made["speed"] = Speed(text=content, source=source, context=size, tokens=new_tokens, rounds=rounds)
-        if "memory" in wanted:
-            made["memory"] = Memory(context=size)
-        before = {} if again else finished(out)
-        with bar(plan_run(list(made.values()), contestants), console) as advance:
-            records = run(subject, contestants, list(made.values()), out=out, advance=advance, resume=not again)
-        kept = sum(before.get(record.key) == record for record in records)
-        if kept:
-            console.print(f"{kept} of {len(records)} records were there already (--again measures anew)", style="dim")
-        summary = summarise(records)
-        if out is not None:
-            _plot(summary, out, console)
-            for page in write(out, out):
-                console.print(f"{page}", style="dim", markup=False, soft_wrap=True)
-    except (KvtailorError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
-    show(summary, Console(highlight=False))
-    if as_json:
-        click.echo(json.dumps(summary.as_dict(), ensure_ascii=False, allow_nan=False))
+    if out is not None:
+        made = write(out, out)
+        console.print(f"{made[0]} and {len(made) - 1} files beside it", style="dim", markup=False, soft_wrap=True)
 
 
-def _names(tasks: str) -> list[str]:
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    unknown = [name for name in names if name not in TASKS]
-    if unknown or not names:
-        raise click.UsageError(f"--tasks has {', '.join(unknown) or 'nothing'}: give some of {', '.join(TASKS)}.")
-    return names
+def _terminal() -> Console:
+    from rich.console import Console
 
-
-def _numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
-    try:
-        found = tuple(kind(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        found = ()
-    if not found:
-        raise click.UsageError(f"{option} is {text!r}: give numbers with ',' between.")
-    return found
-
-
-def _sizes(subject: Subject, context: int | None, continuation: int | None, new_tokens: int) -> tuple[int, int]:
-    """Context and continuation, as asked or as the model's positions allow."""
-    positions = subject.positions
-    if context is None:
-        context = (
-            512 if positions is None else max(16, min(512, positions - max(new_tokens, ANSWER_ROOM, positions // 5)))
-        )
-    if continuation is None:
-        continuation = max(1, context // 4)
-        if positions is not None:
-            continuation = max(1, min(continuation, positions - context))
-    return context, continuation
-
-
-def _text(path: Path | None, tokens: int) -> tuple[str, str]:
-    from kvtailor.bench.texts import generated_text, read_text
-
-    if path is None:
-        # Tokens of the coarsest tokenizers have about 6 characters.
-        return generated_text(6 * tokens + 10_000), "generated text"
-    return read_text(path), path.name
-
-
-def _plot(summary: object, out: Path, console: object) -> None:
-    from kvtailor.bench.report.plot import plot
-    from kvtailor.errors import KvtailorError
-
-    try:
-        where = plot(summary, out / "loss-vs-bytes.png")  # type: ignore[arg-type]
-        console.print(f"records and {where.name} are in {out}", style="dim")  # type: ignore[attr-defined]
-    except KvtailorError as error:
-        console.print(f"records are in {out}; no picture: {error}", style="dim", markup=False)  # type: ignore[attr-defined]
+    return Console(highlight=False)

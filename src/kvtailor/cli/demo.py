@@ -14,7 +14,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtailor.bench.subject import Contestant, Subject
+    from kvtailor.bench.contestant import Contestant
+    from kvtailor.bench.subject import Subject
     from kvtailor.bench.synthetic import Document
 
 __all__ = ["command"]

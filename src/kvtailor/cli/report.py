@@ -13,38 +13,32 @@ __all__ = ["command", "write"]
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Where to write.  [FOLDER]")
 def command(folder: Path, to: Path | None) -> None:
-    """Write report.html, report.md, rows.csv and table.tex from the records that `kvtailor bench --out` left in FOLDER.
+    """Write report.html, report.md, and all tables as CSV and LaTeX from the records that `kvtailor bench --out` left.
 
-    No model is loaded and nothing is measured: whatever a page shows is in the records.
+    No model is loaded and nothing is measured: whatever a page shows is in the records. The tables of a suite that was
+    run there are made again as well.
     """
     for path in write(folder, to or folder):
         click.echo(path)
 
 
 def write(folder: Path, to: Path) -> list[Path]:
-    """The pages of the records in a folder; of records of the same thing, the latest.
+    """The pages of the records in a folder; of records of the same thing, the latest. `report.html` comes first.
 
     Raises:
         RecordError: the folder holds no records.
+        SuiteError: a suite's file beside them has faults.
         Fraud: the records cannot be what they say.
     """
     from kvtailor.bench import tripwires
-    from kvtailor.bench.report import summarise
-    from kvtailor.bench.report.page import page
-    from kvtailor.bench.report.tables import csv_text, latex, markdown
+    from kvtailor.bench.report.files import texts
     from kvtailor.bench.schema import latest, read_records
+    from kvtailor.bench.suite import read_suite
 
     records = latest(read_records(folder))
     tripwires.check_records(records)
-    summary = summarise(records)
-    notes = "\n".join(f"- {note}" for note in summary.footnotes)
     to.mkdir(parents=True, exist_ok=True)
-    texts = {
-        "report.html": page(records),
-        "report.md": f"**{summary.headline}**\n\n{markdown(summary.rows)}\n\n{notes}\n",
-        "rows.csv": csv_text(summary.rows),
-        "table.tex": latex(summary.rows) + "\n",
-    }
-    for name, text in texts.items():
+    pages = texts(records, [read_suite(path) for path in sorted(folder.glob("*.toml"))])
+    for name, text in pages.items():
         (to / name).write_text(text, encoding="utf-8")
-    return [to / name for name in texts]
+    return [to / name for name in pages]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from kvtailor.bench.subject import Contestant, Subject
+    from kvtailor.bench.contestant import Contestant
+    from kvtailor.bench.subject import Subject
 
 __all__ = ["Generated", "command", "generate"]
 
@@ -191,7 +192,8 @@ def command(
 
     from rich.console import Console
 
-    from kvtailor.bench.subject import Contestant, Subject
+    from kvtailor.bench.contestant import Contestant
+    from kvtailor.bench.subject import Subject
     from kvtailor.errors import KvtailorError
 
     console = Console(stderr=True, highlight=False)

@@ -9,36 +9,50 @@ from kvtailor.bench.report.costs import grids
 from kvtailor.bench.report.grid import Grid, as_csv, as_latex, as_markdown
 from kvtailor.bench.report.page import page
 from kvtailor.bench.report.points import of_one_model
+from kvtailor.bench.report.suite_pages import SuitePages, suite_pages
 from kvtailor.bench.report.tables import csv_text, latex, main_grid, quality_grid
 from kvtailor.bench.schema import Record
+from kvtailor.bench.suite import Suite
 
 __all__ = ["markdown_page", "texts"]
 
 
-def texts(records: Sequence[Record]) -> dict[str, str]:
+def texts(records: Sequence[Record], suites: Sequence[Suite] = ()) -> dict[str, str]:
     """`report.html` and `report.md` have everything; `rows.csv` and `table.tex` the main table, one line for a plan.
 
     The tables over all points are `NAME.csv` and `NAME.tex`: quality, and of speed, memory, capacity and fidelity those
-    that were measured.
+    that were measured. Of a suite they are `suite-SUITE-TABLE.csv` and `.tex`.
+
+    Args:
+        records: of one run, or of a folder of runs.
+        suites: those whose tables are wanted; one that has no record is passed over.
 
     Raises:
         ValueError: no records.
     """
     summary = summarise(records)
+    filled = [pages for suite in suites if (pages := suite_pages(suite, records)) is not None]
     found = {
-        "report.html": page(records),
-        "report.md": markdown_page(records, summary),
+        "report.html": page(records, filled),
+        "report.md": markdown_page(records, summary, filled),
         "rows.csv": csv_text(summary.rows),
         "table.tex": latex(summary.rows) + "\n",
     }
     for grid in _further(records, summary):
         found |= {f"{grid.name}.csv": as_csv(grid), f"{grid.name}.tex": as_latex(grid) + "\n"}
+    for grid in (grid for pages in filled for grid in pages.grids):
+        found |= {f"suite-{grid.name}.csv": as_csv(grid), f"suite-{grid.name}.tex": as_latex(grid) + "\n"}
     return found
 
 
-def markdown_page(records: Sequence[Record], summary: Summary) -> str:
+def markdown_page(records: Sequence[Record], summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
     """The headline, all tables, and what the numbers rest on."""
     parts = [f"**{summary.headline}**"]
+    for pages in suites:
+        parts.append(f"# {pages.title}\n\n{pages.line}")
+        parts += [f"## {grid.title}\n\n{as_markdown(grid)}\n\n{grid.note}".rstrip() for grid in pages.grids]
+        if pages.idle:
+            parts.append(f"Not run: {'; '.join(pages.idle)}.")
     if summary.missing:
         absent = "\n".join(f"- `{plan}`: {what}" for plan, what in summary.missing)
         parts.append(f"Not in this kvtailor yet, so not measured:\n\n{absent}")

@@ -48,21 +48,22 @@ def table(
     Args:
         grid: what to show.
         records: by key.
-        numbers: of the plans, by plan hash.
+        numbers: of the plans, by plan hash; without any there is no column of numbers.
         kinds: class of each plan's colour.
         tags: words beside the names of some plans.
         classes: of the lines of some plans.
     """
-    names = ["#", *grid.heads]
-    heads = "".join(_head(name, left=index == 1) for index, name in enumerate(names))
+    heads = "".join(_head(name, left=index == 0) for index, name in enumerate(grid.heads))
+    if numbers:
+        heads = _head("#", left=False) + heads
     body = []
     for plan, (first, *others) in zip(grid.plans, grid.rows, strict=True):
         number = numbers.get(plan)
         swatch = f'<span class="swatch {kinds[plan]}"></span>' if plan in kinds else ""
         tag = (tags or {}).get(plan)
         shown = f'<span class="front-tag">{escape(tag)}</span>' if tag else ""
-        cells = [
-            f'<td data-value="{quoted(number or "")}">{swatch}{escape(number or "–")}</td>',
+        cells = [f'<td data-value="{quoted(number or "")}">{swatch}{escape(number or "–")}</td>'] if numbers else []
+        cells += [
             f'<td class="name" data-value="{quoted(first.value)}"><code>{escape(first.text or "")}</code>{shown}</td>',
             *(_cell(cell, records) for cell in others),
         ]

@@ -13,6 +13,7 @@ from kvtailor.bench.report.maps import budgets, needles
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.rows import FULL, OWN, Row
 from kvtailor.bench.report.style import SCRIPT, STYLE
+from kvtailor.bench.report.suite_pages import SuitePages
 from kvtailor.bench.report.sweeps import along, by_layer
 from kvtailor.bench.report.tables import main_grid, quality_grid
 from kvtailor.bench.schema import Record
@@ -20,8 +21,13 @@ from kvtailor.bench.schema import Record
 __all__ = ["page", "pareto"]
 
 
-def page(records: Sequence[Record], *, title: str = "kvtailor bench") -> str:
+def page(records: Sequence[Record], suites: Sequence[SuitePages] = (), *, title: str = "kvtailor bench") -> str:
     """The page as text.
+
+    Args:
+        records: of one run, or of a folder of runs.
+        suites: whose tables come first, from `suite_pages` of the same records.
+        title: of the window.
 
     Raises:
         ValueError: no records.
@@ -41,6 +47,7 @@ def page(records: Sequence[Record], *, title: str = "kvtailor bench") -> str:
     parts = [
         f"<h1>{escape(summary.headline)}</h1>",
         f'<p class="dim">{escape(_where(records, summary))}</p>',
+        *(part for suite in suites for part in _suite(suite, drawn)),
         *_missing(summary),
         *_tables(summary, drawn),
         *_section(
@@ -130,6 +137,16 @@ def _tables(summary: Summary, drawn: Drawn) -> Iterator[str]:
         grid = quality_grid(summary.measures, summary.rows)
         yield f'<h2>{escape(grid.title)}</h2><p class="dim">{escape(grid.note)}</p>'
         yield table(grid, drawn.by_key, drawn.numbers, drawn.kinds, classes=full)
+
+
+def _suite(suite: SuitePages, drawn: Drawn) -> Iterator[str]:
+    yield f'<h2>{escape(suite.title)}</h2><p class="dim">{escape(suite.line)}</p>'
+    for grid in suite.grids:
+        yield f"<h3>{escape(grid.title)}</h3>{table(grid, drawn.by_key, {}, {})}"
+        if grid.note:
+            yield f'<p class="dim">{escape(grid.note)}</p>'
+    if suite.idle:
+        yield f'<p class="dim">Not run: {escape("; ".join(suite.idle))}.</p>'
 
 
 def _further(records: Sequence[Record], summary: Summary, drawn: Drawn) -> Iterator[str]:

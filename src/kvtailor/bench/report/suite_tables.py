@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
 from kvtailor.bench.report.suite_numbers import measured, point_of
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Contestant
 from kvtailor.bench.suite import Suite
 from kvtailor.bench.suite_cells import Asked, Cell, Table, TableRow
 from kvtailor.errors import KvtailorError

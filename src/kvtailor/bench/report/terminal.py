@@ -16,9 +16,11 @@ from kvtailor.bench.report.quality import NATS, Measure
 from kvtailor.bench.report.rows import FULL, OWN
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 
-__all__ = ["byte_text", "show"]
+__all__ = ["Column", "byte_text", "fit", "show"]
 
 Rendering = tuple[str, Literal["left", "right"], Callable[[Row], Text]]
+Column = tuple[str, Literal["left", "right"], list[Text]]
+"""Name, side and cells; that of the plans has the name 'plan'."""
 
 MISSING = "–"
 _NARROW = 120
@@ -130,9 +132,12 @@ def _score(measure: Measure, row: Row) -> Text:
 
 
 def _split(columns: list[Rendering], rows: list[Row], console: Console) -> Iterator[Table]:
-    """As many tables below each other as the terminal's width asks for, without columns in which nothing is."""
-    rendered: list[Column] = [(name, side, [render(row) for row in rows]) for name, side, render in columns]
-    plan, *others = [column for column in rendered if any(str(cell) != MISSING for cell in column[2])]
+    yield from fit([(name, side, [render(row) for row in rows]) for name, side, render in columns], console)
+
+
+def fit(columns: list[Column], console: Console) -> Iterator[Table]:
+    """Tables that the terminal is wide enough for, with the first column in each; columns of dashes are left out."""
+    plan, *others = [column for column in columns if any(str(cell) != MISSING for cell in column[2])]
     group = [plan]
     for column in others:
         if len(group) > 1 and sum(map(_width, [*group, column])) > console.width:
@@ -140,9 +145,6 @@ def _split(columns: list[Rendering], rows: list[Row], console: Console) -> Itera
             group = [plan]
         group.append(column)
     yield _table_of(group)
-
-
-Column = tuple[str, Literal["left", "right"], list[Text]]
 
 
 def _width(column: Column) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Contestant, Subject
+from kvtailor.bench.subject import Subject
 
 __all__ = ["Given", "Task"]
 

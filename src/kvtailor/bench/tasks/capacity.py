@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.fresh import STATE, answer, ask, decode, random_tokens, why_not
 from kvtailor.bench.gauge import Gauge
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import OWN, Contestant, Subject, bytes_of
+from kvtailor.bench.subject import Subject, bytes_of
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
 

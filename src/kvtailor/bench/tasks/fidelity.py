@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench import tripwires
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.inside import LAYERWISE, compare_layers, contents, queries_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import calibration_error, quantile
-from kvtailor.bench.subject import Contestant, Subject, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, whole_budgets
 from kvtailor.errors import KvtailorError

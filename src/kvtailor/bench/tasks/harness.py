@@ -24,11 +24,12 @@ from typing import Any, ClassVar
 import torch
 
 from kvtailor.bench import harness
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.harness_alone import one_process, randomness_restored, silence
 from kvtailor.bench.harness_held import Held
 from kvtailor.bench.harness_results import is_ratio, likelihoods_of, main_metric, metrics_of, scores_of, versions
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Contestant, Subject, hash_of
+from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.bench.tripwires import Fraud
 from kvtailor.errors import KvtailorError
@@ -111,7 +112,7 @@ class Harness(Task):
                     yield replace(blank, error=str(error))
                     continue
                 if _hash(given.subject, tasks) != hashes:
-                    raise Fraud(f"different data: {contestant.label} was asked other questions of {self.task}")
+                    raise Fraud("different data", f"{contestant.label} was asked other questions of {self.task}")
                 steps.finish()
                 said, read = (*notes, *measured.pop("notes")), measured.pop("read")
                 record = replace(blank, notes=said, wall_seconds=time.perf_counter() - begin, **measured)
@@ -217,9 +218,10 @@ def _check_touched(record: Record, full: Record) -> None:
     likelihoods = record.values.get("loglikelihood")
     if likelihoods is not None and likelihoods == full.values.get("loglikelihood"):
         raise Fraud(
-            f"untouched cache: plan {record.label!r} holds {record.tokens_held:g} of {record.tokens_seen} tokens in "
+            "untouched cache",
+            f"plan {record.label!r} holds {record.tokens_held:g} of {record.tokens_seen} tokens in "
             f"{record.bytes_held} of {record.bytes_full} bytes, yet no log-likelihood of {record.point['task']} "
-            "differs from 'full': the compressed cache was never read"
+            "differs from 'full': the compressed cache was never read",
         )
 
 

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench import tripwires
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.longsets import Example, LongSet, long_set, overall, read_examples, score_example
 from kvtailor.bench.longsets.prompts import chat_overhead, longbench_ids, uses_chat, zeroscrolls_ids
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Contestant, Subject, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
 

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.fresh import STATE, answer, ask, decode, random_tokens, why_not
 from kvtailor.bench.gauge import Gauge
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import OWN, Contestant, Subject, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
 
 __all__ = ["Memory", "weigh_in_this_process"]

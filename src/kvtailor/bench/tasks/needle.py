@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench import tripwires
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Contestant, Subject, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of, weigh
 from kvtailor.bench.synthetic import Document, make_document
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError

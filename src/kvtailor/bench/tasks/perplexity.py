@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench import tripwires
+from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import OWN, Contestant, Subject, Tokens, hash_of, weigh
+from kvtailor.bench.subject import Subject, Tokens, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.bench.whole import WholeBudgets
 from kvtailor.errors import KvtailorError

@@ -27,11 +27,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.flops import Work, count
 from kvtailor.bench.machine import Neighbours
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import spread
-from kvtailor.bench.subject import OWN, Contestant, Subject, bytes_of, hash_of, weigh
+from kvtailor.bench.subject import Subject, bytes_of, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
 

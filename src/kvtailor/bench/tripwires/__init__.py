@@ -21,7 +21,12 @@ from kvtailor.bench.tripwires.fraud import (
 )
 from kvtailor.bench.tripwires.holdings import of_holdings, same_peaks
 from kvtailor.bench.tripwires.results import of_results, same_doings
-from kvtailor.bench.tripwires.scores import check_identity, check_whole_budget, tolerances
+from kvtailor.bench.tripwires.scores import (
+    check_identity,
+    check_whole_budget,
+    tolerances,
+    tolerances_of_another_path,
+)
 from kvtailor.bench.tripwires.texts import (
     check_calibration,
     check_distinct,
@@ -50,6 +55,7 @@ __all__ = [
     "findings",
     "is_allowance",
     "tolerances",
+    "tolerances_of_another_path",
     "warnings_of",
 ]
 

@@ -17,6 +17,7 @@ MEANINGS = {
     "repeated text": "too few different runs of 8 words: any cache looks good on it",
     "calibration on the evaluated text": "a plan was tuned on the text that scores it",
     "one text under two names": "two data sets of a run are the same text",
+    "different data": "a plan was asked something else than 'full'",
     "same results on other data": "a plan gives the same values on different tokens",
     "untouched cache": "a plan says that it holds less, yet nothing differs from 'full'",
     "equal results": "two plans hold different things, yet all of their results are equal",

@@ -8,7 +8,7 @@ import torch
 
 from kvtailor.bench.tripwires.fraud import Fraud
 
-__all__ = ["check_identity", "check_whole_budget", "tolerances"]
+__all__ = ["check_identity", "check_whole_budget", "tolerances", "tolerances_of_another_path"]
 
 
 def tolerances(dtype: torch.dtype) -> tuple[float, float | None]:
@@ -17,6 +17,16 @@ def tolerances(dtype: torch.dtype) -> tuple[float, float | None]:
     In float32 1e-3. In half precision 0.5 and 0.02 in the mean: a bfloat16 logit of 20 has steps of 1/8.
     """
     return (1e-3, None) if dtype == torch.float32 else (0.5, 0.02)
+
+
+def tolerances_of_another_path(dtype: torch.dtype) -> tuple[float, float | None]:
+    """The same for a plan whose attention takes another exact way, as h2o with its column sums does.
+
+    In half precision every product then rounds elsewhere: on the embedded model h2o at keep=1.0 is 0.017 to 0.035 nats
+    off in the mean token in bfloat16, and 2e-6 in float32. So 0.1 in the mean is allowed there.
+    """
+    worst, mean = tolerances(dtype)
+    return (worst, None) if mean is None else (worst, 0.1)
 
 
 def check_identity(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtailor.bench.overlap import Calibrated, Sketch, shared, text_hash
@@ -108,7 +109,7 @@ def check_sources(texts: Mapping[str, str]) -> None:
 
 
 def of_texts(records: Sequence[Record]) -> Iterator[Finding]:
-    """Same tokens under different names, and the same results on different tokens."""
+    """Same tokens under different names, plans on different tokens, and the same results on different tokens."""
     named: dict[str, Record] = {}
     for record in records:
         if record.text_hash is None or record.text is None:
@@ -119,6 +120,7 @@ def of_texts(records: Sequence[Record]) -> Iterator[Finding]:
             yield Finding(
                 "one text under two names", _same_text(str(earlier.text), record.text, how), (earlier, record)
             )
+    yield from _asked_otherwise(records)
     seen: dict[tuple[str, str, str, tuple[float, ...]], Record] = {}
     for record in records:
         name = next((name for name in ("nll", "kl") if name in record.values), None)
@@ -133,6 +135,28 @@ def of_texts(records: Sequence[Record]) -> Iterator[Finding]:
                 "never read, or is a fallback",
                 (earlier, record),
             )
+
+
+def _asked_otherwise(records: Sequence[Record]) -> Iterator[Finding]:
+    """Plans that were measured at a point of 'full', but on other tokens."""
+    asked: dict[tuple[object, ...], dict[str, Record]] = {}
+    good = [record for record in records if record.error is None and record.text_hash is not None]
+    for record in (r for r in good if r.label == "full"):
+        asked.setdefault(_place(record), {})[str(record.text_hash)] = record
+    for record in good:
+        full = asked.get(_place(record))
+        if full and record.text_hash not in full:
+            yield Finding(
+                "different data",
+                f"plan {record.label!r} was given other tokens than 'full' in task {record.task!r} on {record.text} at "
+                f"{dict(record.point)}: their difference says nothing about the cache; measure both again",
+                (*full.values(), record),
+            )
+
+
+def _place(record: Record) -> tuple[object, ...]:
+    where = json.dumps(record.point, sort_keys=True, default=str)
+    return record.model, record.task, record.task_version, record.text, where, record.state, record.asked
 
 
 def _same_text(one: str, other: str, how: str) -> str:

@@ -1,0 +1,57 @@
+"""The sides of a comparison: plans, and the model's own cache."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from kvtailor.bench.overlap import Calibrated
+from kvtailor.errors import PlanError
+
+__all__ = ["OWN", "Contestant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One side of a comparison.
+
+    Attributes:
+        label: the plan as the user wrote it.
+        plan: canonical form; None for the model's own cache, without kvtailor.
+        hash: content hash.
+        missing: why this kvtailor cannot run the plan: what it names that is not there. Nothing is measured then, and
+            every record of it says so.
+        calibration: what its artefacts were made from; a task refuses to score it on that.
+    """
+
+    label: str
+    plan: str | None
+    hash: str
+    missing: tuple[str, ...] = ()
+    calibration: tuple[Calibrated, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, *, may_be_missing: bool = False) -> Contestant:
+        """The contestant that a one-line plan describes.
+
+        Args:
+            text: the plan.
+            may_be_missing: a plan with faults becomes a contestant that is reported as missing.
+
+        Raises:
+            PlanError: the plan has faults, and it may not be missing.
+        """
+        from kvtailor.plan import Plan
+
+        label = " ".join(text.split())
+        try:
+            plan = Plan.parse(text)
+        except PlanError as error:
+            if not may_be_missing:
+                raise
+            digest = hashlib.sha256(label.encode()).hexdigest()[:12]
+            return cls(label=label, plan=label, hash=f"missing-{digest}", missing=tuple(error.faults))
+        return cls(label=label, plan=str(plan), hash=plan.hash)
+
+
+OWN = Contestant(label="the model's own cache", plan=None, hash="own")

@@ -1,0 +1,27 @@
+"""`kvtailor eval`: lm-evaluation-harness with a model that reads its own compressed cache."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command(
+    short_help="lm-evaluation-harness on a compressed cache.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def command(words: tuple[str, ...]) -> None:
+    """The command line of lm_eval, which has no hook for models of others, with the model `kvtailor` registered.
+
+    \b
+    kvtailor eval --model kvtailor --tasks arc_easy,gsm8k --limit 50 \\
+        --model_args "pretrained=demo,plan='snapkv @ keep=0.25'" --data FOLDER
+
+    All options are lm_eval's own, but for --data: a folder with the tasks' data in their original layouts.
+    """
+    from kvtailor.bench.harness import main
+
+    main(list(words))
