@@ -9,6 +9,7 @@ from tests.bench.harness_fixtures import folder
 from kvtailor import cache_for
 from kvtailor.bench.harness_held import Held
 from kvtailor.bench.harness_results import likelihoods_of, metrics_of, scores_of
+from kvtailor.bench.overlap import Calibrated
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
@@ -110,6 +111,15 @@ def test_a_cache_that_only_says_that_it_is_small_is_caught(subject, data):
 
     with pytest.raises(Fraud, match="untouched cache.*arc_easy"):
         records(replace(subject, make_cache=make), ["snapkv @ keep=0.25"], Harness(task="arc_easy", data=data))
+
+
+def test_a_plan_that_was_calibrated_on_the_questions_is_refused(subject, data):
+    [asked] = [path.read_text() for path in data.rglob("ARC-Easy-Test.jsonl")]
+    made = Calibrated.on(asked, name="filters", model="demo", text_name="the test split")
+    full, plan = contestants_of(["snapkv @ keep=0.25"])
+    with pytest.raises(Fraud, match="calibration on the evaluated text: filters"):
+        run(subject, [full, replace(plan, calibration=(made,))], [Harness(task="arc_easy", data=data, limit=4)],
+            bandwidth=False)  # fmt: skip
 
 
 def test_what_cannot_be_asked_is_refused(subject, data):

@@ -1,4 +1,6 @@
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from tests.bench.longset_rows import ChatTokenizer, lines_to, longbench_row, scr
 from kvtailor import demo
 from kvtailor.bench.longsets import long_set, read_examples
 from kvtailor.bench.longsets.prompts import longbench_ids
+from kvtailor.bench.overlap import Calibrated
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Given
@@ -133,6 +136,17 @@ def test_the_same_example_twice_is_a_fraud(paragraphs):
     file.write_text("".join([*lines, lines[0]]))
     with pytest.raises(Fraud, match="repeated data: sample 3 of longbench/passage_retrieval_en"):
         bench(paragraphs)
+
+
+def test_a_plan_that_was_calibrated_on_the_examples_is_refused(paragraphs):
+    [document] = [path.read_text() for path in paragraphs.rglob("*.jsonl")]
+    task = LongContext(benchmark="longbench", subset="passage_retrieval_en", data=paragraphs)
+    for text, refused in ((document, True), ("Something else, of many other words altogether. " * 30, False)):
+        made = Calibrated.on(text, name="filters", model="dummy", text_name="the test split")
+        tuned = replace(contestant("short"), calibration=(made,))
+        given = subject(RecallModel(), short=DummyCache(keep=700))
+        with pytest.raises(Fraud, match="calibration on the evaluated text") if refused else nullcontext():
+            run(given, [FULL, tuned], [task], bandwidth=False)
 
 
 @pytest.mark.parametrize("most", [2, 101, 500])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtailor.bench.overlap import Calibrated
 from kvtailor.errors import PlanError
 
-__all__ = ["OWN", "Contestant"]
+__all__ = ["OTHER_ATTENTION", "OWN", "Contestant"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +55,5 @@ class Contestant:
 
 
 OWN = Contestant(label="the model's own cache", plan=None, hash="own")
+OTHER_ATTENTION = Contestant(label="the model's own cache under its other attention", plan=None, hash="own, eager")
+"""Exact as well, and rounded elsewhere: a yardstick for what rounding does, see `bench.rounding`."""

@@ -145,7 +145,7 @@ KINDS: dict[str, Kind] = {
     "harness": Kind(
         module="harness",
         class_name="Harness",
-        settings=("task", "limit", "fewshot"),
+        settings=("task", "limit", "fewshot", "outside"),
         needs=("task",),
         reads_data=True,
         metrics=None,

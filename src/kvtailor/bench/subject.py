@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.contestant import OTHER_ATTENTION, Contestant
 from kvtailor.errors import KvtailorError
 from kvtailor.ledger import storage_bytes
 
@@ -133,8 +133,12 @@ class Subject:
         """An empty cache; None stands for the model's own, under the model's own attention."""
         if contestant.plan is not None:
             return (self.make_cache or _cache_for)(self.model, contestant.plan)
-        if self.stock_attention is not None and self._config()._attn_implementation != self.stock_attention:
-            self.model.set_attn_implementation(self.stock_attention)
+        if self.stock_attention is not None:
+            wanted = self.stock_attention
+            if contestant is OTHER_ATTENTION:
+                wanted = "sdpa" if wanted == "eager" else "eager"
+            if self._config()._attn_implementation != wanted:
+                self.model.set_attn_implementation(wanted)
         return None
 
     def whole_budgets(self, contestant: Contestant) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvtailor.bench import tripwires
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.rounding import tolerances_here
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 from kvtailor.plan import Plan
@@ -47,11 +48,15 @@ class WholeBudgets:
         full: what they must equal.
         score: the log-probabilities (t,) of the sample's targets under a plan.
         what: name of the sample, for the sentence of a failure.
+        tokens: of the sample.
     """
 
-    def __init__(self, subject: Subject, full: Contestant, score: Callable[[Contestant], Tensor], what: str):
+    def __init__(
+        self, subject: Subject, full: Contestant, score: Callable[[Contestant], Tensor], what: str, tokens: int
+    ):
         self._subject, self._full, self._score, self._what = subject, full, score, what
-        self._reference: list[float] | None = None
+        self._tokens = tokens
+        self._reference: Tensor | None = None
         self._notes: dict[str, tuple[str, ...]] = {}
 
     def check(self, contestant: Contestant) -> tuple[str, ...]:
@@ -71,10 +76,13 @@ class WholeBudgets:
         whole = Contestant(label=f"{contestant.label} at its whole budget", plan=plan, hash=f"whole {plan}")
         try:
             if self._reference is None:
-                self._reference = self._score(self._full).tolist()
-            ours = self._score(whole).tolist()
+                self._reference = self._score(self._full)
+            ours = self._score(whole)
         except (KvtailorError, ValueError) as error:
             return (f"Its whole budget could not be tried as {plan}: {error}",)
-        worst, mean = tripwires.tolerances_of_another_path(self._subject.dtype)
-        tripwires.check_whole_budget(contestant.label, plan, ours, self._reference, worst, self._what, mean)
+        usual = tripwires.tolerances_of_another_path(self._subject.dtype)
+        worst, mean = tolerances_here(self._subject, usual, ours - self._reference, self._score, tokens=self._tokens)
+        tripwires.check_whole_budget(
+            contestant.label, plan, ours.tolist(), self._reference.tolist(), worst, self._what, mean
+        )
         return ()

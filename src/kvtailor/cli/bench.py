@@ -14,6 +14,7 @@ from kvtailor.cli.asked import SETS, TASKS, USUAL, numbers, settings_of, sizes, 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvtailor.bench.report import Summary
     from kvtailor.bench.schema import Record
     from kvtailor.bench.subject import Subject
 
@@ -179,12 +180,16 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
     _say_kept(before, records, console)
     summary = summarise(records)
     _pages(options["out"], console)
+    _picture(summary, options["out"], console)
     show(summary, _terminal())
     return summary.as_dict()
 
 
 def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
+    from rich.markup import escape
+
     from kvtailor.bench.progress import bar
+    from kvtailor.bench.report import summarise
     from kvtailor.bench.report.suite_pages import show_suite, suite_pages
     from kvtailor.bench.runner import finished
     from kvtailor.bench.suite import read_suite, suites
@@ -205,10 +210,13 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
         (options["out"] / f"{suite.name}.toml").write_bytes(source.read_bytes())
     _pages(options["out"], console)
     pages = suite_pages(suite, records, only=options["tables"])
+    summary = summarise(records)
+    _terminal().print(f"\n[bold]{escape(summary.headline)}[/]")
     if pages is not None:
         show_suite(pages, _terminal())
     return {
         "suite": suite.name,
+        "headline": summary.headline,
         "missing": list(prepared.missing),
         "unavailable": list(prepared.unavailable),
         "pages": asdict(pages) if pages is not None else None,
@@ -235,6 +243,19 @@ def _pages(out: Path | None, console: Console) -> None:
     if out is not None:
         made = write(out, out)
         console.print(f"{made[0]} and {len(made) - 1} files beside it", style="dim", markup=False, soft_wrap=True)
+
+
+def _picture(summary: Summary, out: Path | None, console: Console) -> None:
+    from kvtailor.bench.report.plot import plot
+    from kvtailor.errors import KvtailorError
+
+    if out is None:
+        return
+    try:
+        where = plot(summary, out / "loss-vs-bytes.png")
+        console.print(f"{where}", style="dim", markup=False, soft_wrap=True)
+    except KvtailorError as error:
+        console.print(f"no picture: {error}", style="dim", markup=False, soft_wrap=True)
 
 
 def _terminal() -> Console:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from kvtailor.bench import tripwires
 from kvtailor.bench.report.points import Series, base, named, series_of
 from kvtailor.bench.report.quality import Measure
 from kvtailor.bench.report.rows import FULL, OWN, Row, asked_of_both
@@ -30,6 +31,7 @@ def footnotes(
             f"Left out: {others} records of another model, dtype or device than the one measured last. Put each in a "
             "folder of its own to see them."
         )
+    yield from tripwires.warnings_of(records)
     texts = series_of(records, "perplexity")
     shown = base(texts)
     if shown is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
+from kvtailor.bench.report.rows import FULL
 from kvtailor.bench.report.suite_numbers import measured, point_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite import Suite
@@ -268,5 +269,17 @@ def _said(cell: Cell, asked: Asked, record: Record) -> Iterable[tuple[str, str]]
         yield f"{asked.kind}: {record.error}", f"`{cell.plan}`"
     elif KINDS[asked.kind].timings and not record.timings:
         yield f"{asked.kind}: no time, since other programs disturbed too many samples.", f"`{cell.plan}`"
+    elif record.label == FULL and KINDS[asked.kind].timings and record.floor_seconds is not None:
+        first = record.metrics.get("floor_ttft_seconds")
+        least = f"{1e3 * first:.1f} ms to the first token and " if first is not None else ""
+        yield (
+            f"Floor of 'full' at {_where(record)}: {least}{1e3 * record.floor_seconds:.2f} ms for each further "
+            "one: weights and cache read once at this machine's bandwidth, the prompt's products at its peak.",
+            "",
+        )
     elif wanted in TEXTS and wanted != GENERATED and record.text != wanted:
         yield f"{wanted} is {record.text} here.", ""
+
+
+def _where(record: Record) -> str:
+    return f"{record.point.get('context')} tokens, batch {record.point.get('batch')}"

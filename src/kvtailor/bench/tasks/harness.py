@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvtailor.bench import harness
+from kvtailor.bench import harness, tripwires
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.harness_alone import one_process, randomness_restored, silence
 from kvtailor.bench.harness_held import Held
@@ -86,6 +86,8 @@ class Harness(Task):
             for contestant in given.contestants:
                 begin = time.perf_counter()
                 steps = _Steps(given.advance, f"{self.task} · {contestant.label}", requests)
+                if contestant.calibration:
+                    tripwires.check_calibration(contestant.calibration, _texts(tasks), self.task)
                 blank = replace(
                     given.blank(contestant),
                     point={
@@ -210,8 +212,11 @@ def _build(tasks: Mapping[str, Any], limit: int | None) -> None:
 
 def _hash(subject: Subject, tasks: Mapping[str, Any]) -> str:
     """Of the tokens of everything that the model is asked, in the harness's order."""
-    texts = [text for task in tasks.values() for instance in task.instances for text in map(str, instance.args)]
-    return hash_of(*(subject.prompt(text) for text in texts))
+    return hash_of(*(subject.prompt(text) for text in _texts(tasks)))
+
+
+def _texts(tasks: Mapping[str, Any]) -> list[str]:
+    return [text for task in tasks.values() for instance in task.instances for text in map(str, instance.args)]
 
 
 def _check_touched(record: Record, full: Record) -> None:

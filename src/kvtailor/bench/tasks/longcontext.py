@@ -87,6 +87,9 @@ class LongContext(Task):
             notes.append(f"{prompts.cut} of {len(examples)} prompts were longer than {prompts.limit} tokens and cut.")
         for contestant in given.contestants:
             begin = time.perf_counter()
+            if contestant.calibration:
+                scored = [given.subject.text(ids.tolist()) for ids in prompts.ids]
+                tripwires.check_calibration(contestant.calibration, scored, source)
             blank = replace(
                 given.blank(contestant),
                 point={

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvtailor.bench import tripwires
 from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.rounding import tolerances_here
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, Tokens, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
@@ -128,7 +129,7 @@ class Perplexity(Task):
                 continue
             if contestant.label == "full":
                 own = own or self._run(given, OWN, windows)
-                self._check_identity(given.subject, scored, own)
+                self._check_identity(given.subject, scored, own, windows)
             nll = tuple(-float(s.mean()) for s, _ in scored)
             if not all(math.isfinite(x) for x in nll):
                 yield replace(blank, error="The model gave a log-probability that is not a number.")
@@ -199,13 +200,23 @@ class Perplexity(Task):
         return found
 
     def _check_identity(
-        self, subject: Subject, ours: Sequence[tuple[Tensor, Any]], own: Sequence[tuple[Tensor, Any]]
+        self,
+        subject: Subject,
+        ours: Sequence[tuple[Tensor, Any]],
+        own: Sequence[tuple[Tensor, Any]],
+        windows: Sequence[Window],
     ) -> None:
-        worst, mean = tripwires.tolerances(subject.dtype)
-        flat = [torch.cat([scores for scores, _ in each]).tolist() for each in (ours, own)]
-        tripwires.check_identity(
-            flat[0], flat[1], worst if self.tolerance is None else self.tolerance, self.source, mean
-        )
+        def score(contestant: Contestant) -> Tensor:
+            if contestant is OWN:
+                return stock
+            return torch.cat([score_window(subject, contestant, w.context, w.targets, self.chunk)[0] for w in windows])
+
+        flat, stock = (torch.cat([scores for scores, _ in each]) for each in (ours, own))
+        tokens = self.context + self.continuation
+        worst, mean = tolerances_here(subject, tripwires.tolerances(subject.dtype), flat - stock, score, tokens)
+        if self.tolerance is not None:
+            worst = self.tolerance
+        tripwires.check_identity(flat.tolist(), stock.tolist(), worst, self.source, mean)
 
 
 def whole_budgets(given: Given, window: Window, source: str) -> WholeBudgets:
@@ -216,7 +227,7 @@ def whole_budgets(given: Given, window: Window, source: str) -> WholeBudgets:
     def score(contestant: Contestant) -> Tensor:
         return score_window(given.subject, contestant, window.context, targets, chunk=1)[0]
 
-    return WholeBudgets(given.subject, full, score, source)
+    return WholeBudgets(given.subject, full, score, source, window.context.numel() + targets.numel())
 
 
 def score_window(
