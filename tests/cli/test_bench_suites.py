@@ -1,13 +1,16 @@
 """What one bench can be asked: suites, sweeps, several texts, sets, permits."""
 
 import json
+import random
 
 import pytest
 from click.testing import CliRunner
+from tests.bench.harness_fixtures import folder
 from tests.bench.longset_rows import lines_to, longbench_row
 
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import bench, report
+from kvtailor.cli import eval as eval_verb
 
 SUITE = """
 title = "A small suite"
@@ -114,3 +117,15 @@ def test_sweeps_texts_and_sets_are_points_of_one_run(tmp_path):
     assert points == {(32, 1), (32, 2), (64, 1), (64, 2)}
     assert [r.samples for r in records if r.task == "longcontext"] == [1, 1]
     assert {measure["task"] for measure in found["measures"]} == {"perplexity", "longcontext"}
+
+
+def test_eval_is_the_harness_with_our_model_in_it(tmp_path, capfd):
+    pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'kvtailor[harness]'")
+    data = folder(tmp_path, random.Random(5))
+    words = ["--model", "kvtailor", "--model_args", "pretrained=demo,plan='snapkv @ keep=0.25'", "--tasks",
+             "lambada_openai", "--limit", "2", "--data", str(data)]  # fmt: skip
+    done = CliRunner().invoke(eval_verb.command, words)
+    assert done.exit_code == 0, done.output
+    assert "lambada_openai" in done.output and "perplexity" in done.output and "snapkv @ keep=0.25" in done.output
+    helped = CliRunner().invoke(eval_verb.command, ["--help"])
+    assert "with the model `kvtailor` registered" in " ".join(helped.output.split()) and "lm-eval" in helped.output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import click
 
 __all__ = ["command"]
@@ -24,4 +26,6 @@ def command(words: tuple[str, ...]) -> None:
     """
     from kvtailor.bench.harness import main
 
+    if not words or words[0] in ("-h", "--help"):
+        click.echo(f"{inspect.cleandoc(command.help or '')}\n\nWhat lm_eval says of itself:\n".replace("\b\n", ""))
     main(list(words))
