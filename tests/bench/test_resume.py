@@ -92,8 +92,9 @@ t.run(t.subject(t.CountingModel(), **t.CACHES), t.PLANS, t.tasks(), out=out, ban
 def test_after_a_kill_nothing_is_lost_or_doubled(tmp_path, after):
     whole = go(None)
     root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     killed = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), str(after)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+        [sys.executable, "-c", CHILD, str(tmp_path), str(after)], cwd=root, env={**os.environ, "PYTHONPATH": path}
     )
     assert killed.returncode == -signal.SIGKILL
     there = [line for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]

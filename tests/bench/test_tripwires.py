@@ -16,7 +16,11 @@ from kvtailor.errors import KvtailorError, UnknownName
 @pytest.mark.parametrize("commit", ["abc", "abc-dirty"])
 def test_what_was_allowed_passes_and_is_said(tmp_path, monkeypatch, commit):
     """Also where the records of the refused run are there, and are not measured again."""
-    monkeypatch.setattr(machine, "versions", lambda: dict.fromkeys(runner._VERSIONS, "1") | {"commit": commit})
+    monkeypatch.setattr(
+        machine,
+        "versions",
+        lambda: dict.fromkeys(("python", "torch", "transformers", "kvtailor"), "1") | {"commit": commit},
+    )
     names = iter(["aaaa", "bbbb", "cccc"])
     monkeypatch.setattr(runner.secrets, "token_hex", lambda size: next(names))
     windows = [letters(200, "abcdefgh", i) + letters(40, "uvwxyz", 100 + i) for i in range(8)]

@@ -21,7 +21,7 @@ from kvtailor.bench.gauge import Gauge, gauge_of
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 
-__all__ = ["STATE", "answer", "ask", "decode", "random_tokens", "why_not"]
+__all__ = ["STATE", "answer", "ask", "decode", "prefill", "random_tokens", "why_not"]
 
 STATE = 7
 
@@ -118,9 +118,16 @@ def random_tokens(subject: Subject, context: int, batch: int = 1) -> Tensor:
     return torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(STATE))
 
 
-def decode(subject: Subject, logits: Tensor, cache: Any, tokens: int) -> Any:
-    """The cache after so many greedy tokens, from the logits (b, 1, V) of the last forward."""
-    for _ in range(tokens):
-        logits, cache = subject.forward(logits[:, -1:].argmax(-1), cache, last_only=True)
+def prefill(subject: Subject, contestant: Contestant, ids: Tensor) -> tuple[Tensor, Any]:
+    """The most likely next tokens (b, 1), which are nearly nothing, and the cache; logits would count as cache."""
+    logits, cache = subject.forward(ids, subject.new_cache(contestant), last_only=True)
     subject.wait()
-    return cache
+    return logits[:, -1:].argmax(-1), cache
+
+
+def decode(subject: Subject, following: Tensor, cache: Any, tokens: int) -> None:
+    """Feeds so many greedy tokens, of which `following` (b, 1) are the first."""
+    for _ in range(tokens):
+        logits, cache = subject.forward(following, cache, last_only=True)
+        following = logits[:, -1:].argmax(-1)
+    subject.wait()

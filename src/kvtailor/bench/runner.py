@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
+import torch
+
 from kvtailor.bench import machine, tripwires
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.schema import Record, read_records
@@ -19,7 +21,9 @@ from kvtailor.errors import KvtailorError
 __all__ = ["contestants_of", "finished", "plan_run", "run"]
 
 FULL = "full"
-_VERSIONS = ("python", "torch", "transformers", "kvtailor", "commit")
+_MUST_BE_EQUAL = (
+    "python", "torch", "transformers", "kvtailor", "commit", "processor", "threads", "accelerator",
+)  # fmt: skip
 
 
 def contestants_of(plans: Sequence[str], *, may_be_missing: bool = False) -> list[Contestant]:
@@ -45,25 +49,25 @@ def plan_run(tasks: Sequence[Task], contestants: Sequence[Contestant]) -> int:
     return sum(task.units(there) for task in tasks)
 
 
-def finished(out: Path | None) -> dict[str, Record]:
+def finished(out: Path | None, device: torch.device | None = None) -> dict[str, Record]:
     """The records in a folder that can stand for measuring again, by their keys.
 
-    Those without an error that this very code measured: the same versions, and a commit without changed files. Of two
-    with the same key, the later one.
+    Those without an error that this very code measured on such a machine: the same versions, a commit without changed
+    files, the same processor, threads and accelerator. Of two with the same key, the later one.
 
     Raises:
         RecordError: a file in the folder holds something else.
     """
     if out is None or not any(out.glob("*.jsonl")):
         return {}
-    here = machine.versions()
+    here = machine.describe(bandwidth=False, device=device)
     if str(here["commit"]).endswith("-dirty"):
         return {}
     records = sorted(read_records(out), key=lambda record: record.started)
     return {
         record.key: record
         for record in records
-        if record.error is None and all(record.machine.get(name) == here[name] for name in _VERSIONS)
+        if record.error is None and all(record.machine.get(name) == here[name] for name in _MUST_BE_EQUAL)
     }
 
 
@@ -102,7 +106,7 @@ def run(
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     here = machine.describe(bandwidth=bandwidth, device=subject.device, dtype=subject.dtype)
     weights, model_hash = subject.weights(), subject.fingerprint()
-    done = finished(out) if resume else {}
+    done = finished(out, subject.device) if resume else {}
 
     def blank(task: Task) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(

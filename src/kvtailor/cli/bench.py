@@ -171,7 +171,7 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
     asked["contexts"] = asked["contexts"] or (size,)
     wanted = settings_of(asked.pop("tasks"), context=size, continuation=tail, **asked)
     tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
-    before = {} if options["again"] else finished(options["out"])
+    before = {} if options["again"] else finished(options["out"], subject.device)
     with bar(plan_run(tasks, contestants), console) as advance:
         records = run(
             subject, contestants, tasks, out=options["out"], advance=advance, resume=not options["again"],
@@ -200,7 +200,7 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
         prepared = prepare(suite, subject, data=options["data"], only=options["tables"])
     for sentence in prepared.unavailable:
         console.print(f"not to be had here: {sentence}", style="yellow", markup=False)
-    before = {} if options["again"] else finished(options["out"])
+    before = {} if options["again"] else finished(options["out"], subject.device)
     with bar(prepared.units, console) as advance:
         records = prepared.run(out=options["out"], advance=advance, resume=not options["again"], allow=options["allow"])
     _say_kept(before, records, console)

@@ -6,6 +6,8 @@ import inspect
 
 import click
 
+from kvtailor.errors import KvtailorError
+
 __all__ = ["command"]
 
 
@@ -26,6 +28,11 @@ def command(words: tuple[str, ...]) -> None:
     """
     from kvtailor.bench.harness import main
 
-    if not words or words[0] in ("-h", "--help"):
-        click.echo(f"{inspect.cleandoc(command.help or '')}\n\nWhat lm_eval says of itself:\n".replace("\b\n", ""))
-    main(list(words))
+    if words and words[0] not in ("-h", "--help"):
+        main(list(words))
+        return
+    click.echo(f"{inspect.cleandoc(command.help or '')}\n\nWhat lm_eval says of itself:\n".replace("\b\n", ""))
+    try:
+        main(list(words))
+    except KvtailorError as error:
+        click.echo(str(error))

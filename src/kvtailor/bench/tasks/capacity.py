@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.fresh import STATE, answer, ask, decode, random_tokens, why_not
+from kvtailor.bench.fresh import STATE, answer, ask, decode, prefill, random_tokens, why_not
 from kvtailor.bench.gauge import Gauge
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, bytes_of
@@ -182,13 +182,14 @@ def capacity_of(subject: Subject, contestant: Contestant, gauge: Gauge, settings
 
     def need(context: int, batch: int) -> Need:
         if (context, batch) not in known:
-            decode(subject, *_prefilled(subject, contestant, context, batch), tokens=1)
+            ids = random_tokens(subject, context, batch)
+            decode(subject, *prefill(subject, contestant, ids), tokens=1)
             before = gauge.now()
             gauge.reset()
-            logits, cache = _prefilled(subject, contestant, context, batch)
+            following, cache = prefill(subject, contestant, ids)
             held = bytes_of(cache)
             assert held is not None
-            decode(subject, logits, cache, settings["tokens"])
+            decode(subject, following, cache, settings["tokens"])
             known[context, batch] = Need(cache=held, whole=weights[1] + gauge.highest() - before)
         return known[context, batch]
 
@@ -239,11 +240,6 @@ def _notes(rows: Limit, longest: Limit, context: int, reach: int, positions: int
     if longest.by == "positions":
         found.append(f"The longest context is limited by the model's {positions} positions, not by memory.")
     return found
-
-
-def _prefilled(subject: Subject, contestant: Contestant, context: int, batch: int) -> tuple[Any, Any]:
-    ids = random_tokens(subject, context, batch)
-    return subject.forward(ids, subject.new_cache(contestant), last_only=True)
 
 
 def _meets(known: Mapping[int, int], memory: int) -> int | None:

@@ -18,12 +18,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.fresh import STATE, answer, ask, decode, random_tokens, why_not
+from kvtailor.bench.fresh import STATE, answer, ask, decode, prefill, random_tokens, why_not
 from kvtailor.bench.gauge import Gauge
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
+from kvtailor.errors import KvtailorError
 
 __all__ = ["Memory", "weigh_in_this_process"]
 
@@ -42,7 +45,7 @@ class Memory(Task):
     """
 
     name: ClassVar[str] = "memory"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     context: int = 512
     batch: int = 1
     caches: int = 4
@@ -58,10 +61,16 @@ class Memory(Task):
         return contestants + 1
 
     def measure(self, given: Given) -> Iterator[Record]:
+        positions = given.subject.positions
+        if positions is not None and self.context + _DECODED > positions:
+            raise KvtailorError(
+                f"asked for {self.context} tokens and {_DECODED} decoded ones, but {given.subject.name} has {positions} "
+                "positions: ask for a shorter context"
+            )
         settings = {"context": self.context, "batch": self.batch, "caches": self.caches}
         for contestant in [OWN, *given.contestants]:
             begin = time.perf_counter()
-            point = {"context": self.context, "batch": self.batch}
+            point = {"context": self.context, "batch": self.batch, "caches": self.caches}
             blank = replace(given.blank(contestant), point=point, text="random tokens", state=STATE)
             why = why_not(given.subject)
             if why is None:
@@ -93,24 +102,22 @@ def weigh_in_this_process(
     """
     ids = random_tokens(subject, settings["context"], settings["batch"])
 
-    def prefilled() -> tuple[Any, Any]:
-        logits, cache = subject.forward(ids, subject.new_cache(contestant), last_only=True)
-        subject.wait()
-        return logits, cache
+    def prefilled() -> tuple[Tensor, Any]:
+        return prefill(subject, contestant, ids)
 
     for _ in range(2):
         decode(subject, *prefilled(), tokens=2)
     before = gauge.now()
     gauge.reset()
-    first = prefilled()
+    tokens, cache = prefilled()
     peak = gauge.highest() - before
-    more = [prefilled() for _ in range(settings["caches"] - 1)]
+    more = [prefilled()[1] for _ in range(settings["caches"] - 1)]
     grown = gauge.now() - before
-    weight = weigh(first[1])
+    weight = weigh(cache)
     more.clear()
     gauge.now()
     gauge.reset()
-    decode(subject, *first, tokens=_DECODED)
+    decode(subject, tokens, cache, tokens=_DECODED)
     peak_decode = gauge.highest() - before
     return {
         "samples": settings["caches"],

@@ -178,7 +178,8 @@ class Speed(Task):
             found.weight, found.bytes_read = weigh(cache), bytes_of(cache)
 
     def _blank(self, given: Given, contestant: Contestant, prompt: Tensor) -> Record:
-        point = {"context": self.context, "tokens": self.tokens, "batch": self.batch, "rounds": self.rounds}
+        names = ("context", "tokens", "batch", "rounds", "warmup")
+        point = {name: getattr(self, name) for name in names}
         return replace(given.blank(contestant), point=point, text=self.source, text_hash=hash_of(prompt))
 
     def _record(

@@ -97,6 +97,8 @@ def _peak(record: Record) -> Iterator[tuple[str, str]]:
 
 def _tokens(record: Record) -> Iterator[tuple[str, str]]:
     held, seen, taken, full = record.tokens_held, record.tokens_seen, record.bytes_held, record.bytes_full
+    # An observation window's queries are no tokens of anybody, and go with the first one that is decoded.
+    observed = (record.bytes_by_room or {}).get("observe", 0)
     if record.label == "full" and (
         (held is not None and seen is not None and held < seen) or (taken is not None and full and taken < full)
     ):
@@ -105,20 +107,20 @@ def _tokens(record: Record) -> Iterator[tuple[str, str]]:
             f"plan 'full' holds {held} of {seen} tokens in {taken} of {full} bytes: what is measured against it means "
             "nothing",
         )
-    elif held is not None and seen and taken and full and held <= seen / 2 and taken >= full:
+    elif held is not None and seen and taken and full and held <= seen / 2 and taken - observed >= full:
         yield (
             "nothing freed",
-            f"plan {record.label!r} says that it holds {held:.0f} of {seen} tokens, yet its storages take {taken} "
+            f"plan {record.label!r} says that it holds {held:.0f} of {seen} tokens, yet they take {taken - observed} "
             f"bytes and those of all tokens {full}: the others are hidden by a mask and not dropped",
         )
 
 
 def _constants(records: Sequence[Record]) -> Iterator[Finding]:
     """Equal bytes of one method at very different tokens, and equal peaks at different sizes."""
-    weighed = [r for r in records if r.bytes_held and r.tokens_held and r.error is None]
+    weighed = [r for r in records if r.bytes_held and r.tokens_held and r.bytes_full and r.tokens_seen and not r.error]
     for (method, *_), group in _by(weighed, lambda r: (r.plan.split(" @ ")[0], r.model, r.dtype, r.bytes_held)):
-        least, most = min(group, key=lambda r: r.tokens_held or 0), max(group, key=lambda r: r.tokens_held or 0)
-        if (most.tokens_held or 0) > _TOKENS_FACTOR * (least.tokens_held or 0):
+        least, most = min(group, key=_plain_bytes), max(group, key=_plain_bytes)
+        if _plain_bytes(most) > _TOKENS_FACTOR * _plain_bytes(least):
             yield Finding(
                 "nominal bytes",
                 f"{method} takes {most.bytes_held} bytes for {least.tokens_held:.0f} tokens as {least.label!r} and for "
@@ -135,6 +137,11 @@ def _constants(records: Sequence[Record]) -> Iterator[Finding]:
                 f"{dict(most.point)}: one of them is what the other left in the counter",
                 (least, most),
             )
+
+
+def _plain_bytes(record: Record) -> float:
+    """What the held tokens of all rows would take uncompressed."""
+    return (record.bytes_full or 0) * (record.tokens_held or 0) / (record.tokens_seen or 1)
 
 
 def _by(records: Sequence[Record], key: Callable[[Record], tuple[object, ...]]) -> list[tuple[Any, list[Record]]]:

@@ -74,7 +74,7 @@ def shift(values: Sequence[float], margin: float = _MARGIN) -> float:
 
     Args:
         values: logarithms of times, in the order of the rounds.
-        margin: the least distance of the 20th and the 80th percentile on both sides.
+        margin: the least distance of the 15th and the 85th percentile on both sides.
     """
     best = 0.0
     beside = max(_FEWEST_BESIDE, math.ceil(_SHARE_BESIDE * len(values)))
