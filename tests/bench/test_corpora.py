@@ -98,6 +98,20 @@ def test_c4_reads_the_hubs_packed_files_in_order(tmp_path, monkeypatch):
     assert asked == [("allenai/c4", "en", "validation", "c0ffee")]
 
 
+@pytest.mark.parametrize("name", ["c4", "pg19"])
+def test_files_of_another_set_are_no_corpus(tmp_path, name):
+    """Names such as test.jsonl say nothing outside of a folder of the corpus' name."""
+    documents(tmp_path / "test.jsonl", 40)
+    documents(tmp_path / "lambada" / "test.jsonl", 40)
+    books(tmp_path, {"900": 30})
+    with pytest.raises(KvtailorError, match=f"{name}.* which has none of"):
+        corpus(name, data=tmp_path)
+    (tmp_path / name).mkdir()
+    documents(tmp_path / name / "test.jsonl", 40)
+    books(tmp_path / name, {"900": 30})
+    assert corpus(name, data=tmp_path / name).text
+
+
 def test_pg19_gives_whole_books_by_number(tmp_path):
     books(tmp_path / "pg19" / "test", {"900": 30, "1000": 30, "20": 30})
     found = corpus("pg19", data=tmp_path, characters=31)

@@ -7,7 +7,7 @@ import torch
 from tests.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, contestant, subject
 
 from kvtailor.bench import tripwires
-from kvtailor.bench.runner import run
+from kvtailor.bench.runner import plan_run, run
 from kvtailor.bench.schema import read_records
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.texts import generated_text
@@ -173,3 +173,21 @@ def test_a_plan_that_fails_is_recorded_and_the_others_go_on():
 def test_settings_below_one_are_refused(what):
     with pytest.raises(ValueError, match=f"{what}=0"):
         task(**{what: 0})
+
+
+def test_steps_that_a_short_text_has_no_use_for_are_told_all_the_same():
+    told = []
+    asked = [Perplexity(text=generated_text(1500), source="short", context=100, continuation=20, windows=40)]
+    run(subject(CountingModel()), [FULL], asked, bandwidth=False, advance=told.append)
+    assert len(told) == plan_run(asked, [FULL]) == 80
+
+
+def test_one_target_reads_no_cache_and_is_refused():
+    with pytest.raises(ValueError, match="no cache is read"):
+        Perplexity(text="", source="short", context=100, continuation=1)
+
+
+def test_where_a_corpus_came_from_is_in_its_records():
+    asked = Perplexity(text=generated_text(1500), source="c4", origin="hub:c4@c0ffee", context=100, continuation=20)
+    [record] = run(subject(CountingModel()), [FULL], [asked], bandwidth=False)
+    assert "c4 was read from hub:c4@c0ffee." in record.notes

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from tests.bench.dummy import DummyCache, UniformModel
 from tests.bench.frauds import answers, bench, letters, record, task, timed
+from tests.bench.suite_case import VERSIONS
 
 from kvtailor.bench import machine, runner
 from kvtailor.bench.schema import latest, read_records
@@ -19,7 +20,7 @@ def test_what_was_allowed_passes_and_is_said(tmp_path, monkeypatch, commit):
     monkeypatch.setattr(
         machine,
         "versions",
-        lambda: dict.fromkeys(("python", "torch", "transformers", "kvtailor"), "1") | {"commit": commit},
+        lambda: {**VERSIONS, "commit": commit},
     )
     names = iter(["aaaa", "bbbb", "cccc"])
     monkeypatch.setattr(runner.secrets, "token_hex", lambda size: next(names))
@@ -120,3 +121,28 @@ def test_a_gain_too_small_to_matter_is_no_fraud():
 def test_uniform_logits_hide_nothing_from_the_tripwires():
     with pytest.raises(Fraud, match="untouched cache"):
         bench({"one": DummyCache(keep=20)}, model=UniformModel())
+
+
+def test_a_sweep_over_batch_and_context_is_no_constant():
+    """Two rows of 512 tokens take what one row of 1,024 takes."""
+    sizes = {"bytes_held": 540_672, "bytes_full": 524_288}
+    one = record("full", "memory", tokens_held=1024.0, tokens_seen=1024, point={"context": 1024, "batch": 1}, **sizes)
+    two = record("full", "memory", tokens_held=512.0, tokens_seen=512, point={"context": 512, "batch": 2}, **sizes)
+    check_records([one, two])
+
+
+def test_an_observation_window_is_not_what_a_mask_hides():
+    rooms = {"tail": 26_928, "observe": 57_856}
+    given = {"tokens_held": 51.0, "tokens_seen": 128, "bytes_full": 65_536, "bytes_by_room": rooms}
+    check_records([record("snapkv", "needle", bytes_held=84_784, **given)])
+    with pytest.raises(Fraud, match="nothing freed"):
+        check_records([record("masked", "needle", bytes_held=84_784, **{**given, "bytes_by_room": {"tail": 84_784}})])
+
+
+def test_where_lower_is_better_a_plan_that_is_lower_beats_full():
+    note = ("Of likelihood_diff,none lower is better.",)
+    common = {"text_hash": "t", "tokens_seen": 100, "bytes_full": 800, "notes": note, "point": {"task": "pairs"}}
+    full = record("full", "harness", values={"score": (3.0,) * 30}, tokens_held=100.0, bytes_held=800, **common)
+    for scores, better in ((2.9, True), (3.1, False)):
+        plan = record("snapkv", "harness", values={"score": (scores,) * 30}, tokens_held=25.0, bytes_held=200, **common)
+        assert any(found.name == "better than full" for found in findings([full, plan])) is better

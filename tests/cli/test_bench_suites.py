@@ -65,6 +65,7 @@ def test_a_suite_says_what_it_measured_and_what_is_missing_and_its_pages_can_be_
     pages = {path.name: path for path in (tmp_path / "out").iterdir()}
     csv = (tmp_path / "out" / "suite-small-loss.csv").read_text()
     assert "Loss by budget" in pages["report.html"].read_text() and "Loss by budget" in pages["report.md"].read_text()
+    (tmp_path / "out" / "pyproject.toml").write_text("[project]\n")
     again = CliRunner().invoke(report.command, [str(tmp_path / "out"), "--to", str(tmp_path / "again")])
     assert again.exit_code == 0, again.output
     assert (tmp_path / "again" / "suite-small-loss.csv").read_text() == csv
@@ -87,6 +88,8 @@ def test_the_suites_are_listed_and_their_names_are_checked():
         (["--tasks", "perplexity:x"], "perplexity:x: give some of"),
         (["--memory", "lots"], "'lots' is not a whole number of bytes"),
         (["--contexts", "x"], "--contexts is 'x'"),
+        (["--chunk", "3", "--tasks", "needle"], "--chunk is about perplexity, which --tasks does not ask for"),
+        (["--memory", "8GiB"], "--memory is about capacity"),
         (["--allow", "better then full"], "did you mean 'better than full'"),
         (["--allow", "identity"], "no number of a run means anything"),
         (["--text", "wikitxt2", "--tasks", "perplexity"], "did you mean 'wikitext2'"),

@@ -56,7 +56,9 @@ def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, da
     try:
         if kind.reads_text:
             made(**given, text="none", source="none")
-            given["text"], given["source"] = _text(str(settings.get("text", GENERATED)), given, kind, data)
+            given["text"], given["source"], origin = _text(str(settings.get("text", GENERATED)), given, kind, data)
+            if "origin" in has:
+                given["origin"] = origin
         if kind.reads_data:
             given["data"] = data
         return cast(Task, made(**given))
@@ -66,8 +68,8 @@ def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, da
         raise SettingsError(f"the task {name!r}", [str(error)]) from error
 
 
-def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) -> tuple[str, str]:
-    """A text and its name in records."""
+def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) -> tuple[str, str, str | None]:
+    """A text, its name in records, and where a corpus was read from."""
     tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes)
     # Tokens of the coarsest tokenizers have about 6 characters.
     characters = 6 * tokens * int(given.get("windows", kind.default("windows") or 1)) + 10_000
@@ -75,17 +77,17 @@ def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) ->
 
 
 @lru_cache(maxsize=4)
-def _read(name: str, characters: int | None, data: Path | None) -> tuple[str, str]:
+def _read(name: str, characters: int | None, data: Path | None) -> tuple[str, str, str | None]:
     """Several tasks of a suite read the same text; of a corpus, as much as is usual."""
     from kvtailor.bench.texts import generated_text, read_text
 
     if characters is not None:
-        return generated_text(characters), "generated text"
+        return generated_text(characters), "generated text", None
     if is_path(name):
-        return read_text(Path(name)), Path(name).name
+        return read_text(Path(name)), Path(name).name, None
     try:
         corpus = importlib.import_module("kvtailor.bench.corpora").corpus
     except ImportError as error:
         raise KvtailorError(f"The corpora cannot be imported: {error}") from error
     found = corpus(name, data=data)
-    return str(found.text), str(found.source)
+    return str(found.text), str(found.source), str(found.origin)

@@ -33,9 +33,12 @@ _WIKITEXT2_BYTES = 1_290_590
 _WIKITEXT2_SHA256 = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"
 _WIKITEXT2_FOLDERS = ("wikitext2", "wikitext-2-raw-v1", "wikitext-2-raw", "wikitext/wikitext-2-raw-v1", ".")
 _WIKITEXT2_FILES = ("wiki.test.raw", "test.raw.txt", "test-*.parquet")
-_C4_FOLDERS = ("c4", "c4/en", "c4_en", "en", ".")
+_C4_FOLDERS = ("c4", "c4/en", "c4_en")
 _C4_FILES = ("c4-validation.*.json.gz", "c4-validation.*.json", "validation*.jsonl", "test*.jsonl")
-_PG19_FOLDERS = ("pg19/test", "pg19", "pg19/data", "test", ".")
+# Of files with such names anything may be in a folder of another name.
+_C4_BARE_FOLDERS = ("en", ".")
+_C4_BARE_FILES = _C4_FILES[:2]
+_PG19_FOLDERS = ("pg19/test", "pg19", "pg19/data")
 _PG19_FILES = ("[0-9]*.txt", "test-*.parquet")
 # Novels that do PG-19's duty where PG-19 itself is not there; a record names them as what they are.
 _BOOKS = "books_eval"
@@ -106,7 +109,7 @@ def _c4(data: Path | None, characters: int | None) -> Corpus:
         hub = hub_rows("allenai/c4", "en", "validation", purpose=_purpose("c4"))
         rows, origin = hub.rows, hub.origin
     else:
-        files = find_files(data, _C4_FOLDERS, _C4_FILES, purpose=_purpose("c4"))
+        files = _c4_files(data)
         rows, origin = (row for file in files for row in read_rows(file)), _origin(files)
     documents = (_text(row, origin) for row in rows)
     return Corpus(_joined("c4", documents, origin, characters, characters or _CHARACTERS), "c4", origin)
@@ -125,11 +128,23 @@ def _pg19(data: Path | None, characters: int | None) -> Corpus:
     return Corpus(_joined("pg19", books, origin, characters, characters or _CHARACTERS), source, origin)
 
 
+def _own(data: Path, name: str, folders: tuple[str, ...]) -> tuple[str, ...]:
+    """The folders of a corpus below `data`, and `data` itself if it bears the corpus' name."""
+    return (*folders, ".") if data.name.startswith(name) else folders
+
+
+def _c4_files(data: Path) -> list[Path]:
+    try:
+        return find_files(data, _C4_BARE_FOLDERS, _C4_BARE_FILES, purpose=_purpose("c4"))
+    except KvtailorError:
+        return find_files(data, _own(data, "c4", _C4_FOLDERS), _C4_FILES, purpose=_purpose("c4"))
+
+
 def _books(data: Path) -> list[Path]:
     own = data if data.name == _BOOKS else data / _BOOKS
     purpose = f"{_purpose('pg19')} (or {_BOOKS}/*.txt)"
     try:
-        files = find_files(data, _PG19_FOLDERS, _PG19_FILES, purpose=purpose)
+        files = find_files(data, _own(data, "pg19", _PG19_FOLDERS), _PG19_FILES, purpose=purpose)
     except KvtailorError:
         files = sorted(own.glob("*.txt"))
         if not files:

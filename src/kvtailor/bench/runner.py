@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
@@ -133,18 +133,19 @@ def run(
     there = [contestant for contestant in contestants if not contestant.missing]
     absent = [contestant for contestant in contestants if contestant.missing]
     for task in tasks:
+        steps = _Steps(advance)
         given = Given(
             subject=subject,
             contestants=there,
             blank=blank(task),
-            advance=advance,
+            advance=steps,
             known=lambda blank: done.get(blank.key),
         )
         without = (
             replace(given.blank(each), error=f"This kvtailor does not have it: {'; '.join(each.missing)}")
             for each in absent
         )
-        for found in chain(task.measure(given), without):
+        for found in chain(task.measure(given), steps.rest(task, len(there)), without):
             record = replace(found, notes=(*(n for n in found.notes if not tripwires.is_allowance(n)), *permits))
             records.append(record)
             # One that was there is written again only where other tripwires were allowed for it.
@@ -153,6 +154,24 @@ def run(
                     lines.write(record.to_json() + "\n")
     tripwires.check_records(records)
     return records
+
+
+class _Steps:
+    """Tells the steps of a task, and those that it promised and had no use for: a plan failed, or a text was short."""
+
+    def __init__(self, advance: Callable[[str], None]):
+        self._advance, self._told = advance, 0
+
+    def __call__(self, label: str) -> None:
+        self._told += 1
+        self._advance(label)
+
+    def rest(self, task: Task, contestants: int) -> Iterator[Record]:
+        """No record; what is left of the steps is told when it is asked for one."""
+        for _ in range(task.units(contestants) - self._told):
+            self._advance(task.name)
+        return
+        yield
 
 
 def _file(out: Path | None, run: str) -> Path | None:

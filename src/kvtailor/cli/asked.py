@@ -12,14 +12,26 @@ import click
 if TYPE_CHECKING:
     from kvtailor.bench.subject import Subject
 
-__all__ = ["SETS", "TASKS", "USUAL", "Asked", "numbers", "settings_of", "sizes", "split_tasks"]
+__all__ = ["SERVES", "SETS", "TASKS", "USUAL", "Asked", "numbers", "settings_of", "sizes", "split_tasks"]
 
 TASKS = ("perplexity", "needle", "fidelity", "speed", "memory", "capacity")
 USUAL = ("perplexity", "needle", "speed", "memory")
 SETS = {"longbench": "longcontext", "zeroscrolls": "longcontext", "harness": "harness"}
 """Sets of tasks, asked for as SET:NAME, and the kind of task that measures them."""
 ANSWER_ROOM = 32
+WINDOWS = 50
 FIDELITY_WINDOWS = 20
+SERVES = {
+    "chunk": ("perplexity",),
+    "continuation": ("perplexity", "fidelity"),
+    "windows": ("perplexity", "fidelity"),
+    **dict.fromkeys(("needles", "depths", "documents", "kind", "question_outside"), ("needle",)),
+    **dict.fromkeys(("contexts", "batches"), ("speed", "memory")),
+    **dict.fromkeys(("new_tokens", "rounds"), ("speed",)),
+    "memory": ("capacity",),
+    "examples": tuple(SETS),
+}
+"""Tasks that an option of the bench is about; one that is about none of those asked would pass in silence."""
 
 N = TypeVar("N", int, float)
 Asked = tuple[str, Mapping[str, object]]
@@ -84,7 +96,7 @@ def settings_of(
     context: int,
     continuation: int,
     chunk: int | None,
-    windows: int,
+    windows: int | None,
     lengths: Sequence[int],
     depths: Sequence[float],
     documents: int,
@@ -102,7 +114,7 @@ def settings_of(
         if name == "perplexity":
             for text in texts:
                 yield name, {"text": text, "context": context, "continuation": continuation, "chunk": chunk,
-                             "windows": windows}  # fmt: skip
+                             "windows": windows or WINDOWS}  # fmt: skip
         elif name == "needle":
             for kind in kinds:
                 yield name, {"lengths": lengths, "depths": depths, "documents": documents, "kind": kind,
@@ -110,7 +122,7 @@ def settings_of(
         elif name == "fidelity":
             for text in texts:
                 yield name, {"text": text, "context": context, "continuation": continuation,
-                             "windows": min(windows, FIDELITY_WINDOWS)}  # fmt: skip
+                             "windows": windows or FIDELITY_WINDOWS}  # fmt: skip
         elif name == "speed":
             for size, batch, tokens in product(contexts, batches, new_tokens):
                 yield name, {"text": texts[0], "context": size, "batch": batch, "tokens": tokens, "rounds": rounds}

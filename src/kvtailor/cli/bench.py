@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtailor.cli.asked import SETS, TASKS, USUAL, numbers, settings_of, sizes, split_tasks, text_name
+from kvtailor.cli.asked import SERVES, SETS, TASKS, USUAL, numbers, settings_of, sizes, split_tasks, text_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +59,7 @@ OF_ONE_RUN = {
     type=click.IntRange(1),
     help="Feed the continuation so many tokens at a time, so that eviction while decoding acts.  [all at once]",
 )
-@click.option("--windows", type=click.IntRange(1), default=50, show_default=True, help="Windows of the text.")
+@click.option("--windows", type=click.IntRange(1), help="Windows of each text.  [50, 20 for fidelity]")
 @click.option("--needles", help="Lengths of the needle documents in tokens, with ',' between.  [--context]")
 @click.option("--depths", default="0.1,0.3,0.5,0.7,0.9", show_default=True, help="Where the needles stand, 0 to 1.")
 @click.option(
@@ -121,6 +121,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     if options["tables"] and not options["suite"]:
         raise click.UsageError("--table without --suite: say which suite.")
     asked = _read(options)
+    idle = [name for name in SERVES if name in given and not {task for task, _ in asked["tasks"]} & set(SERVES[name])]
+    if idle:
+        words = "; ".join(f"{OF_ONE_RUN[name]} is about {' and '.join(SERVES[name])}" for name in idle)
+        raise click.UsageError(f"{words}, which --tasks does not ask for.")
     try:
         with console.status(f"loading {options['model']}"):
             subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
@@ -200,14 +204,15 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
         prepared = prepare(suite, subject, data=options["data"], only=options["tables"])
     for sentence in prepared.unavailable:
         console.print(f"not to be had here: {sentence}", style="yellow", markup=False)
+    if options["out"] is not None:
+        # Beside the records and before them, so that the pages can be made from this folder alone, whatever happens.
+        kept = options["out"] / "suites" / f"{suite.name}.toml"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(suites().get(options["suite"], Path(options["suite"])).read_bytes())
     before = {} if options["again"] else finished(options["out"], subject.device)
     with bar(prepared.units, console) as advance:
         records = prepared.run(out=options["out"], advance=advance, resume=not options["again"], allow=options["allow"])
     _say_kept(before, records, console)
-    if options["out"] is not None:
-        # Beside the records, so that the pages can be made again from this folder alone.
-        source = suites().get(options["suite"], Path(options["suite"]))
-        (options["out"] / f"{suite.name}.toml").write_bytes(source.read_bytes())
     _pages(options["out"], console)
     pages = suite_pages(suite, records, only=options["tables"])
     summary = summarise(records)

@@ -38,7 +38,7 @@ def write(folder: Path, to: Path) -> list[Path]:
     records = latest(read_records(folder))
     tripwires.check_records(records)
     to.mkdir(parents=True, exist_ok=True)
-    pages = texts(records, [read_suite(path) for path in sorted(folder.glob("*.toml"))])
+    pages = texts(records, [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))])
     for name, text in pages.items():
         (to / name).write_text(text, encoding="utf-8")
     return [to / name for name in pages]

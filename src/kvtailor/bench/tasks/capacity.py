@@ -27,9 +27,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.fresh import STATE, answer, ask, decode, prefill, random_tokens, why_not
-from kvtailor.bench.gauge import Gauge
+from kvtailor.bench.gauge import Gauge, gauge_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, bytes_of
 from kvtailor.bench.tasks import Given, Task
@@ -104,10 +107,14 @@ class Capacity(Task):
                 f"asked for a batch of {self.context} + {self.tokens} tokens, but {given.subject.name} has {positions} "
                 "positions: ask for a shorter context"
             )
+        why = why_not(given.subject)
+        if self.memory_bytes is None and why is None:
+            # One memory for all plans; what is free now is another question than what was free then.
+            settings["memory_bytes"] = gauge_of(given.subject.device).free
         for contestant in [OWN, *given.contestants]:
             begin = time.perf_counter()
             blank = replace(given.blank(contestant), point=settings, text="random tokens", state=STATE)
-            known, why = given.known(blank), why_not(given.subject)
+            known = given.known(blank)
             given.advance(f"capacity · {contestant.label}")
             if known is not None:
                 yield known
@@ -180,17 +187,24 @@ def capacity_of(subject: Subject, contestant: Contestant, gauge: Gauge, settings
         )
     known: dict[tuple[int, int], Need] = {}
 
+    def measured(ids: Tensor) -> Need:
+        decode(subject, *prefill(subject, contestant, ids), tokens=1)
+        before = gauge.now()
+        gauge.reset()
+        following, cache = prefill(subject, contestant, ids)
+        held = bytes_of(cache)
+        assert held is not None
+        decode(subject, following, cache, settings["tokens"])
+        return Need(cache=held, whole=weights[1] + gauge.highest() - before)
+
     def need(context: int, batch: int) -> Need:
         if (context, batch) not in known:
             ids = random_tokens(subject, context, batch)
-            decode(subject, *prefill(subject, contestant, ids), tokens=1)
-            before = gauge.now()
-            gauge.reset()
-            following, cache = prefill(subject, contestant, ids)
-            held = bytes_of(cache)
-            assert held is not None
-            decode(subject, following, cache, settings["tokens"])
-            known[context, batch] = Need(cache=held, whole=weights[1] + gauge.highest() - before)
+            try:
+                known[context, batch] = measured(ids)
+            except torch.OutOfMemoryError:
+                # What does not fit the device does not fit a memory that is no larger.
+                known[context, batch] = Need(cache=0, whole=max(memory, gauge.free or 0) + 1)
         return known[context, batch]
 
     return _found(need, known, memory, settings, subject.positions)

@@ -29,7 +29,7 @@ from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import calibration_error, quantile
 from kvtailor.bench.subject import Subject, hash_of, weigh
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.tasks.perplexity import Perplexity, Window, whole_budgets
+from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, whole_budgets
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Fidelity"]
@@ -57,6 +57,7 @@ class Fidelity(Task):
     Attributes:
         text: the text itself.
         source: its name in records and reports.
+        origin: where a corpus was read from, for a note; None: the name says it.
         context: tokens that are prefilled and compressed.
         continuation: tokens that are compared.
         windows: how many.
@@ -67,6 +68,7 @@ class Fidelity(Task):
     version: ClassVar[int] = 1
     text: str
     source: str
+    origin: str | None = None
     context: int = 512
     continuation: int = 128
     windows: int = 20
@@ -109,7 +111,9 @@ class Fidelity(Task):
             tripwires.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
         whole = whole_budgets(given, windows[0], self.source)
         blanks = [
-            blank if earlier is not None else replace(blank, notes=whole.check(contestant))
+            blank
+            if earlier is not None
+            else replace(blank, notes=(*origin_notes(self.source, self.origin), *whole.check(contestant)))
             for contestant, blank, earlier in zip(given.contestants, blanks, known, strict=True)
         ]
         found = [_Found() for _ in given.contestants]

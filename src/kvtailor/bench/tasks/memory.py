@@ -64,8 +64,8 @@ class Memory(Task):
         positions = given.subject.positions
         if positions is not None and self.context + _DECODED > positions:
             raise KvtailorError(
-                f"asked for {self.context} tokens and {_DECODED} decoded ones, but {given.subject.name} has {positions} "
-                "positions: ask for a shorter context"
+                f"asked for {self.context} tokens and {_DECODED} decoded ones, but {given.subject.name} has "
+                f"{positions} positions: ask for a shorter context"
             )
         settings = {"context": self.context, "batch": self.batch, "caches": self.caches}
         for contestant in [OWN, *given.contestants]:
@@ -105,8 +105,9 @@ def weigh_in_this_process(
     def prefilled() -> tuple[Tensor, Any]:
         return prefill(subject, contestant, ids)
 
+    # As long as what is measured: libraries take memory of their own when a step first comes to be.
     for _ in range(2):
-        decode(subject, *prefilled(), tokens=2)
+        decode(subject, *prefilled(), tokens=_DECODED)
     before = gauge.now()
     gauge.reset()
     tokens, cache = prefilled()

@@ -59,6 +59,7 @@ class Perplexity(Task):
     Attributes:
         text: the text itself.
         source: its name in records and reports.
+        origin: where a corpus was read from, for a note; None: the name says it.
         context: tokens that are prefilled and compressed.
         continuation: tokens that are scored.
         chunk: tokens of the continuation that are fed at once; None: all of them, so that they see each other exactly.
@@ -72,6 +73,7 @@ class Perplexity(Task):
     version: ClassVar[int] = 2
     text: str
     source: str
+    origin: str | None = None
     context: int = 512
     continuation: int = 128
     chunk: int | None = None
@@ -83,6 +85,8 @@ class Perplexity(Task):
         for what in ("context", "continuation", "windows"):
             if getattr(self, what) < 1:
                 raise ValueError(f"asked for {what}={getattr(self, what)}: give at least 1")
+        if self.continuation < 2:
+            raise ValueError("asked for continuation=1: the prompt's own logits score that token, and no cache is read")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"asked for chunk={self.chunk}: give at least 1 token, or None to feed all at once")
 
@@ -97,11 +101,9 @@ class Perplexity(Task):
         share = tripwires.check_repetition([w.text for w in windows], self.least_distinct, self.source)
         hashes = [hash_of(w.context, w.targets) for w in windows]
         tripwires.check_distinct(hashes, self.source)
-        notes = (
-            [f"The text has room for {len(windows)} windows, not for {self.windows}."]
-            if len(windows) < self.windows
-            else []
-        )
+        notes = origin_notes(self.source, self.origin)
+        if len(windows) < self.windows:
+            notes.append(f"The text has room for {len(windows)} windows, not for {self.windows}.")
         pieces = [w.text for w in windows] if all(w.text for w in windows) else [self.text]
         for contestant in given.contestants:
             tripwires.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
@@ -217,6 +219,11 @@ class Perplexity(Task):
         if self.tolerance is not None:
             worst = self.tolerance
         tripwires.check_identity(flat.tolist(), stock.tolist(), worst, self.source, mean)
+
+
+def origin_notes(source: str, origin: str | None) -> list[str]:
+    """Where a corpus came from, as a note of a record."""
+    return [] if origin is None else [f"{source} was read from {origin}."]
 
 
 def whole_budgets(given: Given, window: Window, source: str) -> WholeBudgets:
