@@ -1,11 +1,15 @@
 """The tables of a suite from records alone: the right numbers, and nothing beside what was measured otherwise."""
 
+import csv
+import io
 import math
 from dataclasses import replace
 
 import pytest
 from tests.bench.suite_case import CONTEXT, KEEP, PLAN, WINDOWS, dummy, go, nats, small_suite, write_text
 
+from kvtailor.bench.report.grid import as_csv
+from kvtailor.bench.report.suite_pages import suite_pages
 from kvtailor.bench.report.suite_tables import provenance, suite_markdown, suite_tables
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.bench.suite import read_suite
@@ -135,3 +139,41 @@ def test_records_of_others_are_passed_over(small, tmp_path):
             suite_tables(small, these)
     with pytest.raises(KvtailorError, match="for other"):
         suite_markdown(small, records, model="other")
+
+
+def test_the_line_names_every_machine_and_version_behind_the_numbers(small, tmp_path):
+    records = [replace(r, device="cpu") for r in go(small, data=tmp_path)]
+    one = {"processor": "one", "torch": "2", "commit": "a" * 40}
+    two = {"processor": "two", "torch": "2", "commit": "b" * 40}
+    mixed = [replace(r, machine=two if r.label == PLAN else one) for r in records]
+    said = provenance(small, mixed)
+    assert "one and two" in said and f"commit {'a' * 12} and {'b' * 12}, torch 2." in said
+    # A plan that no table asks for, and a record that a later one replaces, are not behind the numbers.
+    stray = replace(mixed[0], plan_hash="stray", machine={"processor": "three"})
+    assert provenance(small, [*mixed, stray]) == said
+    early = replace(mixed[0], started="2001" + mixed[0].started[4:], machine={"processor": "four"})
+    assert provenance(small, [early, *mixed]) == said
+
+
+def test_csv_has_the_hashes_of_a_rows_plans(small, tmp_path):
+    records = go(small, data=tmp_path)
+    pages = suite_pages(small, records)
+    rows = list(csv.DictReader(io.StringIO(as_csv(pages.grids[0]))))
+    hashes = {row["Method · Text"].split(" · ")[0]: row["plan_hash"] for row in rows}
+    known = {r.label: r.plan_hash for r in records}
+    assert hashes["full"] == known["full"] and hashes["snap"] == known[PLAN]
+    path = tmp_path / "two.toml"
+    path.write_text(f"""
+title = "Two"
+settings.default = {{}}
+tasks.ppl = {{ run = "perplexity", text = "{tmp_path}/letters.txt", context = 90, continuation = 21, windows = 6 }}
+[[tables]]
+name = "two"
+title = "Two"
+labels = ["Metric"]
+columns = [{{ label = "full", plan = "full", task = "ppl" }}, {{ label = "snap", plan = "{PLAN}", task = "ppl" }}]
+rows = [{{ Metric = "PPL", value = "metrics.perplexity" }}]
+""")
+    two = read_suite(path)
+    (grid,) = suite_pages(two, run_suite(two, dummy(), bandwidth=False)).grids
+    assert grid.plans == (f"{known['full']} {known[PLAN]}",)

@@ -42,7 +42,7 @@ class Grid:
         note: how to read it, whole sentences.
         heads: of the columns; the first is of the plans.
         rows: as many cells each as there are heads.
-        plans: plan hash of each row.
+        plans: plan hash of each row; of a row of several plans all of them, with a blank between.
         same: names and cells of what is the same in every row, so that only the note and CSV have it.
     """
 

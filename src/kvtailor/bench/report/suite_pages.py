@@ -92,7 +92,7 @@ def _grid(suite: str, table: FilledTable) -> Grid:
         note=" ".join(table.notes),
         heads=(" · ".join(table.labels), *table.columns, *(["not in this kvtailor yet"] if gaps else [])),
         rows=tuple(rows),
-        plans=tuple(" | ".join(dict.fromkeys(cell.plan for cell in row.cells)) for row in table.rows),
+        plans=tuple(" ".join(dict.fromkeys(cell.plan_hash for cell in row.cells)) for row in table.rows),
     )
 
 

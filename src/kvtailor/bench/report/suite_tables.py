@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
+from kvtailor.bench.report.machines import hardware_text, machines_of, versions_text
 from kvtailor.bench.report.rows import FULL
-from kvtailor.bench.report.suite_numbers import measured, point_of
+from kvtailor.bench.report.suite_numbers import measured
+from kvtailor.bench.report.suite_records import alike, behind, by_task
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite import Suite
 from kvtailor.bench.suite_cells import Asked, Cell, Table, TableRow
-from kvtailor.errors import KvtailorError
 
 __all__ = ["FilledCell", "FilledRow", "FilledTable", "provenance", "suite_markdown", "suite_tables"]
 
@@ -28,6 +29,7 @@ class FilledCell:
         value: None where it was not measured; scaled as the table asks.
         low, high: its 95 % interval, where there is one.
         plan: the plan it belongs to.
+        plan_hash: its content hash, as records have it.
         samples: behind it, over all of its records; None where they do not say.
         keys: of the records that it comes from.
     """
@@ -37,6 +39,7 @@ class FilledCell:
     low: float | None
     high: float | None
     plan: str
+    plan_hash: str
     samples: int | None
     keys: tuple[str, ...]
 
@@ -76,29 +79,28 @@ def suite_tables(suite: Suite, records: Sequence[Record], *, model: str | None =
     Raises:
         KvtailorError: no record is of this suite's tasks and this model.
     """
-    found = _alike(suite, records, model)
-    filler = _Filler(suite, _by_task(found))
+    found = alike(suite, records, model)
+    filler = _Filler(suite, by_task(found))
     return [filler.table(table) for table in suite.tables_for(found[-1].model)]
 
 
 def provenance(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> str:
-    """One line: which model, when, where and with what the numbers of `suite_tables` were measured.
+    """One line: which model, when, where and with what the numbers of `suite_tables` were measured, all of them.
 
     Raises:
         KvtailorError: no record is of this suite's tasks and this model.
     """
-    found = _alike(suite, records, model)
-    last = found[-1]
+    last = alike(suite, records, model)[-1]
+    found = behind(suite, records, model)
+    if not found:
+        return f"Suite {suite.name}, {last.model}: no record is of a plan of these tables."
     days = sorted({record.started[:10] for record in found})
-    machine = last.machine
-    versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("kvtailor", "commit", "torch", "transformers") if machine.get(name)
-    )
+    machines = machines_of(found)
+    versions = versions_text(machines)
     weights = f" (weights {last.model_hash[:12]})" if last.model_hash else ""
-    where = machine.get("processor") if str(last.device).startswith("cpu") else last.device
     runs, span = len({record.run for record in found}), " to ".join(dict.fromkeys([days[0], days[-1]]))
     return (
-        f"Suite {suite.name}, {last.model}{weights}, {last.dtype} on {where or last.device}, "
+        f"Suite {suite.name}, {last.model}{weights}, {last.dtype} on {last.device} ({hardware_text(machines)}), "
         f"{len(found)} records of {runs} run{'s' * (runs > 1)}, {span}"
         f"{'; ' + versions if versions else ''}."
     )
@@ -128,50 +130,6 @@ def _markdown(table: FilledTable) -> str:
 
 def _safe(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _alike(suite: Suite, records: Sequence[Record], model: str | None) -> list[Record]:
-    """The records of a suite's tasks on one model as it was last measured, oldest first."""
-    ordered = sorted((record for record in records if record.asked is not None), key=lambda record: record.started)
-    name = model or (ordered[-1].model if ordered else "")
-    cells = [cell for table in suite.tables_for(name) for row in table.rows for cell in row.cells]
-    asked = {str(each) for cell in cells for each in cell.tasks}
-    ordered = [record for record in ordered if record.model == name and record.asked in asked]
-    if not ordered:
-        raise KvtailorError(
-            f"asked for the tables of suite {suite.name!r}{f' for {name}' if name else ''}, but none of "
-            f"{len(records)} records is of its tasks: run `kvtailor bench --suite {suite.name}` first"
-        )
-
-    def subject(record: Record) -> tuple[str | None, str | None, str | None]:
-        return record.model_hash, record.dtype, record.device
-
-    return [record for record in ordered if subject(record) == subject(ordered[-1])]
-
-
-def _by_task(ordered: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each task that may stand beside each other."""
-    found: dict[str, list[Record]] = {}
-    for record in ordered:
-        found.setdefault(str(record.asked), []).append(record)
-    return {asked: _comparable(each) for asked, each in found.items()}
-
-
-def _comparable(ordered: Sequence[Record]) -> list[Record]:
-    good = [record for record in ordered if record.error is None]
-    kind = KINDS.get(ordered[0].task)
-    latest = {point_of(record): record for record in good}
-    chosen: dict[tuple[str, str], Record] = {}
-    for record in good:
-        last = latest[point_of(record)]
-        same = record.run == good[-1].run if kind is not None and kind.timings else record.text_hash == last.text_hash
-        if same and record.task_version == last.task_version:
-            chosen[record.plan_hash, point_of(record)] = record
-    plans = {plan for plan, _ in chosen}
-    return [
-        *chosen.values(),
-        *(record for record in ordered if record.error is not None and record.plan_hash not in plans),
-    ]
 
 
 class _Filler:
@@ -207,11 +165,14 @@ class _Filler:
         )
 
     def _cell(self, cell: Cell) -> FilledCell:
+        wanted = self._contestant(cell.plan).hash
         ours = [self._good(cell.plan, asked) for asked in cell.tasks]
         theirs = [self._good(cell.against, asked) for asked in cell.tasks] if cell.against is not None else None
         found = measured(cell, ours, theirs) if all(ours) and (theirs is None or all(theirs)) else None
         if found is None:
-            return FilledCell(text=_DASH, value=None, low=None, high=None, plan=cell.plan, samples=None, keys=())
+            return FilledCell(
+                text=_DASH, value=None, low=None, high=None, plan=cell.plan, plan_hash=wanted, samples=None, keys=()
+            )
         samples = [record.samples for records in ours for record in records]
         low, high = (None if end is None else cell.scale * end for end in (found.low, found.high))
         value = cell.scale * found.value
@@ -225,6 +186,7 @@ class _Filler:
             low=low,
             high=high,
             plan=cell.plan,
+            plan_hash=wanted,
             samples=sum(each for each in samples if each is not None) if None not in samples else None,
             keys=tuple(record.key for records in [*ours, *(theirs or [])] for record in records),
         )
