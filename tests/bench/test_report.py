@@ -8,6 +8,7 @@ from rich.console import Console
 
 import kvtailor.bench.report as report
 from kvtailor.bench.report import summarise
+from kvtailor.bench.report.page import page
 from kvtailor.bench.report.plot import plot
 from kvtailor.bench.report.terminal import byte_text, show
 from kvtailor.bench.schema import Record
@@ -118,6 +119,35 @@ def test_too_few_windows_and_nothing_measured_are_said():
     bare = [replace(r, values={}, metrics={}, task="memory") for r in (FULL, SAME)]
     assert summarise(bare).headline.startswith("Quality was not measured")
     assert "nothing to choose" in summarise([FULL]).headline
+
+
+def test_without_perplexity_and_answers_the_headline_says_that_and_not_more():
+    close = [
+        record(label, "fidelity", point={"context": 64}, metrics={"kl": kl, "top1": 1 - kl}, bytes_held=size,
+               bytes_full=1000)
+        for label, kl, size in (("full", 0.0, 1000), ("same", 0.1, 250))
+    ]  # fmt: skip
+    said = summarise(close).headline
+    assert "no perplexity and no answers" in said and "KL and top-1" in said and "Quality was not" not in said
+    failed = replace(SAME, values={}, metrics={}, error="no room")
+    weighed = replace(SAME, task="memory", values={}, metrics={})
+    assert "no smaller plan has a perplexity or answers" in summarise([FULL, failed, weighed]).headline
+
+
+def test_the_machine_line_names_all_machines():
+    one = {"processor": "one", "torch": "2", "transformers": "5", "commit": "a" * 40}
+    two = one | {"processor": "two", "torch": "3", "commit": "b" * 40 + "-dirty"}
+    mixed = [replace(FULL, machine=one), replace(SAME, machine=two), replace(WORSE, machine=one)]
+    for said in (printed(mixed, 300), page(mixed)):
+        assert f"one and two, commit {'a' * 12} and {'b' * 12}-dirty, torch 2 and 3, transformers 5" in said
+    lacking = [*mixed[:1], replace(SAME, machine={"processor": "one"})]
+    assert "one, commit aaaaaaaaaaaa and unknown, torch 2 and unknown" in printed(lacking, 300)
+    assert "unknown processor." in printed([FULL, SAME], 300)
+    cards = [replace(each, device=each_device, machine=one | {"accelerator": "card"})
+             for each, each_device in ((FULL, "cuda:0"), (SAME, "cuda:0"))]  # fmt: skip
+    assert "card, one, commit" in printed(cards, 300)
+    assert "card" not in printed([replace(each, device="cpu") for each in cards], 300)
+    assert summarise(mixed).machines["processor"] == ("one", "two")
 
 
 def test_a_wide_interval_admits_what_it_cannot_see():

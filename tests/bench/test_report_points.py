@@ -10,6 +10,7 @@ from tests.bench.test_report import BASE, FULL, SAME, WORSE, needles, record, sc
 
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.points import base, named, series_of
+from kvtailor.bench.report.tables import quality_grid
 from kvtailor.bench.report.terminal import show
 
 
@@ -176,6 +177,74 @@ def test_the_score_of_a_set_is_its_own_and_not_the_mean_of_its_examples():
     odd = replace(one, metrics={"score": 12.5})
     (measure,) = summarise([odd]).measures
     assert measure.scores[odd.plan_hash].value == 12.5 != pytest.approx(sum(one.values["score"]) / 20)
+
+
+def test_a_score_that_is_no_mean_has_no_interval_of_one():
+    pair = [each for each in whole_run() if each.task == "longcontext" and each.point["subset"] == "lcc"][:2]
+    sizes = [replace(each, bytes_held=size, bytes_full=100) for each, size in zip(pair, (100, 30), strict=True)]
+    (measure,) = summarise(sizes).measures
+    score = measure.scores[pair[1].plan_hash]
+    assert score.low < score.value < score.high
+    assert not any("not the mean" in note for note in summarise(sizes).footnotes)
+    odd = [replace(each, metrics={"score": value}) for each, value in zip(sizes, (40.0, 10.0), strict=True)]
+    summary = summarise(odd)
+    drawn = summary.measures[0].scores[pair[1].plan_hash]
+    assert drawn.value == 10 and drawn.low is None and drawn.high is None and drawn.difference == score.difference
+    assert any(note.startswith("The score of longbench lcc is not the mean") for note in summary.footnotes)
+    assert f"{score.difference.value:+.1f} points ({score.difference.low:+.1f} to" in summary.headline
+
+
+def own_scale(label, task, value, size, lower=False, spread=0.001):
+    """A harness record whose scores lie on a scale of the task's own."""
+    values = tuple(value + spread * (i % 3 - 1) * (label != "full") - 1000 * (i == 0) for i in range(12))
+    notes = ("Of it lower is better.",) if lower else ()
+    return record(label, "harness", point={"task": task}, values={"score": values}, samples=12, notes=notes,
+                  bytes_held=size, bytes_full=1000)  # fmt: skip
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_the_mildest_plan_is_mild_in_scores_on_their_own_scale_too(lower):
+    sign = 1 if lower else -1
+    full = own_scale("full", "odd", 500.0, 1000, lower)
+    much = own_scale("much", "odd", 500.0 + 90 * sign, 250, lower)
+    little = own_scale("little", "odd", 500.0 + 3 * sign, 250, lower)
+    assert f"the mildest is little: {3 * sign:+} in odd" in summarise([full, much, little]).headline
+    nats = [scored(label, [x + more for x in BASE], size=size)
+            for label, more, size in (("full", 0.0, 1000), ("much", 0.1, 250), ("little", 0.2, 250))]  # fmt: skip
+    assert "the mildest is little" in summarise([*nats, full, much, little]).headline
+    # Of two tasks the headline names the one that was lost.
+    kept = [own_scale(label, "another", 7.0, 250 if label != "full" else 1000, lower) for label in ("full", "little")]
+    assert f"the mildest is little: {3 * sign:+} in odd" in summarise([*kept, full, little]).headline
+    answers = [needles("full", [1] * 20), needles("little", [1] * 20)]
+    assert f"20 of 20 answers right ('full': 20), {3 * sign:+} in odd" in summarise([*answers, full, little]).headline
+
+
+def test_scores_on_their_own_scale_are_explained_and_shown_finely():
+    records = [each for label, size, by in (("full", 1000, 0.0), ("x", 250, -0.02)) for each in
+               (own_scale(label, "up", 0.5 + by, size), own_scale(label, "down", 0.5 + by, size, True))]  # fmt: skip
+    summary = summarise(records)
+    grid = quality_grid(summary.measures, summary.rows)
+    assert "score for down (above 0 is worse)" in grid.note and "score for up (below 0 is worse)" in grid.note
+    assert "percent" not in grid.note and "nats" not in grid.note
+    assert all(cell.interval.startswith("-0.02") and " to -0.0" in cell.interval for cell in grid.rows[1][1:])
+    assert all(cell.interval != "-0.0 to -0.0" for cell in grid.rows[1][1:])
+    console = Console(file=io.StringIO(), width=200)
+    show(summary, console)
+    assert "-0.0 …" not in console.file.getvalue() and "-0.02" in console.file.getvalue()
+    whole = summarise(whole_run())
+    note = quality_grid(whole.measures, whole.rows).note
+    assert "nats per token" in note and "points of percent" in note and "scale" not in note
+
+
+def test_a_difference_names_the_records_of_both_sides():
+    for measure in summarise(whole_run()).measures:
+        by_label = {plan.removeprefix("#"): score for plan, score in measure.scores.items()}
+        full = by_label.pop("full")
+        assert by_label and len(set(full.keys)) == len(full.keys)
+        assert all(s.keys[-len(full.keys) :] == full.keys and len(s.keys) == 2 * len(full.keys)
+                   for s in by_label.values())  # fmt: skip
+    alone = summarise([each for each in whole_run() if each.label != "full"]).measures
+    assert all(len(score.keys) in (1, 6) for measure in alone for score in measure.scores.values())
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])

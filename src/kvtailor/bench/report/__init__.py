@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtailor.bench.report.footnotes import footnotes
+from kvtailor.bench.report.machines import machines_of
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.quality import Measure, measures_of
 from kvtailor.bench.report.rows import FULL, Row, rows_of
@@ -26,7 +27,7 @@ class Summary:
         measures: every text, kind of document and task with the scores of all plans.
         missing: plans that this kvtailor does not have yet, each with what it lacks.
         footnotes: what a reader must know to judge the rows, whole sentences.
-        machine: see `Record.machine`.
+        machines: every machine and version behind the numbers, see `machines_of`.
     """
 
     headline: str
@@ -34,7 +35,7 @@ class Summary:
     measures: tuple[Measure, ...]
     missing: tuple[tuple[str, str], ...]
     footnotes: tuple[str, ...]
-    machine: dict[str, Any]
+    machines: dict[str, tuple[str, ...]]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -58,5 +59,5 @@ def summarise(records: Sequence[Record]) -> Summary:
         measures=tuple(measures),
         missing=tuple(dict.fromkeys((r.label, "; ".join(r.missing)) for r in ours if r.missing)),
         footnotes=tuple(footnotes(there, rows, measures, others=others)),
-        machine=dict(ours[-1].machine),
+        machines=machines_of([record for record in there if record.error is None] or ours),
     )

@@ -77,7 +77,7 @@ def against_memory(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
         ]
         yield from _scatter(drawn, marks, "Perplexity against memory", "perplexity", zero=False, note=measure.name)
     asked: tuple[tuple[str, str, Callable[[Row], Estimate | float | None], float, str, bool], ...] = (
-        ("Loss against memory", "nats per token over full", lambda r: r.loss, 1, "perplexity", True),
+        ("Loss against memory", "nats per token over full", lambda r: r.loss, 1, "loss", True),
         ("Accuracy against memory", "answers right, %", lambda r: r.accuracy, 100, "needle", False),
         ("Recall of answers with several parts against memory", "recall, %", lambda r: r.recall, 100, "needle", False),
         ("KL(full || plan) against memory", "nats per token", lambda r: r.kl, 1, "fidelity", True),

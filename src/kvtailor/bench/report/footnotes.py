@@ -7,7 +7,7 @@ from itertools import groupby
 
 from kvtailor.bench import tripwires
 from kvtailor.bench.report.points import Series, base, named, series_of
-from kvtailor.bench.report.quality import Measure
+from kvtailor.bench.report.quality import Measure, official_is_mean
 from kvtailor.bench.report.rows import FULL, OWN, Row, asked_of_both
 from kvtailor.bench.report.verdict import beats_full, beyond_the_model
 from kvtailor.bench.schema import Record
@@ -123,6 +123,15 @@ def _about_sets(records: Sequence[Record]) -> Iterator[str]:
         count = f"{few}" if few == many else f"{few} to {many}"
         by = f" ({metrics})" if metrics else ""
         yield f"{task}: {names}, by their own metrics{by}; {count} examples each."
+        if task == "longcontext" and (odd := dict.fromkeys(_set(r) for r in found if not official_is_mean(r))):
+            yield (
+                f"The score of {', '.join(odd)} is not the mean of the examples' scores and has no interval; the "
+                "differences to 'full' that have one are of that mean."
+            )
+
+
+def _set(record: Record) -> str:
+    return f"{record.point.get('benchmark')} {record.point.get('subset')}"
 
 
 def _asked_less(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.charts import Drawn, against_memory, colour, every_task, times
 from kvtailor.bench.report.costs import grids
 from kvtailor.bench.report.html import quoted, records_table, table
+from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.maps import budgets, needles
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.rows import FULL, OWN, Row
@@ -104,20 +105,13 @@ def _kinds(plans: Sequence[Row]) -> dict[str, str]:
 
 
 def _where(records: Sequence[Record], summary: Summary) -> str:
-    first, machine = records[0], summary.machine
+    first, versions = records[0], versions_text(summary.machines)
     size = f", {first.parameters / 1e6:.1f} million parameters" if first.parameters else ""
-    versions = ", ".join(f"{name} {machine.get(name)}" for name in ("kvtailor", "torch", "transformers"))
-    commit = f", commit {_short(str(machine['commit']))}" if machine.get("commit") else ""
     days = sorted({record.started[:10] for record in records})
     return (
-        f"{first.model}{size}, {first.dtype} on {first.device}; {machine.get('processor') or 'unknown processor'}, "
-        f"{versions}{commit}; {' to '.join(dict.fromkeys([days[0], days[-1]]))}."
+        f"{first.model}{size}, {first.dtype} on {first.device}; {hardware_text(summary.machines)}"
+        f"{', ' + versions if versions else ''}; {' to '.join(dict.fromkeys([days[0], days[-1]]))}."
     )
-
-
-def _short(commit: str) -> str:
-    digest, dash, dirty = commit.partition("-")
-    return digest[:12] + dash + dirty
 
 
 def _missing(summary: Summary) -> Iterator[str]:

@@ -12,7 +12,7 @@ from kvtailor.bench.report.points import Series, base, named, series_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import Estimate, mean_difference
 
-__all__ = ["Measure", "NATS", "POINTS", "Score", "difference", "measures_of"]
+__all__ = ["Measure", "NATS", "POINTS", "Score", "difference", "measures_of", "official_is_mean"]
 
 NATS = "nats per token"
 POINTS = "points"
@@ -26,11 +26,12 @@ class Score:
         value: in the measure's unit.
         difference: to 'full' over the same samples, in the measure's unit of differences; None without 'full', or
             where the task gives no number for one sample.
-        low, high: where the value lies if the ends of the difference's interval are added to that of 'full'.
+        low, high: where the value lies if the ends of the difference's interval are added to that of 'full'; None too
+            where the value is not the mean that the difference is of.
         samples: windows, documents or examples behind it.
         bytes_held: of the cache when it was weighed there, the largest over the records.
         ratio: bytes over the full cache's, of the same record.
-        keys: of the records behind it.
+        keys: of the records behind it, and behind it those of 'full' that the difference is to.
     """
 
     value: float
@@ -82,6 +83,13 @@ def difference(ours: tuple[float, ...], theirs: tuple[float, ...]) -> Estimate:
     return mean_difference(ours, theirs)
 
 
+def official_is_mean(record: Record) -> bool:
+    """Whether a long-context record's own score is the mean of its examples' scores; a geometric mean of several
+    metrics is not."""
+    value, scores = record.metrics.get("score"), record.values.get("score", ())
+    return value is None or not scores or math.isclose(value, fmean(scores), rel_tol=1e-6, abs_tol=1e-6)
+
+
 def _perplexities(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
     series = series_of(records, "perplexity")
     shown = base(series)
@@ -105,7 +113,7 @@ def _perplexities(records: Sequence[Record], full: str | None) -> Iterator[Measu
                 samples=len(values),
                 bytes_held=record.bytes_held,
                 ratio=_ratio(record),
-                keys=(record.key,),
+                keys=_keys([record], [reference] if found is not None and reference is not None else []),
             )
         if scores:
             yield Measure(
@@ -176,9 +184,13 @@ def _unpaired(series: Series) -> dict[str, Score]:
 
 
 def _official(score: Score, record: Record) -> Score:
-    """The set's own score, which is not the mean of the examples' where it is a geometric mean of several."""
+    """The set's own score; where it is not the mean of the examples' it has no interval: that one is of the mean."""
     value = record.metrics.get("score")
-    return score if value is None else replace(score, value=value)
+    if value is None:
+        return score
+    if official_is_mean(record):
+        return replace(score, value=value)
+    return replace(score, value=value, low=None, high=None)
 
 
 def _joined(members: Sequence[Series], full: str | None, name: str, scale: float) -> dict[str, Score]:
@@ -192,9 +204,8 @@ def _joined(members: Sequence[Series], full: str | None, name: str, scale: float
         if len(mine) < len(members):
             continue
         values = tuple(scale * x for r in mine for x in r.values[name])
-        theirs = tuple(
-            scale * x for each in members if full in each.records for x in each.records[full].values.get(name, ())
-        )
+        references = [each.records[full] for each in members if full is not None and full in each.records]
+        theirs = tuple(scale * x for r in references for x in r.values.get(name, ()))
         if not values:
             continue
         paired = difference(values, theirs) if len(theirs) == len(values) else None
@@ -202,7 +213,8 @@ def _joined(members: Sequence[Series], full: str | None, name: str, scale: float
         heaviest = max(mine, key=lambda r: r.bytes_held or 0)
         found[plan] = Score(
             value=fmean(values), difference=paired, low=low, high=high, samples=len(values),
-            bytes_held=heaviest.bytes_held, ratio=_ratio(heaviest), keys=tuple(r.key for r in mine),
+            bytes_held=heaviest.bytes_held, ratio=_ratio(heaviest),
+            keys=_keys(mine, references if paired is not None else []),
         )  # fmt: skip
     return found
 
@@ -213,6 +225,10 @@ def _against(ours: Record, full: Record | None, name: str, scale: float) -> Esti
     if not all(map(math.isfinite, full.values[name])):
         return None
     return difference(tuple(scale * x for x in ours.values[name]), tuple(scale * x for x in full.values[name]))
+
+
+def _keys(ours: Sequence[Record], references: Sequence[Record]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(record.key for record in [*ours, *references]))
 
 
 def _ends(found: Estimate | None, start: float | None) -> tuple[float | None, float | None]:

@@ -63,7 +63,8 @@ class Row:
             it was reckoned.
         bytes_per_token: what one more token takes.
         errors: why numbers are missing.
-        sources: keys of the records behind the numbers by task, and of those behind the bytes by "bytes".
+        sources: keys of the records behind the numbers by task, of those behind the bytes by "bytes"; and of both
+            sides, the plan's and then those of 'full', by "loss", "answer_loss" and "time_ratio".
     """
 
     label: str
@@ -160,12 +161,17 @@ def _row(
         None,
     )
     found: dict[str, object] = {}
+    scored_full, timed_full = at("perplexity", full), at("speed", full)
+    answered = _pairs(needles, [r for r in records if r.plan_hash == full and r.task == "needle"])
     behind: dict[str, Sequence[Record | None]] = {
         "bytes": [weighed],
         "perplexity": [scored],
+        "loss": [scored, scored_full],
         "needle": needles,
+        "answer_loss": [r for side in zip(*answered, strict=True) for r in side],
         "fidelity": [faithful],
         "speed": [timed],
+        "time_ratio": [timed, timed_full],
         "memory": [fresh],
         "capacity": [capacity],
     }
@@ -179,8 +185,7 @@ def _row(
         }
     if scored is not None:
         found |= {name: scored.metrics.get(name) for name in ("nll", "perplexity", "bits_per_byte")}
-        reference = at("perplexity", full)
-        found["loss"] = _paired([scored], [] if reference is None else [reference], "nll")
+        found["loss"] = _paired(_pairs([scored], [] if scored_full is None else [scored_full]), "nll")
     if needles:
         hits = sum(int(sum(r.values["hit"])) for r in needles)
         answers = sum(len(r.values["hit"]) for r in needles)
@@ -189,12 +194,12 @@ def _row(
             "answers": answers,
             "accuracy": wilson(hits, answers),
             "recall": _recall(needles),
-            "answer_loss": _paired(needles, [r for r in records if r.plan_hash == full and r.task == "needle"], "nll"),
+            "answer_loss": _paired(answered, "nll"),
         }
     for record, names in ((faithful, _FIDELITY), (timed, _COST), (capacity, _CAPACITY)):
         found |= {} if record is None else {name: record.metrics.get(name) for name in names}
     if timed is not None and timed.timings:
-        found |= _times(timed, at("speed", full))
+        found |= _times(timed, timed_full)
     if fresh is not None:
         found |= {name: getattr(fresh, name) for name in ("bytes_resident", "bytes_peak", "bytes_peak_decode")}
     return Row(
@@ -202,7 +207,11 @@ def _row(
         plan=first.plan,
         plan_hash=first.plan_hash,
         errors=tuple(dict.fromkeys(f"{r.task}: {r.error}" for r in ours if r.error is not None)),
-        sources={name: tuple(r.key for r in some if r is not None) for name, some in behind.items() if any(some)},
+        sources={
+            name: tuple(dict.fromkeys(r.key for r in some if r is not None))
+            for name, some in behind.items()
+            if any(some)
+        },
         **found,  # type: ignore[arg-type]
     )
 
@@ -228,10 +237,14 @@ def _times(timed: Record, full: Record | None) -> dict[str, object]:
     return found
 
 
-def _paired(ours: Sequence[Record], full: Sequence[Record], name: str) -> Estimate | None:
-    """Mean difference over the samples that both sides have, matched by task, text and point."""
+def _pairs(ours: Sequence[Record], full: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """The records that both sides have, matched by task, text and point."""
     theirs = {(r.task, r.text_hash, str(r.point)): r for r in full if r.error is None}
-    pairs = [(r, theirs[k]) for r in ours if (k := (r.task, r.text_hash, str(r.point))) in theirs]
+    return [(r, theirs[k]) for r in ours if (k := (r.task, r.text_hash, str(r.point))) in theirs]
+
+
+def _paired(pairs: Sequence[tuple[Record, Record]], name: str) -> Estimate | None:
+    """Mean difference over the samples of both sides."""
     a = tuple(x for r, _ in pairs for x in r.values[name])
     b = tuple(x for _, r in pairs for x in r.values[name])
     if not a or not all(map(math.isfinite, a + b)):

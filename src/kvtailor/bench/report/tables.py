@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtailor.bench.report.grid import EMPTY, Cell, Grid, as_latex, as_markdown, interval
-from kvtailor.bench.report.quality import NATS, Measure, Score
+from kvtailor.bench.report.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.rows import FULL, OWN, Row
 from kvtailor.bench.report.words import byte_text
 from kvtailor.bench.statistics import Estimate
@@ -68,16 +68,16 @@ COLUMNS: tuple[Column, ...] = (
     Column("tokens held", _number(lambda row: row.tokens_held, 0), "bytes"),
     Column("bytes held", _bytes, "bytes"),
     Column("bytes, %", _number(lambda row: row.ratio, 1, 100), "bytes"),
-    Column("nats over full", _signed(lambda row: row.loss, 4), "perplexity"),
+    Column("nats over full", _signed(lambda row: row.loss, 4), "loss"),
     Column("perplexity", _number(lambda row: row.perplexity, 3), "perplexity"),
     Column("bits per byte", _number(lambda row: row.bits_per_byte, 4), "perplexity"),
     Column("answers right, %", _share(lambda row: row.accuracy), "needle"),
     Column("recall, %", _share(lambda row: row.recall), "needle"),
-    Column("nats over full per answer token", _signed(lambda row: row.answer_loss, 3), "needle"),
+    Column("nats over full per answer token", _signed(lambda row: row.answer_loss, 3), "answer_loss"),
     Column("KL", _number(lambda row: row.kl, 4), "fidelity"),
     Column("top-1, %", _number(lambda row: row.top1, 1, 100), "fidelity"),
-    Column("TTFT over full", _number(lambda row: row.ttft_ratio, 3), "speed"),
-    Column("TPOT over full", _number(lambda row: row.tpot_ratio, 3), "speed"),
+    Column("TTFT over full", _number(lambda row: row.ttft_ratio, 3), "time_ratio"),
+    Column("TPOT over full", _number(lambda row: row.tpot_ratio, 3), "time_ratio"),
     Column("tokens/s", _number(lambda row: row.tokens_per_second, 1), "speed"),
 )
 """What the main table shows of a row. Times in seconds, with their floors, are in the table of cost."""
@@ -120,13 +120,27 @@ def quality_grid(measures: Sequence[Measure], rows: Sequence[Row]) -> Grid:
     return Grid(
         name="quality",
         title="Every text and task",
-        note=(
-            "Perplexity, or percent of what is right. Below it the 95 % interval of the paired difference to 'full': "
-            "in nats per token for perplexity (above 0 is worse), in points of percent elsewhere (below 0 is worse)."
-        ),
+        note=_how_to_read(measures),
         heads=("plan", *(_head(measure) for measure in measures)),
         rows=tuple(body),
         plans=tuple(row.plan_hash for row in plans),
+    )
+
+
+def _how_to_read(measures: Sequence[Measure]) -> str:
+    units = {measure.difference_unit for measure in measures}
+    scores = [measure for measure in measures if measure.difference_unit not in (NATS, POINTS)]
+    values = ["perplexity"] * (NATS in units) + ["percent of what is right"] * (POINTS in units)
+    values += ["scores on their tasks' own scales"] * bool(scores)
+    ways = ["nats per token for perplexity (above 0 is worse)"] * (NATS in units)
+    ways += ["points of percent for percentages (below 0 is worse)"] * (POINTS in units)
+    for side, lower in (("above", True), ("below", False)):
+        names = ", ".join(measure.name for measure in scores if measure.lower_is_better is lower)
+        ways += [f"the scale of the score for {names} ({side} 0 is worse)"] * bool(names)
+    shown = ", or ".join(values)
+    return (
+        f"{shown[:1].upper()}{shown[1:]}. Below it the 95 % interval of the paired difference to 'full': "
+        f"in {', in '.join(ways)}."
     )
 
 
@@ -141,7 +155,7 @@ def _score(measure: Measure, score: Score | None, *, is_full: bool) -> Cell:
     found = score.difference
     ends = None
     if found is not None and not is_full:
-        ends = interval((found.low, found.high), 3 if measure.difference_unit == NATS else 1, signed=True)
+        ends = interval((found.low, found.high), 1 if measure.difference_unit == POINTS else 3, signed=True)
     shown = f"{score.value:.{digits}f}"
     if found is None or found.low is None or found.high is None or is_full:
         return Cell(text=shown, value=score.value, keys=score.keys)

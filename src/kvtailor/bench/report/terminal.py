@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtailor.bench.report import Row, Summary
-from kvtailor.bench.report.quality import NATS, Measure
+from kvtailor.bench.report.machines import hardware_text, versions_text
+from kvtailor.bench.report.quality import POINTS, Measure
 from kvtailor.bench.report.rows import FULL, OWN
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 
@@ -59,10 +60,8 @@ def show(summary: Summary, console: Console) -> None:
         console.print()
     for note in summary.footnotes:
         console.print(Padding(Text(note, style="dim"), (0, 0, 0, 1)))
-    machine = summary.machine
-    versions = ", ".join(f"{name} {machine.get(name)}" for name in ("torch", "transformers"))
-    what = f"{machine.get('processor') or 'unknown processor'}, {versions}."
-    console.print(Padding(Text(what, style="dim"), (0, 0, 0, 1)))
+    what = ", ".join(filter(None, [hardware_text(summary.machines), versions_text(summary.machines)]))
+    console.print(Padding(Text(f"{what}.", style="dim"), (0, 0, 0, 1)))
 
 
 def _plans(summary: Summary) -> list[Row]:
@@ -126,7 +125,7 @@ def _score(measure: Measure, row: Row) -> Text:
     text = Text(f"{score.value:.{digits}f}")
     found = score.difference
     if found is not None and found.low is not None and row.label != FULL:
-        fine = 3 if measure.difference_unit == NATS else 1
+        fine = 1 if measure.difference_unit == POINTS else 3
         text.append(f"\n{found.low:+.{fine}f} … {found.high:+.{fine}f}", style="dim")
     return text
 

@@ -33,6 +33,11 @@ class _Judged:
         lost = [full.value - s.value for m, s, full in self.scores if m.difference_unit == unit]
         return max([x for x in lost if x > POINTS_MAY_DROP], default=0.0)
 
+    def score_drop(self) -> float:
+        """The largest loss beyond chance in scores on scales of their own, as a share of what 'full' has."""
+        found = [(m, s, full) for m, s, full in self.scores if m.difference_unit not in (NATS, POINTS)]
+        return max([_share_lost(*each) for each in found if not _kept(*each)], default=0.0)
+
 
 def headline(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
     """Which plan, at which memory, loses nothing measurable here; if none does, which loses least and how much.
@@ -53,7 +58,7 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
         )
     judged = [each for each in (_judge(row, full, asked) for row in smaller) if each.scores]
     if not judged:
-        return "Quality was not measured in this run: nothing can be said about what the saved bytes cost."
+        return _nothing_to_judge(smaller, measures)
     if all(m.difference_unit == NATS and s.difference is not None and s.difference.low is None
            for each in judged for m, s, _ in each.scores):  # fmt: skip
         return f"Too few windows to tell a loss from chance: ask for at least {FEWEST}, better 50."
@@ -73,7 +78,7 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
             "No verdict: every plan that holds less does better than 'full' beyond chance, so this model does not use "
             "the context of this text."
         )
-    mildest = min(worse, key=lambda each: (each.drop(POINTS), each.drop(NATS)))
+    mildest = min(worse, key=lambda each: (each.drop(POINTS), each.score_drop(), each.drop(NATS)))
     who = "Every plan here that saves bytes"
     if len(complete) < len(smaller):
         who += " and was measured in everything"
@@ -90,6 +95,17 @@ def beyond_the_model(measure: Measure, full: Row) -> bool:
     """Whether 'full' has so few right answers that no drop could count as one."""
     score = measure.scores.get(full.plan_hash)
     return score is not None and measure.difference_unit == POINTS and score.value < LEAST_TELLING
+
+
+def _nothing_to_judge(smaller: Sequence[Row], measures: Sequence[Measure]) -> str:
+    if any(row.kl is not None for row in smaller):
+        return (
+            "No verdict: no perplexity and no answers to judge a smaller plan by were measured in this run; KL and "
+            "top-1 say how far its predictions are from those of 'full', not what that costs."
+        )
+    if measures:
+        return "No verdict: no smaller plan has a perplexity or answers in this run that it can be judged by."
+    return "Quality was not measured in this run: nothing can be said about what the saved bytes cost."
 
 
 def _judge(row: Row, full: Row, asked: Sequence[Measure]) -> _Judged:
@@ -110,6 +126,12 @@ def _kept(measure: Measure, ours: Score, full: Score) -> bool:
         worst = found.low if measure.lower_is_better else found.high
         return worst is not None and (worst <= 0 if measure.lower_is_better else worst >= 0)
     return ours.value >= full.value - POINTS_MAY_DROP and not (found.high is not None and found.high < 0)
+
+
+def _share_lost(measure: Measure, ours: Score, full: Score) -> float:
+    """Above 0 where 'full' is better; of two scales neither counts more than the other."""
+    lost = ours.value - full.value if measure.lower_is_better else full.value - ours.value
+    return lost / abs(full.value) if full.value else lost
 
 
 def _worst(judged: _Judged) -> tuple[Measure, Score] | None:
@@ -139,11 +161,20 @@ def _loss(judged: _Judged) -> str:
 
 
 def _answers(judged: _Judged) -> list[str]:
-    """Right answers in numbers where one kind of them was asked; else where most were lost."""
+    """Right answers, and where a score on its own scale fell most: beside answers only if it fell beyond chance."""
     shares = [(m, s, full) for m, s, full in judged.scores if m.difference_unit == POINTS]
+    others = [each for each in judged.scores if each[0].difference_unit not in (NATS, POINTS) and each[1].difference]
+    worst = max(others, key=lambda each: (not _kept(*each), _share_lost(*each)), default=None)
+    scores = []
+    if worst is not None and worst[1].difference is not None and not (shares and _kept(*worst)):
+        scores = [f"{worst[1].difference.value:+.3g} in {worst[0].name}"]
+    return _right_answers(shares) + scores
+
+
+def _right_answers(shares: Sequence[tuple[Measure, Score, Score]]) -> list[str]:
+    """In numbers where one kind of them was asked; else where most were lost."""
     if not shares:
-        others = [(m, s.difference) for m, s, _ in judged.scores if m.difference_unit not in (NATS, POINTS)]
-        return [f"{found.value:+.3g} in {m.name}" for m, found in others if found is not None][:1]
+        return []
     if len(shares) == 1 and shares[0][0].task == "needle" and shares[0][0].name.endswith("right"):
         _, ours, full = shares[0]
         return [
@@ -154,7 +185,8 @@ def _answers(judged: _Judged) -> list[str]:
     change = f"{_signed(ours.value - full.value, 1)} points"
     found = ours.difference
     if found is not None and found.low is not None and found.high is not None and found.low < found.high:
-        change += f" ({_signed(found.low, 1)} to {_signed(found.high, 1)})"
+        # A set's own score may differ from the mean that the interval is of.
+        change = f"{_signed(found.value, 1)} points ({_signed(found.low, 1)} to {_signed(found.high, 1)})"
     return [
         f"{change} in {measure.name}"
         if len(shares) == 1
