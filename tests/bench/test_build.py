@@ -11,8 +11,10 @@ from tests.bench.dummy import FULL, CountingModel, DummyCache, contestant, subje
 from kvtailor.bench import build
 from kvtailor.bench.build import SettingsError, make_task
 from kvtailor.bench.kinds import FIELDS, KINDS, TEXTS, measure_faults, setting_faults
+from kvtailor.bench.longsets import BENCHMARKS
 from kvtailor.bench.runner import run
 from kvtailor.bench.schema import Record
+from kvtailor.bench.tasks import memory, needle
 from kvtailor.errors import KvtailorError
 
 
@@ -117,9 +119,9 @@ def test_all_faults_come_at_once_and_before_any_text(monkeypatch):
     [
         ("perplexity", {"context": 900, "continuation": 125}, "context=900 + continuation=125, 1025 tokens"),
         ("perplexity", {"context": 900}, "continuation=128"),
-        ("needle", {"lengths": [100, 993]}, "lengths=993 and 32 more for an answer, 1025 tokens"),
+        ("needle", {"lengths": [100, 993]}, "lengths=993 and 32 more to generate, 1025 tokens"),
         ("speed", {"context": 1024}, "context=1024 + tokens=32"),
-        ("memory", {"context": 1025}, "context=1025"),
+        ("memory", {"context": 993}, "context=993 and 32 more to generate, 1025 tokens"),
     ],
 )
 def test_more_than_the_model_has_positions_is_refused(name, settings, told):
@@ -128,6 +130,36 @@ def test_more_than_the_model_has_positions_is_refused(name, settings, told):
     assert told in str(caught.value)
     less = {key: [1] if isinstance(value, list) else 1 for key, value in settings.items()}
     assert setting_faults(name, less, "dummy", 1024) == []
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "subset"), [(benchmark, subset) for benchmark in BENCHMARKS for subset in BENCHMARKS[benchmark]]
+)
+def test_the_answers_of_a_set_take_positions_too(benchmark, subset):
+    answer = BENCHMARKS[benchmark][subset].generation
+    settings = {"benchmark": benchmark, "subset": subset, "max_tokens": 1537 - answer}
+    assert setting_faults("longcontext", settings, "dummy", 1537) == []
+    (told,) = setting_faults("longcontext", settings, "dummy", 1536)
+    assert f"max_tokens={1537 - answer} and {answer} more to generate, 1537 tokens" in told
+    assert setting_faults("longcontext", {"benchmark": benchmark, "subset": subset}, "dummy", 1536) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"benchmark": "longbench", "subset": "multi_new"}, "did you mean 'multi_news'"),
+        ({"benchmark": "longbenhc", "subset": "multi_news"}, "did you mean 'longbench'"),
+        ({"benchmark": "longbench"}, "needs the setting 'subset'"),
+    ],
+)
+def test_a_set_that_there_is_not_is_a_fault(settings, told):
+    (fault,) = setting_faults("longcontext", settings)
+    assert told in fault
+
+
+def test_what_a_task_generates_is_what_its_kind_leaves_room_for():
+    assert KINDS["memory"].extra == memory._DECODED
+    assert KINDS["needle"].extra == needle._ANSWER_ROOM
 
 
 @pytest.mark.parametrize(

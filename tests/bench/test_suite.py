@@ -116,6 +116,28 @@ def test_every_task_of_every_suite_can_be_made_for_its_models(name, model, monke
     assert len(set(lines)) == len(lines) > 0
 
 
+@pytest.mark.parametrize("name", WANTED)
+def test_a_table_says_which_sets_it_holds_and_shows_their_own_score(name):
+    """ZeroSCROLLS' score is no mean over examples, and a model may have some of the sets only."""
+    suite = read_suite(name)
+    tables = [table for model in POSITIONS for table in suite.tables_for(model)]
+    shown = [
+        (table, head, cell, task.kind, dict(task.settings))
+        for table in tables
+        for row in table.rows
+        for head, cell in zip(table.columns, row.cells, strict=True)
+        for task in cell.tasks
+    ]
+    for table, head, cell, kind, settings in shown:
+        if kind == "longcontext":
+            assert settings["subset"] in re.findall(r"[\w-]+", table.note), (table.name, settings)
+            assert cell.measure != "mean.score" and (cell.measure != "paired.score" or "examples" in head), table.name
+        if kind == "harness" and settings["task"].startswith("mmlu"):
+            assert head.split()[0] == settings["task"], table.name
+    kinds = {kind for *_, kind, _ in shown}
+    assert ("longcontext" in kinds) == (name in ("atskv", "kv-plugin"))
+
+
 def test_sizes_that_a_model_cannot_take_are_said_at_once_and_before_any_text(monkeypatch):
     monkeypatch.setattr("kvtailor.bench.build._read", lambda *_: pytest.fail("a text was read"))
     with pytest.raises(SuiteError) as caught:
@@ -136,6 +158,13 @@ def test_places_are_filled_for_each_model(tmp_path):
         assert {cell.plan for cell in cells[:4]} == {f"snapkv @ tokens={budget}"}
         assert [cell.against for cell in cells[:2]] == [None, "full"]
         assert str(cells[2].tasks[0]) == "perplexity(context=128, text=c4)"
+
+
+def test_a_list_reads_as_one_in_titles_notes_and_labels(tmp_path):
+    changes = [('title = "Budget {budget}"', 'title = "{texts}"\nnote = "Of {texts}."'), ('"loss"', '"loss, {texts}"')]
+    table = read(tmp_path, SMALL, *changes, ('"c4"]', '"2-wiki.txt"]')).tables_for("demo")[0]
+    assert (table.title, table.note) == ("generated, 2-wiki.txt", "Of generated, 2-wiki.txt.")
+    assert table.columns == ("PPL", "loss, generated, 2-wiki.txt")
 
 
 def test_a_plan_is_missing_by_the_name_that_it_awaits(tmp_path):
@@ -164,6 +193,7 @@ def test_a_plan_is_missing_by_the_name_that_it_awaits(tmp_path):
         ("[settings.demo]\nbudget", "[settings.demo]\nbugdet", "did you mean 'budget'"),
         ('title = "Speculation"\n', "", "has no title"),
         ('name = "guess"', 'name = "budget"', "two tables"),
+        ('label = "loss"', 'label = "PPL"', "two columns are called 'PPL'"),
         ('awaits = ["erank",', 'awaits = ["erank", "never",', "no plan and no task uses"),
         ('awaits = ["erank", "speculation"]', "awaits = 3", "awaits is 3"),
         ('texts = ["generated", "c4"]', "texts = []", "give a list"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from kvtailor.bench.longsets import long_set
 from kvtailor.bench.synthetic import ALL_TASKS
 from kvtailor.bench.tasks import Task
 from kvtailor.errors import KvtailorError, UnknownName, suggest
@@ -21,7 +22,7 @@ __all__ = ["FIELDS", "GENERATED", "KINDS", "SHARES", "TEXTS", "Kind", "is_path",
 GENERATED = "generated"
 TEXTS = ("wikitext2", "c4", "pg19", GENERATED)
 _TASKS = "kvtailor.bench.tasks"
-_ANSWER_ROOM = 32  # what the needle task leaves for an answer
+_GENERATED_TOKENS = 32  # what the needle and the memory task generate
 
 FIELDS = (
     "tokens_held", "tokens_seen", "bytes_held", "bytes_full", "bytes_resident", "bytes_peak", "bytes_peak_decode",
@@ -42,7 +43,7 @@ class Kind:
         settings: what a suite may set; fields of the class but for `text`.
         needs: those of the settings that must be there.
         sizes: settings that count tokens; their sum (of a list, the largest) must fit into the model's positions.
-        extra: tokens that it takes besides.
+        extra: tokens that it generates besides; `longcontext` generates what its set asks for.
         reads_text: it takes a text; the setting `text` names a corpus, a file, or 'generated'.
         reads_data: it takes the data folder.
         metrics: names in `Record.metrics`; None: they are known only when it has run.
@@ -108,7 +109,7 @@ KINDS: dict[str, Kind] = {
         settings=("lengths", "depths", "documents", "kind", "question_outside", "state"),
         needs=("lengths",),
         sizes=("lengths",),
-        extra=_ANSWER_ROOM,
+        extra=_GENERATED_TOKENS,
         metrics=("accuracy", "recall", "answer_nll"),
         values=("hit", "recall", "nll"),
     ),
@@ -124,7 +125,11 @@ KINDS: dict[str, Kind] = {
         timings=("ttft", "tpot"),
     ),
     "memory": Kind(
-        module="memory", class_name="Memory", settings=("context", "batch", "caches", "limit"), sizes=("context",)
+        module="memory",
+        class_name="Memory",
+        settings=("context", "batch", "caches", "limit"),
+        sizes=("context",),
+        extra=_GENERATED_TOKENS,
     ),
     "capacity": Kind(
         module="capacity",
@@ -180,17 +185,22 @@ def setting_faults(
         faults.append(f"text is {text!r}, which is neither a path nor a text that is known{suggest(str(text), TEXTS)}")
     if name == "needle" and settings.get("kind", ALL_TASKS[0]) not in ALL_TASKS:
         faults.append(str(UnknownName("kind of document", str(settings["kind"]), ALL_TASKS)))
-    sizes = {}
+    extra, sizes = kind.extra, {}
+    if name == "longcontext" and all(each in settings for each in kind.needs):
+        try:
+            extra += long_set(str(settings["benchmark"]), str(settings["subset"])).generation
+        except UnknownName as error:
+            faults.append(str(error))
     for each in kind.sizes:
         size = _largest(settings[each] if each in settings else kind.default(each))
         if isinstance(size, str):
             faults.append(f"{each} is {settings[each]!r}: {size}")
         elif size is not None:
             sizes[each] = size
-    total = sum(sizes.values()) + kind.extra
+    total = sum(sizes.values()) + extra
     if sizes and positions is not None and total > positions:
         asked = " + ".join(f"{each}={size}" for each, size in sizes.items())
-        more = f" and {kind.extra} more for an answer" if kind.extra else ""
+        more = f" and {extra} more to generate" if extra else ""
         faults.append(
             f"asked for {name} with {asked}{more}, {total} tokens, but {subject} has {positions} positions: give a "
             f"smaller {' or '.join(sizes)}"

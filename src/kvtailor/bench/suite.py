@@ -160,6 +160,11 @@ def _check(suite: Suite, faults: list[str]) -> None:
         names = [table.name for table in tables]
         faults += [f"two tables have the name {name!r}: give each its own" for name in names if names.count(name) > 1]
         for table in tables:
+            faults += [
+                f"table {table.name!r}: two columns are called {label!r}: give each its own label"
+                for label in table.columns
+                if table.columns.count(label) > 1
+            ]
             for cell in (cell for row in table.rows for cell in row.cells):
                 plans |= {plan for plan in (cell.plan, cell.against) if plan is not None}
                 used |= {task.kind for task in cell.tasks}

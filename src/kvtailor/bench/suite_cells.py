@@ -134,7 +134,7 @@ class _Reader:
                 return
         for variables in self._each(raw.get("for", {}), scope, where):
             inside = {**scope, **variables}
-            texts = {key: str(self._fill(raw.get(key, ""), inside, where)) for key in ("name", "title", "note")}
+            texts = {key: self._prose(raw.get(key, ""), inside, where) for key in ("name", "title", "note")}
             rows = [
                 row
                 for each in raw["rows"]
@@ -144,7 +144,7 @@ class _Reader:
             yield Table(
                 **texts,
                 labels=tuple(map(str, raw["labels"])),
-                columns=tuple(str(self._fill(each.get("label", "?"), inside, where)) for each in raw["columns"]),
+                columns=tuple(self._prose(each.get("label", "?"), inside, where) for each in raw["columns"]),
                 rows=tuple(rows),
             )
 
@@ -220,6 +220,13 @@ class _Reader:
             lists[name] = found
         for values in itertools.product(*lists.values()):
             yield dict(zip(lists, values, strict=True))
+
+    def _prose(self, value: Any, scope: Mapping[str, Any], where: str) -> str:
+        """A text for readers with every `{name}` replaced; a list reads `one, two`."""
+        spoken = {
+            name: ", ".join(map(_written, each)) if isinstance(each, list) else each for name, each in scope.items()
+        }
+        return str(self._fill(value, spoken, where))
 
     def _fill(self, value: Any, scope: Mapping[str, Any], where: str) -> Any:
         """A value with every `{name}` replaced; a text that is one place takes the type of what stands for it."""
