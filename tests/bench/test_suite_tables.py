@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 from tests.bench.suite_case import CONTEXT, KEEP, PLAN, WINDOWS, dummy, go, nats, small_suite, write_text
 
+from kvtailor.bench.report import summarise
+from kvtailor.bench.report.files import markdown_page
 from kvtailor.bench.report.grid import as_csv
 from kvtailor.bench.report.suite_pages import suite_pages
-from kvtailor.bench.report.suite_tables import provenance, suite_markdown, suite_tables
+from kvtailor.bench.report.suite_tables import provenance, suite_tables
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.bench.suite import read_suite
-from kvtailor.bench.suite_run import run_suite
+from kvtailor.bench.suite_run import prepare
 from kvtailor.errors import KvtailorError
 
 
@@ -52,11 +54,12 @@ def test_the_tables_hold_what_was_measured_and_say_what_was_not(small, text, tmp
     assert rows["rank", where].missing == ("erank",) and {cell.value for cell in rows["rank", where].cells} == {None}
     assert guess.rows[0].missing == ("the task speculation",) and guess.rows[0].cells[0].text == "–"
     assert again.rows[0].cells[0].value == pytest.approx(math.exp(means[0]))
-    told = suite_markdown(small, records)
-    assert "missing: erank" in told and "missing: the task speculation" in told
-    assert "| Method | Text |" in told and "| 1.00 |" in told
+    pages = suite_pages(small, records)
+    told = markdown_page(records, summarise(records), [pages])
+    assert "not in this kvtailor yet" in told and "erank" in told and "Not run: Speculation." in told
+    assert "| Method · Text |" in told and "| 1.00 |" in told
     assert provenance(small, records) in told and "dummy" in provenance(small, records)
-    assert suite_markdown(small, latest(read_records(tmp_path / "out"))) == told
+    assert suite_pages(small, latest(read_records(tmp_path / "out"))) == pages
 
 
 def test_a_cell_of_several_tasks_is_empty_where_one_is_lacking(small, tmp_path):
@@ -93,7 +96,7 @@ columns = [{ label = "ms", task = "speed", value = "timings.tpot", scale = 1e3 }
 rows = [{ plan = "full" }, { plan = "snapkv @ tokens=32" }]
 """)
     suite = read_suite(path)
-    records = run_suite(suite, dummy(), bandwidth=False)
+    records = prepare(suite, dummy()).run(bandwidth=False)
     timed = [replace(r, timings={"tpot": {"median": 0.5}}) for r in records]
     assert [row.cells[0].value for row in suite_tables(suite, timed)[0].rows] == [500.0, 500.0]
     disturbed = suite_tables(suite, [replace(r, timings={}) for r in records])[0]
@@ -127,7 +130,7 @@ columns = [{{ label = "full", plan = "full", task = "ppl" }}]
 rows = [{{ Metric = "PPL", value = "metrics.perplexity" }}, {{ Metric = "bytes", value = "bytes_held" }}]
 """)
     suite = read_suite(path)
-    assert suite_tables(suite, run_suite(suite, dummy(), bandwidth=False))[0].notes == ()
+    assert suite_tables(suite, prepare(suite, dummy()).run(bandwidth=False))[0].notes == ()
 
 
 def test_records_of_others_are_passed_over(small, tmp_path):
@@ -138,7 +141,7 @@ def test_records_of_others_are_passed_over(small, tmp_path):
         with pytest.raises(KvtailorError, match="kvtailor bench --suite small"):
             suite_tables(small, these)
     with pytest.raises(KvtailorError, match="for other"):
-        suite_markdown(small, records, model="other")
+        suite_tables(small, records, model="other")
 
 
 def test_the_line_names_every_machine_and_version_behind_the_numbers(small, tmp_path):

@@ -20,7 +20,7 @@ from kvtailor.bench.tasks import Given, Task
 from kvtailor.bench.tripwires import Fraud
 from kvtailor.errors import KvtailorError, suggest
 
-__all__ = ["Prepared", "prepare", "run_suite"]
+__all__ = ["Prepared", "prepare"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +170,6 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
         contestants=_each_once(each for part in parts for each in part.there),
         unavailable=tuple(unavailable),
     )
-
-
-def run_suite(suite: Suite, subject: Subject, *, data: Path | None = None, **options: Any) -> list[Record]:
-    """`prepare` and `Prepared.run` in one."""
-    return prepare(suite, subject, data=data).run(**options)
 
 
 def _plans_of(suite: Suite, model: str, only: Sequence[str], faults: list[str]) -> dict[Asked, list[str]]:

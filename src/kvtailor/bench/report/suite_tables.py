@@ -1,4 +1,4 @@
-"""The tables of a suite, from records alone: as rows, and as Markdown in the report's own columns."""
+"""The tables of a suite, from records alone, in the report's own columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtailor.bench.schema import Record
 from kvtailor.bench.suite import Suite
 from kvtailor.bench.suite_cells import Asked, Cell, Table, TableRow
 
-__all__ = ["FilledCell", "FilledRow", "FilledTable", "provenance", "suite_markdown", "suite_tables"]
+__all__ = ["FilledCell", "FilledRow", "FilledTable", "provenance", "suite_tables"]
 
 _DASH = "–"
 
@@ -73,7 +73,7 @@ def suite_tables(suite: Suite, records: Sequence[Record], *, model: str | None =
 
     Args:
         suite: from `read_suite`.
-        records: of `run_suite`; others are passed over.
+        records: of its runs; others are passed over.
         model: name in the records; None: that of the latest record.
 
     Raises:
@@ -104,32 +104,6 @@ def provenance(suite: Suite, records: Sequence[Record], *, model: str | None = N
         f"{len(found)} records of {runs} run{'s' * (runs > 1)}, {span}"
         f"{'; ' + versions if versions else ''}."
     )
-
-
-def suite_markdown(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> str:
-    """The tables below each other, with the notes of each and the line of `provenance`.
-
-    Raises:
-        KvtailorError: no record is of this suite's tasks and this model.
-    """
-    parts = [f"# {suite.title}", provenance(suite, records, model=model)]
-    parts += [_markdown(table) for table in suite_tables(suite, records, model=model)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown(table: FilledTable) -> str:
-    gaps = any(row.missing for row in table.rows)
-    headings = [*table.labels, *table.columns, *([""] if gaps else [])]
-    lines = ["| " + " | ".join(map(_safe, headings)) + " |"]
-    lines.append("|" + "---|" * len(table.labels) + "---:|" * len(table.columns) + ("---|" if gaps else ""))
-    for row in table.rows:
-        gap = [f"missing: {', '.join(row.missing)}" if row.missing else ""] if gaps else []
-        lines.append("| " + " | ".join(map(_safe, [*row.labels, *(cell.text for cell in row.cells), *gap])) + " |")
-    return "\n".join([f"## {table.title}", "", *lines, *(f"\n{note}" for note in table.notes)])
-
-
-def _safe(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 class _Filler:
