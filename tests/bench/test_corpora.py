@@ -101,15 +101,13 @@ def test_c4_reads_the_hubs_packed_files_in_order(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["c4", "pg19"])
 def test_files_of_another_set_are_no_corpus(tmp_path, name):
     """Names such as test.jsonl say nothing outside of a folder of the corpus' name."""
-    documents(tmp_path / "test.jsonl", 40)
-    documents(tmp_path / "lambada" / "test.jsonl", 40)
-    books(tmp_path, {"900": 30})
+    books(tmp_path / "mine", {"900": 30})
+    documents(tmp_path / "mine" / "test.jsonl", 40)
+    documents(tmp_path / "mine" / "lambada" / "test.jsonl", 40)
     with pytest.raises(KvtailorError, match=f"{name}.* which has none of"):
-        corpus(name, data=tmp_path)
-    (tmp_path / name).mkdir()
-    documents(tmp_path / name / "test.jsonl", 40)
-    books(tmp_path / name, {"900": 30})
-    assert corpus(name, data=tmp_path / name).text
+        corpus(name, data=tmp_path / "mine")
+    (tmp_path / "mine").rename(tmp_path / f"{name}-part")
+    assert corpus(name, data=tmp_path / f"{name}-part").source == name
 
 
 def test_pg19_gives_whole_books_by_number(tmp_path):

@@ -101,7 +101,7 @@ def test_a_shipped_suite_has_no_fault_and_awaits_nothing_that_is_here(name):
 
 @pytest.mark.parametrize(("name", "model"), ALL)
 def test_every_task_of_every_suite_can_be_made_for_its_models(name, model, monkeypatch):
-    monkeypatch.setattr("kvtailor.bench.build._read", lambda *_: ("a text", "a name"))
+    monkeypatch.setattr("kvtailor.bench.build._read", lambda *_: ("a text", "a name", None))
     for kind in KINDS.values():
         with suppress(KvtailorError):  # some read their data to say how long they take
             monkeypatch.setattr(kind.load(), "units", lambda task, contestants: contestants)

@@ -178,5 +178,5 @@ columns = [{{ label = "full", plan = "full", task = "ppl" }}, {{ label = "snap",
 rows = [{{ Metric = "PPL", value = "metrics.perplexity" }}]
 """)
     two = read_suite(path)
-    (grid,) = suite_pages(two, run_suite(two, dummy(), bandwidth=False)).grids
+    (grid,) = suite_pages(two, prepare(two, dummy()).run(bandwidth=False)).grids
     assert grid.plans == (f"{known['full']} {known[PLAN]}",)
