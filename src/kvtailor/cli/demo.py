@@ -22,10 +22,9 @@ __all__ = ["command"]
 
 PLANS = (
     "full",
-    "kivi(bits=4)",
+    "kivi(key_bits=8, value_bits=4)",
     "snapkv(kernel=21) @ keep=0.25",
     "snapkv(kernel=21) + adakv + kivi(bits=4) @ keep=0.25",
-    "snapkv @ keep=0.25",
     "streaming @ keep=0.25",
 )
 LONGEST = 3072
