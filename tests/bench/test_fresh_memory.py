@@ -151,7 +151,7 @@ def test_memory_that_cannot_be_measured_is_null_and_says_why():
 def test_a_fresh_process_grows_by_what_the_ledger_says():
     plans = contestants_of(["snapkv @ keep=0.25"])
     own, full, snap = run(Subject.load("demo"), plans, [Memory(context=1500)], bandwidth=False)
-    assert full.point == {"context": 1500, "batch": 1}
+    assert full.point == {"context": 1500, "batch": 1, "caches": 4}
     for record in (full, snap):
         assert record.error is None
         assert abs(record.bytes_resident - record.bytes_held) < 0.1 * record.bytes_held + 2**17
