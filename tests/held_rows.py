@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvtailor.types import Held, Needs
+from kvtailor.observe import Evidence, observe
+from kvtailor.types import Held, Needs, Rotation
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Row:
     values: Tensor
     queries: Tensor
     mass: Tensor
+    previous: Tensor
+    reconstruction: Tensor
 
     @property
     def tokens(self) -> int:
@@ -25,7 +28,7 @@ class Row:
 
 
 def make_row(tokens: int, *, heads: int, group: int, size: int, generator: torch.Generator) -> Row:
-    """Keys (h, n, d), values (h, n, d + 1), queries (q, n, d) of all tokens, mass (h, n)."""
+    """Keys (h, n, d), values (h, n, d + 1), queries (q, n, d) of all tokens, and what is known of each (h, n)."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -35,13 +38,25 @@ def make_row(tokens: int, *, heads: int, group: int, size: int, generator: torch
         values=draw(heads, tokens, size + 1),
         queries=draw(heads * group, tokens, size) * 2,
         mass=torch.rand(heads, tokens, generator=generator) * 3,
+        previous=draw(heads, tokens).where(torch.arange(tokens) < tokens - 3, torch.nan),
+        reconstruction=torch.rand(heads, tokens, generator=generator),
     )
 
 
 def held_of(
-    rows: list[Row], needs: Needs, *, layer: int = 1, layers: int = 3, dtype: torch.dtype = torch.float32
+    rows: list[Row],
+    needs: Needs,
+    *,
+    layer: int = 1,
+    layers: int = 3,
+    dtype: torch.dtype = torch.float32,
+    query_order: Tensor | None = None,
+    calibration: dict[str, Tensor] | None = None,
 ) -> Held:
-    """The rows as one left-padded batch. Padding holds large numbers, so that a scorer that reads it is found out."""
+    """The rows as one left-padded batch. Padding holds large numbers, so that a scorer that reads it is found out.
+
+    `query_order`: in which order the query heads stand, for what belongs to the layer and not to a row.
+    """
     longest = max(row.tokens for row in rows)
     pads = [longest - row.tokens for row in rows]
 
@@ -59,6 +74,13 @@ def held_of(
     positions = torch.arange(longest).expand(*keys.shape[:3]).clone()
     first = torch.tensor(pads)
     window = min(needs.window, longest)
+    rotation = Rotation(frequencies=torch.tensor([1.0, 0.1])) if keys.shape[-1] >= 4 else None
+    queries = stack("queries", 30.0).to(dtype)
+    real = positions[:, 0] >= first[:, None]
+    gathered = replace(needs, window=0, mass=False)
+    evidence = observe(gathered, Evidence(), queries, 0, None, real=real, rotation=rotation)
+    output = torch.randn(queries.shape[1], keys.shape[-1] + 1, 5, generator=torch.Generator().manual_seed(77))
+    output = output if query_order is None else output[query_order]
     return Held(
         keys=keys.to(dtype),
         values=stack("values", 30.0).to(dtype),
@@ -69,9 +91,18 @@ def held_of(
         layer=layer,
         layers=layers,
         scaling=keys.shape[-1] ** -0.5,
-        queries=stack("queries", 30.0)[:, :, longest - window :].to(dtype) if needs.window else None,
+        budget=torch.tensor([max(1, row.tokens // 3) for row in rows]),
+        queries=queries[:, :, longest - window :] if needs.window else None,
         query_columns=torch.arange(longest - window, longest) if needs.window else None,
         mass=stack("mass", 30.0) if needs.mass else None,
+        sampled=evidence.sampled,
+        sampled_columns=evidence.sampled_columns,
+        moments=evidence.moments,
+        previous=stack("previous", 30.0) if needs.previous else None,
+        reconstruction=stack("reconstruction", 30.0) if needs.reconstruction else None,
+        output=output.to(dtype) if needs.output else None,
+        rotation=rotation if needs.rotation or needs.moments else None,
+        calibration=calibration,
     )
 
 
@@ -88,17 +119,14 @@ def with_holes(held: Held, holes: int, generator: torch.Generator) -> tuple[Held
         wide = tensor.new_full((rows, heads, n + holes, tensor.shape[-1]), filler)
         return wide.scatter(2, where[..., None].expand_as(tensor), tensor)
 
-    return Held(
+    return replace(
+        held,
         keys=spread(held.keys, 50.0),
         values=spread(held.values, 50.0),
         positions=spread(held.positions, 0),
         valid=spread(held.valid, False),
-        first=held.first,
-        seen=held.seen,
-        layer=held.layer,
-        layers=held.layers,
-        scaling=held.scaling,
-        queries=held.queries,
-        query_columns=held.query_columns,
-        mass=None if held.mass is None else spread(held.mass, 70.0),
+        **{
+            name: None if getattr(held, name) is None else spread(getattr(held, name), 70.0)
+            for name in ("mass", "previous", "reconstruction")
+        },
     ), where

@@ -7,7 +7,8 @@ import torch
 
 import kvtailor
 from kvtailor.observe import Evidence, observe
-from kvtailor.types import Needs
+from kvtailor.ops.rotate import turn
+from kvtailor.types import Held, Needs, Rotation
 from tests.seam.zoo import build, prompts
 
 
@@ -58,3 +59,66 @@ def test_mass_is_the_column_sum_of_eager_attention(family: str, chunk: int) -> N
         found = torch.cat([part.view(2, state.heads, -1) for part in state.evidence.mass], -1)
         columns = mask[:, None].expand_as(expected).bool()
         assert torch.allclose(found[columns], expected[columns], atol=1e-4)
+
+
+def naive_sample(query: torch.Tensor, columns: list[int], most: int) -> list[int]:
+    """Columns of a row's real queries, thinned by halving until at most `most` are left."""
+    ages = list(range(len(columns)))
+    stride = 1
+    while len([age for age in ages if age % stride == 0]) > most:
+        stride *= 2
+    return [column for age, column in zip(ages, columns, strict=True) if age % stride == 0]
+
+
+@pytest.mark.parametrize("pieces", [(63,), (16, 16, 16, 15), (40, 1, 1, 21), (1,) * 63])
+@pytest.mark.parametrize("most", [1, 7, 16, 100])
+def test_a_sample_in_pieces_with_padding(pieces: tuple[int, ...], most: int) -> None:
+    query, pads = torch.randn(3, 5, 63, 8), (0, 13, 60)
+    real = torch.arange(63) >= torch.tensor(pads)[:, None]
+    evidence, first = Evidence(), 0
+    for piece in query.split(pieces, 2):
+        first += piece.shape[2]
+        evidence = observe(Needs(rows=most), evidence, piece, first - piece.shape[2], None, real=real[:, :first])
+    for row, pad in enumerate(pads):
+        expected = naive_sample(query[row], list(range(pad, 63)), most)
+        found = evidence.sampled_columns[row]
+        assert found[found >= 0].tolist() == expected
+        assert torch.equal(evidence.sampled[row][:, found >= 0], query[row][:, expected])
+    assert evidence.sampled.shape[2] == most
+
+
+@pytest.mark.parametrize("pieces", [(600,), (300, 300), (599, 1), (7,) * 85 + (5,)])
+def test_moments_in_pieces_are_those_of_all_real_queries(pieces: tuple[int, ...]) -> None:
+    rotation = Rotation(frequencies=torch.tensor([1.0, 0.2]), interleaved=True)
+    before = torch.randn(2, 3, 600, 6, dtype=torch.float64) + 2
+    query = turn(before, torch.arange(600), rotation).float()
+    real = torch.arange(600) >= torch.tensor([0, 250])[:, None]
+    evidence, first = Evidence(), 0
+    for piece in query.split(pieces, 2):
+        first += piece.shape[2]
+        needs = Needs(moments=True, moments_skip=4)
+        start = first - piece.shape[2]
+        evidence = observe(needs, evidence, piece, start, None, real=real[:, :first], rotation=rotation)
+    for row, start in enumerate((4, 254)):
+        kept = before[row, :, start:]
+        assert torch.allclose(evidence.moments.mean[row].double(), kept.mean(1), atol=1e-4)
+        expected = torch.stack([torch.cov(head.T, correction=0) for head in kept])
+        assert torch.allclose(evidence.moments.covariance()[row].double(), expected, atol=1e-3)
+
+
+def test_moments_without_a_rotation_are_an_error() -> None:
+    with pytest.raises(ValueError, match="rotation"):
+        observe(Needs(moments=True), Evidence(), torch.zeros(1, 1, 1, 4), 0, None)
+
+
+def test_scores_are_found_again_by_column() -> None:
+    held = Held(
+        keys=torch.zeros(1, 2, 4, 1), values=torch.zeros(1, 2, 4, 1), seen=9, layer=0, layers=1, scaling=1.0,
+        positions=torch.tensor([[[0, 3, 5, 8], [1, 2, 8, 8]]]), first=torch.zeros(1),
+        valid=torch.tensor([[[True] * 4, [True, True, True, False]]]),
+    )  # fmt: skip
+    columns = torch.tensor([[[0, 2, 5, 6], [2, 4, 5, 8]]], dtype=torch.int32)
+    found = held.looked_back(columns, torch.tensor([[[1.0, 2, 3, 4], [5, 6, 7, 8]]]))
+    nan = float("nan")
+    expected = torch.tensor([[[1.0, nan, 3, nan], [nan, 5, 8, nan]]])
+    assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))

@@ -21,7 +21,7 @@ def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: LayerStat
     """Tokens that each row may hold, over all compressed layers and kv heads.
 
     Args:
-        plan: with one of `tokens`, `keep`, `bytes`.
+        plan: with one of `tokens`, `keep`, `bytes`, or an attention that says what to hold.
         tokens: (b,) int64 on the CPU: real tokens seen by each row.
         layers: layers that the plan compresses.
         template: any one of them; its shapes and dtype price a token.
@@ -37,6 +37,8 @@ def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: LayerStat
         total = (tokens.double() * (plan.keep * heads)).floor().to(torch.int64)
     elif plan.bytes is not None:
         total = torch.full_like(tokens, _affordable(plan, heads, template, window_bytes))
+    elif (held := plan.attend.held_tokens(tokens)) is not None:
+        total = held * heads
     else:
         raise ValueError(f"the plan {plan} evicts and has no budget")
     return total.clamp(min=heads)

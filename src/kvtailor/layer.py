@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from kvtailor.observe import Evidence
 from kvtailor.ops.ragged import Cut, cut_lanes, gather_held, tokens_of_part
 from kvtailor.store.contract import Placement
 from kvtailor.store.tail import Tail
-from kvtailor.types import Held, Layout, Segment, Visibility
+from kvtailor.types import Held, Layout, Rotation, Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
@@ -43,12 +44,22 @@ class LayerState:
         tail_growth: tokens since the last walk.
         due: the walk waits for the landing.
         read: (b, h) tokens that the last attention read; None where it read all.
+        carry: what the plan's attention asked to be given again at its next call, by name, batch rows first.
+        scored, scored_columns: (b, h, k) the scores of the last walk and the columns they belong to; None where the
+            scorer does not look back.
+        reconstruction: (b, h, n) float32 what a pass that repeats the context said of its columns; None without one.
+        output: (q, dv, D) the layer's own output projection, for plans that need it.
+        rotation: the layer's rotary embedding, for plans that need it.
+        calibration: this layer's tensors of the scorer's calibration file.
     """
 
     def __init__(self, index: int):
         self.index = index
         self.recording = False
         self.scaling = 1.0
+        self.output: Tensor | None = None
+        self.rotation: Rotation | None = None
+        self.calibration: Mapping[str, Tensor] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -63,6 +74,10 @@ class LayerState:
         self.due = False
         self.read: Tensor | None = None
         self.pending: Pending | None = None
+        self.carry: Mapping[str, Tensor] = {}
+        self.scored: Tensor | None = None
+        self.scored_columns: Tensor | None = None
+        self.reconstruction: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -234,8 +249,16 @@ class LayerState:
             for part, m in zip(parts, self.evidence.mass, strict=False)
         ]
         self.evidence = self.evidence.select_rows(index, mass)
+        for name, tensor in self.memories().items():
+            setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
+        self.carry = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.carry.items()}
         self.segments = [segment.rows(index) for segment in self.segments]
         self.tail.select_rows(index)
+
+    def memories(self) -> dict[str, Tensor]:
+        """What earlier walks and a reconstruction left, by attribute; batch rows first."""
+        named = {name: getattr(self, name) for name in ("scored", "scored_columns", "reconstruction")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def entries(self, layer: int, placement: Placement) -> list[Entry]:
         """What the ledger lists for this layer, `layer` of the model."""
@@ -246,13 +269,16 @@ class LayerState:
         for segment in self.segments:
             form, tier = segment.closed_form_bytes(), placement.tier(segment)
             entries.append(Entry(layer=layer, room="encode", tier=tier, tensors=segment.tensors(), closed_form=form))
-        seen = self.evidence.tensors()
+        seen = self.evidence.tensors() | self.memories()
         if self.pending is not None:
             seen = {**seen, "pending": self.pending.query}
         if self.read is not None:
             seen = {**seen, "read": self.read}
         form = sum(t.numel() * t.element_size() for t in seen.values())
         entries.append(Entry(layer=layer, room="observe", tensors=seen, closed_form=form))
+        if self.carry:
+            form = sum(t.numel() * t.element_size() for t in self.carry.values())
+            entries.append(Entry(layer=layer, room="attend", tensors=self.carry, closed_form=form))
         return entries
 
     def _common_newest(self, held: Held, keep: Tensor, recents: int) -> int:

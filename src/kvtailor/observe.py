@@ -1,83 +1,139 @@
-"""The room `observe`: queries and attention of this step -> the evidence that the plan's scorer declared it needs.
+"""The room `observe`: queries and attention of this step -> the evidence that the plan's methods declared they need.
 
 Evidence is chunk by chunk: gathering it over a prompt in pieces gives what gathering it at once gives. No n x n matrix
-is ever held: a window keeps w queries, a mass keeps one number for each held token.
+is ever held: a window keeps w queries, a sample at most m, moments one d x d matrix for each query head, a mass one
+number for each held token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from kvtailor.types import Needs
+from kvtailor.ops.rotate import turn
+from kvtailor.types import Moments, Needs, Rotation
 
 __all__ = ["Evidence", "observe"]
+
+# Queries of a prompt are widened to float32 so many at a time, to keep the scratch small.
+_BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What one layer remembers for its scorer.
+    """What one layer remembers for its methods.
 
     Attributes:
         queries: (b, q, w, d) the newest post-RoPE queries, at most the needed window; None if none are needed.
         columns: (w,) int64 their columns.
         mass: for each stored part, in time order, (m, s) float32 attention mass received so far.
+        sampled: (b, q, m, d) post-RoPE queries spread over each row; None if none are needed.
+        sampled_columns: (b, m) int64 their columns, -1 for filler.
+        moments_count, moments_mean, moments_spread: see `Moments`.
     """
 
     queries: Tensor | None = None
     columns: Tensor | None = None
     mass: tuple[Tensor, ...] = field(default=())
+    sampled: Tensor | None = None
+    sampled_columns: Tensor | None = None
+    moments_count: Tensor | None = None
+    moments_mean: Tensor | None = None
+    moments_spread: Tensor | None = None
+
+    @property
+    def moments(self) -> Moments | None:
+        """What the three tensors say together."""
+        if self.moments_count is None or self.moments_mean is None or self.moments_spread is None:
+            return None
+        return Moments(count=self.moments_count, mean=self.moments_mean, spread=self.moments_spread)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that the evidence keeps alive, by name."""
         named = {f"mass.{i}": part for i, part in enumerate(self.mass)}
-        if self.queries is not None and self.columns is not None:
-            named |= {"queries": self.queries, "columns": self.columns}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Tensor):
+                named[each.name] = value
         return named
+
+    @classmethod
+    def from_tensors(cls, named: Mapping[str, Tensor]) -> Evidence:
+        """The evidence that `tensors()` listed."""
+        mass = tuple(named[f"mass.{i}"] for i in range(sum(name.startswith("mass.") for name in named)))
+        return cls(mass=mass, **{name: tensor for name, tensor in named.items() if not name.startswith("mass.")})
 
     def select_rows(self, index: Tensor, mass: Sequence[Tensor]) -> Evidence:
         """The evidence of a batch made of the rows `index` (k,); `mass` was picked lane by lane by the caller."""
-        queries = None if self.queries is None else self.queries.index_select(0, index.to(self.queries.device))
-        return replace(self, queries=queries, mass=tuple(mass))
+        picked = {
+            name: tensor.index_select(0, index.to(tensor.device))
+            for name, tensor in self.tensors().items()
+            if name != "columns" and not name.startswith("mass.")
+        }
+        return replace(self, mass=tuple(mass), **picked)
 
     def without_queries(self) -> Evidence:
         """The evidence once no later walk will ask for its queries."""
-        return replace(self, queries=None, columns=None)
+        return Evidence(mass=self.mass)
 
 
 def observe(
-    needs: Needs, evidence: Evidence, query: Tensor, first_column: int, mass: Sequence[Tensor] | None
+    needs: Needs,
+    evidence: Evidence,
+    query: Tensor,
+    first_column: int,
+    mass: Sequence[Tensor] | None,
+    *,
+    real: Tensor | None = None,
+    rotation: Rotation | None = None,
 ) -> Evidence:
     """The evidence after one forward.
 
     Args:
-        needs: what the scorer declared.
+        needs: what the methods declared.
         evidence: what was gathered before.
         query: (b, q, t, d) post-RoPE queries of this forward.
         first_column: column of the first of them.
         mass: for each part (m, s) what this forward's attention gave it; None where `needs.mass` is not.
+        real: (b, first_column + t) bool: this column is a token and not padding; None where all are.
+        rotation: the layer's rotary embedding, for moments.
 
     Returns:
         New evidence; the old is unchanged. Its tensors share no storage with `query`.
+
+    Raises:
+        ValueError: mass or a rotation is needed and was not given.
     """
-    queries, columns = evidence.queries, evidence.columns
     if needs.window:
-        new = query[:, :, -needs.window :]
-        new_columns = torch.arange(query.shape[2], device=query.device)[-needs.window :] + first_column
-        missing = needs.window - new.shape[2]
-        if queries is not None and columns is not None and missing:
-            new = torch.cat([queries[:, :, -missing:], new], 2)
-            new_columns = torch.cat([columns[-missing:], new_columns])
-        queries, columns = new.detach().clone(), new_columns
-    summed = evidence.mass
+        evidence = _windowed(needs.window, evidence, query, first_column)
     if needs.mass:
         if mass is None:
             raise ValueError("the scorer needs attention mass, and the attention gave none")
-        summed = tuple(_add(old, now) for old, now in zip([*summed, *[None] * len(mass)], mass, strict=False))
-    return Evidence(queries=queries, columns=columns, mass=summed)
+        old = [*evidence.mass, *[None] * len(mass)]
+        evidence = replace(evidence, mass=tuple(_add(was, now) for was, now in zip(old, mass, strict=False)))
+    if needs.rows or needs.moments:
+        columns = torch.arange(query.shape[2], device=query.device) + first_column
+        ages = _ages(columns, real, query.shape[0])
+        if needs.rows:
+            evidence = _sampled(needs.rows, evidence, query, columns, ages, real)
+        if needs.moments:
+            if rotation is None:
+                raise ValueError("the plan needs queries before their rotation, and the layer knows no rotation")
+            evidence = _with_moments(needs.moments_skip, evidence, query, columns, ages, rotation)
+    return evidence
+
+
+def _windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) -> Evidence:
+    new = query[:, :, -window:]
+    columns = torch.arange(query.shape[2], device=query.device)[-window:] + first_column
+    missing = window - new.shape[2]
+    if evidence.queries is not None and evidence.columns is not None and missing:
+        new = torch.cat([evidence.queries[:, :, -missing:], new], 2)
+        columns = torch.cat([evidence.columns[-missing:], columns])
+    return replace(evidence, queries=new.detach().clone(), columns=columns)
 
 
 def _add(old: Tensor | None, now: Tensor) -> Tensor:
@@ -87,3 +143,64 @@ def _add(old: Tensor | None, now: Tensor) -> Tensor:
     total = now.clone()
     total[:, : old.shape[1]] += old
     return total
+
+
+def _ages(columns: Tensor, real: Tensor | None, rows: int) -> Tensor:
+    """(b, t) int64: how many real tokens of its row came before; negative for padding."""
+    if real is None:
+        return columns.expand(rows, -1)
+    counted = real.to(columns.device).cumsum(-1) - 1
+    return counted[:, columns].masked_fill(~real.to(columns.device)[:, columns], -1)
+
+
+def _sampled(
+    most: int, evidence: Evidence, query: Tensor, columns: Tensor, ages: Tensor, real: Tensor | None
+) -> Evidence:
+    """Every s-th real query of each row, s the least power of two that leaves at most `most`.
+
+    Which queries stay follows from how many were seen alone, so pieces and padding change nothing.
+    """
+    b, q, _, d = query.shape
+    sampled = query.new_zeros((b, q, most, d))
+    chosen = columns.new_full((b, most), -1)
+    for row in range(b):
+        seen = int(ages[row].max()) + 1
+        stride = 1
+        while -(-seen // stride) > most:
+            stride *= 2
+        kept, kept_columns = query.new_empty((q, 0, d)), columns.new_empty(0)
+        if evidence.sampled is not None and evidence.sampled_columns is not None:
+            old = evidence.sampled_columns[row]
+            age = _ages(old.clamp(min=0), None if real is None else real[row : row + 1], 1)[0]
+            stays = (old >= 0) & (age % stride == 0)
+            kept, kept_columns = evidence.sampled[row][:, stays], old[stays]
+        joins = (ages[row] >= 0) & (ages[row] % stride == 0)
+        kept = torch.cat([kept, query[row][:, joins]], 1)
+        kept_columns = torch.cat([kept_columns, columns[joins]])
+        sampled[row, :, : kept.shape[1]], chosen[row, : kept.shape[1]] = kept, kept_columns
+    return replace(evidence, sampled=sampled.detach(), sampled_columns=chosen)
+
+
+def _with_moments(
+    skip: int, evidence: Evidence, query: Tensor, columns: Tensor, ages: Tensor, rotation: Rotation
+) -> Evidence:
+    """Count, mean and spread joined with those of the new queries (Chan, Golub and LeVeque's pairwise update)."""
+    b, q, t, d = query.shape
+    found = evidence.moments
+    if found is None:
+        zeros = torch.zeros((b, q, d, d), dtype=torch.float32, device=query.device)
+        found = Moments(count=zeros[:, 0, 0, 0].clone(), mean=zeros[..., 0].clone(), spread=zeros)
+    count, mean, spread = found.count, found.mean, found.spread
+    for first in range(0, t, _BLOCK):
+        here = slice(first, first + _BLOCK)
+        counts = (ages[:, here] >= skip).to(torch.float32)
+        before = turn(query[:, :, here].float(), -columns[here], rotation)
+        new = counts.sum(-1)
+        new_mean = torch.einsum("bqtd,bt->bqd", before, counts) / new.clamp(min=1)[:, None, None]
+        apart = (before - new_mean[:, :, None]) * counts[:, None, :, None]
+        step, total = new_mean - mean, count + new
+        share = (new / total.clamp(min=1))[:, None, None]
+        spread = spread + apart.transpose(2, 3) @ apart
+        spread = spread + (count * new / total.clamp(min=1))[:, None, None, None] * step[..., None] * step[..., None, :]
+        mean, count = mean + share * step, total
+    return replace(evidence, moments_count=count, moments_mean=mean, moments_spread=spread)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from kvtailor.find import Allocator, Attention, Codec, Placement, Scorer, Select
 from kvtailor.plan_check import SETTINGS, all_faults, given_of, wrong_kinds
 from kvtailor.plan_read import Asked, line_parts, toml_parts
 from kvtailor.plan_text import toml_value, write_bytes, write_settings, write_value
+from kvtailor.types import Needs
 
 __all__ = ["Plan", "parse"]
 
@@ -103,9 +104,21 @@ class Plan:
 
     @property
     def scope(self) -> str:
-        """ "layer" where each layer can be cut as soon as it is done, "prompt" where that must wait for all of them."""
-        waits = self.score is not None and "prompt" in (self.score.scope, self.allocate.scope)
-        return "prompt" if waits else "layer"
+        """When layers are cut.
+
+        "layer": each as soon as it is done; "prompt": all together once the last is; "progressive": each as soon as it
+        is done, and again with those that follow.
+        """
+        scopes = () if self.score is None else (self.score.scope, self.allocate.scope)
+        return next((scope for scope in ("prompt", "progressive") if scope in scopes), "layer")
+
+    @property
+    def needs(self) -> Needs:
+        """The evidence that its methods declare, together."""
+        needs = Needs(rotation=self.attend.needs_rotation)
+        if self.score is not None:
+            needs |= self.score.needs | self.allocate.needs
+        return replace(needs, rotation=needs.rotation or needs.moments)
 
     @property
     def slack_tokens(self) -> int | None:

@@ -8,6 +8,8 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from kvtailor import find
 from kvtailor.errors import KvtailorError, suggest
 
@@ -119,11 +121,13 @@ def all_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> l
     score = parts["score"]
     recents = score.recents if isinstance(score, find.Scorer) else 0
     evicts = score.named or None if isinstance(score, Broken) else score is not None
-    return _parts_faults(parts) + _settings_faults(settings, evicts, recents)
+    attend = parts["attend"]
+    splits = isinstance(attend, find.Attention) and attend.held_tokens(torch.ones(1, dtype=torch.int64)) is not None
+    return _parts_faults(parts) + _settings_faults(settings, evicts, recents, splits)
 
 
-def _settings_faults(settings: Mapping[str, object], evicts: bool | None, recents: int) -> list[str]:
-    """`evicts`: whether a scorer is there, None where nobody can say."""
+def _settings_faults(settings: Mapping[str, object], evicts: bool | None, recents: int, splits: bool) -> list[str]:
+    """`evicts`: whether a scorer is there, None where nobody can say; `splits`: the attention brings a budget."""
     faults = []
     tokens, keep, size, slack = (settings.get(name) for name in SETTINGS)
     if tokens is not None and not (_whole(tokens) and tokens >= 1):
@@ -142,7 +146,7 @@ def _settings_faults(settings: Mapping[str, object], evicts: bool | None, recent
     asked = [name for name in BUDGETS if settings.get(name) is not None]
     if len(asked) > 1:
         faults.append(f"there are {len(asked)} budgets, {' and '.join(asked)}: keep one")
-    if evicts and not asked:
+    if evicts and not asked and not splits:
         faults.append("a scorer needs a budget, and there is none: add tokens=1024, keep=0.25 or bytes=64MiB")
     if evicts is False and asked:
         faults.append(

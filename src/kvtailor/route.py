@@ -8,32 +8,40 @@ select, encode, store. Prefill, every chunk of a chunked prefill, a later turn a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
+from kvtailor.attend.contract import Attended, LayerFacts
 from kvtailor.budget import total_tokens
 from kvtailor.errors import CacheMisuse
+from kvtailor.hold import hold
 from kvtailor.layer import LayerState, Pending
-from kvtailor.observe import Evidence, observe
-from kvtailor.ops.ragged import slots_of_part
+from kvtailor.observe import observe
 from kvtailor.plan import Plan
-from kvtailor.types import Held, Needs, Segment, Visibility
+from kvtailor.types import Held, Visibility
 
 __all__ = ["Route"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """One layer on its way through the walk."""
+    """One layer on its way through the walk.
+
+    Attributes:
+        scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay.
+        floor: (b, h) int64 on the CPU: tokens that must stay.
+        measured: what the allocator measured of this layer.
+    """
 
     state: LayerState
     held: Held
     slots: list[Tensor]
     scores: Tensor
     floor: Tensor
+    measured: Tensor | None
 
 
 class Route:
@@ -43,13 +51,18 @@ class Route:
         plan: what to do.
         layers: how many layers of the model the plan compresses.
         window_elements: elements of one row that the model's own sliding windows hold, on the other layers.
+
+    Attributes:
+        holding: nothing is evicted or encoded until `release`, whatever comes.
     """
 
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
         self.plan = plan
         self.window_elements = window_elements
-        self.needs = plan.score.needs if plan.score is not None else Needs()
+        self.needs = plan.needs
         self.states = [LayerState(index) for index in range(layers)]
+        self.holding = False
+        self._arrived: list[_Scored] = []
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """New keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
@@ -71,15 +84,9 @@ class Route:
             (b, q, t, dv).
         """
         state.scaling = scaling
-        attended = self.plan.attend.attend(
-            query,
-            state.parts(self.plan.store),
-            visible,
-            scaling,
-            want_mass=self.needs.mass and not state.recording,
-            real_queries=_real_queries(visible),
-        )
+        attended = self._attended(state, query, visible, want_mass=self.needs.mass and not state.recording)
         state.read = attended.read
+        state.carry = attended.carry
         if state.recording:
             state.pending = Pending(query=query.detach().clone(), visible=visible)
         else:
@@ -104,29 +111,63 @@ class Route:
         query, visible = pending.query[:, :, :accepted], pending.visible.without_last(rejected)
         mass = None
         if self.needs.mass:
-            mass = self.plan.attend.attend(
-                query,
-                state.parts(self.plan.store),
-                visible,
-                state.scaling,
-                want_mass=True,
-                real_queries=_real_queries(visible),
-            ).mass
+            mass = self._attended(state, query, visible, want_mass=True).mass
         self._settle(state, query, visible, mass)
 
+    def release(self, visible: Visibility) -> None:
+        """Ends `holding`: walks all layers, of which the last forward is described by `visible`."""
+        self.holding = False
+        if any(state.due for state in self.states):
+            for stage in self._stages():
+                self._walk(stage, visible)
+        for state in self.states:
+            state.flush(self.plan, visible.new_tokens, visible.real)
+
+    def _attended(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
+        return self.plan.attend.attend(
+            query,
+            state.parts(self.plan.store),
+            visible,
+            state.scaling,
+            want_mass=want_mass,
+            real_queries=_real_queries(visible),
+            facts=LayerFacts(layer=state.index, layers=len(self.states), rotation=state.rotation, carry=state.carry),
+        )
+
     def _settle(self, state: LayerState, query: Tensor, visible: Visibility, mass: Sequence[Tensor] | None) -> None:
-        state.evidence = observe(self.needs, state.evidence, query, visible.first_column, mass)
+        state.evidence = observe(
+            self.needs,
+            state.evidence,
+            query,
+            visible.first_column,
+            mass,
+            real=visible.real,
+            rotation=state.rotation,
+        )
         new = query.shape[2]
         if self.plan.evicts:
-            state.due = new > 1 or self._past_slack(state)
-            if self.plan.scope == "prompt":
-                if state is self.states[-1] and any(s.due for s in self.states):
-                    self._walk(self.states, visible)
-            elif state.due:
-                self._walk([state], visible)
+            state.due = new > 1 or self._past_slack(state) or (self.holding and state.due)
+            if self.holding:
+                return
+            if self.plan.scope == "layer":
+                if state.due:
+                    self._walk([state], visible)
+            elif self.plan.scope == "progressive":
+                if any(s.due for s in self.states[: state.index + 1]):
+                    self._walk(self.states[: state.index + 1], visible)
+            elif state is self.states[-1] and any(s.due for s in self.states):
+                self._walk(self.states, visible)
         if new == 1 and self.plan.slack_tokens is None:
             state.evidence = state.evidence.without_queries()
         state.flush(self.plan, new, visible.real)
+
+    def _stages(self) -> list[list[LayerState]]:
+        """The layers that walk together, in the order in which they do."""
+        if self.plan.scope == "layer":
+            return [[state] for state in self.states]
+        if self.plan.scope == "progressive":
+            return [self.states[: i + 1] for i in range(len(self.states))]
+        return [self.states]
 
     def _past_slack(self, state: LayerState) -> bool:
         slack = self.plan.slack_tokens
@@ -135,14 +176,15 @@ class Route:
     def _walk(self, states: Sequence[LayerState], visible: Visibility) -> None:
         plan = self.plan
         assert plan.score is not None
-        seen = states[0].seen
-        rows = states[0].rows
-        real = visible.real
+        seen, rows, real = states[0].seen, states[0].rows, visible.real
         tokens = torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu()
         window_bytes = self.window_elements * states[0].sizes()[2]
         total = total_tokens(plan, tokens, layers=len(self.states), template=states[0], window_bytes=window_bytes)
-        scored = [self._score(state, visible) for state in states]
+        each = total // (len(self.states) * states[0].heads)
+        arrived = self._arrived if plan.scope == "progressive" and len(states) > 1 else []
+        scored = arrived + [self._score(state, visible, each) for state in states[len(arrived) :]]
         capacity = torch.stack([s.held.counts().cpu() for s in scored], 1)
+        measured = [s.measured for s in scored if s.measured is not None]
         budgets = plan.allocate.allocate(
             BudgetRequest(
                 total=total,
@@ -152,24 +194,34 @@ class Route:
                 layers=tuple(s.state.index for s in scored),
                 num_layers=len(self.states),
                 scores=[s.scores for s in scored] if plan.allocate.needs_scores else None,
+                measured=measured if len(measured) == len(scored) else None,
             )
         )
+        last = plan.scope != "progressive" or states[-1] is self.states[-1]
         for i, one in enumerate(scored):
             budget = budgets[:, i]
-            one.state.due = False
-            one.state.settled_seen = seen
-            one.state.walk_at = plan.slack_tokens
             if bool((budget < capacity[:, i]).any()):
                 keep = plan.select.select(one.scores, budget.to(one.scores.device))
                 one.state.keep(plan, one.held, one.slots, keep)
-            one.state.tail_growth = 0
-        if plan.scope == "prompt":
-            for state in states:
-                state.flush(plan, visible.new_tokens, visible.real)
+                if not last:
+                    scored[i] = self._left(one, keep, visible, each)
+            if last:
+                self._settled(one.state, visible)
+        self._arrived = [] if last else scored
 
-    def _score(self, state: LayerState, visible: Visibility) -> _Scored:
+    def _settled(self, state: LayerState, visible: Visibility) -> None:
+        state.due = False
+        state.settled_seen = state.seen
+        state.walk_at = self.plan.slack_tokens
+        state.tail_growth = 0
+        if state.walk_at is None:
+            state.reconstruction = None
+        if self.plan.scope != "layer":
+            state.flush(self.plan, visible.new_tokens, visible.real)
+
+    def _score(self, state: LayerState, visible: Visibility, budget: Tensor) -> _Scored:
         assert self.plan.score is not None
-        held, slots = _hold(state, visible, self.needs, len(self.states), self.plan)
+        held, slots = hold(state, visible, self.needs, len(self.states), self.plan, budget)
         scores = self.plan.score.score(held)
         if bool((~torch.isfinite(scores) & held.valid).any()):
             finite = bool(torch.isfinite(held.keys).all())
@@ -178,87 +230,32 @@ class Route:
                 f"layer {state.index} of the compressed layers has {what} for some tokens, so {self.plan} cannot "
                 "rank them; check the model's inputs and dtype (float16 overflow is the usual cause)"
             )
+        if self.needs.previous:
+            state.scored, state.scored_columns = _by_column(scores, held)
         recent = held.recent(self.plan.score.recents)
         scores = scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf"))
-        return _Scored(state=state, held=held, slots=slots, scores=scores, floor=recent.sum(-1).cpu())
+        measured = self.plan.allocate.measure(held)
+        return _Scored(
+            state=state, held=held, slots=slots, scores=scores, floor=recent.sum(-1).cpu(), measured=measured
+        )
+
+    def _left(self, one: _Scored, keep: Tensor, visible: Visibility, budget: Tensor) -> _Scored:
+        """What a layer that was cut is for the next stage: fewer tokens, and the scores that they had."""
+        held, slots = hold(one.state, visible, self.needs, len(self.states), self.plan, budget)
+        order = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : held.positions.shape[-1]]
+        scores = one.scores.gather(-1, order).masked_fill(~held.valid, float("-inf"))
+        return replace(one, held=held, slots=slots, scores=scores)
+
+
+def _by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    """Scores (b, h, n) and the columns they belong to, valid tokens first; filler's columns lie past all others."""
+    far = torch.iinfo(torch.int32).max
+    columns = held.positions.to(torch.int32).masked_fill(~held.valid, far)
+    columns, order = columns.sort(dim=-1, stable=True)
+    return scores.gather(-1, order), columns
 
 
 def _real_queries(visible: Visibility) -> Tensor | None:
     if visible.real is None:
         return None
     return visible.real[:, visible.first_column : visible.first_column + visible.new_tokens]
-
-
-def _hold(state: LayerState, visible: Visibility, needs: Needs, layers: int, plan: Plan) -> tuple[Held, list[Tensor]]:
-    """What the layer holds as padded rows, and where each slot of each part stands in them."""
-    parts = state.parts(plan.store)
-    b, h, seen = state.rows, state.heads, state.seen
-    device = parts[-1].decode()[0].device
-    before = torch.zeros(b * h, dtype=torch.int64, device=device)
-    slots = []
-    for part in parts:
-        slots.append(slots_of_part(part.layout, before))
-        before = before + part.layout.counts().flatten().to(device)
-    longest = int(before.max())
-    positions = _padded(
-        parts, slots, [p.layout.columns(device).expand(p.layout.lanes, -1) for p in parts], b * h, longest, -1
-    )
-    keys, values = _padded_states(parts, slots, b * h, longest)
-    valid = (positions >= 0).view(b, h, -1)
-    positions = positions.view(b, h, -1)
-    first = torch.zeros(b, dtype=torch.int64, device=device)
-    if visible.real is not None:
-        real = visible.real[:, :seen].to(device)
-        first = real.to(torch.int8).argmax(-1)
-        row = torch.arange(b, device=device)[:, None, None]
-        valid = valid & real[row, positions.clamp(min=0)]
-    evidence: Evidence = state.evidence
-    mass = None
-    if needs.mass:
-        mass = _padded(parts, slots, list(evidence.mass), b * h, longest, 0.0).view(b, h, -1)
-    held = Held(
-        keys=keys.view(b, h, longest, -1),
-        values=values.view(b, h, longest, -1),
-        positions=positions,
-        valid=valid,
-        first=first,
-        seen=seen,
-        layer=state.index,
-        layers=layers,
-        scaling=state.scaling,
-        queries=evidence.queries,
-        query_columns=evidence.columns,
-        mass=mass,
-    )
-    return held, slots
-
-
-def _padded_states(
-    parts: Sequence[Segment], slots: Sequence[Tensor], owners: int, longest: int
-) -> tuple[Tensor, Tensor]:
-    decoded = [part.decode() for part in parts]
-    if len(parts) == 1 and parts[0].layout.owner is None and parts[0].layout.lengths is None:
-        return decoded[0]
-    keys = _padded(parts, slots, [keys for keys, _ in decoded], owners, longest, 0.0)
-    return keys, _padded(parts, slots, [values for _, values in decoded], owners, longest, 0.0)
-
-
-def _padded(
-    parts: Sequence[Segment],
-    slots: Sequence[Tensor],
-    pieces: Sequence[Tensor],
-    owners: int,
-    longest: int,
-    filler: float,
-) -> Tensor:
-    """(b * h, longest, ...) in time order, from a piece (m, s, ...) for each part."""
-    shape = (owners, longest, *pieces[0].shape[2:])
-    whole = torch.full(shape, filler, dtype=pieces[0].dtype, device=pieces[0].device)
-    for part, slot, piece in zip(parts, slots, pieces, strict=True):
-        owner = part.layout.owners(piece.device)[:, None].expand_as(slot)
-        filled = part.layout.filled(piece.device)
-        if filled is None:
-            whole[owner, slot] = piece
-        else:
-            whole[owner[filled], slot[filled]] = piece[filled]
-    return whole

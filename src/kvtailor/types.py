@@ -20,7 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Held", "Layout", "Needs", "PlainSegment", "Segment", "Visibility"]
+from kvtailor.held import Held, Moments, Needs, Rotation
+
+__all__ = ["Held", "Layout", "Moments", "Needs", "PlainSegment", "Rotation", "Segment", "Visibility"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,58 +244,3 @@ class Visibility(Protocol):
             (m, t', s) bool, broadcastable: any of its sizes may be 1.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """The evidence that a scorer declares; nothing else is gathered for it.
-
-    Attributes:
-        window: the last `window` post-RoPE queries (0: none).
-        mass: the attention mass that each held token received from all causal queries so far, summed over the
-            group's query heads, kept running through decode.
-    """
-
-    window: int = 0
-    mass: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """What one layer holds at the moment of scoring, as padded rows: a view that lives no longer than the walk.
-
-    Attributes:
-        keys: (b, h, n, d) post-RoPE keys. Slots with `valid` False hold finite filler.
-        values: (b, h, n, dv).
-        positions: (b, h, n) int64 columns, ascending among the valid slots of each row and head.
-        valid: (b, h, n) bool. False for filler and for padding.
-        first: (b,) int64 column of each row's first real token (its count of left padding).
-        seen: tokens seen so far, padding included; the newest token's column is seen - 1.
-        layer: which of the plan's layers this is, 0-based among those that the plan compresses.
-        layers: how many layers the plan compresses.
-        queries: (b, q, w, d) the newest w <= needs.window post-RoPE queries; None if not needed.
-        query_columns: (w,) int64 their columns; None with `queries`.
-        scaling: the model's own factor before the softmax.
-        mass: (b, h, n) float32, see `Needs.mass`; None if not needed.
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    valid: Tensor
-    first: Tensor
-    seen: int
-    layer: int
-    layers: int
-    scaling: float
-    queries: Tensor | None = None
-    query_columns: Tensor | None = None
-    mass: Tensor | None = None
-
-    def counts(self) -> Tensor:
-        """(b, h) int64: valid tokens of each row and kv head."""
-        return self.valid.sum(-1)
-
-    def recent(self, count: int) -> Tensor:
-        """(b, h, n) bool: tokens among the newest `count` columns seen."""
-        return self.valid & (self.positions >= self.seen - count)

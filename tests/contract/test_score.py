@@ -114,12 +114,15 @@ def test_heads_that_change_places_take_their_scores_along(kind: type[Scorer]) ->
     order, group = torch.tensor([2, 0, 1]), 2
     query_order = (order[:, None] * group + torch.arange(group)).flatten()
     moved = [
-        Row(keys=r.keys[order], values=r.values[order], queries=r.queries[query_order], mass=r.mass[order])
+        Row(
+            queries=r.queries[query_order],
+            **{f.name: getattr(r, f.name)[order] for f in dataclasses.fields(r) if f.name != "queries"},
+        )
         for r in rows
     ]
     held = held_of(rows, scorer.needs)
     expected = scorer.score(held)[:, order]
-    got = scorer.score(held_of(moved, scorer.needs))
+    got = scorer.score(held_of(moved, scorer.needs, query_order=query_order))
     valid = held.valid[:, order]
     if scorer.heads_alike:
         torch.testing.assert_close(got[valid], expected[valid], rtol=1e-5, atol=1e-7)

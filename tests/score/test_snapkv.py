@@ -90,9 +90,7 @@ def test_a_query_of_padding_between_turns_does_not_vote() -> None:
 def test_half_precision_accumulates_in_float32() -> None:
     scorer = SnapKV(window=16)
     row = make_row(63, heads=2, group=4, size=16, generator=torch.Generator().manual_seed(0))
-    half = Row(
-        keys=row.keys.bfloat16().float(), values=row.values, queries=row.queries.bfloat16().float(), mass=row.mass
-    )
+    half = dataclasses.replace(row, keys=row.keys.bfloat16().float(), queries=row.queries.bfloat16().float())
     exact = scorer.score(held_of([half], scorer.needs))
     torch.testing.assert_close(scorer.score(held_of([row], scorer.needs, dtype=torch.bfloat16)), exact)
 

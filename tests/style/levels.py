@@ -9,6 +9,7 @@ from pathlib import Path
 ROOMS = ("score", "allocate", "select", "encode", "store", "attend")
 LEVELS = {
     "errors": 0,
+    "held": 0,
     "types": 0,
     "ops": 1,
     "ledger": 1,
@@ -20,6 +21,7 @@ LEVELS = {
     "plan_read": 3,
     "plan_text": 3,
     "budget": 3,
+    "hold": 3,
     "layer": 3,
     "route": 3,
     "speculate": 3,

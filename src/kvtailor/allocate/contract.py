@@ -9,6 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvtailor.types import Held, Needs
+
 __all__ = ["Allocator", "BudgetRequest"]
 
 
@@ -22,10 +24,11 @@ class BudgetRequest:
         floor: (b, l, h) int64 on the CPU: tokens that must stay (recents), at most `capacity`. Where the floors of a
             row exceed its share, the floors win.
         layers: which layers are present, 0-based among the `num_layers` that the plan compresses. One layer under the
-            scope "layer", all of them under "prompt".
+            scope "layer", all of them under "prompt", the first so many under "progressive".
         num_layers: layers that the plan compresses.
         scores: for each present layer (b, h, n) float32, -inf where no token is, +inf for tokens that must stay; None
             where not needed.
+        measured: for each present layer what `Allocator.measure` said of it; None where the allocator measures nothing.
         row_tokens: (b,) int64 on the CPU: real tokens that each row has seen, the most that a head of an absent layer
             can hold. None: absent layers hold what a present one does, which is so at prefill.
     """
@@ -36,6 +39,7 @@ class BudgetRequest:
     layers: tuple[int, ...]
     num_layers: int
     scores: Sequence[Tensor] | None = None
+    measured: Sequence[Tensor] | None = None
     row_tokens: Tensor | None = None
 
 
@@ -47,7 +51,9 @@ class Allocator(ABC):
     goes to others; more total never gives a smaller sum.
 
     Attributes:
-        scope: "layer" or "prompt", as for scorers.
+        scope: "layer" or "prompt", as for scorers; or "progressive": asked after each layer for the budgets of all the
+            layers so far, of which those that were cut before hold what they were left. Their scores stay what they
+            were. The sum is that of all layers once the last is present.
         needs_scores: whether `scores` must be given.
         even_heads: all heads of a layer get the same where they hold the same, so that a layer stays one dense block.
             The sum is then the largest multiple of h within the share.
@@ -57,12 +63,26 @@ class Allocator(ABC):
     needs_scores: ClassVar[bool] = False
     even_heads: ClassVar[bool] = False
 
+    @property
+    def needs(self) -> Needs:
+        """The evidence to gather for `measure`."""
+        return Needs()
+
+    def measure(self, held: Held) -> Tensor | None:
+        """A number, or several, that this allocator wants to know of each layer: (b, ...) float on any device.
+
+        Given back in `BudgetRequest.measured`. None: it measures nothing.
+        """
+        return None
+
     @abstractmethod
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU: tokens for each present layer and kv head."""
 
     def flops(self, *, tokens: int, size: int) -> int | None:
-        """What one call of `allocate` computes for one row and kv head, counted as in `Scorer.flops`; None: not known.
+        """What one call of `measure` and `allocate` computes for one row and kv head; None: not known.
+
+        Counted as in `Scorer.flops`.
 
         Args:
             tokens: n, tokens held.

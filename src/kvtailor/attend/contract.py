@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.types import Segment, Visibility
+from kvtailor.types import Rotation, Segment, Visibility
 
-__all__ = ["Attended", "Attention"]
+__all__ = ["NO_FACTS", "Attended", "Attention", "LayerFacts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,34 @@ class Attended:
         mass: for each part (m, s) float32: attention probability that each slot received, summed over the group's query
             heads and over `real_queries`; None where nobody asked.
         read: tokens read by each (row, kv head) for the last query, (b, h) int64; None where all were.
+        carry: what this method wants to find in `LayerFacts.carry` at the layer's next call; batch rows first.
     """
 
     output: Tensor
     lse: Tensor | None = None
     mass: list[Tensor] | None = None
     read: Tensor | None = None
+    carry: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """What an attention may know of the layer that it reads.
+
+    Attributes:
+        layer: 0-based among the layers that the plan compresses.
+        layers: how many the plan compresses.
+        rotation: the layer's rotary embedding; None where the method does not need it.
+        carry: what the method's last call on this layer left; empty at first.
+    """
+
+    layer: int = 0
+    layers: int = 1
+    rotation: Rotation | None = None
+    carry: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+NO_FACTS = LayerFacts()
 
 
 class Attention(ABC):
@@ -38,10 +60,20 @@ class Attention(ABC):
     Attributes:
         needs_codec: name of the codec whose segments this method reads (page bounds, say); None: any.
         gives_mass: `attend` honours `want_mass`.
+        needs_rotation: `attend` needs `LayerFacts.rotation`.
     """
 
     needs_codec: ClassVar[str | None] = None
     gives_mass: ClassVar[bool] = False
+    needs_rotation: ClassVar[bool] = False
+
+    def held_tokens(self, tokens: Tensor) -> Tensor | None:
+        """Tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,) int64, both on the CPU.
+
+        For methods that split one budget between what is held and what is read; a plan with such a method needs no
+        budget of its own, and has one that goes before. None: the method does not care what is held.
+        """
+        return None
 
     @abstractmethod
     def attend(
@@ -53,6 +85,7 @@ class Attention(ABC):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
     ) -> Attended:
         """Attention of the new tokens over everything held.
 
@@ -63,6 +96,7 @@ class Attention(ABC):
             scaling: the model's own factor before the softmax.
             want_mass: also give `Attended.mass`.
             real_queries: (b, t) bool: queries that are not padding, the only ones that count for the mass; None: all.
+            facts: of the layer.
         """
 
     def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int | None:

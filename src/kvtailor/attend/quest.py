@@ -21,7 +21,7 @@ from typing import ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.lanes import Lanes
 from kvtailor.ops.parts import lane_sees, read_all, read_lanes
@@ -80,6 +80,7 @@ class Quest(Attention):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
     ) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
 from kvtailor.ops.attention import reference
 from kvtailor.types import Segment, Visibility
 
@@ -39,6 +39,7 @@ class Reference(Attention):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
     ) -> Attended:
         """See `Attention.attend`."""
         b, q, t, _ = query.shape

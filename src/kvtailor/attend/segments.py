@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
 from kvtailor.ops.parts import counting, read_all
 from kvtailor.types import Segment, Visibility
 
@@ -44,6 +44,7 @@ class Segments(Attention):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
     ) -> Attended:
         """See `Attention.attend`."""
         read = read_all(query, parts, visible, scaling, counting(query, want_mass, real_queries))

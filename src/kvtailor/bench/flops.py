@@ -250,8 +250,8 @@ def _twice_pairs(tokens: int, window: int | None) -> int:
 
 
 def _evidence(needs: Needs, group: int, pairs: float) -> int | None:
-    """Gathering what a scorer needs: 2 for each (query head, query, key) of a mass; queries are only copied."""
-    if needs != Needs(window=needs.window, mass=needs.mass):
+    """Gathering what a plan needs: 2 for each (query head, query, key) of a mass; queries are only copied."""
+    if needs.moments or needs.reconstruction:
         return None
     return int(2 * group * pairs) if needs.mass else 0
 

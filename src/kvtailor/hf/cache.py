@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.geometry import Geometry, check
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.hf.modules import attention_modules, output_weight, rotation_of
 from kvtailor.ledger import Entry, Ledger
 from kvtailor.plan import Plan
 from kvtailor.route import Route
@@ -49,9 +50,28 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     register()
     config = model.config.get_text_config(decoder=True)
     cache = KvCache(parsed, Geometry.of(model.config), config)
+    _equip(cache, model)
     if config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     return cache
+
+
+def _equip(cache: KvCache, model: Any) -> None:
+    """Gives the layers what their plan needs of the model's own modules."""
+    needs, geometry = cache.plan.needs, cache.geometry
+    if not (needs.output or needs.rotation):
+        return
+    modules = attention_modules(model)
+    if len(modules) != geometry.layers:
+        raise UnsupportedModel(
+            f"the plan {cache.plan} reads the modules of {geometry.layers} attention layers, and this "
+            f"{geometry.model_type} shows {len(modules)}"
+        )
+    for state, layer in zip(cache.route.states, geometry.compressed, strict=True):
+        if needs.output:
+            state.output = output_weight(modules[layer], geometry.q_heads)
+        if needs.rotation:
+            state.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
 
 
 class _Same:

@@ -26,6 +26,7 @@ class Geometry:
         head_dim: size of a key and of a value.
         max_positions: the positions the model was made for; None if it does not say.
         model_type: transformers' name of the architecture.
+        layer_types: transformers' name of each layer's kind of attention.
     """
 
     layers: int
@@ -36,6 +37,7 @@ class Geometry:
     head_dim: int
     max_positions: int | None
     model_type: str
+    layer_types: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> Geometry:
@@ -59,6 +61,7 @@ class Geometry:
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             max_positions=getattr(text, "max_position_embeddings", None),
             model_type=text.model_type,
+            layer_types=tuple(_layer_types(text)),
         )
 
     def window_elements(self) -> int:

@@ -123,6 +123,8 @@ def _layer_state(state: LayerState) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CacheMisuse("a cache cannot be saved between a recorded forward and its crop")
     fields: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
     tensors = {f"evidence.{name}": t for name, t in state.evidence.tensors().items()}
+    tensors |= {f"memory.{name}": t for name, t in state.memories().items()}
+    tensors |= {f"carry.{name}": t for name, t in state.carry.items()}
     if state.tail is not None:
         fields["rows"], fields["heads"] = state.rows, state.heads
         fields["tail"], kept = state.tail.state()
@@ -161,9 +163,10 @@ def _restore(state: LayerState, fields: Mapping[str, Any], tensors: Mapping[str,
         )
         segment_type = PlainSegment if saved["codec"] == "plain" else plan.encode.segment_type()
         state.segments.append(plan.store.put(segment_type.from_state(layout, saved["fields"], mine)))
-    evidence = _under("evidence.", tensors)
-    mass = tuple(evidence[f"mass.{i}"] for i in range(sum(name.startswith("mass.") for name in evidence)))
-    state.evidence = Evidence(queries=evidence.get("queries"), columns=evidence.get("columns"), mass=mass)
+    state.evidence = Evidence.from_tensors(_under("evidence.", tensors))
+    state.carry = _under("carry.", tensors)
+    for name, tensor in _under("memory.", tensors).items():
+        setattr(state, name, tensor)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,171 @@
+"""What one layer's methods see of it when the walk comes: what it holds, and the evidence that they declared.
+
+Shape letters are those of `types`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Held", "Moments", "Needs", "Rotation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The evidence that a scorer, an allocator or an attention declares; nothing else is gathered for it.
+
+    Attributes:
+        window: the last `window` post-RoPE queries (0: none).
+        mass: the attention mass that each held token received from all causal queries so far, summed over the
+            group's query heads, kept running through decode.
+        rows: at most so many queries spread evenly over all real tokens of a row (0: none).
+        moments: mean and covariance of all real queries before their rotation.
+        moments_skip: the first tokens of each row that the moments leave out.
+        previous: what the scorer itself said of each token at the walk before.
+        reconstruction: the most attention that each token received while the model repeated the whole context.
+        output: the layer's own output projection.
+        rotation: the model's rotary embedding.
+    """
+
+    window: int = 0
+    mass: bool = False
+    rows: int = 0
+    moments: bool = False
+    moments_skip: int = 0
+    previous: bool = False
+    reconstruction: bool = False
+    output: bool = False
+    rotation: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(
+            window=max(self.window, other.window),
+            mass=self.mass or other.mass,
+            rows=max(self.rows, other.rows),
+            moments=self.moments or other.moments,
+            moments_skip=max(self.moments_skip, other.moments_skip),
+            previous=self.previous or other.previous,
+            reconstruction=self.reconstruction or other.reconstruction,
+            output=self.output or other.output,
+            rotation=self.rotation or other.rotation,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rotation:
+    """A model's rotary embedding on one layer: plane i of a state at position p is turned by p * frequencies[i].
+
+    Attributes:
+        frequencies: (r / 2,) float32 radians per position. The first r channels of a state are turned, the rest not.
+        interleaved: plane i is the channels 2i and 2i + 1; else i and i + r / 2.
+    """
+
+    frequencies: Tensor
+    interleaved: bool = False
+
+    @property
+    def size(self) -> int:
+        """r, channels that are turned."""
+        return 2 * int(self.frequencies.shape[0])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Moments:
+    """Mean and covariance of queries as they were before their rotation.
+
+    A query of column c is turned back by c positions. Where a row's positions do not count from its column 0 (left
+    padding), all of its moments are turned by the same angle, and so are the keys that they will meet.
+
+    Attributes:
+        count: (b,) float32 queries.
+        mean: (b, q, d) float32; zeros where there is no query.
+        spread: (b, q, d, d) float32 sum of the outer products of the deviations from the mean.
+    """
+
+    count: Tensor
+    mean: Tensor
+    spread: Tensor
+
+    def covariance(self) -> Tensor:
+        """(b, q, d, d) float32: the spread over the count; zeros where there is no query."""
+        return self.spread / self.count.clamp(min=1)[:, None, None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one layer holds at the moment of scoring, as padded rows: a view that lives no longer than the walk.
+
+    Attributes:
+        keys: (b, h, n, d) post-RoPE keys. Slots with `valid` False hold finite filler.
+        values: (b, h, n, dv).
+        positions: (b, h, n) int64 columns, ascending among the valid slots of each row and head.
+        valid: (b, h, n) bool. False for filler and for padding.
+        first: (b,) int64 column of each row's first real token (its count of left padding).
+        seen: tokens seen so far, padding included; the newest token's column is seen - 1.
+        layer: which of the plan's layers this is, 0-based among those that the plan compresses.
+        layers: how many layers the plan compresses.
+        scaling: the model's own factor before the softmax.
+        budget: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average over heads and layers; None
+            where nobody asked for one.
+        queries: (b, q, w, d) the newest w <= needs.window post-RoPE queries; None if not needed.
+        query_columns: (w,) int64 their columns; None with `queries`.
+        mass: (b, h, n) float32, see `Needs.mass`; None if not needed.
+        sampled: (b, q, m, d) post-RoPE queries spread over each row, in time order; None if not needed.
+        sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
+        moments: see `Needs.moments`; None if not needed.
+        previous: (b, h, n) float32, NaN for tokens that were not there at the walk before; None if not needed.
+        reconstruction: (b, h, n) float32, see `Needs.reconstruction`; None if not needed.
+        output: (q, dv, D) the part of the output projection that each query head's values go through; None if not
+            needed.
+        rotation: None if not needed.
+        calibration: this layer's tensors of the file that the scorer was calibrated with; None where it has none.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    valid: Tensor
+    first: Tensor
+    seen: int
+    layer: int
+    layers: int
+    scaling: float
+    budget: Tensor | None = None
+    queries: Tensor | None = None
+    query_columns: Tensor | None = None
+    mass: Tensor | None = None
+    sampled: Tensor | None = None
+    sampled_columns: Tensor | None = None
+    moments: Moments | None = None
+    previous: Tensor | None = None
+    reconstruction: Tensor | None = None
+    output: Tensor | None = None
+    rotation: Rotation | None = None
+    calibration: Mapping[str, Tensor] | None = None
+
+    def counts(self) -> Tensor:
+        """(b, h) int64: valid tokens of each row and kv head."""
+        return self.valid.sum(-1)
+
+    def recent(self, count: int) -> Tensor:
+        """(b, h, n) bool: tokens among the newest `count` columns seen."""
+        return self.valid & (self.positions >= self.seen - count)
+
+    def looked_back(self, positions: Tensor, values: Tensor) -> Tensor:
+        """(b, h, n) float32: for each held token what `values` (b, h, k) says at its column; NaN where it does not.
+
+        Args:
+            positions: (b, h, k) columns, ascending.
+            values: (b, h, k) float32.
+        """
+        wanted = self.positions.to(positions.dtype)
+        at = torch.searchsorted(positions.contiguous(), wanted.contiguous()).clamp(max=max(positions.shape[-1] - 1, 0))
+        if not positions.shape[-1]:
+            return values.new_full(wanted.shape, float("nan"))
+        found = positions.gather(-1, at) == wanted
+        return values.gather(-1, at).masked_fill(~(found & self.valid), float("nan"))
