@@ -1,0 +1,180 @@
+"""What `kvpress_record.py` asks of kvpress: presses in kvpress's own words, on the geometries of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One case.
+
+    Attributes:
+        tokens: budgets per kv head, one kept set for each.
+        ratio: given where a fraction of tokens would change what the press computes; the one budget is its result.
+        scores: the scores are recorded.
+        returned_keys: so are the keys of the last kv head of row 0, as the press returns them.
+        given: what kvpress would have downloaded or tokenized: tokens of KVzip's instruction to repeat, sinks and
+            recents of DuoAttention's streaming heads.
+    """
+
+    name: str
+    press: str
+    geometry: str
+    tokens: tuple[int, ...]
+    settings: Mapping[str, Any]
+    ratio: float | None = None
+    scores: bool = False
+    returned_keys: bool = False
+    given: Mapping[str, int] = field(default_factory=dict)
+
+
+def inner(press: str, /, **settings: Any) -> dict[str, Any]:
+    return {"press": press, "settings": settings}
+
+
+def alone(name: str, press: str, geometry: str, /, *tokens: int, **settings: Any) -> Asked:
+    """A scorer by itself; with its scores where one layer is recorded, to keep the file small."""
+    scores = geometry != "two-layers"
+    return Asked(name=name, press=press, geometry=geometry, tokens=tokens, settings=settings, scores=scores)
+
+
+def around(name: str, press: str, geometry: str, /, *tokens: int, **settings: Any) -> Asked:
+    """A press around another, whose own scores say nothing."""
+    return Asked(name=name, press=press, geometry=geometry, tokens=tokens, settings=settings)
+
+
+def lag(name: str, geometry: str, /, *tokens: int, **settings: Any) -> Asked:
+    """LagKV ties by design: budgets are chosen such that whole ranks stay or go."""
+    return alone(name, "LagKVPress", geometry, *tokens, **settings)
+
+
+SNAPS = [
+    alone(f"snapkv w{window} k{kernel} {where}", "SnapKVPress", where, *tokens, window_size=window, kernel_size=kernel)
+    for window, kernel, where, tokens in (
+        (8, 5, "two-rows", (9, 20, 40)),
+        (16, 7, "two-rows", (20, 40)),
+        (1, 1, "two-rows", (2, 20, 40)),
+        (32, 3, "three-heads", (40, 80)),
+        (8, 5, "three-heads", (20, 60)),
+        (64, 5, "one-head", (80, 150)),
+        (8, 7, "ungrouped", (16, 32)),
+    )
+]
+SNAP = inner("SnapKVPress", window_size=8, kernel_size=5)
+HEAVY = inner("ObservedAttentionPress")
+
+CASES = [
+    alone("knorm two-rows", "KnormPress", "two-rows", 1, 20, 40),
+    alone("knorm three-heads", "KnormPress", "three-heads", 30, 90),
+    alone("keydiff two-rows", "KeyDiffPress", "two-rows", 1, 20, 40),
+    alone("keydiff three-heads", "KeyDiffPress", "three-heads", 30, 90),
+    lag("lagkv s4 l16 two-rows", "two-rows", 41, 51, n_sink=4, lag_size=16),
+    lag("lagkv s4 l32 three-heads", "three-heads", 65, 89, n_sink=4, lag_size=32),
+    lag("lagkv s0 l64 two-layers", "two-layers", 112, n_sink=0, lag_size=64),
+    lag("lagkv s4 l128 one-head", "one-head", 212, n_sink=4, lag_size=128),
+    lag("lagkv s4 l128 too short", "two-layers", 60, n_sink=4, lag_size=128),
+    alone("tova two-rows", "TOVAPress", "two-rows", 2, 20, 40),
+    alone("tova one-head", "TOVAPress", "one-head", 20, 150),
+    *SNAPS,
+    alone("h2o two-rows", "ObservedAttentionPress", "two-rows", 1, 20, 40),
+    alone("h2o three-heads", "ObservedAttentionPress", "three-heads", 30, 90),
+    alone("h2o ungrouped", "ObservedAttentionPress", "ungrouped", 10, 30),
+    alone("streaming s4 two-rows", "StreamingLLMPress", "two-rows", 5, 20, 40, n_sink=4),
+    alone("streaming s1 three-heads", "StreamingLLMPress", "three-heads", 30, n_sink=1),
+    alone("expected two-rows", "ExpectedAttentionPress", "two-rows", 5, 20, 40),
+    alone("expected f64 e0.02", "ExpectedAttentionPress", "three-heads", 30, 90, n_future_positions=64, epsilon=0.02),
+    alone(
+        "expected mean only",
+        "ExpectedAttentionPress",
+        "ungrouped",
+        *(10, 30),
+        n_future_positions=16,
+        n_sink=2,
+        use_covariance=False,
+        use_vnorm=False,
+    ),
+    alone("qfilters two-layers", "QFilterPress", "two-layers", 20, 100),
+    alone("critical h2o two-rows", "CriticalKVPress", "two-rows", 20, press=HEAVY),
+    alone("critical h2o first 0.25", "CriticalKVPress", "three-heads", 40, press=HEAVY, first_stage_ratio=0.25),
+    alone("critical snapkv three-heads", "CriticalKVPress", "three-heads", 40, press=SNAP),
+    around("criticalada h2o three-heads", "CriticalAdaKVPress", "three-heads", 40, press=HEAVY),
+    around("criticalada snapkv three-heads", "CriticalAdaKVPress", "three-heads", 40, press=SNAP),
+    around("adakv snapkv a0.2", "AdaKVPress", "three-heads", 40, press=SNAP, alpha_safeguard=0.2),
+    around("adakv snapkv a0.9", "AdaKVPress", "three-heads", 40, press=SNAP, alpha_safeguard=0.9),
+    around("adakv h2o a0.2", "AdaKVPress", "two-layers", 20, 50, press=HEAVY, alpha_safeguard=0.2),
+    around("adakv h2o a0.9", "AdaKVPress", "two-rows", 20, 40, press=HEAVY, alpha_safeguard=0.9),
+    around(
+        "adakv lagkv cross", "AdaKVPress", "two-rows", 45, press=inner("LagKVPress", lag_size=16, cross_scoring=True)
+    ),
+    Asked(
+        name="pyramid snapkv",
+        press="PyramidKVPress",
+        geometry="two-layers",
+        tokens=(80,),
+        ratio=0.6,
+        settings={"window_size": 8, "kernel_size": 5, "beta": 2},
+    ),
+    around(
+        "chunks l20 knorm one-head", "ChunkKVPress", "one-head", 100, 200, press=inner("KnormPress"), chunk_length=20
+    ),
+    around("chunks l10 snapkv one-head", "ChunkKVPress", "one-head", 60, press=SNAP, chunk_length=10),
+    around("chunks l20 three-heads", "ChunkKVPress", "three-heads", 60, 120, press=SNAP, chunk_length=20),
+    *(
+        Asked(
+            name=f"kvzip {'per layer' if layerwise else 'all layers'} c{chunk}",
+            press="KVzipPress",
+            geometry="two-layers",
+            tokens=(60,),
+            ratio=0.7,
+            settings={"layerwise": layerwise, "n_sink": 4, "chunk_size": chunk},
+            scores=layerwise,
+            given={"instruction": 5},
+        )
+        for layerwise, chunk in ((False, 2048), (True, 2048), (False, 100))
+    ),
+    around(
+        "dms knorm", "DMSPress", "three-heads", 0, press=inner("KnormPress"), threshold=-5.0, sliding_window_size=16
+    ),
+    around(
+        "dms expected",
+        "DMSPress",
+        "two-rows",
+        *(0,),
+        press=inner("ExpectedAttentionPress"),
+        threshold=0.1,
+        sliding_window_size=8,
+    ),
+    Asked(
+        name="duo half",
+        press="DuoAttentionPress",
+        geometry="two-layers",
+        tokens=(0,),
+        settings={"head_compression_ratio": 0.5},
+        given={"sinks": 4, "recents": 16},
+    ),
+    Asked(
+        name="rolling s4 two-rows",
+        press="KeyRerotationPress",
+        geometry="two-rows",
+        tokens=(20,),
+        settings={"press": inner("StreamingLLMPress", n_sink=4)},
+        returned_keys=True,
+    ),
+]
+
+# Layers, tokens of the prompt, window, beta, fraction that goes.
+PYRAMIDS = [
+    (2, 200, 4, 20, 0.5),
+    (5, 400, 8, 20, 0.5),
+    (4, 1000, 4, 20, 0.88),
+    (8, 1000, 8, 20, 0.7),
+    (3, 500, 8, 5, 0.6),
+    (4, 400, 16, 20, 0.4),
+    (7, 300, 8, 20, 0.25),
+    (6, 240, 8, 1, 0.5),
+    (2, 63, 8, 20, 0.5),
+    (2, 63, 8, 20, 0.75),
+]

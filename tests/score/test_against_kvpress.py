@@ -1,0 +1,81 @@
+"""What kvpress keeps, and what ours keep under the same hyper-parameters; the records' origin: `kvpress_kept.md`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kvpress_cases import Pairing, cases, each_pairing, held_of_case, probabilities, recorded, states_of
+from tests.kvpress_recipe import GEOMETRIES
+
+from kvtailor.plan import Plan
+
+# kvpress takes means, over a window and over a group, where ours take sums: the order is the same.
+SCORES = (
+    Pairing(case="knorm two-rows", plan="knorm"),
+    Pairing(case="knorm three-heads", plan="knorm"),
+    Pairing(case="keydiff two-rows", plan="keydiff"),
+    Pairing(case="keydiff three-heads", plan="keydiff"),
+    Pairing(case="lagkv s4 l16 two-rows", plan="lagkv(sinks=4, lag=16)"),
+    Pairing(case="lagkv s4 l32 three-heads", plan="lagkv(sinks=4, lag=32)"),
+    Pairing(case="lagkv s4 l128 one-head", plan="lagkv(sinks=4, lag=128)"),
+    Pairing(case="tova two-rows", plan="tova"),
+    Pairing(case="tova one-head", plan="tova"),
+    Pairing(case="snapkv w8 k5 two-rows", plan="snapkv(window=8, kernel=5)"),
+    Pairing(case="snapkv w16 k7 two-rows", plan="snapkv(window=16, kernel=7)"),
+    Pairing(case="snapkv w1 k1 two-rows", plan="snapkv(window=1, kernel=1)"),
+    Pairing(case="snapkv w32 k3 three-heads", plan="snapkv(window=32, kernel=3)"),
+    Pairing(case="snapkv w8 k5 three-heads", plan="snapkv(window=8, kernel=5)"),
+    Pairing(case="snapkv w64 k5 one-head", plan="snapkv(window=64, kernel=5)"),
+    Pairing(case="snapkv w8 k7 ungrouped", plan="snapkv(window=8, kernel=7)"),
+    Pairing(case="h2o two-rows", plan="h2o(recent=0, normalise=true)"),
+    Pairing(case="h2o three-heads", plan="h2o(recent=0, normalise=true)"),
+    Pairing(case="h2o ungrouped", plan="h2o(recent=0, normalise=true)"),
+    Pairing(case="streaming s4 two-rows", plan="position(sinks=4)"),
+    Pairing(case="streaming s1 three-heads", plan="position(sinks=1)"),
+    Pairing(case="expected two-rows", plan="expected(sinks=4, future=512)"),
+    Pairing(case="expected f64 e0.02", plan="expected(sinks=4, future=64, epsilon=0.02)"),
+)
+# Of two layers the file holds the kept sets alone.
+KEPT_ONLY = (
+    Pairing(case="lagkv s0 l64 two-layers", plan="lagkv(sinks=0, lag=64)"),
+    Pairing(case="lagkv s4 l128 too short", plan="lagkv(sinks=4, lag=128)"),
+)
+
+
+@each_pairing(*SCORES, *KEPT_ONLY)
+def test_the_same_tokens_stay(pairing: Pairing) -> None:
+    pairing.check_kept()
+
+
+@each_pairing(*SCORES)
+def test_tokens_rank_alike_at_every_budget(pairing: Pairing) -> None:
+    pairing.check_order()
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_rebuilt_states_are_those_that_kvpress_saw(name: str) -> None:
+    geometry = GEOMETRIES[name]
+    said = recorded()["geometries"][name]
+    assert said == {key: value for key, value in vars(geometry).items() if key in said} and len(said) == 8
+    spots = torch.tensor([0, geometry.tokens // 2, geometry.tokens - 1])
+    for layer, seen in enumerate(recorded()["witness"][name]):
+        states = states_of(geometry, layer)
+        mass = probabilities(states.queries, states.keys, geometry.scaling)[-1, -1, -1].sum(0).float()
+        torch.testing.assert_close(states.keys[-1, -1][spots, :4], torch.tensor(seen["keys"]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(states.values[-1, -1][spots, :4], torch.tensor(seen["values"]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mass[spots], torch.tensor(seen["mass"]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "line", "factor"),
+    [
+        ("snapkv w8 k5 two-rows", "snapkv(window=8, kernel=5) @ tokens=8", 8.0),
+        ("h2o two-rows", "h2o(recent=0, normalise=true) @ tokens=8", 2.0),
+    ],
+)
+def test_scores_differ_by_a_mean_and_a_sum_alone(case: str, line: str, factor: float) -> None:
+    found, scorer = cases()[case], Plan.parse(line).score
+    assert found.scores is not None and scorer is not None
+    free = slice(0, found.geometry.tokens - scorer.recents)
+    ours = scorer.score(held_of_case(found.geometry, 0, scorer.needs, 8))[..., free]
+    torch.testing.assert_close(ours, factor * found.scores[0][..., free], rtol=1e-4, atol=1e-6)
