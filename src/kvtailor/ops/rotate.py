@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvtailor.types import Rotation
 
-__all__ = ["turn", "turned_planes"]
+__all__ = ["turn", "turn_on_average", "turned_planes"]
 
 
 def turn(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
@@ -27,17 +27,26 @@ def turn(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     Raises:
         ValueError: the rotation turns more channels than the states have.
     """
-    size = rotation.size
-    if size > states.shape[-1]:
-        raise ValueError(f"the rotation turns {size} channels, and the states {tuple(states.shape)} have fewer")
     angle = positions.to(torch.float32)[..., None] * rotation.frequencies.to(states.device)
-    cos, sin = angle.cos(), angle.sin()
-    first, second = turned_planes(states, rotation)
-    first, second = first.float(), second.float()
-    one, two = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack([one, two], -1).flatten(-2) if rotation.interleaved else torch.cat([one, two], -1)
-    rest = states[..., size:].expand(*turned.shape[:-1], -1)
-    return torch.cat([turned.to(states.dtype), rest], -1)
+    return _combined(states, angle.cos(), angle.sin(), rotation)
+
+
+def turn_on_average(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    """The mean of states over turning them by each of the positions.
+
+    Args:
+        states: (..., d).
+        positions: (p,), p >= 1.
+        rotation: of the layer.
+
+    Returns:
+        (..., d) in the dtype of `states`.
+
+    Raises:
+        ValueError: as `turn`.
+    """
+    angle = positions.to(torch.float32)[:, None] * rotation.frequencies.to(states.device)
+    return _combined(states, angle.cos().mean(0), angle.sin().mean(0), rotation)
 
 
 def turned_planes(states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
@@ -46,3 +55,15 @@ def turned_planes(states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     if rotation.interleaved:
         return turned[..., 0::2], turned[..., 1::2]
     return turned[..., : rotation.size // 2], turned[..., rotation.size // 2 :]
+
+
+def _combined(states: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:
+    size = rotation.size
+    if size > states.shape[-1]:
+        raise ValueError(f"the rotation turns {size} channels, and the states {tuple(states.shape)} have fewer")
+    first, second = turned_planes(states, rotation)
+    first, second = first.float(), second.float()
+    one, two = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack([one, two], -1).flatten(-2) if rotation.interleaved else torch.cat([one, two], -1)
+    rest = states[..., size:].expand(*turned.shape[:-1], -1)
+    return torch.cat([turned.to(states.dtype), rest], -1)

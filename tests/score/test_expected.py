@@ -1,0 +1,90 @@
+"""Expected Attention against sampled queries, and against hand-worked numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from tests.held_rows import held_of, make_row
+
+from kvtailor.ops.rotate import turn, turn_on_average
+from kvtailor.score.expected import Expected
+from kvtailor.types import Held, Moments, Needs, Rotation
+
+
+def held_by_hand(*, mean: list[float], spread: list[list[float]], keys: list[list[float]]) -> Held:
+    """One row and head, one query head, values of norm 1, five queries seen, no rotation to speak of."""
+    n = len(keys)
+    return Held(
+        keys=torch.tensor(keys)[None, None],
+        values=torch.tensor([0.6, 0.8]).expand(1, 1, n, 2),
+        positions=torch.arange(n)[None, None],
+        valid=torch.ones(1, 1, n, dtype=torch.bool),
+        first=torch.zeros(1, dtype=torch.int64),
+        seen=n,
+        layer=0,
+        layers=1,
+        scaling=0.5,
+        moments=Moments(
+            count=torch.tensor([5.0]), mean=torch.tensor(mean)[None, None], spread=5 * torch.tensor(spread)[None, None]
+        ),
+        rotation=Rotation(frequencies=torch.zeros(1)),
+    )
+
+
+def test_the_closed_form_by_hand() -> None:
+    """Logits 0.5 k.m + 0.125 k.Sk: of (1, 0) 0.5 + 0.5; of (0, 2) -1 + 0.5; of (1, 1) 0 + 0.875."""
+    held = held_by_hand(mean=[1.0, -1.0], spread=[[4.0, 1.0], [1.0, 1.0]], keys=[[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    weights = [math.exp(1.0), math.exp(-0.5), math.exp(0.875)]
+    expected = torch.tensor(weights) / sum(weights)
+    torch.testing.assert_close(Expected(sinks=0).score(held)[0, 0], expected)
+    mean_only = [math.exp(0.5), math.exp(-1.0), math.exp(0.0)]
+    found = Expected(sinks=0, covariance=False).score(held)[0, 0]
+    torch.testing.assert_close(found, torch.tensor(mean_only) / sum(mean_only))
+
+
+def test_it_is_the_mean_over_normal_queries() -> None:
+    """A million draws of the turned normal distribution, exponentiated and averaged, for one position to come."""
+    generator = torch.Generator().manual_seed(0)
+    rotation = Rotation(frequencies=torch.tensor([0.7, 0.05]))
+    mean, half = torch.randn(4, generator=generator) * 0.5, torch.randn(4, 4, generator=generator) * 0.4
+    keys = torch.randn(6, 4, generator=generator)
+    held = dataclasses.replace(
+        held_by_hand(mean=mean.tolist(), spread=(half @ half.T).tolist(), keys=keys.tolist()), rotation=rotation
+    )
+    drawn = mean + torch.randn(1_000_000, 4, generator=generator) @ half.T
+    turned = turn(drawn, torch.full((1,), held.seen), rotation)
+    weights = torch.exp(0.5 * turned @ keys.T).mean(0)
+    found = Expected(sinks=0, future=1).score(held)[0, 0]
+    torch.testing.assert_close(found, weights / weights.sum(), rtol=2e-2, atol=0)
+
+
+def test_the_mean_rotation_is_that_of_all_positions_to_come() -> None:
+    rotation = Rotation(frequencies=torch.tensor([1.0, 0.1]), interleaved=True)
+    states, positions = torch.randn(3, 5), torch.arange(40, 71)
+    each = torch.stack([turn(states, p, rotation) for p in positions])
+    torch.testing.assert_close(turn_on_average(states, positions, rotation), each.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_sinks_come_first_and_values_count() -> None:
+    rows = [make_row(n, heads=2, group=3, size=8, generator=torch.Generator().manual_seed(n)) for n in (40, 21)]
+    scorer = Expected(sinks=3)
+    held = held_of(rows, scorer.needs)
+    scores = scorer.score(held)
+    for row, pad in enumerate((0, 19)):
+        assert (scores[row, :, pad : pad + 3].amin(-1) > scores[row, :, pad + 3 :].amax(-1)).all()
+    louder = dataclasses.replace(held, values=held.values * 2)
+    torch.testing.assert_close(scorer.score(louder)[:, :, 22:], 2 * scores[:, :, 22:])
+    quiet = Expected(sinks=3, value_norm=False)
+    torch.testing.assert_close(quiet.score(louder), quiet.score(held))
+
+
+def test_it_refuses_what_makes_no_sense() -> None:
+    for wrong in ({"future": 0}, {"sinks": -1}, {"epsilon": -1.0}):
+        with pytest.raises(ValueError, match="expected: "):
+            Expected(**wrong)
+    row = make_row(9, heads=2, group=1, size=8, generator=torch.Generator())
+    with pytest.raises(ValueError, match="moments"):
+        Expected().score(held_of([row], Needs()))
