@@ -138,15 +138,6 @@ CASES = [
     around(
         "dms knorm", "DMSPress", "three-heads", 0, press=inner("KnormPress"), threshold=-5.0, sliding_window_size=16
     ),
-    around(
-        "dms expected",
-        "DMSPress",
-        "two-rows",
-        *(0,),
-        press=inner("ExpectedAttentionPress"),
-        threshold=0.1,
-        sliding_window_size=8,
-    ),
     Asked(
         name="duo half",
         press="DuoAttentionPress",

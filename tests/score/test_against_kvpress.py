@@ -34,6 +34,7 @@ SCORES = (
     Pairing(case="streaming s1 three-heads", plan="position(sinks=1)"),
     Pairing(case="expected two-rows", plan="expected(sinks=4, future=512)"),
     Pairing(case="expected f64 e0.02", plan="expected(sinks=4, future=64, epsilon=0.02)"),
+    Pairing(case="expected mean only", plan="expected(sinks=2, future=16, covariance=false, value_norm=false)"),
 )
 # Of two layers the file holds the kept sets alone.
 KEPT_ONLY = (

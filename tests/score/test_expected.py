@@ -45,6 +45,15 @@ def test_the_closed_form_by_hand() -> None:
     torch.testing.assert_close(found, torch.tensor(mean_only) / sum(mean_only))
 
 
+def test_sinks_take_no_share_of_the_attention() -> None:
+    """As by hand above, but the second and third token alone share it."""
+    held = held_by_hand(mean=[1.0, -1.0], spread=[[4.0, 1.0], [1.0, 1.0]], keys=[[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    shares = torch.tensor([math.exp(-0.5), math.exp(0.875)])
+    found = Expected(sinks=1).score(held)[0, 0]
+    torch.testing.assert_close(found[1:], shares / shares.sum())
+    assert found[0] > found[1:].amax()
+
+
 def test_it_is_the_mean_over_normal_queries() -> None:
     """A million draws of the turned normal distribution, exponentiated and averaged, for one position to come."""
     generator = torch.Generator().manual_seed(0)

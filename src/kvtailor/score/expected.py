@@ -10,7 +10,8 @@ in closed form. Times the length of its value, that is what a token is expected 
 *Source*: the paper's formulas and a description of its implementation in kvpress (Apache-2.0).
 
 *Departs*: the model's own factor stands for 1 / sqrt(d). The statistics go on while decoding, where a walk comes again;
-the paper's are those of the prompt. Each head of a group is weighed alone, then averaged, as in its implementation.
+the paper's are those of the prompt. Each head of a group is weighed alone, without the sinks, then averaged, as in its
+implementation.
 
 *Cost*: mean and covariance, 4 d (d + 1) bytes for each query head; O(q n d^2) time, and float32 scratch (n, d) for one
 head at a time.
@@ -80,11 +81,12 @@ class Expected(Scorer):
             for _ in range(2):
                 spread = turn_on_average(spread, positions, held.rotation).transpose(-1, -2)
         heads = held.keys.shape[1]
-        scores = torch.stack([self._head(held, head, mean, spread) for head in range(heads)], 1)
+        sink = held.valid & (held.positions < held.first[:, None, None] + self.sinks)
+        weighed = held.valid & ~sink
+        scores = torch.stack([self._head(held, weighed, head, mean, spread) for head in range(heads)], 1)
         if self.value_norm:
             scores = (scores + self.epsilon) * _norms(held.values)
         scores = scores.masked_fill(~held.valid, 0.0)
-        sink = held.valid & (held.positions < held.first[:, None, None] + self.sinks)
         return torch.where(sink, scores.amax(-1, keepdim=True) + 1.0, scores)
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
@@ -94,8 +96,8 @@ class Expected(Scorer):
             each += group * (2 * size * size + 2 * size + 2)
         return tokens * (each + (2 * size + 2 if self.value_norm else 0))
 
-    def _head(self, held: Held, head: int, mean: Tensor, spread: Tensor | None) -> Tensor:
-        """(b, n) float32 expected attention of one kv head, averaged over its query heads."""
+    def _head(self, held: Held, weighed: Tensor, head: int, mean: Tensor, spread: Tensor | None) -> Tensor:
+        """(b, n) float32 expected attention of a kv head among its `weighed` tokens, averaged over its query heads."""
         group = mean.shape[1] // held.keys.shape[1]
         keys = held.keys[:, head].float()
         total = torch.zeros(keys.shape[:2], device=keys.device)
@@ -103,8 +105,8 @@ class Expected(Scorer):
             logits = held.scaling * (keys @ mean[:, query_head, :, None])[..., 0]
             if spread is not None:
                 logits += held.scaling**2 / 2 * ((keys @ spread[:, query_head]) * keys).sum(-1)
-            # A finite fill: a row may hold no valid token in this head.
-            logits = logits.masked_fill(~held.valid[:, head], torch.finfo(torch.float32).min)
+            # A finite fill: a row may hold nothing but sinks in this head.
+            logits = logits.masked_fill(~weighed[:, head], torch.finfo(torch.float32).min)
             total += torch.softmax(logits, -1)
         return total / group
 
