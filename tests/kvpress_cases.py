@@ -24,8 +24,8 @@ from tests.kvpress_recipe import GEOMETRIES, Geometry, States, filters, hidden_s
 from tests.segments_of import Padded
 
 RECORD = Path(__file__).parent / "data" / "kvpress_kept.json"
-# Tokens of the instruction before the repetition; `instruction` of the KVzip cases.
-REPEATED = 5
+# Tokens before each piece of KVzip's repetition.
+INSTRUCTION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +96,22 @@ def probabilities(queries: Tensor, keys: Tensor, scaling: float, start: int = 0)
     return logits.masked_fill(later, -torch.inf).softmax(-1)
 
 
-def reconstruction(geometry: Geometry, layer: int) -> Tensor:
-    """(b, h, n) float32: the most attention that a query of the repetition gives to each token of the context."""
-    hidden = hidden_states(geometry, layer, tokens=REPEATED + geometry.tokens, part="repeat.0")
-    again = states(geometry, layer, start=geometry.tokens, hidden=hidden)
-    keys = torch.cat([states_of(geometry, layer).keys, again.keys], 2)
-    given = probabilities(again.queries, keys, geometry.scaling, start=geometry.tokens)
-    return given[..., : geometry.tokens].amax((2, 3)).float()
+def reconstruction(geometry: Geometry, layer: int, *, chunk: int = 2048, sinks: int = 4) -> Tensor:
+    """(b, h, n) float32: the most attention that a query of the repetition gives to each token of the context.
+
+    The context is repeated in pieces of `chunk` tokens; the queries of a piece see the sinks, the piece and each other.
+    """
+    n = geometry.tokens
+    found = []
+    for part, first in enumerate(range(0, n, chunk)):
+        piece = range(first, min(first + chunk, n))
+        shown = [*range(min(sinks, first)), *piece]
+        hidden = hidden_states(geometry, layer, tokens=INSTRUCTION + len(piece), part=f"repeat.{part}")
+        again = states(geometry, layer, start=n, hidden=hidden)
+        keys = torch.cat([states_of(geometry, layer).keys[:, :, shown], again.keys], 2)
+        given = probabilities(again.queries, keys, geometry.scaling, start=len(shown))
+        found.append(given[..., len(shown) - len(piece) : len(shown)].amax((2, 3)))
+    return torch.cat(found, -1).float()
 
 
 def moments(geometry: Geometry, layer: int, skip: int) -> Moments:
@@ -123,8 +132,8 @@ def output(geometry: Geometry, layer: int) -> Tensor:
 
 
 def calibration(geometry: Geometry, layer: int) -> dict[str, Tensor]:
-    """One layer's tensors of the file that a calibrated scorer would have read."""
-    return {"filters": filters(geometry)[layer]}
+    """One layer's tensors of the file that a calibrated scorer would have read; kvpress's filters point away."""
+    return {"filters": -filters(geometry)[layer]}
 
 
 def held_of_case(geometry: Geometry, layer: int, needs: Needs, tokens: int) -> Held:

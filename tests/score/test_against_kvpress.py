@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kvpress_cases import Pairing, cases, each_pairing, held_of_case, probabilities, recorded, states_of
+from tests.kvpress_cases import (
+    Pairing,
+    cases,
+    each_pairing,
+    held_of_case,
+    probabilities,
+    reconstruction,
+    recorded,
+    states_of,
+)
 from tests.kvpress_recipe import GEOMETRIES
 
+from kvtailor.ops.rotate import turn
 from kvtailor.plan import Plan
+from kvtailor.types import Rotation
 
 # kvpress takes means, over a window and over a group, where ours take sums: the order is the same.
 SCORES = (
@@ -40,6 +51,7 @@ SCORES = (
 KEPT_ONLY = (
     Pairing(case="lagkv s0 l64 two-layers", plan="lagkv(sinks=0, lag=64)"),
     Pairing(case="lagkv s4 l128 too short", plan="lagkv(sinks=4, lag=128)"),
+    Pairing(case="qfilters two-layers", plan="qfilters"),
 )
 
 
@@ -80,3 +92,26 @@ def test_scores_differ_by_a_mean_and_a_sum_alone(case: str, line: str, factor: f
     free = slice(0, found.geometry.tokens - scorer.recents)
     ours = scorer.score(held_of_case(found.geometry, 0, scorer.needs, 8))[..., free]
     torch.testing.assert_close(ours, factor * found.scores[0][..., free], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("case", "chunk"), [("kvzip per layer c2048", 2048), ("kvzip all layers c100", 100)])
+def test_the_rebuilt_repetition_is_the_one_that_kvpress_saw(case: str, chunk: int) -> None:
+    """The evidence for KVzip. Its sinks are forced, so the kept set is the pool of the rest."""
+    found = cases()[case]
+    ours = torch.stack([reconstruction(found.geometry, layer, chunk=chunk) for layer in range(found.geometry.layers)])
+    if found.scores is not None:
+        torch.testing.assert_close(ours, found.scores, rtol=1e-3, atol=1e-6)
+        return
+    pool = ours.masked_fill(torch.arange(found.geometry.tokens) < 4, torch.inf).flatten()
+    kept = torch.zeros_like(pool, dtype=torch.bool)
+    kept[pool.topk(int(found.kept[60].sum())).indices] = True
+    assert torch.equal(kept.view(ours.shape), found.kept[60])
+
+
+def test_keys_turned_to_their_slots_are_those_of_kvpress() -> None:
+    case = cases()["rolling s4 two-rows"]
+    kept = torch.nonzero(case.kept[20][0, 0, -1])[:, 0]
+    keys = states_of(case.geometry, 0).keys[0, -1, kept]
+    turned = turn(keys, torch.arange(20) - kept, Rotation(frequencies=case.geometry.frequencies))
+    assert case.returned_keys is not None
+    torch.testing.assert_close(turned, case.returned_keys, rtol=1e-4, atol=1e-4)
