@@ -5,7 +5,7 @@ DEMO_CMD ?= .venv/bin/kvtailor demo --out results/demo
 
 READY := .venv/.ready
 
-.PHONY: demo test test-all check bench
+.PHONY: demo test test-all check bench docs
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -23,6 +23,9 @@ check: $(READY)
 
 bench: $(READY)
 	.venv/bin/kvtailor bench $(BENCH)
+
+docs: $(READY)
+	.venv/bin/python docs/write_methods.py
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'

@@ -17,7 +17,7 @@ from kvtailor import find
 ROOT = Path(kvtailor.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted(path for path in ROOT.rglob("*.py"))
-OURS = [*SOURCES, *sorted((REPOSITORY / "tests").rglob("*.py"))]
+OURS = [*SOURCES, *(path for name in ("docs", "tests") for path in sorted((REPOSITORY / name).rglob("*.py")))]
 LONGEST = 300
 FORBIDDEN = re.compile(r"(^|_)(utils?|helpers?|managers?|misc|stuff)(_|$)", re.IGNORECASE)
 HEADS = ("Idea", "Paper", "Source", "Departs", "Cost")

@@ -1,0 +1,292 @@
+"""Writes `docs/methods/`: what there is to choose from, from the methods' own docstrings, fields and declarations.
+
+    make docs        (or: python docs/write_methods.py, in any checkout)
+
+`README.md` lists the rooms, their methods and the presets; every method has a page of its own, so that two methods that
+arrive at once touch two files. The pages say nothing that the sources do not say: change the docstring, not the page. A
+test compares the committed pages with what this file makes of the sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+import unicodedata
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from kvtailor import find  # noqa: E402
+from kvtailor.plan import Plan  # noqa: E402
+from kvtailor.plan_text import write_settings, write_value  # noqa: E402
+
+__all__ = ["FOLDER", "Paper", "bibliography", "heads_of", "pages", "stale", "write"]
+
+FOLDER = ROOT / "docs" / "methods"
+MEASURED = ("cost.md",)
+HEADS = ("Idea", "Paper", "Source", "Departs", "Cost")
+MADE = "<!-- Made by `make docs` from {}: change that, not this page. -->"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paper:
+    """An entry of `docs/papers.bib`.
+
+    Attributes:
+        key: by which presets and docstrings cite it.
+        title: without braces.
+        authors: family names.
+        year: of publication.
+        number: on arXiv; empty where it is not there.
+        url: where to read it; empty where nobody says.
+    """
+
+    key: str
+    title: str
+    authors: tuple[str, ...]
+    year: str
+    number: str
+    url: str
+
+    @property
+    def short(self) -> str:
+        """First author and year, linked."""
+        name = {1: "{0}", 2: "{0} and {1}"}.get(len(self.authors), "{0} et al.").format(*self.authors or ("?",))
+        return self._linked(f"{name} {self.year}")
+
+    @property
+    def long(self) -> str:
+        """Authors, year and linked title."""
+        return f"{', '.join(self.authors)} ({self.year}): {self._linked(self.title)}, `{self.key}`"
+
+    def _linked(self, text: str) -> str:
+        return f"[{text}]({self.url})" if self.url else text
+
+
+def bibliography(text: str) -> tuple[Paper, ...]:
+    """The entries of a BibTeX file whose fields stand in braces, one on a line, as ours do."""
+    found = []
+    for key, body in re.findall(r"^@\w+\{([^,\s]+),\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
+        fields = {name: _plain(value) for name, value in re.findall(r"^\s*(\w+) = \{(.*)\},?$", body, re.MULTILINE)}
+        number = fields.get("eprint", "")
+        authors = (author.partition(",")[0].strip() for author in fields.get("author", "").split(" and "))
+        found.append(
+            Paper(
+                key=key,
+                title=fields.get("title", ""),
+                authors=tuple(filter(None, authors)),
+                year=fields.get("year", ""),
+                number=number,
+                url=f"https://arxiv.org/abs/{number}" if number else fields.get("url", ""),
+            )
+        )
+    return tuple(found)
+
+
+def heads_of(docstring: str) -> dict[str, str]:
+    """What stands behind each docstring head, paragraphs kept; empty where there is nothing."""
+    parts = re.split(rf"^\*({'|'.join(HEADS)})\*[ :.]*", docstring, flags=re.MULTILINE)
+    return {head: body.strip() for head, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def pages() -> dict[str, str]:
+    """The text of every page by its path in `docs/methods/`."""
+    papers = bibliography((ROOT / "docs" / "papers.bib").read_text(encoding="utf-8"))
+    # What other packages bring is not ours to document, and differs from machine to machine.
+    rooms = {room: [i for i in find.methods(room).values() if i.by == "kvtailor"] for room in find.rooms()}
+    found = {f"{i.room}/{i.name}.md": "\n".join(_page(i, papers)) for infos in rooms.values() for i in infos}
+    return {"README.md": "\n".join(_index(rooms, papers)), **found}
+
+
+def stale(folder: Path = FOLDER) -> list[str]:
+    """Pages of a folder that are missing, differ from the sources, or belong to no method, by their paths in it."""
+    wanted = pages()
+    there = {str(path.relative_to(folder)): path for path in folder.rglob("*.md")}
+    differ = [n for n, text in wanted.items() if n not in there or there[n].read_text(encoding="utf-8") != text]
+    return sorted([*differ, *(name for name in there if name not in wanted and name not in MEASURED)])
+
+
+def write(folder: Path = FOLDER) -> list[str]:
+    """Makes the folder what the sources say; the paths in it that were written or removed."""
+    wanted, changed = pages(), stale(folder)
+    for name in changed:
+        path = folder / name
+        if name in wanted:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[name], encoding="utf-8")
+        else:
+            path.unlink()
+    return changed
+
+
+def _index(rooms: Mapping[str, list[find.MethodInfo]], papers: tuple[Paper, ...]) -> Iterator[str]:
+    yield MADE.format("the docstrings of all methods, the presets and `docs/papers.bib`")
+    yield "# What there is to choose from\n"
+    yield "A plan names at most one method of each room, with `+` between, in any order; a preset brings several at"
+    yield "once. What a plan does not name is what stands as *default* below. `kvtailor ls` lists the same in a"
+    yield "terminal.\n"
+    for room, infos in rooms.items():
+        yield f"## {room}\n\n{_sentence(room)}\n"
+        yield "| method | what it does | paper | arguments |\n|---|---|---|---|"
+        for info in infos:
+            standing = " *(default)*" if info.name == find.null(room) else ""
+            cited = ", ".join(paper.short for paper in _cited(info.paper, papers)) or "–"
+            given = ", ".join(f"{name}={default}" for name, (_, default) in _fields(info).items())
+            cells = [
+                f"[{info.name}]({room}/{info.name}.md){standing}",
+                info.summary,
+                cited,
+                f"`{given}`" if given else "",
+            ]
+            yield _row(cells)
+        yield ""
+        if declarations := _declarations(room):
+            yield "What each of them declares:\n"
+            yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in declarations.items())
+            yield ""
+    yield "## Evidence\n\nWhat can be needed; nothing else is gathered.\n"
+    needs = typing.get_type_hints(vars(find.contract("score"))["needs"].fget)["return"]
+    yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in _attributes(needs).items()) + "\n"
+    yield "## Presets\n"
+    yield "Each line is the preset with the budget that is suggested to begin with, written out.\n"
+    for preset in find.presets().values():
+        line = str(Plan.parse(f"{preset.name} @ {preset.budget}" if preset.budget else preset.name))
+        where = preset.paper.partition(",")[2].strip()
+        source = ", ".join(filter(None, [*(p.short for p in _cited(preset.paper, papers)), where]))
+        yield f"- **{preset.name}**: `{line}`"
+        yield f"  - {' '.join(preset.note.split())}"
+        yield f"  - Paper: {source or 'none'}. Suggested budget: {f'`{preset.budget}`' if preset.budget else 'none'}."
+    yield ""
+
+
+def _page(info: find.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]:
+    path = f"src/kvtailor/{info.room}/{info.name}.py"
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
+    yield MADE.format(f"`{path}`")
+    yield f"# {info.name}\n\n{_prose(info.summary)}\n"
+    standing = " It stands in every plan that names no other." if info.name == find.null(info.room) else ""
+    yield f"`{info.module}.{info.class_name}`, of the room [{info.room}](../README.md#{info.room}).{standing}\n"
+    for head, body in heads_of(docstring).items():
+        yield f"**{head}**: {_prose(body)}\n"
+        if head == "Paper" and (cited := _cited(body, papers)):
+            yield "\n".join(f"- {paper.long}" for paper in cited) + "\n"
+    fields = _fields(info)
+    if fields:
+        meanings = _attributes(find.load(info.room, info.name))
+        yield "| argument | type | default | meaning |\n|---|---|---|---|"
+        for name, (kind, default) in fields.items():
+            yield _row([f"`{name}`", kind, f"`{default}`", meanings.get(name, "")])
+        yield ""
+    if declared := list(_declared(info)):
+        yield f"With these defaults it [declares](../README.md#{info.room}): {'; '.join(declared)}.\n"
+
+
+def _fields(info: find.MethodInfo) -> dict[str, tuple[str, str]]:
+    """Type and default of each argument, as a plan has them."""
+    kind = find.load(info.room, info.name)
+    hints, method = typing.get_type_hints(kind), kind()
+    return {
+        field.name: (_type(hints[field.name]), _written(getattr(method, field.name)))
+        for field in dataclasses.fields(typing.cast(Any, kind))
+        if field.init
+    }
+
+
+def _type(hint: Any) -> str:
+    """A type as a reader of plans knows it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(f"`{write_value(each)}`" for each in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("`none`" if each is type(None) else _type(each) for each in inner)
+    if origin is tuple:
+        return f"list of {_type(inner[0])}"
+    for room in find.rooms():
+        if hint is find.contract(room):
+            return f"a method of {room}"
+    return {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}.get(hint, str(hint))
+
+
+def _written(value: Any) -> str:
+    """A value as a plan writes it; a method that is an argument of another is its name."""
+    return find.name_of(value) if isinstance(value, tuple(map(find.contract, find.rooms()))) else write_value(value)
+
+
+def _declared(info: find.MethodInfo) -> Iterator[str]:
+    """Name and value of what the room's contract lets a method say about itself."""
+    method = find.load(info.room, info.name)()
+    for name in _declarations(info.room):
+        value = getattr(method, name)
+        if dataclasses.is_dataclass(value):
+            asked = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            asked = {f.name: asked[f.name] for f in dataclasses.fields(value) if asked[f.name] != f.default}
+            yield f"{name}: {f'`{write_settings(asked)}`' if asked else 'nothing'}"
+        elif name == "slack":
+            yield f"{name}: `{write_value(value)}` ({'does not evict' if value is None else 'evicts'} while decoding)"
+        else:
+            yield f"{name}: `{write_value(value)}`"
+
+
+def _declarations(room: str) -> dict[str, str]:
+    """What a method of a room may say about itself, and what it means."""
+    found: dict[str, str] = {}
+    for kind in reversed(find.contract(room).__mro__[:-1]):
+        found |= _attributes(kind)
+        read = {name: member for name, member in vars(kind).items() if isinstance(member, property)}
+        found |= {name: " ".join((inspect.getdoc(member) or "").split()) for name, member in read.items()}
+    return found
+
+
+def _attributes(kind: type) -> dict[str, str]:
+    """What the section `Attributes` (or `Args`) of a class docstring says of each name."""
+    section = re.search(r"^(?:Attributes|Args):\n(.*?)(?=^\S|\Z)", inspect.getdoc(kind) or "", re.MULTILINE | re.DOTALL)
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section[1].splitlines() if section else ():
+        if hit := re.match(r"    (\w+(?:, \w+)*): (.*)", line):
+            names = hit[1].split(", ")
+            found |= dict.fromkeys(names, hit[2].strip())
+        elif line.strip():
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return found
+
+
+def _cited(text: str, papers: tuple[Paper, ...]) -> list[Paper]:
+    """The papers that a text names, by their numbers on arXiv or their keys."""
+    words = set(re.findall(r"\d{4}\.\d{5}|\w+", text))
+    return [paper for paper in papers if words & {paper.key, paper.number or paper.key}]
+
+
+def _sentence(room: str) -> str:
+    """What the room's contract says of the room, without its name."""
+    text = inspect.getdoc(sys.modules[find.contract(room).__module__]) or ""
+    return _prose(re.sub(r"^The room `\w+`: ", "", text.partition("\n\n")[0]))
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(" ".join(_prose(cell).split()).replace("|", r"\|") for cell in cells) + " |"
+
+
+def _prose(text: str) -> str:
+    """A docstring's text, in which `n**2` is a power and no bold type."""
+    return re.sub(r"(?<=\w)\*\*(?=\w)", r"\\*\\*", text)
+
+
+def _plain(value: str) -> str:
+    r"""A BibTeX value without braces; `{\'e}` is an e with its accent."""
+    marks = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303", "c": "\u0327", "v": "\u030c"}
+    accent = re.compile(r"\\(['`^\"~]|[cv](?=\{))\{?\\?(\w)\}?")
+    text = accent.sub(lambda hit: unicodedata.normalize("NFC", hit[2] + marks[hit[1]]), value)
+    return re.sub(r"[{}]", "", text).replace("---", "—").replace("--", "–").strip()
+
+
+if __name__ == "__main__":
+    print("\n".join(f"docs/methods/{name}" for name in write()) or "docs/methods is as the sources say")
