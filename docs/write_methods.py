@@ -139,14 +139,9 @@ def _index(rooms: Mapping[str, list[find.MethodInfo]], papers: tuple[Paper, ...]
         for info in infos:
             standing = " *(default)*" if info.name == find.null(room) else ""
             cited = ", ".join(paper.short for paper in _cited(info.paper, papers)) or "–"
-            given = ", ".join(f"{name}={default}" for name, (_, default) in _fields(info).items())
-            cells = [
-                f"[{info.name}]({room}/{info.name}.md){standing}",
-                info.summary,
-                cited,
-                f"`{given}`" if given else "",
-            ]
-            yield _row(cells)
+            given = ", ".join(f"{name}={default or '…'}" for name, (_, default) in _fields(info).items())
+            link = f"[{info.name}]({room}/{info.name}.md){standing}"
+            yield _row([link, info.summary, cited, f"`{given}`" if given else ""])
         yield ""
         if declarations := _declarations(room):
             yield "What each of them declares:\n"
@@ -183,21 +178,31 @@ def _page(info: find.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]:
         meanings = _attributes(find.load(info.room, info.name))
         yield "| argument | type | default | meaning |\n|---|---|---|---|"
         for name, (kind, default) in fields.items():
-            yield _row([f"`{name}`", kind, f"`{default}`", meanings.get(name, "")])
+            yield _row([f"`{name}`", kind, f"`{default}`" if default else "must be given", meanings.get(name, "")])
         yield ""
+    if examples := getattr(find.load(info.room, info.name), "examples", ()):
+        yield f"In a plan: {', '.join(f'`{each}`' for each in examples)}.\n"
     if declared := list(_declared(info)):
-        yield f"With these defaults it [declares](../README.md#{info.room}): {'; '.join(declared)}.\n"
+        yield f"So it [declares](../README.md#{info.room}): {'; '.join(declared)}.\n"
 
 
-def _fields(info: find.MethodInfo) -> dict[str, tuple[str, str]]:
-    """Type and default of each argument, as a plan has them."""
-    kind = find.load(info.room, info.name)
-    hints, method = typing.get_type_hints(kind), kind()
-    return {
-        field.name: (_type(hints[field.name]), _written(getattr(method, field.name)))
-        for field in dataclasses.fields(typing.cast(Any, kind))
-        if field.init
-    }
+def _fields(info: find.MethodInfo) -> dict[str, tuple[str, str | None]]:
+    """Type and default (None: it must be given) of each argument, as a plan has them."""
+    kind: Any = find.load(info.room, info.name)
+    hints, found = typing.get_type_hints(kind), {}
+    for field in (field for field in dataclasses.fields(kind) if field.init):
+        made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        found[field.name] = _type(hints[field.name]), None if made is dataclasses.MISSING else _written(made)
+    return found
+
+
+def _sample(info: find.MethodInfo) -> Any:
+    """The method with its defaults, or its first example where its name alone is not enough."""
+    kind: Any = find.load(info.room, info.name)
+    if not getattr(kind, "examples", ()):
+        return kind()
+    words = kind.examples[0] if info.room == "score" else f"snapkv + {kind.examples[0]}"
+    return Plan.parse(f"{words} @ tokens=1024").parts[info.room]
 
 
 def _type(hint: Any) -> str:
@@ -222,12 +227,12 @@ def _written(value: Any) -> str:
 
 def _declared(info: find.MethodInfo) -> Iterator[str]:
     """Name and value of what the room's contract lets a method say about itself."""
-    method = find.load(info.room, info.name)()
+    method = _sample(info)
     for name in _declarations(info.room):
         value = getattr(method, name)
         if dataclasses.is_dataclass(value):
-            asked = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            asked = {f.name: asked[f.name] for f in dataclasses.fields(value) if asked[f.name] != f.default}
+            fields = dataclasses.fields(value)
+            asked = {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != f.default}
             yield f"{name}: {f'`{write_settings(asked)}`' if asked else 'nothing'}"
         elif name == "slack":
             yield f"{name}: `{write_value(value)}` ({'does not evict' if value is None else 'evicts'} while decoding)"
@@ -237,12 +242,10 @@ def _declared(info: find.MethodInfo) -> Iterator[str]:
 
 def _declarations(room: str) -> dict[str, str]:
     """What a method of a room may say about itself, and what it means."""
-    found: dict[str, str] = {}
-    for kind in reversed(find.contract(room).__mro__[:-1]):
-        found |= _attributes(kind)
-        read = {name: member for name, member in vars(kind).items() if isinstance(member, property)}
-        found |= {name: " ".join((inspect.getdoc(member) or "").split()) for name, member in read.items()}
-    return found
+    contract = find.contract(room)
+    read = {name: member for name, member in vars(contract).items() if isinstance(member, property)}
+    told = {name: " ".join((inspect.getdoc(member) or "").split()) for name, member in read.items()}
+    return {**_attributes(contract), **told}
 
 
 def _attributes(kind: type) -> dict[str, str]:
