@@ -96,7 +96,13 @@ def probabilities(queries: Tensor, keys: Tensor, scaling: float, start: int = 0)
     return logits.masked_fill(later, -torch.inf).softmax(-1)
 
 
-def reconstruction(geometry: Geometry, layer: int, *, chunk: int = 2048, sinks: int = 4) -> Tensor:
+def repeated(geometry: Geometry, layer: int, needs: Needs) -> Tensor | None:
+    """What a plan's repetition of the context finds; None where it asks for none."""
+    asked = needs.reconstruction
+    return reconstruction(geometry, layer, chunk=asked.chunk, sinks=asked.sinks) if asked else None
+
+
+def reconstruction(geometry: Geometry, layer: int, *, chunk: int, sinks: int = 4) -> Tensor:
     """(b, h, n) float32: the most attention that a query of the repetition gives to each token of the context.
 
     The context is repeated in pieces of `chunk` tokens; the queries of a piece see the sinks, the piece and each other.
@@ -160,7 +166,7 @@ def held_of_case(geometry: Geometry, layer: int, needs: Needs, tokens: int) -> H
         query_columns=torch.arange(n - window, n) if window else None,
         mass=mass,
         moments=moments(geometry, layer, needs.moments_skip) if needs.moments else None,
-        reconstruction=reconstruction(geometry, layer) if needs.reconstruction else None,
+        reconstruction=repeated(geometry, layer, needs),
         output=output(geometry, layer) if needs.output else None,
         rotation=Rotation(frequencies=geometry.frequencies),
         calibration=calibration(geometry, layer),
@@ -175,8 +181,7 @@ def left(plan: Plan, geometry: Geometry) -> Tensor:
         of_layer = states_of(geometry, layer)
         state.output, state.rotation = output(geometry, layer), Rotation(frequencies=geometry.frequencies)
         state.calibration = calibration(geometry, layer)
-        if plan.needs.reconstruction:
-            state.reconstruction = reconstruction(geometry, layer)
+        state.reconstruction = repeated(geometry, layer, plan.needs)
         route.append(state, of_layer.keys, of_layer.values)
         route.attend(state, of_layer.queries, visible, geometry.scaling)
     kept = torch.zeros(geometry.layers, geometry.rows * geometry.heads, geometry.tokens, dtype=torch.bool)
