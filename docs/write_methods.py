@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from kvtailor import find  # noqa: E402
 from kvtailor.plan import Plan  # noqa: E402
+from kvtailor.plan_arguments import samples_of  # noqa: E402
 from kvtailor.plan_text import write_settings, write_value  # noqa: E402
 
 __all__ = ["FOLDER", "Paper", "bibliography", "heads_of", "pages", "stale", "write"]
@@ -180,7 +181,7 @@ def _page(info: find.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]:
         for name, (kind, default) in fields.items():
             yield _row([f"`{name}`", kind, f"`{default}`" if default else "must be given", meanings.get(name, "")])
         yield ""
-    if examples := getattr(find.load(info.room, info.name), "examples", ()):
+    if examples := find.load(info.room, info.name).examples:
         yield f"In a plan: {', '.join(f'`{each}`' for each in examples)}.\n"
     if declared := list(_declared(info)):
         yield f"So it [declares](../README.md#{info.room}): {'; '.join(declared)}.\n"
@@ -198,11 +199,7 @@ def _fields(info: find.MethodInfo) -> dict[str, tuple[str, str | None]]:
 
 def _sample(info: find.MethodInfo) -> Any:
     """The method with its defaults, or its first example where its name alone is not enough."""
-    kind: Any = find.load(info.room, info.name)
-    if not getattr(kind, "examples", ()):
-        return kind()
-    words = kind.examples[0] if info.room == "score" else f"snapkv + {kind.examples[0]}"
-    return Plan.parse(f"{words} @ tokens=1024").parts[info.room]
+    return samples_of(find.load(info.room, info.name))[0]
 
 
 def _type(hint: Any) -> str:

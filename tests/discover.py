@@ -6,6 +6,11 @@ import importlib
 import inspect
 import pkgutil
 from types import ModuleType
+from typing import Any
+
+from kvtailor.plan_arguments import samples_of
+
+__all__ = ["methods_of", "sample_of", "samples_of"]
 
 
 def methods_of(room: ModuleType, contract: type) -> list[type]:
@@ -17,3 +22,8 @@ def methods_of(room: ModuleType, contract: type) -> list[type]:
             if issubclass(each, contract) and each.__module__ == module.__name__ and not inspect.isabstract(each):
                 found.append(each)
     return found
+
+
+def sample_of(kind: type) -> Any:
+    """One method of a class."""
+    return samples_of(kind)[0]

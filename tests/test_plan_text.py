@@ -12,17 +12,27 @@ from hypothesis import strategies as st
 from kvtailor.plan_text import Word, bytes_of, read_line, toml_value, write_bytes, write_settings, write_value
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8"))
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4).map(tuple), max_leaves=12)
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4).map(tuple)
+        | st.builds(Word, name=NAMES, arguments=st.dictionaries(NAMES, inner, min_size=1, max_size=3))
+    ),
+    max_leaves=12,
+)
 
 
 def same(a: object, b: object) -> bool:
     """Equal, and of equal types all the way down."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Word) and isinstance(b, Word):
+        return a.name == b.name and same(tuple(a.arguments.items()), tuple(b.arguments.items()))
     return type(a) is type(b) and a == b
 
 
-@given(st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True), VALUES, max_size=4))
+@given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_values_round_trip_with_their_types(settings: dict[str, object]) -> None:
     faults: list[str] = []
     line = read_line(f"a({write_settings(settings)}) + b @ {write_settings(settings) or 'c=1'}", faults)
@@ -51,7 +61,9 @@ def test_no_text_ever_raises(text: str) -> None:
         ("1e3", 1000.0), ("-.5", -0.5), ("5.", 5.0), ("+7", 7), ("1_000", 1000), ("TRUE", True), ("None", None),
         ("inf", math.inf), ("max", "max"), ("a-b.c", "a-b.c"), ("'it is'", "it is"),
         (r'"a\"b"', 'a"b'), ("64MiB", "64MiB"), ("[1, [2, 3],]", (1, (2, 3))), ("(1, 2)", (1, 2)), ("[]", ()),
-        ('"true"', "true"), ('"a, b + c @ d)"', "a, b + c @ d)"),
+        ("b(y=1)", Word(name="b", arguments={"y": 1})), ("b()", Word(name="b", arguments={})),
+        ("[b ( y = [c(z=d)] ), 2]", (Word(name="b", arguments={"y": (Word(name="c", arguments={"z": "d"}),)}), 2)),
+        ('"b(y=1)"', "b(y=1)"), ('"true"', "true"), ('"a, b + c @ d)"', "a, b + c @ d)"),
     ],
 )  # fmt: skip
 def test_values(text: str, value: object) -> None:
@@ -79,7 +91,11 @@ def test_values(text: str, value: object) -> None:
         ("a(x=[1, 2)", "not a name with arguments"),
         ("a(x=1)(y=2)", "not a name with arguments"),
         ("a b", "not a name with arguments"),
-        ("a(x=__import__('os'))", "which is no value"),
+        ("a(x=__import__('os'))", "in __import__(...) stands \"'os'\", which has no name: write name=value"),
+        ("a(x=b(1, y=[2, c(z=)]))", "in b(...) stands '1', which has no name"),
+        ("a(x=b(1, y=[2, c(z=)]))", "in c(...) z is empty"),
+        ("a(x=b(y=1)z)", "which is no value"),
+        ("a(x=-b(y=1))", "which is no value"),
         ("a @ 3", "behind the '@' stands '3'"),
     ],
 )

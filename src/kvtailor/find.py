@@ -21,6 +21,7 @@ from kvtailor.allocate.contract import Allocator
 from kvtailor.attend.contract import Attention
 from kvtailor.encode.contract import Codec
 from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.method import Method
 from kvtailor.score.contract import Scorer
 from kvtailor.select.contract import Selector
 from kvtailor.store.contract import Placement
@@ -46,7 +47,7 @@ __all__ = [
     "rooms",
 ]
 
-_CONTRACTS: dict[str, type] = {
+_CONTRACTS: dict[str, type[Method]] = {
     "score": Scorer,
     "allocate": Allocator,
     "select": Selector,
@@ -105,7 +106,7 @@ def rooms() -> tuple[str, ...]:
     return tuple(_CONTRACTS)
 
 
-def contract(room: str) -> type:
+def contract(room: str) -> type[Method]:
     """The abstract class of a room.
 
     Raises:
@@ -157,7 +158,7 @@ def describe(name: str) -> MethodInfo:
     return hits[0]
 
 
-def load(room: str, name: str) -> type:
+def load(room: str, name: str) -> type[Method]:
     """The class of a method; imports its module and no other method.
 
     Raises:
@@ -186,7 +187,7 @@ def null(room: str) -> str | None:
     return _NULL.get(room)
 
 
-def method_of(room: str, name: str | None) -> object:
+def method_of(room: str, name: str | None) -> Method | None:
     """A method with its defaults; None for the name None."""
     return None if name is None else load(room, name)()
 

@@ -19,9 +19,11 @@ from typing import Any, Literal
 from kvtailor import find
 from kvtailor.errors import PlanError
 from kvtailor.find import Allocator, Attention, Codec, Placement, Scorer, Selector
-from kvtailor.plan_check import SETTINGS, all_faults, given_of, wrong_kinds
+from kvtailor.method import Method
+from kvtailor.plan_arguments import given_of, identity_of, with_nested, word_of
+from kvtailor.plan_check import SETTINGS, all_faults, wrong_kinds
 from kvtailor.plan_read import Asked, line_parts, toml_parts
-from kvtailor.plan_text import toml_value, write_bytes, write_settings, write_value
+from kvtailor.plan_text import Word, toml_value, write_bytes, write_value
 from kvtailor.types import Needs
 
 __all__ = ["Plan", "parse"]
@@ -97,6 +99,12 @@ class Plan:
         """The method of each room, in the order of the walk."""
         return {room: getattr(self, room) for room in find.rooms()}
 
+    def misfits(self, *, layers: int, heads: int, size: int) -> list[str]:
+        """Why a model cannot be served, a sentence for each method that says so; see `Method.misfit`."""
+        inside = [each for part in self.parts.values() for each in with_nested(part)]
+        found = [each.misfit(layers=layers, heads=heads, size=size) for each in inside]
+        return [sentence for sentence in found if sentence is not None]
+
     @property
     def evicts(self) -> bool:
         """Whether anything is ever dropped."""
@@ -129,23 +137,24 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """12 hex digits that name results: sha256 of all methods, arguments, budgets and the resulting slack."""
-        parts = {
-            room: None if part is None else [find.name_of(part), given_of(part, everything=True)]
-            for room, part in self.parts.items()
-        }
+        """12 hex digits that name results: sha256 of all methods, arguments, budgets and the resulting slack.
+
+        Methods among arguments count like any, and so does the content of the files that methods read.
+        """
+        parts = {room: identity_of(part) for room, part in self.parts.items()}
         text = json.dumps({**parts, **self._settings, "slack": self.slack_tokens}, sort_keys=True, default=repr)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def to_toml(self) -> str:
         """The plan as TOML; arguments at their defaults are left out."""
         lines = [f"{name} = {toml_value(value)}" for name, value in self._settings.items()]
-        for room, (name, given) in self._words().items():
-            lines += ["", f"[{room}]", f'method = "{name}"', *(f"{key} = {toml_value(v)}" for key, v in given.items())]
+        for room, word in self._words().items():
+            given = (f"{key} = {toml_value(value)}" for key, value in word.arguments.items())
+            lines += ["", f"[{room}]", f'method = "{word.name}"', *given]
         return "\n".join(lines).strip() + "\n" if lines else f'preset = "{_FULL}"\n'
 
     def __str__(self) -> str:
-        words = [name + (f"({write_settings(given)})" if given else "") for name, given in self._words().values()]
+        words = [str(word) for word in self._words().values()]
         sized = {k: write_bytes(v) for k, v in self._settings.items() if k == "bytes" and isinstance(v, int)}
         tail = ", ".join(f"{k}={sized.get(k) or write_value(v)}" for k, v in self._settings.items())
         return (" + ".join(words) or _FULL) + (f" @ {tail}" if tail else "")
@@ -159,15 +168,16 @@ class Plan:
         """The budgets and the slack that were given."""
         return {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
 
-    def _words(self) -> dict[str, tuple[str, dict[str, object]]]:
-        """Name and given arguments of each room that is not at its default."""
+    def _words(self) -> dict[str, Word]:
+        """The word of each room that is not at its default."""
         found = {}
         for room, part in self.parts.items():
             if part is None:
                 continue
-            name, given = find.name_of(part), given_of(part) if isinstance(part, find.contract(room)) else {}
-            if given or name != find.null(room):
-                found[room] = name, given
+            fits = isinstance(part, find.contract(room))
+            word = word_of(part) if fits else Word(name=find.name_of(part), arguments={})
+            if word.arguments or word.name != find.null(room):
+                found[room] = word
         return found
 
 
@@ -186,7 +196,10 @@ def _made(text: str, asked: Asked) -> Plan:
     return Plan(**asked.parts, **asked.settings)
 
 
-def _python(method: object) -> str:
-    if not hasattr(type(method), "__dataclass_fields__"):
-        return repr(method)
-    return f"{type(method).__name__}({', '.join(f'{key}={value!r}' for key, value in given_of(method).items())})"
+def _python(value: object) -> str:
+    """The expression that makes a value; of a method, without the arguments at their defaults."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_python, value))}{',' * (len(value) == 1)})"
+    if not isinstance(value, Method):
+        return repr(value)
+    return f"{type(value).__name__}({', '.join(f'{key}={_python(each)}' for key, each in given_of(value).items())})"

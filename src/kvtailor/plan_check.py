@@ -1,114 +1,19 @@
-"""What can be wrong with a plan: arguments that do not fit, and parts that do not go together."""
+"""What can be wrong with a plan: parts that do not go together, budgets and slack."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from kvtailor import find
-from kvtailor.errors import KvtailorError, suggest
+from kvtailor.plan_arguments import Broken, type_faults
 
-__all__ = [
-    "BUDGETS",
-    "SETTINGS",
-    "Broken",
-    "all_faults",
-    "defaults_of",
-    "fit",
-    "given_of",
-    "load",
-    "make",
-    "wrong_kinds",
-]
+__all__ = ["BUDGETS", "SETTINGS", "all_faults", "wrong_kinds"]
 
 BUDGETS = ("tokens", "keep", "bytes")
 SETTINGS = (*BUDGETS, "slack")
-
-
-class Broken:
-    """Stands for a part of which only the faults are known, so that nothing more is said about it.
-
-    Attributes:
-        named: a text names a method here; else there is an unknown word that may or may not belong here.
-    """
-
-    def __init__(self, *, named: bool = True):
-        self.named = named
-
-
-def make(name: str, kind: type, arguments: Mapping[str, object], faults: list[str]) -> object:
-    """A method with its arguments, or `Broken` and the reasons added to `faults`."""
-    known, defaults = [f.name for f in dataclasses.fields(kind) if f.init], defaults_of(kind)
-    given = {key: value for key, value in arguments.items() if key in known}
-    unknown = [
-        f"{name} has no argument {key!r}{suggest(key, known) or '; it takes none'}"
-        for key in arguments
-        if key not in known
-    ]
-    unfit = _type_faults(name, kind, given)
-    lacking = [key for key in known if key not in defaults and key not in given]
-    if lacking:
-        unfit.append(f"{name} needs {', '.join(lacking)}: write {name}({', '.join(f'{key}=...' for key in lacking)})")
-    made: object = Broken()
-    if not unfit:
-        try:
-            made = kind(**_fitted(kind, given))
-        except (ValueError, TypeError) as error:
-            unfit.append(str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}")
-    faults += unknown + unfit
-    return Broken() if unknown else made
-
-
-def fit(value: object, hint: object) -> object:
-    """The value as the annotation wants it: an int may stand for a float, a list for a tuple.
-
-    Raises:
-        TypeError: it does not fit.
-    """
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _fit_union(value, inner)
-    if origin is typing.Literal:
-        if any(value == each and type(value) is type(each) for each in inner):
-            return value
-    elif origin is tuple or hint is tuple or origin in (list, Sequence):
-        if isinstance(value, tuple | list):
-            return _fit_tuple(tuple(value), inner if origin is tuple else (*inner, ...))
-    elif hint is float:
-        if isinstance(value, float | int) and not isinstance(value, bool):
-            return float(value)
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif hint is None or hint is types.NoneType:
-        if value is None:
-            return value
-    elif not isinstance(hint, type) or isinstance(value, hint):
-        return value
-    raise TypeError
-
-
-def defaults_of(kind: type) -> dict[str, object]:
-    """The arguments that a dataclass has defaults for, and the defaults."""
-    found: dict[str, object] = {}
-    for f in dataclasses.fields(kind):
-        if f.init and f.default is not dataclasses.MISSING:
-            found[f.name] = f.default
-        elif f.init and f.default_factory is not dataclasses.MISSING:
-            found[f.name] = f.default_factory()
-    return found
-
-
-def given_of(method: object, *, everything: bool = False) -> dict[str, object]:
-    """The arguments of a method that differ from its defaults (or all of them), typed as its annotations say."""
-    kind, values = type(method), _values(method)
-    defaults = {} if everything else defaults_of(kind)
-    return _fitted(kind, {k: v for k, v in values.items() if k not in defaults or v != defaults[k]})
 
 
 def all_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> list[str]:
@@ -194,76 +99,9 @@ def wrong_kinds(parts: Mapping[str, object]) -> list[str]:
                 "for Plan.parse"
             )
         elif part is not None:
-            faults += _type_faults(find.name_of(part), type(part), _values(part))
+            faults += type_faults(part)
     return faults
-
-
-def load(room: str, name: str, arguments: Mapping[str, object], faults: list[str]) -> object:
-    """The method of a room by name, or `Broken` and the reasons added to `faults`."""
-    try:
-        return make(name, find.load(room, name), arguments, faults)
-    except KvtailorError as error:
-        faults.append(str(error))
-        return Broken()
 
 
 def _whole(value: object) -> typing.TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _values(method: object) -> dict[str, object]:
-    return {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}  # type: ignore[arg-type]
-
-
-def _fitted(kind: type, values: Mapping[str, object]) -> dict[str, object]:
-    """The values as the annotations want them; what does not fit stays as it is."""
-    hints, found = typing.get_type_hints(kind), dict(values)
-    for key, value in values.items():
-        with contextlib.suppress(TypeError):
-            found[key] = fit(value, hints.get(key, object))
-    return found
-
-
-def _type_faults(name: str, kind: type, values: Mapping[str, object]) -> list[str]:
-    hints, defaults, faults = typing.get_type_hints(kind), defaults_of(kind), []
-    for key, value in values.items():
-        try:
-            fit(value, hints.get(key, object))
-        except TypeError:
-            usual = f"; the default is {defaults[key]!r}" if key in defaults else ""
-            faults.append(f"{name}: {key} is {value!r}, but it must be {_spell(hints[key])}{usual}")
-    return faults
-
-
-def _fit_union(value: object, hints: tuple[object, ...]) -> object:
-    fits = []
-    for hint in hints:
-        try:
-            fits.append(fit(value, hint))
-        except TypeError:
-            continue
-    if not fits:
-        raise TypeError
-    return next((each for each in fits if type(each) is type(value)), fits[0])
-
-
-def _fit_tuple(values: tuple[object, ...], hints: tuple[object, ...]) -> object:
-    if not hints or hints == (...,):
-        return values
-    if hints[-1] is ...:
-        return tuple(fit(value, hints[0]) for value in values)
-    if len(values) != len(hints):
-        raise TypeError
-    return tuple(fit(value, hint) for value, hint in zip(values, hints, strict=True))
-
-
-def _spell(hint: object) -> str:
-    """An annotation in words."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_spell(each) for each in inner)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(repr(each) for each in inner)
-    if hint is types.NoneType or hint is None:
-        return "none"
-    return hint.__name__ if isinstance(hint, type) and not inner else str(hint)

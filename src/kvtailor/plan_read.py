@@ -9,7 +9,8 @@ from typing import Any
 
 from kvtailor import find
 from kvtailor.errors import KvtailorError, UnknownName, suggest
-from kvtailor.plan_check import BUDGETS, SETTINGS, Broken, all_faults, load
+from kvtailor.plan_arguments import Broken, load
+from kvtailor.plan_check import BUDGETS, SETTINGS, all_faults
 from kvtailor.plan_text import Value, Word, bytes_of, read_line
 
 __all__ = ["Asked", "line_parts", "toml_parts"]
@@ -143,11 +144,9 @@ def _read_table(table: Mapping[str, Any], faults: list[str]) -> tuple[dict[str, 
     words = {}
     for key in find.rooms():
         inside = table.get(key)
-        if isinstance(inside, str):
-            inside = {"method": inside}
-        if isinstance(inside, Mapping) and isinstance(inside.get("method"), str):
-            given = {name: _plain(value) for name, value in inside.items() if name != "method"}
-            words[key] = Word(name=inside["method"], arguments=given)
+        word = _plain({"method": inside} if isinstance(inside, str) else inside)
+        if isinstance(word, Word):
+            words[key] = word
         elif key in table:
             faults.append(f'{key} is {inside!r}: write a method\'s name, or a table with method = "name"')
     _check_keys(table, (*find.rooms(), *SETTINGS, "preset"), "key", faults)
@@ -155,9 +154,12 @@ def _read_table(table: Mapping[str, Any], faults: list[str]) -> tuple[dict[str, 
 
 
 def _plain(value: Any) -> Any:
-    """A TOML value as a line would give it."""
+    """A TOML value as a line would give it: a table with `method` is a word."""
     if isinstance(value, list):
         return tuple(_plain(each) for each in value)
+    if isinstance(value, Mapping) and isinstance(value.get("method"), str):
+        given = {key: _plain(each) for key, each in value.items() if key != "method"}
+        return Word(name=value["method"], arguments=given)
     return None if value == "none" else value
 
 

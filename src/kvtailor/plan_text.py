@@ -5,10 +5,12 @@
     word      = name [ "(" settings ")" ]
     settings  = name "=" value { "," name "=" value }
     value     = integer | float | string | bare word | true | false | none | "[" [ value { "," value } ] "]"
+              | name "(" [ settings ] ")"
 
-A string stands in double or single quotes; a bare word is a string without them (`pooling=max`). `( )` may stand for
-`[ ]`; both give a tuple. Nothing here knows which methods exist. Readers never stop at the first mistake: each is a
-sentence added to `faults`, and reading goes on behind it.
+A string stands in double or single quotes; a bare word is a string without them (`pooling=max`), and one with settings
+is a word again (`of=pyramid(beta=10)`). `( )` may stand for `[ ]`; both give a tuple. Nothing here knows which methods
+exist, nor which strings name one. Readers never stop at the first mistake: each is a sentence added to `faults`, and
+reading goes on behind it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "Line",
@@ -31,14 +34,12 @@ __all__ = [
     "write_value",
 ]
 
-Value = int | float | str | bool | None | tuple["Value", ...]
-
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][+-]?[0-9]+)?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?)?B?", re.IGNORECASE)
-_KEYWORDS: dict[str, Value] = {
+_KEYWORDS: dict[str, bool | float | None] = {
     "true": True,
     "false": False,
     "none": None,
@@ -52,10 +53,16 @@ _CLOSING = {"(": ")", "[": "]"}
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """One `name(settings)` of a line."""
+    """One `name(settings)` of a line, or of an argument in it."""
 
     name: str
-    arguments: Mapping[str, Value]
+    arguments: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.name + (f"({write_settings(self.arguments)})" if self.arguments else "")
+
+
+Value = int | float | str | bool | Word | None | tuple["Value", ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +101,9 @@ def read_line(text: str, faults: list[str]) -> Line:
 
 
 def write_value(value: object) -> str:
-    """A value as `read_line` reads it back, and the same type."""
+    """A value as `read_line` reads it back, and the same type; but a word without arguments is its bare name."""
+    if isinstance(value, Word):
+        return str(value)
     if isinstance(value, str) and _BARE.fullmatch(value) and not value[0].isdigit() and value.lower() not in _KEYWORDS:
         return value
     if isinstance(value, tuple | list):
@@ -103,7 +112,12 @@ def write_value(value: object) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML; TOML has no null, so None is the string "none"."""
+    """A value as TOML; TOML has no null, so None is the string "none". A word is its name, or a table with `method`."""
+    if isinstance(value, Word) and value.arguments:
+        inside = ", ".join(f"{key} = {toml_value(each)}" for key, each in value.arguments.items())
+        return f'{{ method = "{value.name}", {inside} }}'
+    if isinstance(value, Word):
+        return f'"{value.name}"'
     if isinstance(value, str) or value is None:
         # TOML refuses a raw DEL, which JSON allows; all else of a JSON string is TOML.
         return json.dumps("none" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -164,7 +178,7 @@ def _read_settings(text: str, where: str, faults: list[str]) -> dict[str, Value]
             faults.append(f"{where} {name} is given twice: keep one")
         else:
             try:
-                read[name] = _read_value(value.strip())
+                read[name] = _read_value(value.strip(), faults)
             except _Unreadable as error:
                 faults.append(
                     f'{where} {name} is {error}: write a number, a word, "a string", true, false, none or [..]'
@@ -172,7 +186,7 @@ def _read_settings(text: str, where: str, faults: list[str]) -> dict[str, Value]
     return read
 
 
-def _read_value(text: str) -> Value:
+def _read_value(text: str, faults: list[str]) -> Value:
     if text.lower() in _KEYWORDS:
         return _KEYWORDS[text.lower()]
     if _INTEGER.fullmatch(text):
@@ -187,7 +201,10 @@ def _read_value(text: str) -> Value:
         pieces = [piece.strip() for piece in _split(text[1:-1], ",")]
         if pieces[-1] == "":
             pieces.pop()
-        return tuple(_read_value(piece) for piece in pieces)
+        return tuple(_read_value(piece, faults) for piece in pieces)
+    hit = _NAME.match(text)
+    if hit is not None and text[hit.end() :].lstrip()[:1] == "(" and _balanced(text[hit.end() :].lstrip()):
+        return _read_word(text, faults)
     raise _Unreadable("empty" if not text else f"{text!r}, which is no value")
 
 

@@ -7,6 +7,7 @@ import torch
 import transformers
 from tests.bench.dummy import FULL, UniformModel, subject
 from tests.contract.test_score import rows_of
+from tests.discover import sample_of
 from tests.held_rows import held_of
 from tests.seam import zoo
 from torch.utils.flop_counter import FlopCounterMode
@@ -199,7 +200,7 @@ def test_a_matrix_of_unknown_use_makes_it_unknown() -> None:
 
 @pytest.mark.parametrize(("room", "name"), EVERY, ids=lambda value: value)
 def test_every_method_says_what_it_computes_or_that_it_does_not_know(room: str, name: str) -> None:
-    method = find.load(room, name)()
+    method = sample_of(find.load(room, name))
     for tokens in (1, 37, 4096):
         found = {
             "score": lambda n: [method.flops(tokens=n, group=3, size=20)],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.discover import methods_of
+from tests.discover import methods_of, sample_of
 from tests.segments_of import Padded, states, uneven
 from torch import Tensor
 
@@ -167,7 +167,7 @@ def test_the_folder_holds_methods() -> None:
 def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Attention]) -> None:
     assert dataclasses.is_dataclass(kind)
     assert all(field.kw_only for field in dataclasses.fields(kind))
-    assert kind() == kind() and hash(kind()) == hash(kind())
+    assert sample_of(kind) == sample_of(kind) and hash(sample_of(kind)) == hash(sample_of(kind))
 
 
 @every_method
@@ -177,7 +177,7 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Attention])
 def test_equals_the_definition(kind: type[Attention], size: tuple[int, ...], mix: str, new: int) -> None:
     """Budgets of the defaults cover what is held here, so every method reads everything."""
     made = case(size, mix, new)  # type: ignore[arg-type]
-    got = kind().attend(made.query, made.parts, made.visible, 0.04)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04)
     out, lse, _ = naive(made, 0.04)
     assert got.output.shape == out.shape and got.output.dtype == made.query.dtype
     assert close(got.output, out)
@@ -190,7 +190,7 @@ def test_equals_the_definition(kind: type[Attention], size: tuple[int, ...], mix
 @pytest.mark.parametrize("new", [1, 3, 17, 130])
 def test_left_padding_is_exact_and_a_blind_query_gives_zeros(kind: type[Attention], mix: str, new: int) -> None:
     made = case(SIZES[0], mix, new, padded=True, seed=7)
-    got = kind().attend(made.query, made.parts, made.visible, 0.04)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04)
     out, lse, _ = naive(made, 0.04)
     assert bool(got.output.isfinite().all()) and close(got.output, out)
     blind = lse == -torch.inf
@@ -204,7 +204,7 @@ def test_left_padding_is_exact_and_a_blind_query_gives_zeros(kind: type[Attentio
 @pytest.mark.parametrize("new", [1, 17, 64])
 def test_a_window_hides_what_is_older(kind: type[Attention], mix: str, new: int) -> None:
     made = case(SIZES[0], mix, new, window=30, seed=8)
-    got = kind().attend(made.query, made.parts, made.visible, 0.04)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04)
     assert close(got.output, naive(made, 0.04)[0])
 
 
@@ -214,7 +214,9 @@ def test_a_window_hides_what_is_older(kind: type[Attention], mix: str, new: int)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_mass_is_the_sum_of_the_probabilities(kind: type[Attention], mix: str, new: int, padded: bool) -> None:
     made = case(SIZES[0], mix, new, padded=padded, seed=9)
-    got = kind().attend(made.query, made.parts, made.visible, 0.04, want_mass=True, real_queries=made.real_queries)
+    got = sample_of(kind).attend(
+        made.query, made.parts, made.visible, 0.04, want_mass=True, real_queries=made.real_queries
+    )
     out, _, mass = naive(made, 0.04)
     assert close(got.output, out)
     assert got.mass is not None and len(got.mass) == len(mass)
@@ -236,7 +238,9 @@ def test_blocks_of_queries_meet_without_a_seam(
     monkeypatch.setattr(kvtailor.ops.prompt, "_BLOCK", 1 << 13)
     made = case(SIZES[0], mix, 70, padded=padded, seed=14)
     want = mass and kind.gives_mass
-    got = kind().attend(made.query, made.parts, made.visible, 0.04, want_mass=want, real_queries=made.real_queries)
+    got = sample_of(kind).attend(
+        made.query, made.parts, made.visible, 0.04, want_mass=want, real_queries=made.real_queries
+    )
     out, _, received = naive(made, 0.04)
     assert close(got.output, out)
     for part, found, expected in zip(made.parts, got.mass or [], received, strict=want):
@@ -251,7 +255,7 @@ def test_blocks_of_queries_meet_without_a_seam(
 @pytest.mark.parametrize("new", [1, 3, 64])
 def test_sixteen_bits(kind: type[Attention], dtype: torch.dtype, mix: str, new: int) -> None:
     made = case(SIZES[0], mix, new, dtype=dtype, padded=True, seed=11)
-    got = kind().attend(made.query, made.parts, made.visible, 0.1)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1)
     assert got.output.dtype == dtype
     tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
     assert close(got.output, naive(made, 0.1)[0], tolerance)
@@ -264,7 +268,7 @@ def test_autocast_queries(kind: type[Attention], pair: tuple[torch.dtype, torch.
     """Under autocast the cache may be wider or narrower than the query; the output is the query's."""
     made = case(SIZES[0], "dense", new, dtype=pair[1], seed=12)
     made.query = made.query.to(pair[0])
-    got = kind().attend(made.query, made.parts, made.visible, 0.1)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1)
     assert got.output.dtype == pair[0]
     assert close(got.output, naive(made, 0.1)[0], 3e-2)
 
@@ -273,7 +277,7 @@ def test_autocast_queries(kind: type[Attention], pair: tuple[torch.dtype, torch.
 def test_inputs_are_not_changed_and_rows_do_not_meet(kind: type[Attention]) -> None:
     made = case(SIZES[0], "all", 3, padded=True, seed=13)
     before = made.query.clone(), [t.clone() for part in made.parts for t in part.tensors().values()]
-    whole = kind().attend(made.query, made.parts, made.visible, 0.04).output
+    whole = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04).output
     assert torch.equal(made.query, before[0])
     after = [t for part in made.parts for t in part.tensors().values()]
     assert all(torch.equal(a.nan_to_num(5), b.nan_to_num(5)) for a, b in zip(after, before[1], strict=True))
@@ -281,5 +285,5 @@ def test_inputs_are_not_changed_and_rows_do_not_meet(kind: type[Attention]) -> N
     for row in range(3):
         one = [part.rows(torch.tensor([row])) for part in made.parts]
         visible = dataclasses.replace(made.visible, real=made.visible.real[row : row + 1])
-        alone = kind().attend(made.query[row : row + 1], one, visible, 0.04).output
+        alone = sample_of(kind).attend(made.query[row : row + 1], one, visible, 0.04).output
         assert torch.allclose(alone, whole[row : row + 1], atol=1e-5)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.discover import methods_of
+from tests.discover import methods_of, sample_of
 from tests.segments_of import states, uneven
 from torch import Tensor
 
@@ -33,7 +33,7 @@ def uniform(shape: tuple[int, int, int, int, int], dtype: torch.dtype, seed: int
 
 
 def ragged(kind: type[Codec], dtype: torch.dtype, seed: int = 0) -> tuple[Layout, Tensor, Tensor]:
-    page = -(-16 // kind().lane_multiple) * kind().lane_multiple
+    page = -(-16 // sample_of(kind).lane_multiple) * sample_of(kind).lane_multiple
     layout, owner, column = uneven(3, 5, page, most=90, columns=128, seed=seed)
     return layout, states((15, 128, 24), seed, dtype)[owner, column], states((15, 128, 20), seed, dtype)[owner, column]
 
@@ -62,8 +62,8 @@ def test_the_folder_holds_codecs() -> None:
 def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Codec]) -> None:
     assert dataclasses.is_dataclass(kind)
     assert all(field.kw_only for field in dataclasses.fields(kind))
-    codec = kind()
-    assert codec == kind() and hash(codec) == hash(kind())
+    codec = sample_of(kind)
+    assert codec == sample_of(kind) and hash(codec) == hash(sample_of(kind))
     assert codec.tail >= 0 and codec.block >= 0 and codec.lane_multiple >= 1
     assert codec.block % codec.lane_multiple == 0
 
@@ -74,8 +74,8 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Codec]) -> 
 def test_decodes_to_the_same_shape_and_dtype(kind: type[Codec], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layout, keys, values = uniform(shape, dtype)
     before = keys.clone(), values.clone()
-    segment = kind().encode(layout, keys, values)
-    assert isinstance(segment, kind().segment_type()) and segment.codec == kind().segment_type().codec
+    segment = sample_of(kind).encode(layout, keys, values)
+    assert isinstance(segment, sample_of(kind).segment_type()) and segment.codec == sample_of(kind).segment_type().codec
     decoded = segment.decode()
     for found, given, old in zip(decoded, (keys, values), before, strict=True):
         assert found.shape == given.shape and found.dtype == dtype and bool(found.isfinite().all())
@@ -91,7 +91,7 @@ def test_decodes_to_the_same_shape_and_dtype(kind: type[Codec], shape: tuple[int
 @every_dtype
 def test_bytes_are_those_of_the_storages(kind: type[Codec], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layout, keys, values = uniform(shape, dtype)
-    segment = kind().encode(layout, keys, values)
+    segment = sample_of(kind).encode(layout, keys, values)
     assert unique_bytes(segment) == segment.closed_form_bytes()
     assert unique_bytes(segment.rows(torch.tensor([0, 0]))) == segment.rows(torch.tensor([0, 0])).closed_form_bytes()
     again = segment.regather(*moved(layout, 3))
@@ -101,21 +101,21 @@ def test_bytes_are_those_of_the_storages(kind: type[Codec], shape: tuple[int, ..
 @every_codec
 @every_dtype
 def test_bytes_per_token_is_what_whole_blocks_cost(kind: type[Codec], dtype: torch.dtype) -> None:
-    slots = max(kind().block, 1) * 4
+    slots = max(sample_of(kind).block, 1) * 4
     layout, keys, values = uniform((2, 3, slots, 64, 32), dtype)
-    expected = kind().bytes_per_token(64, 32, keys.element_size()) * 6 * slots
-    assert kind().encode(layout, keys, values).closed_form_bytes() == expected
+    expected = sample_of(kind).bytes_per_token(64, 32, keys.element_size()) * 6 * slots
+    assert sample_of(kind).encode(layout, keys, values).closed_form_bytes() == expected
 
 
 @every_codec
 def test_a_block_cut_from_a_buffer_keeps_no_buffer_alive(kind: type[Codec]) -> None:
-    if kind().block == 0:
+    if sample_of(kind).block == 0:
         return
     for lanes in (1, 6):
-        slots = kind().block
+        slots = sample_of(kind).block
         buffer = states((lanes, slots + 40, 24), 5)
         layout = Layout(rows=1, heads=lanes, size=slots, start=0)
-        segment = kind().encode(layout, buffer[:, :slots], buffer[:, :slots])
+        segment = sample_of(kind).encode(layout, buffer[:, :slots], buffer[:, :slots])
         assert unique_bytes(segment) == segment.closed_form_bytes()
         before = [x.clone() for x in segment.decode()]
         buffer.fill_(float("nan"))
@@ -126,7 +126,7 @@ def test_a_block_cut_from_a_buffer_keeps_no_buffer_alive(kind: type[Codec]) -> N
 @every_dtype
 def test_ragged_lanes(kind: type[Codec], dtype: torch.dtype) -> None:
     layout, keys, values = ragged(kind, dtype)
-    segment = kind().encode(layout, keys, values)
+    segment = sample_of(kind).encode(layout, keys, values)
     assert unique_bytes(segment) == segment.closed_form_bytes()
     decoded = segment.decode()
     filled = layout.filled(torch.device("cpu"))
@@ -140,15 +140,15 @@ def test_ragged_lanes(kind: type[Codec], dtype: torch.dtype) -> None:
 @every_codec
 def test_filler_changes_no_code(kind: type[Codec]) -> None:
     """What a lane holds beyond its length repeats a filled slot, and so decodes as it and widens no group."""
-    multiple = kind().lane_multiple
+    multiple = sample_of(kind).lane_multiple
     keys, values = states((2, 2 * multiple, 16), 1), states((2, 2 * multiple, 16), 2)
     length = multiple + 1
     for x in (keys, values):
         x[:, length:] = x[:, length - 1 : length]
     layout = Layout(rows=1, heads=2, size=2 * multiple, start=0, lengths=torch.full((2,), length, dtype=torch.int32))
     short = Layout(rows=1, heads=2, size=length, start=0)
-    whole = kind().encode(layout, keys, values).decode()
-    cut = kind().encode(short, keys[:, :length].clone(), values[:, :length].clone()).decode()
+    whole = sample_of(kind).encode(layout, keys, values).decode()
+    cut = sample_of(kind).encode(short, keys[:, :length].clone(), values[:, :length].clone()).decode()
     for a, b in zip(whole, cut, strict=True):
         assert torch.equal(a[:, :length], b)
 
@@ -157,7 +157,7 @@ def test_filler_changes_no_code(kind: type[Codec]) -> None:
 @every_dtype
 def test_regather_moves_codes_and_never_encodes_again(kind: type[Codec], dtype: torch.dtype) -> None:
     layout, keys, values = uniform((3, 5, 128, 24, 20), dtype)
-    segment: Segment = kind().encode(layout, keys, values)
+    segment: Segment = sample_of(kind).encode(layout, keys, values)
     expected = segment.decode()
     for seed in range(3):
         lane, slot, after = moved(segment.layout, seed)
@@ -172,7 +172,7 @@ def test_regather_moves_codes_and_never_encodes_again(kind: type[Codec], dtype: 
 @every_codec
 def test_regather_into_ragged_lanes(kind: type[Codec]) -> None:
     layout, keys, values = uniform((3, 5, 128, 24, 20), torch.float32)
-    segment = kind().encode(layout, keys, values)
+    segment = sample_of(kind).encode(layout, keys, values)
     decoded = segment.decode()
     after, owner, column = uneven(3, 5, 32, most=90, columns=128, seed=4)
     again = segment.regather(owner, column, after)
@@ -186,7 +186,7 @@ def test_regather_into_ragged_lanes(kind: type[Codec]) -> None:
 def test_rows_is_decode_then_index(kind: type[Codec]) -> None:
     index = torch.tensor([2, 0, 2])
     layout, keys, values = uniform((3, 5, 63, 24, 20), torch.float32)
-    for segment in (kind().encode(layout, keys, values), kind().encode(*ragged(kind, torch.float32))):
+    for segment in (sample_of(kind).encode(layout, keys, values), sample_of(kind).encode(*ragged(kind, torch.float32))):
         for source in (segment, segment.regather(*everything(segment.layout))):
             picked = source.rows(index)
             lanes, expected_layout = source.layout.lanes_of_rows(index)
@@ -205,12 +205,12 @@ def everything(layout: Layout) -> tuple[Tensor, Tensor, Layout]:
 @every_codec
 def test_a_segment_is_never_rewritten(kind: type[Codec]) -> None:
     layout, keys, values = uniform((3, 5, 63, 24, 20), torch.float32)
-    segment = kind().encode(layout, keys, values)
+    segment = sample_of(kind).encode(layout, keys, values)
     before = {name: tensor.clone() for name, tensor in segment.tensors().items()}
     segment.decode()
     segment.rows(torch.tensor([1, 0, 2]))
     segment.regather(*moved(layout, 1)).decode()
-    kind().encode(layout, values.new_zeros(keys.shape), values)
+    sample_of(kind).encode(layout, values.new_zeros(keys.shape), values)
     assert segment.tensors().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in segment.tensors().items())
 
@@ -219,11 +219,11 @@ def test_a_segment_is_never_rewritten(kind: type[Codec]) -> None:
 @every_dtype
 def test_state_makes_the_same_segment(kind: type[Codec], dtype: torch.dtype) -> None:
     layout, keys, values = uniform((3, 5, 63, 24, 20), dtype)
-    first = kind().encode(layout, keys, values)
+    first = sample_of(kind).encode(layout, keys, values)
     for segment in (first, first.regather(*moved(layout, 2))):
         fields, tensors = segment.state()
         assert all(isinstance(field, (int, float, str, bool, type(None))) for field in fields.values())
-        again = kind().segment_type().from_state(segment.layout, fields, tensors)
+        again = sample_of(kind).segment_type().from_state(segment.layout, fields, tensors)
         assert all(torch.equal(a, b) for a, b in zip(again.decode(), segment.decode(), strict=True))
         assert again.tensors().keys() == segment.tensors().keys()
         assert again.closed_form_bytes() == segment.closed_form_bytes()
@@ -234,7 +234,7 @@ def test_state_makes_the_same_segment(kind: type[Codec], dtype: torch.dtype) -> 
 @every_dtype
 def test_equal_values_stay_finite_and_what_they_were(kind: type[Codec], value: float, dtype: torch.dtype) -> None:
     x = torch.full((2, 63, 24), value).to(dtype)
-    for found in kind().encode(Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
+    for found in sample_of(kind).encode(Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
         assert torch.equal(found, x)
 
 
@@ -247,4 +247,4 @@ def test_what_no_code_can_hold_is_refused(kind: type[Codec], bad: float) -> None
         broken[7, 40, 3] = bad
         pair = (broken, values) if states_of is keys else (keys, broken)
         with pytest.raises(CacheMisuse, match=r"NaN or infinity.*check.*encode=plain"):
-            kind().encode(layout, *pair)
+            sample_of(kind).encode(layout, *pair)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.discover import methods_of
+from tests.discover import methods_of, sample_of
 from tests.held_rows import Row, held_of, make_row, with_holes
 
 import kvtailor.score
@@ -36,10 +36,10 @@ def test_the_folder_holds_methods() -> None:
 def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Scorer]) -> None:
     assert dataclasses.is_dataclass(kind)
     assert all(field.kw_only for field in dataclasses.fields(kind))
-    scorer = kind()
+    scorer = sample_of(kind)
     with pytest.raises(dataclasses.FrozenInstanceError):
         scorer.anything = 1  # type: ignore[attr-defined]
-    assert scorer == kind() and hash(scorer) == hash(kind())
+    assert scorer == sample_of(kind) and hash(scorer) == hash(sample_of(kind))
     assert scorer.scope in ("layer", "prompt")
     assert scorer.slack is None or scorer.slack >= 1
     assert scorer.recents >= 0 and scorer.recents >= scorer.needs.window
@@ -51,7 +51,7 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Scorer]) ->
 def test_gives_one_finite_number_for_each_token(
     kind: type[Scorer], lengths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    scorer = kind()
+    scorer = sample_of(kind)
     held = held_of(rows_of(lengths), scorer.needs, dtype=dtype)
     scores = scorer.score(held)
     assert scores.shape == held.positions.shape
@@ -61,7 +61,7 @@ def test_gives_one_finite_number_for_each_token(
 
 @every_scorer
 def test_changes_no_input_and_shares_no_memory_with_one(kind: type[Scorer]) -> None:
-    scorer = kind()
+    scorer = sample_of(kind)
     held = held_of(rows_of(LENGTHS), scorer.needs)
     before = {name: tensor.clone() for name, tensor in tensors_of(held).items()}
     scorer.score(held).fill_(-1.0)
@@ -71,7 +71,7 @@ def test_changes_no_input_and_shares_no_memory_with_one(kind: type[Scorer]) -> N
 
 @every_scorer
 def test_remembers_nothing_between_calls(kind: type[Scorer]) -> None:
-    scorer = kind()
+    scorer = sample_of(kind)
     held = held_of(rows_of(LENGTHS), scorer.needs)
     once = scorer.score(held)
     scorer.score(held_of(rows_of((17, 50), seed=9), scorer.needs, layer=2))
@@ -81,7 +81,7 @@ def test_remembers_nothing_between_calls(kind: type[Scorer]) -> None:
 
 @every_scorer
 def test_a_padded_row_scores_as_it_does_alone(kind: type[Scorer]) -> None:
-    scorer = kind()
+    scorer = sample_of(kind)
     rows = rows_of(LENGTHS)
     batch = scorer.score(held_of(rows, scorer.needs))
     for i, row in enumerate(rows):
@@ -91,7 +91,7 @@ def test_a_padded_row_scores_as_it_does_alone(kind: type[Scorer]) -> None:
 
 @every_scorer
 def test_a_row_does_not_hear_of_its_neighbours(kind: type[Scorer]) -> None:
-    scorer = kind()
+    scorer = sample_of(kind)
     mine, others = rows_of((40,), seed=1), rows_of((40, 63), seed=2)
     one = scorer.score(held_of([mine[0], others[1]], scorer.needs))
     two = scorer.score(held_of([mine[0], rows_of((63,), seed=5)[0]], scorer.needs))
@@ -100,7 +100,7 @@ def test_a_row_does_not_hear_of_its_neighbours(kind: type[Scorer]) -> None:
 
 @every_scorer
 def test_filler_between_tokens_changes_nothing(kind: type[Scorer]) -> None:
-    scorer = kind()
+    scorer = sample_of(kind)
     held = held_of(rows_of(LENGTHS), scorer.needs)
     holed, where = with_holes(held, 11, torch.Generator().manual_seed(3))
     expected, got = scorer.score(held), scorer.score(holed).gather(2, where)
@@ -109,7 +109,7 @@ def test_filler_between_tokens_changes_nothing(kind: type[Scorer]) -> None:
 
 @every_scorer
 def test_heads_that_change_places_take_their_scores_along(kind: type[Scorer]) -> None:
-    scorer = kind()
+    scorer = sample_of(kind)
     rows = rows_of(LENGTHS)
     order, group = torch.tensor([2, 0, 1]), 2
     query_order = (order[:, None] * group + torch.arange(group)).flatten()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.discover import methods_of
+from tests.discover import methods_of, sample_of
 from torch import Tensor
 
 import kvtailor.select
@@ -35,7 +35,7 @@ def test_the_folder_holds_methods() -> None:
 def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Selector]) -> None:
     assert dataclasses.is_dataclass(kind)
     assert all(field.kw_only for field in dataclasses.fields(kind))
-    assert kind() == kind() and hash(kind()) == hash(kind())
+    assert sample_of(kind) == sample_of(kind) and hash(sample_of(kind)) == hash(sample_of(kind))
 
 
 @every_selector
@@ -43,7 +43,7 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Selector]) 
 def test_keeps_exactly_the_budget_and_only_tokens(kind: type[Selector], shape: tuple[int, int, int]) -> None:
     for seed in range(8):
         scores, budgets = make(shape, seed)
-        kept = kind().select(scores, budgets)
+        kept = sample_of(kind).select(scores, budgets)
         assert kept.shape == scores.shape and kept.dtype == torch.bool
         assert torch.equal(kept.sum(-1), budgets)
         assert not (kept & (scores == -torch.inf)).any()
@@ -52,21 +52,21 @@ def test_keeps_exactly_the_budget_and_only_tokens(kind: type[Selector], shape: t
 @every_selector
 def test_keeps_nothing_and_everything_when_told(kind: type[Selector]) -> None:
     scores, _ = make((3, 5, 63), 11)
-    assert not kind().select(scores, torch.zeros(3, 5, dtype=torch.int64)).any()
+    assert not sample_of(kind).select(scores, torch.zeros(3, 5, dtype=torch.int64)).any()
     everything = scores > -torch.inf
-    assert torch.equal(kind().select(scores, everything.sum(-1)), everything)
+    assert torch.equal(sample_of(kind).select(scores, everything.sum(-1)), everything)
 
 
 @every_selector
 def test_tokens_that_must_stay_go_first(kind: type[Selector]) -> None:
     scores, _ = make((3, 5, 63), 12)
     forced = scores == torch.inf
-    assert torch.equal(kind().select(scores, forced.sum(-1)), forced)
+    assert torch.equal(sample_of(kind).select(scores, forced.sum(-1)), forced)
 
 
 @every_selector
 def test_equals_go_to_the_earliest(kind: type[Selector]) -> None:
-    kept = kind().select(torch.zeros(2, 3, 63), torch.tensor([[0, 1, 5], [63, 62, 31]]))
+    kept = sample_of(kind).select(torch.zeros(2, 3, 63), torch.tensor([[0, 1, 5], [63, 62, 31]]))
     counts = torch.tensor([[0, 1, 5], [63, 62, 31]])
     assert torch.equal(kept, torch.arange(63) < counts[..., None])
 
@@ -74,11 +74,11 @@ def test_equals_go_to_the_earliest(kind: type[Selector]) -> None:
 @every_selector
 def test_lanes_do_not_hear_of_each_other(kind: type[Selector]) -> None:
     scores, budgets = make((3, 5, 63), 13)
-    together = kind().select(scores, budgets)
+    together = sample_of(kind).select(scores, budgets)
     for row in range(3):
         for head in range(5):
             lane = (slice(row, row + 1), slice(head, head + 1))
-            assert torch.equal(kind().select(scores[lane], budgets[lane]), together[lane])
+            assert torch.equal(sample_of(kind).select(scores[lane], budgets[lane]), together[lane])
 
 
 @every_selector
@@ -86,5 +86,5 @@ def test_changes_no_input_and_reads_any_stride(kind: type[Selector]) -> None:
     scores, budgets = make((3, 5, 63), 14)
     strided = scores.transpose(1, 2).contiguous().transpose(1, 2)
     before = scores.clone()
-    assert torch.equal(kind().select(strided, budgets), kind().select(scores, budgets))
+    assert torch.equal(sample_of(kind).select(strided, budgets), sample_of(kind).select(scores, budgets))
     assert torch.equal(scores, before)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
+from kvtailor.method import Method
 from kvtailor.types import Held, Needs
 
 __all__ = ["Allocator", "BudgetRequest"]
@@ -43,25 +43,39 @@ class BudgetRequest:
     row_tokens: Tensor | None = None
 
 
-class Allocator(ABC):
+class Allocator(Method, ABC):
     """One way to split a budget. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
 
     Contract: the result lies between floor and capacity; for each row it sums to the share of the present layers
     (all of `total` when all layers are present) whenever floors and capacities allow that sum; what a clamp cuts off
     goes to others; more total never gives a smaller sum.
 
-    Attributes:
-        scope: "layer" or "prompt", as for scorers; or "progressive": asked after each layer for the budgets of all the
-            layers so far, of which those that were cut before hold what they were left. Their scores stay what they
-            were. The sum is that of all layers once the last is present.
-        needs_scores: whether `scores` must be given.
-        even_heads: all heads of a layer get the same where they hold the same, so that a layer stays one dense block.
-            The sum is then the largest multiple of h within the share.
+    What is a property here may be a class attribute of a method that knows it beforehand (`even_heads: ClassVar[bool]
+    = True`); an allocator of another allocator asks that one.
     """
 
-    scope: ClassVar[str] = "layer"
-    needs_scores: ClassVar[bool] = False
-    even_heads: ClassVar[bool] = False
+    @property
+    def scope(self) -> str:
+        """ "layer" or "prompt", as for scorers; or "progressive".
+
+        Progressive: asked after each layer for the budgets of all layers so far, of which those that were cut before
+        hold what they were left. Their scores stay what they were. The sum is that of all layers once the last is
+        present.
+        """
+        return "layer"
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether `scores` must be given."""
+        return False
+
+    @property
+    def even_heads(self) -> bool:
+        """Whether all heads of a layer get the same where they hold the same, so that a layer stays one dense block.
+
+        The sum is then the largest multiple of h within the share.
+        """
+        return False
 
     @property
     def needs(self) -> Needs:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvtailor.method import Method
 from kvtailor.types import Rotation, Segment, Visibility
 
 __all__ = ["NO_FACTS", "Attended", "Attention", "LayerFacts"]
@@ -54,7 +55,7 @@ class LayerFacts:
 NO_FACTS = LayerFacts()
 
 
-class Attention(ABC):
+class Attention(Method, ABC):
     """One way to read the cache. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
 
     Attributes:

@@ -27,7 +27,7 @@ the cells that show it.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.suite_cells import Table, check_keys, tables_of
 from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
 from kvtailor.plan_check import SETTINGS
-from kvtailor.plan_text import read_line
+from kvtailor.plan_text import Word, read_line
 
 __all__ = ["DEFAULT", "Suite", "SuiteError", "read_suite", "suites"]
 
@@ -184,8 +184,9 @@ def _check(suite: Suite, faults: list[str]) -> None:
 def _contestant(plan: str, awaits: Sequence[str], faults: list[str]) -> Contestant | None:
     """The contestant of a plan in which only names of `awaits` may be missing; None where it has faults."""
     line = read_line(plan, found := [])
-    names = {word.name: word.name for word in line.words}
-    names |= {f"{word.name}.{each}": each for word in line.words for each in word.arguments}
+    words = list(_words_of(line.words))
+    names = {word.name: word.name for word in words}
+    names |= {f"{word.name}.{each}": each for word in words for each in word.arguments}
     names |= {f"@{each}": each for each in line.settings}
     missing = {name: short for name, short in names.items() if name in awaits and not _is_here(name)}
     try:
@@ -198,6 +199,18 @@ def _contestant(plan: str, awaits: Sequence[str], faults: list[str]) -> Contesta
         faults += [f"the plan {plan!r}: {fault}" for fault in found]
         return None
     return replace(contestant, missing=tuple(missing)) if contestant.missing else contestant
+
+
+def _words_of(values: Iterable[object]) -> Iterator[Word]:
+    """Every word, and those among their arguments: what is a string there may be the name of a method."""
+    for value in values:
+        if isinstance(value, str):
+            yield Word(name=value, arguments={})
+        elif isinstance(value, tuple):
+            yield from _words_of(value)
+        elif isinstance(value, Word):
+            yield value
+            yield from _words_of(value.arguments.values())
 
 
 def _is_here(name: str) -> bool:

@@ -89,6 +89,8 @@ def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[st
             f"every layer of {model} keeps only the model's own window, so the plan has nothing to compress: use the "
             "plan 'full', or a model with layers that see all tokens"
         )
+    if plan is not None and count:
+        faults += plan.misfits(layers=count, heads=geometry.kv_heads, size=geometry.head_dim)
     tokens, positions = plan.tokens if plan is not None else None, geometry.max_positions
     if tokens is not None and positions is not None and tokens >= positions:
         notes.append(f"tokens={tokens} is not below the {positions} positions of the model: nothing will be evicted")

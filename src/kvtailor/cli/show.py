@@ -68,19 +68,23 @@ def _sizes_of(model: str, dtype: str | None) -> dict[str, Any]:
 
 
 def _rooms(plan: Plan) -> dict[str, Any]:
-    """Each room's method as far as it has one."""
-    from kvtailor import find
-    from kvtailor.plan_check import given_of
+    """Each room's method as far as it has one, and the methods among its arguments."""
+    from kvtailor.plan_arguments import with_nested, word_of
 
     found: dict[str, Any] = {}
     for room, part in plan.parts.items():
         found[room] = None
         if part is not None:
-            info = find.describe(find.name_of(part))
-            arguments = given_of(part, everything=True)
-            about = {"summary": info.summary, "paper": info.paper, "by": info.by}
-            found[room] = {"method": info.name, "arguments": arguments, **about}
+            word, inner = word_of(part, everything=True), [_about(each) for each in with_nested(part)][1:]
+            found[room] = {**_about(part), "arguments": word.arguments, "word": str(word), "inner": inner}
     return found
+
+
+def _about(method: object) -> dict[str, Any]:
+    from kvtailor import find
+
+    info = find.describe(find.name_of(method))
+    return {"method": info.name, "summary": info.summary, "paper": info.paper, "by": info.by}
 
 
 def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -98,19 +102,17 @@ def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[str, Any]) -> None:
-    from kvtailor.plan_text import write_settings
-
     click.secho(str(plan), bold=True)
     click.echo(f"hash {plan.hash}")
     for room, about in rooms.items():
         if about is None:
             click.echo(f"  {room:<9} nothing is scored, so nothing is evicted")
             continue
-        arguments = f"({write_settings(about['arguments'])})" if about["arguments"] else ""
-        click.echo(f"  {room:<9} {about['method']}{arguments}")
-        click.echo(f"            {about['summary']}")
-        if about["paper"] and not about["paper"].lower().startswith("none"):
-            click.echo(f"            {about['paper']}")
+        click.echo(f"  {room:<9} {about['word']}")
+        for each in [about, *about["inner"]]:
+            click.echo(f"            {each['summary']}")
+            if each["paper"] and not each["paper"].lower().startswith("none"):
+                click.echo(f"            {each['paper']}")
     if plan.evicts:
         slack = plan.slack_tokens
         until = "never while decoding" if slack is None else f"again {slack} tokens past the budget"

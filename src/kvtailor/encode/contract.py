@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.method import Method
 from kvtailor.types import Layout, Segment
 
 __all__ = ["Codec", "refuse_non_finite"]
 
 
-class Codec(ABC):
+class Codec(Method, ABC):
     """One way to store tokens. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
 
     Attributes:

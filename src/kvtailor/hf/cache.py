@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.geometry import Geometry, check
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
@@ -42,7 +42,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
         plan: one line or a `Plan`.
 
     Raises:
-        PlanError: with all faults of the plan.
+        PlanError: with all faults of the plan, or where a method of it was made for a model of other sizes.
         UnsupportedModel: for a model that cannot be compressed, before anything is changed.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -94,6 +94,9 @@ class KvCache(Cache):
     """
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any):
+        misfits = plan.misfits(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)
+        if misfits and geometry.compressed:
+            raise PlanError(str(plan), misfits)
         self.plan, self.geometry, self.config = plan, geometry, _Same(config)
         self.route = Route(plan, len(geometry.compressed), geometry.window_elements())
         states = iter(self.route.states)

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from torch import Tensor
 
+from kvtailor.method import Method
 from kvtailor.types import Held, Needs
 
 __all__ = ["Scorer"]
 
 
-class Scorer(ABC):
+class Scorer(Method, ABC):
     """One way to say which tokens matter. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
 
     Pure: inputs are never changed, nothing is remembered between calls, rows never meet, and permuting the kv heads
     (with their groups) permutes the result.
 
-    Attributes:
-        scope: "layer" where a layer may be scored as soon as it is done; "prompt" where it must wait for all.
-        slack: tokens past the budget after which a decoding cache is cut back to it; None where the method never
-            evicts while it decodes. A plan's own `slack` goes before it.
-        heads_alike: False only for a control that tells kv heads apart by their number, breaking that last promise.
+    What is a property here may be a class attribute of a method that knows it beforehand (`slack: ClassVar[int | None]
+    = 32`); a method of another method asks that one.
     """
 
-    scope: ClassVar[str] = "layer"
-    slack: ClassVar[int | None] = None
-    heads_alike: ClassVar[bool] = True
+    @property
+    def scope(self) -> str:
+        """ "layer" where a layer may be scored as soon as it is done; "prompt" where it must wait for all."""
+        return "layer"
+
+    @property
+    def slack(self) -> int | None:
+        """Tokens past the budget after which a decoding cache is cut back to it; None: never while it decodes.
+
+        A plan's own `slack` goes before it.
+        """
+        return None
+
+    @property
+    def heads_alike(self) -> bool:
+        """False only for a control that tells kv heads apart by their number, breaking the last promise above."""
+        return True
 
     @property
     def needs(self) -> Needs:

@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from kvtailor.method import Method
+
 __all__ = ["Selector"]
 
 
-class Selector(ABC):
+class Selector(Method, ABC):
     """One way to turn scores into a kept set. A subclass is a frozen, keyword-only dataclass."""
 
     @abstractmethod

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from kvtailor.method import Method
 from kvtailor.types import Segment
 
 __all__ = ["Placement"]
 
 
-class Placement(ABC):
+class Placement(Method, ABC):
     """One way to place encoded segments on tiers. A subclass is a frozen, keyword-only dataclass."""
 
     @abstractmethod
