@@ -14,13 +14,14 @@ from kvtailor import find
 from kvtailor.allocate.adakv import AdaKV
 from kvtailor.errors import PlanError
 from kvtailor.plan import Plan, parse
-from kvtailor.plan_check import fit
+from kvtailor.plan_arguments import fit
 from kvtailor.score.contract import Scorer
 from kvtailor.score.h2o import H2O
 from kvtailor.score.position import Position
 from kvtailor.score.random import Random
 from kvtailor.score.snapkv import SnapKV
 from kvtailor.types import Held
+from tests.discover import samples_of
 
 CLASSES = {
     kind.__name__: kind for room in find.rooms() for name in find.methods(room) for kind in [find.load(room, name)]
@@ -42,6 +43,9 @@ def values_of(hint: object) -> st.SearchStrategy[object]:
         return st.text(max_size=8)
     if hint is type(None):
         return st.none()
+    room = next((room for room in find.rooms() if find.contract(room) is hint), None)
+    if room is not None:
+        return methods(room)
     if origin is tuple:
         return st.lists(values_of(inner[0]), max_size=3).map(tuple)
     return st.one_of([values_of(each) for each in inner])
@@ -56,8 +60,8 @@ def methods(draw: st.DrawFn, room: str) -> object:
     chosen = draw(st.lists(st.sampled_from(fields), unique=True)) if fields else []
     try:
         return kind(**{name: draw(values_of(hints[name])) for name in chosen})
-    except ValueError:
-        return kind()
+    except (ValueError, TypeError):
+        return draw(st.sampled_from(samples_of(kind)))
 
 
 @st.composite
@@ -99,7 +103,8 @@ def test_the_strategy_meets_every_room_and_most_methods() -> None:
         seen.update(name for name in ("tokens", "keep", "bytes") if getattr(plan, name) is not None)
 
     look()
-    assert {"snapkv", "position", "adakv", "pyramid", "tokens", "keep", "bytes", "plain", "segments"} <= seen
+    assert {"snapkv", "position", "adakv", "pyramid", "inverse", "table", "plain", "segments"} <= seen
+    assert {"tokens", "keep", "bytes"} <= seen
 
 
 def test_the_forms_of_one_plan() -> None:
@@ -163,7 +168,7 @@ def test_the_null_plan() -> None:
 
 
 def test_slack_falls_back_to_the_scorers_own() -> None:
-    assert Position.slack is not None and SnapKV.slack is None
+    assert Position.slack is not None and SnapKV().slack is None
     assert parse("position @ tokens=64").slack_tokens == Position.slack
     assert parse("position @ tokens=64, slack=never").slack_tokens is None
     assert parse("position @ tokens=64, slack=0").slack_tokens == 0
@@ -174,6 +179,7 @@ def test_slack_falls_back_to_the_scorers_own() -> None:
 def test_the_scope_is_that_of_the_slowest() -> None:
     assert parse("snapkv + adakv @ keep=0.5").scope == "layer"
     assert parse("snapkv + pooled @ keep=0.5").scope == "prompt"
+    assert parse("snapkv + inverse(of=uniform) @ keep=0.5").scope == "prompt"
 
 
 def test_the_hash_is_over_what_happens() -> None:

@@ -231,7 +231,10 @@ def test_what_has_arrived_is_seen(tmp_path, entry):
     [
         ("kivi(bits=4, only=keys)", "kivi.only"),
         ("full @ resident_layers=4", "@resident_layers"),
-        ("snapkv + shuffled(of=uniform) @ tokens=90", "shuffled"),
+        ("snapkv + someday(of=uniform) @ tokens=90", "someday"),
+        ("snapkv + inverse(of=someday) @ tokens=90", "someday"),
+        ("snapkv + shuffled(of=inverse(of=someday(of=3))) @ tokens=90", "someday"),
+        ("snapkv + shuffled(of=inverse(off=3, of=uniform)) @ tokens=90", "inverse.off"),
     ],
 )
 def test_what_is_awaited_may_be_an_argument_or_a_setting(tmp_path, plan, entry):

@@ -60,6 +60,15 @@ def test_show_says_rooms_sources_and_bytes() -> None:
     assert Plan.from_toml(read["toml"]) == Plan.parse(read["plan"])
 
 
+def test_show_says_what_methods_inside_are() -> None:
+    found = call("show", "snapkv + shuffled(of=inverse(of=pyramid(beta=3)), state=1) @ tokens=64", "--json")
+    assert "allocate  shuffled(of=inverse(of=pyramid(beta=3.0)), state=1)" in found.stdout
+    assert "2406.02069" in found.stdout and "Inverse: another allocator's" in found.stdout
+    room = last_object(found)["rooms"]["allocate"]
+    assert room["arguments"] == {"of": "inverse(of=pyramid(beta=3.0))", "state": 1}
+    assert [each["method"] for each in room["inner"]] == ["inverse", "pyramid"]
+
+
 def test_show_with_a_model_counts_layers_and_heads() -> None:
     sizes = last_object(call("show", "full", "--model", "demo", "--json"))
     known = sizes["sizes"]

@@ -7,16 +7,23 @@ import itertools
 
 import pytest
 import torch
-from tests.discover import methods_of
+from tests.discover import methods_of, samples_of
 from torch import Tensor
 
 import kvtailor.allocate
 from kvtailor.allocate.contract import Allocator, BudgetRequest
+from kvtailor.plan_arguments import word_of
 
-ALLOCATORS = methods_of(kvtailor.allocate, Allocator)
-every_allocator = pytest.mark.parametrize("kind", ALLOCATORS, ids=lambda kind: kind.__name__)
-LAYERED = [kind for kind in ALLOCATORS if kind.scope == "layer"]
-every_layered = pytest.mark.parametrize("kind", LAYERED, ids=lambda kind: kind.__name__)
+
+def text_of(allocator: Allocator) -> str:
+    return str(word_of(allocator))
+
+
+KINDS = methods_of(kvtailor.allocate, Allocator)
+ALLOCATORS = [allocator for kind in KINDS for allocator in samples_of(kind)]
+every_allocator = pytest.mark.parametrize("allocator", ALLOCATORS, ids=text_of)
+LAYERED = [allocator for allocator in ALLOCATORS if allocator.scope == "layer"]
+every_layered = pytest.mark.parametrize("allocator", LAYERED, ids=text_of)
 SHAPES = [(1, 1, 1), (3, 5, 3), (2, 4, 1), (1, 2, 7)]
 
 
@@ -26,6 +33,13 @@ def bounds(shape: tuple[int, int, int], most: int, recents: int, seed: int, equa
     rows = shape[0]
     drawn = torch.randint(1, most + 1, (rows, 1, 1) if equal else shape, generator=generator).expand(shape).clone()
     return drawn, drawn.clamp(max=recents)
+
+
+def fitting(allocator: Allocator, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The shape (b, l, h), or the nearest of a model that the allocator was made for."""
+    sizes = itertools.product([shape[1], *range(1, 9)], [shape[2], *range(1, 9)])
+    layers, heads = next(s for s in sizes if allocator.misfit(layers=s[0], heads=s[1], size=8) is None)
+    return shape[0], layers, heads
 
 
 def scores_for(capacity: Tensor, floor: Tensor, seed: int, ties: bool = False) -> list[Tensor]:
@@ -45,23 +59,23 @@ def scores_for(capacity: Tensor, floor: Tensor, seed: int, ties: bool = False) -
     return made
 
 
-def ask(kind: type[Allocator], total: Tensor, capacity: Tensor, floor: Tensor, scores: list[Tensor]) -> Tensor:
+def ask(allocator: Allocator, total: Tensor, capacity: Tensor, floor: Tensor, scores: list[Tensor]) -> Tensor:
     """All layers at once."""
     layers = capacity.shape[1]
-    return kind().allocate(
+    return allocator.allocate(
         BudgetRequest(
             total=total,
             capacity=capacity,
             floor=floor,
             layers=tuple(range(layers)),
             num_layers=layers,
-            scores=scores if kind.needs_scores else None,
+            scores=scores if allocator.needs_scores else None,
         )
     )
 
 
 def ask_one_by_one(
-    kind: type[Allocator],
+    allocator: Allocator,
     total: Tensor,
     capacity: Tensor,
     floor: Tensor,
@@ -78,10 +92,10 @@ def ask_one_by_one(
             floor=floor[:, i : i + 1],
             layers=(i,),
             num_layers=layers,
-            scores=[scores[i]] if kind.needs_scores else None,
+            scores=[scores[i]] if allocator.needs_scores else None,
             row_tokens=row_tokens,
         )
-        parts.append(kind().allocate(one))
+        parts.append(allocator.allocate(one))
     return torch.cat(parts, 1)
 
 
@@ -92,10 +106,10 @@ def totals(capacity: Tensor, floor: Tensor) -> list[Tensor]:
     return [torch.zeros_like(low), torch.ones_like(low), low - 1, low, *between, high - 1, high, high + 1, high * 3]
 
 
-def owed(kind: type[Allocator], total: Tensor, capacity: Tensor, floor: Tensor) -> Tensor:
+def owed(allocator: Allocator, total: Tensor, capacity: Tensor, floor: Tensor) -> Tensor:
     """(b,) what the budgets must sum to."""
     heads = capacity.shape[-1]
-    if kind.even_heads:
+    if allocator.even_heads:
         total = torch.where(rows_of_like_heads(capacity, floor), total // heads * heads, total)
     return total.clamp(floor.sum((1, 2)), capacity.sum((1, 2)))
 
@@ -106,17 +120,18 @@ def rows_of_like_heads(capacity: Tensor, floor: Tensor) -> Tensor:
 
 
 def test_the_folder_holds_methods() -> None:
-    assert {"Uniform", "AdaKV", "Pyramid", "Pooled"} <= {kind.__name__ for kind in ALLOCATORS}
+    assert {"Uniform", "AdaKV", "Pyramid", "Pooled"} <= {kind.__name__ for kind in KINDS}
 
 
-@every_allocator
-def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Allocator]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_is_a_frozen_keyword_only_dataclass_that_can_be_made(kind: type[Allocator]) -> None:
     assert dataclasses.is_dataclass(kind)
     assert all(field.kw_only for field in dataclasses.fields(kind))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        kind().anything = 1  # type: ignore[attr-defined]
-    assert kind() == kind() and hash(kind()) == hash(kind())
-    assert kind.scope in ("layer", "prompt")
+    for one, other in zip(samples_of(kind), samples_of(kind), strict=True):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            one.anything = 1
+        assert one == other and hash(one) == hash(other)
+        assert one.scope in ("layer", "prompt")
 
 
 @every_allocator
@@ -124,92 +139,99 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Allocator])
 @pytest.mark.parametrize("most", [1, 63])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_exactly_between_floor_and_capacity(
-    kind: type[Allocator], shape: tuple[int, int, int], most: int, equal: bool
+    allocator: Allocator, shape: tuple[int, int, int], most: int, equal: bool
 ) -> None:
+    shape = fitting(allocator, shape)
     for seed, recents in ((0, 0), (1, 8), (2, 500)):
         capacity, floor = bounds(shape, most, recents, seed, equal)
         scores = scores_for(capacity, floor, seed, ties=seed == 1)
         for total in totals(capacity, floor):
-            budgets = ask(kind, total, capacity, floor, scores)
+            budgets = ask(allocator, total, capacity, floor, scores)
             assert budgets.shape == shape and budgets.dtype == torch.int64 and budgets.device.type == "cpu"
             assert (budgets >= floor).all() and (budgets <= capacity).all()
-            assert torch.equal(budgets.sum((1, 2)), owed(kind, total, capacity, floor))
+            assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
 
 
 @every_allocator
-def test_like_heads_get_the_same_if_it_says_so(kind: type[Allocator]) -> None:
-    capacity, floor = bounds((3, 5, 3), 63, 8, 9, equal=True)
+def test_like_heads_get_the_same_if_it_says_so(allocator: Allocator) -> None:
+    capacity, floor = bounds(fitting(allocator, (3, 5, 3)), 63, 8, 9, equal=True)
     scores = scores_for(capacity, floor, 9)
-    budgets = torch.stack([ask(kind, total, capacity, floor, scores) for total in totals(capacity, floor)])
-    assert bool((budgets == budgets[..., :1]).all()) == kind.even_heads
+    budgets = torch.stack([ask(allocator, total, capacity, floor, scores) for total in totals(capacity, floor)])
+    assert bool((budgets == budgets[..., :1]).all()) == allocator.even_heads
 
 
 @every_layered
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_layers_asked_one_by_one_sum_exactly(kind: type[Allocator], shape: tuple[int, int, int]) -> None:
+def test_layers_asked_one_by_one_sum_exactly(allocator: Allocator, shape: tuple[int, int, int]) -> None:
+    shape = fitting(allocator, shape)
     for seed, recents in ((3, 0), (4, 8)):
         capacity, floor = bounds(shape, 63, recents, seed, equal=True)
         scores = scores_for(capacity, floor, seed)
         for total in totals(capacity, floor):
-            budgets = ask_one_by_one(kind, total, capacity, floor, scores)
+            budgets = ask_one_by_one(allocator, total, capacity, floor, scores)
             assert (budgets >= floor).all() and (budgets <= capacity).all()
-            assert torch.equal(budgets.sum((1, 2)), owed(kind, total, capacity, floor))
-            assert torch.equal(budgets, ask(kind, total, capacity, floor, scores))
+            assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
+            assert torch.equal(budgets, ask(allocator, total, capacity, floor, scores))
 
 
 @every_layered
-def test_a_second_walk_holds_no_more_than_the_first(kind: type[Allocator]) -> None:
+def test_a_second_walk_holds_no_more_than_the_first(allocator: Allocator) -> None:
     prompt = torch.tensor([120, 200])
-    capacity = prompt[:, None, None].expand(2, 6, 3)
+    capacity = prompt[:, None, None].expand(fitting(allocator, (2, 6, 3)))
     floor = torch.full_like(capacity, 8)
     total = (capacity.sum((1, 2)) * 0.3).long()
-    budgets = ask_one_by_one(kind, total, capacity, floor, scores_for(capacity, floor, 5), prompt)
+    budgets = ask_one_by_one(allocator, total, capacity, floor, scores_for(capacity, floor, 5), prompt)
     for walk in range(1, 4):
         grown = budgets + 16
         scores = scores_for(grown, floor, walk)
-        budgets = ask_one_by_one(kind, total, grown, floor, scores, prompt + 16 * walk)
-        assert torch.equal(budgets.sum((1, 2)), owed(kind, total, capacity, floor))
+        budgets = ask_one_by_one(allocator, total, grown, floor, scores, prompt + 16 * walk)
+        assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
 
 
 @every_allocator
-def test_more_total_never_gives_less(kind: type[Allocator]) -> None:
-    capacity, floor = bounds((2, 4, 3), 30, 4, 6, equal=False)
+def test_more_total_never_gives_less(allocator: Allocator) -> None:
+    capacity, floor = bounds(fitting(allocator, (2, 4, 3)), 30, 4, 6, equal=False)
     scores = scores_for(capacity, floor, 6)
     sums = [
-        ask(kind, torch.tensor([total, total]), capacity, floor, scores).sum((1, 2))
+        ask(allocator, torch.tensor([total, total]), capacity, floor, scores).sum((1, 2))
         for total in range(0, int(capacity.sum()) + 3, 7)
     ]
     assert all((after >= before).all() for before, after in itertools.pairwise(sums))
 
 
 @every_allocator
-def test_rows_do_not_hear_of_each_other(kind: type[Allocator]) -> None:
-    capacity, floor = bounds((3, 4, 3), 63, 8, 7, equal=False)
+def test_rows_do_not_hear_of_each_other(allocator: Allocator) -> None:
+    capacity, floor = bounds(fitting(allocator, (3, 4, 3)), 63, 8, 7, equal=False)
     scores = scores_for(capacity, floor, 7)
     total = torch.tensor([100, 350, 8])
-    together = ask(kind, total, capacity, floor, scores)
+    together = ask(allocator, total, capacity, floor, scores)
     for i in range(3):
         row = slice(i, i + 1)
-        alone = ask(kind, total[row], capacity[row], floor[row], [each[row] for each in scores])
+        alone = ask(allocator, total[row], capacity[row], floor[row], [each[row] for each in scores])
         assert torch.equal(together[row], alone)
 
 
 @every_allocator
-def test_changes_no_input(kind: type[Allocator]) -> None:
-    capacity, floor = bounds((2, 3, 2), 63, 8, 8, equal=False)
+def test_changes_no_input(allocator: Allocator) -> None:
+    capacity, floor = bounds(fitting(allocator, (2, 3, 2)), 63, 8, 8, equal=False)
     scores = scores_for(capacity, floor, 8)
     total = torch.tensor([90, 200])
     inputs = [total, capacity, floor, *scores]
     before = [each.clone() for each in inputs]
-    ask(kind, total, capacity, floor, scores).fill_(-1)
+    ask(allocator, total, capacity, floor, scores).fill_(-1)
     assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALLOCATORS if kind.needs_scores], ids=lambda kind: kind.__name__)
-def test_asks_for_the_scores_it_needs(kind: type[Allocator]) -> None:
-    capacity, floor = bounds((1, 2, 2), 9, 1, 0, equal=True)
+@pytest.mark.parametrize("allocator", [allocator for allocator in ALLOCATORS if allocator.needs_scores], ids=text_of)
+def test_asks_for_the_scores_it_needs(allocator: Allocator) -> None:
+    capacity, floor = bounds(fitting(allocator, (1, 2, 2)), 9, 1, 0, equal=True)
     request = BudgetRequest(
-        total=torch.tensor([9]), capacity=capacity, floor=floor, layers=(0, 1), num_layers=2, scores=None
+        total=torch.tensor([9]),
+        capacity=capacity,
+        floor=floor,
+        layers=tuple(range(floor.shape[1])),
+        num_layers=floor.shape[1],
+        scores=None,
     )
     with pytest.raises(ValueError, match="scores"):
-        kind().allocate(request)
+        allocator.allocate(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["apportion", "even_shares", "layer_shares"]
+__all__ = ["apportion", "even_shares", "layer_shares", "moved_shares", "split_shares"]
 
 # Shares that differ by less than this count as equal, so that rounding noise decides neither a floor nor a tie.
 _STEP = 1e-6
@@ -142,3 +142,51 @@ def even_shares(
     absent = None if absent_high is None else absent_high * heads
     whole = layer_shares(weights, total, low.sum(-1), high.sum(-1), layers, absent)
     return torch.where(alike[:, None, None], each, apportion(torch.ones(heads), whole, low, high))
+
+
+def split_shares(
+    weights: Tensor,
+    total: Tensor,
+    low: Tensor,
+    high: Tensor,
+    layers: tuple[int, ...],
+    absent_high: Tensor | None = None,
+) -> Tensor:
+    """The tokens of each present layer and head by weights of both: first the layers', then their split over heads.
+
+    Args:
+        weights: (b, L, h) weight of each head of each of the plan's layers.
+        total: (b,) int64 over all L layers and h heads.
+        low: (b, l, h) int64 bounds of the present layers' heads.
+        high: (b, l, h) int64.
+        layers: the l present ones, 0-based.
+        absent_high: (b,) int64: what one head of an absent layer can hold.
+
+    Returns:
+        (b, l, h) int64 between `low` and `high`. A layer's sum depends on its heads' bounds only through their sums.
+    """
+    absent = None if absent_high is None else absent_high * low.shape[-1]
+    whole = layer_shares(weights.sum(-1), total, low.sum(-1), high.sum(-1), layers, absent)
+    return apportion(weights[:, list(layers)], whole, low, high)
+
+
+def moved_shares(budgets: Tensor, source: Tensor, low: Tensor, high: Tensor, *, even: bool) -> Tensor:
+    """Budgets after layers have changed places: each layer gets another one's, with its split over the heads.
+
+    Where a layer cannot hold what it gets, the rest goes to the other layers by their budgets.
+
+    Args:
+        budgets: (b, L, h) int64.
+        source: (b, L) int64: whose budget each layer gets, a permutation for each row.
+        low: (b, L, h) int64 bounds of the layers' heads.
+        high: (b, L, h) int64.
+        even: heads of a layer get the same wherever their bounds are, as `even_shares` says.
+
+    Returns:
+        (b, L, h) int64 between `low` and `high`, of the same sum where the bounds allow it.
+    """
+    moved = budgets.gather(1, source[..., None].expand_as(budgets))
+    total, layers = budgets.sum((1, 2)), tuple(range(budgets.shape[1]))
+    if even:
+        return even_shares(moved.sum(-1), total, low, high, layers)
+    return split_shares(moved, total, low, high, layers)
