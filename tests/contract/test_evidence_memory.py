@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.discover import methods_of
+from tests.discover import methods_of, samples_of
 from tests.held_rows import Row, held_of, make_row
 from tests.live_bytes import LiveBytes
 from tests.segments_of import Padded
@@ -32,6 +32,7 @@ from kvtailor.attend.segments import Segments
 from kvtailor.bench.gauge import gauge_of
 from kvtailor.observe import Evidence, observe
 from kvtailor.ops.prompt import with_mass
+from kvtailor.plan_arguments import word_of
 from kvtailor.score.contract import Scorer
 from kvtailor.score.snapkv import SnapKV
 from kvtailor.types import Held, Layout, Needs, PlainSegment, Rotation
@@ -40,8 +41,8 @@ LIMIT = 64e6
 TOKENS, HEADS, GROUP, SIZE = 16384, 8, 4, 128
 LAST = 128
 KINDS = [*methods_of(kvtailor.score, Scorer), *methods_of(kvtailor.allocate, Allocator)]
-METHODS = sorted((kind() for kind in KINDS), key=lambda method: repr(method.needs))
-every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+METHODS = sorted((each for kind in KINDS for each in samples_of(kind)), key=lambda method: repr(method.needs))
+every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: str(word_of(method)))
 
 
 @pytest.fixture(scope="module", autouse=True)
