@@ -155,7 +155,8 @@ class LayerState:
                     lane, place = lane_of[cut.owners[:, None], cut.index], slot_of[cut.owners[:, None], cut.index]
                     segments.append(plan.store.put(plan.store.get(segment).regather(lane, place, layout)))
                     cuts.append(cut)
-            old = tokens_of_part(self.tail.as_segment().layout, slots[-1], old)[0]
+            in_tail = self.tail.length > 0
+            old = tokens_of_part(self.tail.as_segment().layout, slots[-1], old)[0] if in_tail else old & False
         cut = cut_lanes(old, codec.lane_multiple)
         if cut is not None:
             plain = gather_held(held, cut)

@@ -178,8 +178,8 @@ class Route:
         assert plan.score is not None
         seen, rows, real = states[0].seen, states[0].rows, visible.real
         tokens = torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu()
-        window_bytes = self.window_elements * states[0].sizes()[2]
-        total = total_tokens(plan, tokens, layers=len(self.states), template=states[0], window_bytes=window_bytes)
+        window_bytes = self.window_elements * states[-1].sizes()[2]
+        total = total_tokens(plan, tokens, layers=len(self.states), template=states[-1], window_bytes=window_bytes)
         each = total // (len(self.states) * states[0].heads)
         arrived = self._arrived if plan.scope == "progressive" and len(states) > 1 else []
         scored = arrived + [self._score(state, visible, each) for state in states[len(arrived) :]]
