@@ -50,7 +50,7 @@ def _affordable(plan: Plan, heads: int, template: LayerState, window_bytes: int)
     key_size, value_size, element = template.sizes()
     plain = (key_size + value_size) * element
     recents = plan.score.recents
-    ragged = template.rows > 1 or not plan.allocate.even_heads
+    ragged = template.rows > 1 or not (plan.allocate.even_heads and plan.select.exact)
     encoded = plan.encode.bytes_per_token(key_size, value_size, element)
     # Each token carries its column (4 bytes); a ragged lane of s slots carries 12 more, and an owner's last is half
     # empty.

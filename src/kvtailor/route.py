@@ -200,7 +200,9 @@ class Route:
         last = plan.scope != "progressive" or states[-1] is self.states[-1]
         for i, one in enumerate(scored):
             budget = budgets[:, i]
-            if bool((budget < capacity[:, i]).any()):
+            # An inexact selector has its say once for each layer, also where all tokens fit.
+            asked = not plan.select.exact and i >= len(arrived)
+            if asked or bool((budget < capacity[:, i]).any()):
                 keep = plan.select.select(one.scores, budget.to(one.scores.device))
                 one.state.keep(plan, one.held, one.slots, keep)
                 if not last:

@@ -24,8 +24,8 @@ def plans_at_whole_budget(text: str) -> tuple[str, ...]:
     """What a plan becomes where it may keep and read everything; nothing for a plan that keeps and reads it anyway.
 
     Its way to evict (score, allocate, select) is tried at keep=1.0 without its codec, which may lose something by
-    itself. A way to read that has a budget in tokens is tried with one that no text fills, on its own codec, which
-    it needs for its pages.
+    itself, and without a selector that drops tokens of its own accord. A way to read that has a budget in tokens is
+    tried with one that no text fills, on its own codec, which it needs for its pages.
 
     Raises:
         PlanError: `text` is no plan.
@@ -33,7 +33,8 @@ def plans_at_whole_budget(text: str) -> tuple[str, ...]:
     plan = Plan.parse(text)
     found = []
     if plan.evicts:
-        found.append(Plan(score=plan.score, allocate=plan.allocate, select=plan.select, slack=plan.slack, keep=1.0))
+        whole = Plan(score=plan.score, allocate=plan.allocate, slack=plan.slack, keep=1.0)
+        found.append(replace(whole, select=plan.select) if plan.select.exact else whole)
     attend: Any = plan.attend
     if hasattr(attend, "tokens"):
         found.append(Plan(encode=plan.encode, attend=replace(attend, tokens=_ALL_TOKENS)))

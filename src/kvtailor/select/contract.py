@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,7 +13,14 @@ __all__ = ["Selector"]
 
 
 class Selector(Method, ABC):
-    """One way to turn scores into a kept set. A subclass is a frozen, keyword-only dataclass."""
+    """One way to turn scores into a kept set. A subclass is a frozen, keyword-only dataclass.
+
+    Attributes:
+        exact: False where a budget is a bound only and fewer tokens may stay: it is then asked at every cut, even where
+            all tokens fit the budget.
+    """
+
+    exact: ClassVar[bool] = True
 
     @abstractmethod
     def select(self, scores: Tensor, budgets: Tensor) -> Tensor:
@@ -23,7 +31,8 @@ class Selector(Method, ABC):
             budgets: (b, h) int64 on any device, between 0 and the number of tokens above -inf.
 
         Returns:
-            (b, h, n) bool with exactly `budgets` trues, never where the score is -inf; ties go to the earliest.
+            (b, h, n) bool, never where the score is -inf. Exactly `budgets` trues where `exact`; else at most as many,
+            all tokens that must stay and at least one among them where the budget allows. Ties go to the earliest.
         """
 
     def flops(self, *, tokens: int) -> int | None:
