@@ -43,6 +43,19 @@ def make_row(tokens: int, *, heads: int, group: int, size: int, generator: torch
     )
 
 
+def row_of(keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> Row:
+    """A row of known keys (h, n, d), of which nothing else is known but what is given; queries (q, n, d)."""
+    unknown = torch.zeros(keys.shape[:2])
+    return Row(
+        keys=keys,
+        values=keys if values is None else values,
+        queries=keys if queries is None else queries,
+        mass=unknown,
+        previous=unknown + torch.nan,
+        reconstruction=unknown,
+    )
+
+
 def held_of(
     rows: list[Row],
     needs: Needs,

@@ -20,6 +20,8 @@ PLANS = (
     "kivi(bits=4, group=8, residual=8)",
     "snapkv(window=6) + adakv + kivi(bits=4, group=8, residual=8) @ tokens=24",
     "quest(tokens=16) + indexed(page=4)",
+    "lagkv(sinks=2, lag=4) + chunks(size=4) @ tokens=16, slack=3",
+    "tova + threshold(at=0.5) @ tokens=20, slack=3",
 )
 
 
