@@ -5,7 +5,7 @@ DEMO_CMD ?= .venv/bin/kvtailor demo --out results/demo
 
 READY := .venv/.ready
 
-.PHONY: demo test test-all check bench docs
+.PHONY: demo test test-all check bench docs cost
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -26,6 +26,11 @@ bench: $(READY)
 
 docs: $(READY)
 	.venv/bin/python docs/write_methods.py
+
+# One thread: the other core is left to whoever else is there, and processor time is work alone.
+cost: $(READY)
+	OMP_NUM_THREADS=1 .venv/bin/kvtailor bench --suite scoring --model random-llama --out results/scoring
+	.venv/bin/python docs/write_cost.py results/scoring
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'

@@ -16,80 +16,26 @@ import re
 import sys
 import types
 import typing
-import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
+
+from bibliography import Paper, bibliography  # noqa: E402
 
 from kvtailor import find  # noqa: E402
 from kvtailor.plan import Plan  # noqa: E402
 from kvtailor.plan_arguments import samples_of  # noqa: E402
-from kvtailor.plan_text import write_settings, write_value  # noqa: E402
+from kvtailor.plan_text import write_value  # noqa: E402
 
-__all__ = ["FOLDER", "Paper", "bibliography", "heads_of", "pages", "stale", "write"]
+__all__ = ["FOLDER", "heads_of", "pages", "stale", "write"]
 
 FOLDER = ROOT / "docs" / "methods"
 MEASURED = ("cost.md",)
 HEADS = ("Idea", "Paper", "Source", "Departs", "Cost")
 MADE = "<!-- Made by `make docs` from {}: change that, not this page. -->"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Paper:
-    """An entry of `docs/papers.bib`.
-
-    Attributes:
-        key: by which presets and docstrings cite it.
-        title: without braces.
-        authors: family names.
-        year: of publication.
-        number: on arXiv; empty where it is not there.
-        url: where to read it; empty where nobody says.
-    """
-
-    key: str
-    title: str
-    authors: tuple[str, ...]
-    year: str
-    number: str
-    url: str
-
-    @property
-    def short(self) -> str:
-        """First author and year, linked."""
-        name = {1: "{0}", 2: "{0} and {1}"}.get(len(self.authors), "{0} et al.").format(*self.authors or ("?",))
-        return self._linked(f"{name} {self.year}")
-
-    @property
-    def long(self) -> str:
-        """Authors, year and linked title."""
-        return f"{', '.join(self.authors)} ({self.year}): {self._linked(self.title)}, `{self.key}`"
-
-    def _linked(self, text: str) -> str:
-        return f"[{text}]({self.url})" if self.url else text
-
-
-def bibliography(text: str) -> tuple[Paper, ...]:
-    """The entries of a BibTeX file whose fields stand in braces, one on a line, as ours do."""
-    found = []
-    for key, body in re.findall(r"^@\w+\{([^,\s]+),\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
-        fields = {name: _plain(value) for name, value in re.findall(r"^\s*(\w+) = \{(.*)\},?$", body, re.MULTILINE)}
-        number = fields.get("eprint", "")
-        authors = (author.partition(",")[0].strip() for author in fields.get("author", "").split(" and "))
-        found.append(
-            Paper(
-                key=key,
-                title=fields.get("title", ""),
-                authors=tuple(filter(None, authors)),
-                year=fields.get("year", ""),
-                number=number,
-                url=f"https://arxiv.org/abs/{number}" if number else fields.get("url", ""),
-            )
-        )
-    return tuple(found)
 
 
 def heads_of(docstring: str) -> dict[str, str]:
@@ -219,7 +165,16 @@ def _type(hint: Any) -> str:
 
 def _written(value: Any) -> str:
     """A value as a plan writes it; a method that is an argument of another is its name."""
-    return find.name_of(value) if isinstance(value, tuple(map(find.contract, find.rooms()))) else write_value(value)
+    if isinstance(value, tuple(map(find.contract, find.rooms()))):
+        return find.name_of(value)
+    return f"({_settings(value)})" if dataclasses.is_dataclass(value) else write_value(value)
+
+
+def _settings(value: Any) -> str:
+    """What differs from a dataclass's own defaults."""
+    given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    return ", ".join(f"{name}={_written(each)}" for name, each in given.items() if each != defaults[name])
 
 
 def _declared(info: find.MethodInfo) -> Iterator[str]:
@@ -228,9 +183,8 @@ def _declared(info: find.MethodInfo) -> Iterator[str]:
     for name in _declarations(info.room):
         value = getattr(method, name)
         if dataclasses.is_dataclass(value):
-            fields = dataclasses.fields(value)
-            asked = {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != f.default}
-            yield f"{name}: {f'`{write_settings(asked)}`' if asked else 'nothing'}"
+            asked = _settings(value)
+            yield f"{name}: {f'`{asked}`' if asked else 'nothing'}"
         elif name == "slack":
             yield f"{name}: `{write_value(value)}` ({'does not evict' if value is None else 'evicts'} while decoding)"
         else:
@@ -278,14 +232,6 @@ def _row(cells: list[str]) -> str:
 def _prose(text: str) -> str:
     """A docstring's text, in which `n**2` is a power and no bold type."""
     return re.sub(r"(?<=\w)\*\*(?=\w)", r"\\*\\*", text)
-
-
-def _plain(value: str) -> str:
-    r"""A BibTeX value without braces; `{\'e}` is an e with its accent."""
-    marks = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303", "c": "\u0327", "v": "\u030c"}
-    accent = re.compile(r"\\(['`^\"~]|[cv](?=\{))\{?\\?(\w)\}?")
-    text = accent.sub(lambda hit: unicodedata.normalize("NFC", hit[2] + marks[hit[1]]), value)
-    return re.sub(r"[{}]", "", text).replace("---", "—").replace("--", "–").strip()
 
 
 if __name__ == "__main__":

@@ -43,6 +43,25 @@ def test_times_are_interleaved_and_told_apart(monkeypatch):
     assert full.floor_seconds is None
 
 
+def test_processor_time_is_what_the_prefill_ran_and_not_what_it_waited(monkeypatch):
+    quiet(monkeypatch)
+
+    class Waiting(UniformModel):
+        def logits(self, cache, ids):
+            begin = time.process_time()
+            while ids.numel() > 1 and cache.keep and time.process_time() - begin < 0.03:
+                pass
+            time.sleep(0.03)
+            return torch.zeros(ids.numel(), 256)
+
+    task = Speed(text="abc", source="t", context=8, tokens=3, rounds=3, warmup=1)
+    records = run(subject(Waiting(), slow=DummyCache(keep=4)), [FULL, contestant("slow")], [task], bandwidth=False)
+    for record, least, most in zip(records, (0, 0, 0.03), (0.02, 0.02, 0.05), strict=True):
+        assert len(record.values["ttft_processor"]) == len(record.values["ttft"]) == 3
+        assert all(least <= ran < most for ran in record.values["ttft_processor"])
+        assert min(record.values["ttft"]) > 0.03
+
+
 def test_disturbed_samples_are_left_out_and_a_machine_too_busy_gives_no_time(monkeypatch):
     answers = iter([True, False, False] * 1000)
     monkeypatch.setattr(Neighbours, "disturbed", lambda self: next(answers))
@@ -79,7 +98,7 @@ def test_rows_are_pieces_of_the_text_and_where_it_is_short_they_begin_apart():
     assert prompts("abcdef", context=5, batch=3) == ["abcde", "cdefa", "efabc"]
     assert prompts("abc", context=7) == ["abcabca"]
     assert len(prompts("ab", context=3, batch=5)) == 5
-    for wrong in ({"batch": 0}, {"tokens": 1}, {"context": 0}, {"warmup": -1}):
+    for wrong in ({"batch": 0}, {"tokens": 1}, {"context": 0}, {"warmup": -1}, {"patience": 0}):
         with pytest.raises(ValueError, match="at least"):
             Speed(text="a", source="t", **wrong)
 
@@ -98,7 +117,7 @@ def test_throughput_flops_and_floors_are_the_records_own_numbers(monkeypatch):
     work = Work(prefill=4_000_000, token=50_000.0, method_prefill=1_000, method_token=20.0)
     own, full = of_tiny(monkeypatch, work, task, read_bandwidth=1e9, matmul_flops=1e10)
     for record in (own, full):
-        assert record.error is None and record.point["batch"] == 2 and record.task_version == 2
+        assert record.error is None and record.point["batch"] == 2 and record.task_version == 3
         metrics, ttft, tpot = record.metrics, record.timings["ttft"]["median"], record.timings["tpot"]["median"]
         assert metrics["tokens_per_second"] == pytest.approx(2 / tpot, rel=1e-12)
         assert [metrics[f"flops_{name}"] for name in ("prefill", "token", "method_prefill", "method_token")] == [

@@ -23,10 +23,13 @@ POSITIONS = {
     "NousResearch/Yarn-Llama-2-7b-128k": 131072,
     "demo": 4096,
     "demo-draft": 4096,
+    "random-llama": 131072,
 }
-WANTED = ("rankkv", "kv-plugin", "atskv", "pyramidkv", "mspeckv", "standard")
+WANTED = ("rankkv", "kv-plugin", "atskv", "pyramidkv", "mspeckv", "scoring", "standard")
 LONG = ("llama-7B-128K", "NousResearch/Yarn-Llama-2-7b-128k", "demo", "demo-draft")  # what mspeckv's lengths fit
-ALL = [(name, model) for name in WANTED for model in POSITIONS if name != "mspeckv" or model in LONG]
+WIDE = (*LONG, "random-llama", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B")  # what scoring's lengths fit
+FITS = {"mspeckv": LONG, "scoring": WIDE}
+ALL = [(name, model) for name in WANTED for model in POSITIONS if model in FITS.get(name, POSITIONS)]
 
 SMALL = """
 title = "A small one"

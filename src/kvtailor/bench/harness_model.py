@@ -133,8 +133,8 @@ class HarnessModel(HFLM):
             # By name, so that the harness makes it with the settings that it would give to `hf`.
             tokenizer = source_of(pretrained)
             self.subject = Subject.load(pretrained, dtype=None if dtype == "auto" else dtype, device=_device(device))
-        self.chunk, self.outside = chunk, outside
-        self.held = Held()
+        self.subject.answer_for("the lm-evaluation-harness")
+        self.chunk, self.outside, self.held = chunk, outside, Held()
         self.advance: Callable[[int], None] = lambda requests: None
         self.quiet = False
         super().__init__(pretrained=self.subject.model, tokenizer=tokenizer, batch_size=batch, **settings)

@@ -46,6 +46,7 @@ class Kind:
         extra: tokens that it generates besides; `longcontext` generates what its set asks for.
         reads_text: it takes a text; the setting `text` names a corpus, a file, or 'generated'.
         reads_data: it takes the data folder.
+        of_cost: it times and weighs, and judges no answer, so that an untrained model will do.
         metrics: names in `Record.metrics`; None: they are known only when it has run.
         values: names in `Record.values`.
         timings: names in `Record.timings`.
@@ -59,6 +60,7 @@ class Kind:
     extra: int = 0
     reads_text: bool = False
     reads_data: bool = False
+    of_cost: bool = False
     metrics: tuple[str, ...] | None = ()
     values: tuple[str, ...] = ()
     timings: tuple[str, ...] = ()
@@ -116,12 +118,13 @@ KINDS: dict[str, Kind] = {
     "speed": Kind(
         module="speed",
         class_name="Speed",
-        settings=("text", "context", "batch", "tokens", "rounds", "warmup"),
+        settings=("text", "context", "batch", "tokens", "rounds", "warmup", "patience"),
         sizes=("context", "tokens"),
         reads_text=True,
+        of_cost=True,
         metrics=("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
                  "achieved_gflops_prefill", "achieved_gflops_token", "floor_ttft_seconds"),
-        values=("ttft", "tpot"),
+        values=("ttft", "tpot", "ttft_processor"),
         timings=("ttft", "tpot"),
     ),
     "memory": Kind(
@@ -130,11 +133,13 @@ KINDS: dict[str, Kind] = {
         settings=("context", "batch", "caches", "limit"),
         sizes=("context",),
         extra=_GENERATED_TOKENS,
+        of_cost=True,
     ),
     "capacity": Kind(
         module="capacity",
         class_name="Capacity",
         settings=("memory_bytes",),
+        of_cost=True,
         metrics=("largest_batch", "longest_context", "bytes_per_token"),
     ),
     "longcontext": Kind(

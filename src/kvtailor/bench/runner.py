@@ -13,6 +13,7 @@ import torch
 
 from kvtailor.bench import machine, tripwires
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.schema import Record, read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Given, Task
@@ -98,8 +99,12 @@ def run(
         UnknownName: there is no tripwire of a name in `allow`.
         RecordError: `out` holds lines that are no records.
         Fraud: the results cannot be what they say; all records have been written by then.
-        KvtailorError: a task cannot be done at all; records of tasks before it have been written.
+        KvtailorError: a task cannot be done at all; records of tasks before it have been written. Or the model is not
+            trained and a task asks for more than costs; nothing has been measured then.
     """
+    for task in tasks:
+        if task.name not in KINDS or not KINDS[task.name].of_cost:
+            subject.answer_for(task.name)
     permits = tripwires.allowances(allow)
     tripwires.check_sources({name: text for task in tasks for name, text in task.texts().items()})
     started = datetime.now(UTC)

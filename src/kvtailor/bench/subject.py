@@ -52,6 +52,7 @@ class Subject:
         whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole`; None:
             kvtailor's own, if `make_cache` is, else nobody can say.
         loadable: another process can load the same model by `name`, dtype and device.
+        trained: its answers mean something; the bench asks an untrained model for costs alone.
         stock_attention: the attention implementation under which the model's own cache is measured; found by itself.
     """
 
@@ -61,6 +62,7 @@ class Subject:
     make_cache: Callable[[Any, str], Any] | None = None
     whole_budget: Callable[[str], tuple[str, ...]] | None = None
     loadable: bool = False
+    trained: bool = True
     stock_attention: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +76,7 @@ class Subject:
         Raises:
             KvtailorError: there is no such model, or its dtype or device is not known.
         """
+        from kvtailor.hf.config import RANDOM
         from kvtailor.hf.loading import load
 
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -82,7 +85,7 @@ class Subject:
             model, tokenizer = load(name, dtype=getattr(torch, dtype) if dtype else None, device=device)
         except (OSError, RuntimeError) as error:
             raise KvtailorError(str(error)) from error
-        return cls(name=name, model=model, tokenizer=tokenizer, loadable=True)
+        return cls(name=name, model=model, tokenizer=tokenizer, loadable=True, trained=name != RANDOM)
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +102,18 @@ class Subject:
         """Most tokens that the model was made for; None where its config does not say."""
         found = getattr(self._config(), "max_position_embeddings", None)
         return int(found) if found else None
+
+    def answer_for(self, asked: str) -> None:
+        """Nothing for a trained model.
+
+        Raises:
+            KvtailorError: its weights are random, so that what `asked` would judge means nothing.
+        """
+        if not self.trained:
+            raise KvtailorError(
+                f"asked for {asked} on {self.name}, whose weights are random: its answers mean nothing. Give a trained "
+                "model, or ask for what a plan costs: speed, memory, capacity"
+            )
 
     def weights(self) -> tuple[int, int, int] | None:
         """Parameters, bytes of their unique storages, and the bytes that one token must read (embedding rows apart)."""

@@ -18,6 +18,7 @@
     columns = [{ label = "PPL", task = "ppl", value = "metrics.perplexity", digits = 2, scale = 1.0 }]
     rows = [{ Method = "snapkv", plan = "snapkv @ tokens={budget}" }]
 
+`{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as `suite_lists` finds them.
 A cell is what its column and its row say together (the row goes before): `plan`, `task`, `value`, and where it compares
 `shows` ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). `value` is what
 `suite_cells.Cell.measure` says. Other keys of a row are variables. One run measures every task once, for the plans of
@@ -36,6 +37,7 @@ from kvtailor import find
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.suite_cells import Table, check_keys, tables_of
+from kvtailor.bench.suite_lists import everything
 from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
 from kvtailor.plan_check import SETTINGS
 from kvtailor.plan_text import Word, read_line
@@ -87,7 +89,7 @@ class Suite:
     def settings_of(self, model: str) -> dict[str, Any]:
         """The settings for a model: its own, found by its name or by the last part of its name, over the default."""
         own = next((name for name in self.models if _last(name) == _last(model)), DEFAULT)
-        return {**self.settings[DEFAULT], **self.settings[own]}
+        return {**everything(), **self.settings[DEFAULT], **self.settings[own]}
 
     def tables_for(self, model: str) -> list[Table]:
         """The tables with all places filled for this model."""
@@ -155,7 +157,7 @@ def _check(suite: Suite, faults: list[str]) -> None:
     used: set[str] = set()
     plans: set[str] = set()
     for model in (DEFAULT, *suite.models):
-        scope = suite.settings_of(model) if model != DEFAULT else dict(suite.settings[DEFAULT])
+        scope = suite.settings_of(model) if model != DEFAULT else {**everything(), **suite.settings[DEFAULT]}
         tables = tables_of(suite.tables, suite.tasks, scope, suite.awaits, faults)
         names = [table.name for table in tables]
         faults += [f"two tables have the name {name!r}: give each its own" for name in names if names.count(name) > 1]

@@ -48,7 +48,8 @@ class Cell:
         measure: `metrics.NAME`, `timings.NAME` (median), `mean.NAME` and `paired.NAME` (of the samples, with an
             interval), a field of a record, or `kept`, `reduction`, `compression` of its bytes.
         against: the plan that `paired` and `shows` compare with.
-        shows: 'value'; 'ratio' to `against`; 'change' from it in per cent.
+        shows: 'value'; 'ratio' to `against`; 'change' from it in per cent. Of `paired` they are those of each sample,
+            their geometric mean with an interval.
         scale: what a value is multiplied with; ratios and changes have none.
         digits: behind the point.
     """

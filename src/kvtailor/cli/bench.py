@@ -32,7 +32,10 @@ OF_ONE_RUN = {
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
 @click.option(
-    "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
+    "--model",
+    default="demo",
+    show_default=True,
+    help="'demo' or 'demo-draft' (embedded), a folder, or a hub name; 'random-llama' for costs alone.",
 )
 @click.option(
     "--plans", "--plan", "plans", multiple=True, help="A plan, or several with ';' between; may be given again."

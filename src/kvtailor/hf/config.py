@@ -8,7 +8,22 @@ from typing import Any
 from kvtailor import demo
 from kvtailor.errors import KvtailorError
 
-__all__ = ["config_of", "source_of"]
+__all__ = ["RANDOM", "RANDOM_SHAPE", "config_of", "source_of"]
+
+RANDOM = "random-llama"
+"""The name of a model that is not trained: for what a plan costs, where lengths matter and answers do not."""
+# What a head costs must stand to the rest of a prefill as in a real model: each query head has as many weights beside
+# it as one of Llama 3.2 1B's, 1.9 million in a layer. Two layers, since some methods tell them apart.
+RANDOM_SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}
 
 
 def source_of(model: str | Path) -> str:
@@ -46,6 +61,8 @@ def config_of(model: str) -> Any:
     """
     from transformers import AutoConfig
 
+    if model == RANDOM:
+        return AutoConfig.for_model("llama", **RANDOM_SHAPE)
     try:
         return AutoConfig.from_pretrained(source_of(model))
     except (OSError, ValueError) as error:

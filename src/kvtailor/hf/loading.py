@@ -18,7 +18,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvtailor.hf.config import source_of
+from kvtailor import demo
+from kvtailor.hf.config import RANDOM, RANDOM_SHAPE, source_of
 
 __all__ = ["load", "new_model", "save", "wrap_tokenizer"]
 
@@ -33,7 +34,7 @@ def load(
 
     Args:
         model: "demo" or "demo-draft" for the embedded models (nothing is downloaded), a local folder, or a name on the
-            Hugging Face hub.
+            Hugging Face hub; or "random-llama", see `hf.config.RANDOM`.
         dtype: of the weights. None: what the checkpoint's own config says.
         device: to put the weights on. None: CPU.
 
@@ -44,6 +45,8 @@ def load(
         FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
         OSError: neither a folder nor a model that the hub (or its local cache) has.
     """
+    if str(model) == RANDOM:
+        return _random(dtype, device)
     name = source_of(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
@@ -59,6 +62,18 @@ def load(
     if device is not None:
         loaded = loaded.to(device)
     return loaded.eval(), tokenizer
+
+
+def _random(
+    dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The untrained model, the same at every call, with the tokenizer of "demo"."""
+    tokenizer = AutoTokenizer.from_pretrained(demo.path(), padding_side="left")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = new_model("llama", vocab_size=len(tokenizer), **RANDOM_SHAPE)
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    return made.to(device=device or "cpu", dtype=wanted).eval(), tokenizer
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import Estimate, mean_difference, wilson
 from kvtailor.bench.suite_cells import Cell
@@ -30,7 +31,7 @@ def measured(
         theirs: the same under the plan that it is compared with; None where it is compared with none.
     """
     if cell.measure.startswith("paired."):
-        return _paired(cell.measure.removeprefix("paired."), ours, theirs or ())
+        return _paired(cell.measure.removeprefix("paired."), ours, theirs or (), cell.shows)
     found = _plain(cell.measure, ours)
     if theirs is None or found is None:
         return found
@@ -72,16 +73,38 @@ def _of_task(measure: str, records: Sequence[Record]) -> float | None:
     return {"kept": held / whole, "reduction": 1 - held / whole, "compression": whole / held}[measure]
 
 
-def _paired(name: str, ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]) -> Estimate | None:
-    """Mean difference over the samples of both, matched by task, point and text; None where one side has others."""
-    ends: list[list[float]] = [[], []]
+def _paired(
+    name: str, ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]], shows: str
+) -> Estimate | None:
+    """Mean difference over the samples of both, matched by task, point and text; None where one side has others.
+
+    A ratio is the geometric mean of the samples' ratios. Of times, what was disturbed on either side is left out.
+    """
+    pairs: list[tuple[float, float]] = []
     for mine, other in zip(ours, theirs, strict=True):
         by_point = {(record.text_hash, point_of(record)): record for record in other}
         for record in mine:
             pair = by_point.get((record.text_hash, point_of(record)))
             values = [each.values.get(name, ()) for each in (record, pair) if each is not None]
-            if len(values) != 2 or not values[0] or len(values[0]) != len(values[1]):
+            if pair is None or not values[0] or len(values[0]) != len(values[1]):
                 return None
-            for end, some in zip(ends, values, strict=True):
-                end += some
-    return mean_difference(*ends) if all(map(math.isfinite, ends[0] + ends[1])) else None
+            bad = [_disturbed(each, name) for each in (record, pair)]
+            pairs += [
+                both for both, *left_out in zip(zip(*values, strict=True), *bad, strict=True) if not any(left_out)
+            ]
+    if not pairs or not all(math.isfinite(x) for both in pairs for x in both):
+        return None
+    if shows == "value":
+        return mean_difference(*zip(*pairs, strict=True))
+    if not all(x > 0 for both in pairs for x in both):
+        return None
+    found = mean_difference(*zip(*[map(math.log, both) for both in pairs], strict=True))
+    low, high = (None if end is None else math.exp(end) - (shows == "change") for end in (found.low, found.high))
+    return Estimate(math.exp(found.value) - (shows == "change"), low, high, found.count)
+
+
+def _disturbed(record: Record, name: str) -> Sequence[float]:
+    """For each sample whether it does not count; only what is timed by the clock can be disturbed."""
+    kind = KINDS.get(record.task)
+    told = record.values.get("disturbed") if kind is not None and name in kind.timings else None
+    return told or (0.0,) * len(record.values[name])

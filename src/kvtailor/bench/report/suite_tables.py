@@ -150,7 +150,7 @@ class _Filler:
         samples = [record.samples for records in ours for record in records]
         low, high = (None if end is None else cell.scale * end for end in (found.low, found.high))
         value = cell.scale * found.value
-        sign = "+" if cell.shows == "change" or cell.measure.startswith("paired.") else ""
+        sign = "+" if cell.shows == "change" or (cell.measure.startswith("paired.") and cell.shows == "value") else ""
         text = f"{value:{sign}.{cell.digits}f}"
         if low is not None and high is not None:
             text += f" ({low:{sign}.{cell.digits}f} to {high:{sign}.{cell.digits}f})"
