@@ -39,7 +39,7 @@ def make_row(tokens: int, *, heads: int, group: int, size: int, generator: torch
         queries=draw(heads * group, tokens, size) * 2,
         mass=torch.rand(heads, tokens, generator=generator) * 3,
         previous=draw(heads, tokens).where(torch.arange(tokens) < tokens - 3, torch.nan),
-        reconstruction=torch.rand(heads, tokens, generator=generator),
+        reconstruction=torch.rand(heads, tokens, generator=generator).where(torch.arange(tokens) < tokens - 3, -1.0),
     )
 
 

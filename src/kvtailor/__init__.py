@@ -18,12 +18,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.cache import KvCache, cache_for
+    from kvtailor.hf.prefill import prefill
     from kvtailor.hf.saving import load_cache
     from kvtailor.hf.session import Session, session
     from kvtailor.ledger import Ledger
     from kvtailor.plan import Plan
 
-__all__ = ["KvCache", "KvtailorError", "Ledger", "Plan", "Session", "__version__", "cache_for", "load_cache", "session"]
+__all__ = [
+    "KvCache",
+    "KvtailorError",
+    "Ledger",
+    "Plan",
+    "Session",
+    "__version__",
+    "cache_for",
+    "load_cache",
+    "prefill",
+    "session",
+]
 __version__ = "0.1.0"
 
 # Importing transformers takes seconds; `import kvtailor` and the command line's help do not wait for it.
@@ -35,6 +47,7 @@ _HOMES = {
     "Session": "hf.session",
     "cache_for": "hf.cache",
     "load_cache": "hf.saving",
+    "prefill": "hf.prefill",
     "session": "hf.session",
 }
 

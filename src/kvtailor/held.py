@@ -11,7 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Held", "Moments", "Needs", "Rotation"]
+__all__ = ["Held", "Moments", "Needs", "Repetition", "Rotation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """How the model repeats its context, for a scorer that asks what a repetition looks at.
+
+    Attributes:
+        chunk: at most so many tokens of a row are repeated in one pass.
+        lead: tokens before a piece of the context that introduce it.
+        sinks: a row's first tokens, with which the tokens of every piece share the attention.
+    """
+
+    chunk: int
+    lead: int
+    sinks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +41,8 @@ class Needs:
         moments: mean and covariance of all real queries before their rotation.
         moments_skip: the first tokens of each row that the moments leave out.
         previous: what the scorer itself said of each token at the walk before.
-        reconstruction: the most attention that each token received while the model repeated the whole context.
+        reconstruction: how the model is to repeat the whole context, for the most attention that each token receives
+            meanwhile; None: not needed.
         output: the layer's own output projection.
         rotation: the model's rotary embedding.
     """
@@ -37,7 +53,7 @@ class Needs:
     moments: bool = False
     moments_skip: int = 0
     previous: bool = False
-    reconstruction: bool = False
+    reconstruction: Repetition | None = None
     output: bool = False
     rotation: bool = False
 
@@ -119,7 +135,8 @@ class Held:
         sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
         moments: see `Needs.moments`; None if not needed.
         previous: (b, h, n) float32, NaN for tokens that were not there at the walk before; None if not needed.
-        reconstruction: (b, h, n) float32, see `Needs.reconstruction`; None if not needed.
+        reconstruction: (b, h, n) float32, see `Needs.reconstruction`, -1 for what came after the context; None if not
+            needed.
         output: (q, dv, D) the part of the output projection that each query head's values go through; None if not
             needed.
         rotation: None if not needed.

@@ -89,7 +89,8 @@ def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
     if needs.reconstruction and state.reconstruction is not None:
         seen = state.reconstruction.shape[-1]
         found = state.reconstruction.gather(-1, held.positions.clamp(0, seen - 1))
-        held = replace(held, reconstruction=found.masked_fill((held.positions >= seen) | ~held.valid, 0.0))
+        found = found.masked_fill(held.positions >= seen, -1.0).masked_fill(~held.valid, 0.0)
+        held = replace(held, reconstruction=found)
     return held
 
 

@@ -21,7 +21,8 @@ from kvtailor.hold import hold
 from kvtailor.layer import LayerState, Pending
 from kvtailor.observe import observe
 from kvtailor.plan import Plan
-from kvtailor.types import Held, Visibility
+from kvtailor.repeat import Piece
+from kvtailor.types import Held, Layout, PlainSegment, Visibility
 
 __all__ = ["Route"]
 
@@ -54,6 +55,9 @@ class Route:
 
     Attributes:
         holding: nothing is evicted or encoded until `release`, whatever comes.
+        opened: a plan whose context must be read twice has begun to, or there is none.
+        repeating: the forwards of now repeat a piece of the context, and leave no trace but what they say of it.
+        passing: keys and values of such a forward, of the layer whose attention comes next.
     """
 
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
@@ -61,11 +65,17 @@ class Route:
         self.window_elements = window_elements
         self.needs = plan.needs
         self.states = [LayerState(index) for index in range(layers)]
-        self.holding = False
+        self.holding = self.opened = False
+        self.repeating: Piece | None = None
+        self.passing: PlainSegment | None = None
         self._arrived: list[_Scored] = []
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """New keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
+        if self.repeating is not None:
+            layout = Layout(rows=keys.shape[0], heads=keys.shape[1], size=keys.shape[2], start=state.seen)
+            self.passing = PlainSegment(layout=layout, keys=keys.flatten(0, 1), values=values.flatten(0, 1))
+            return
         if state.pending is not None:
             self.commit(state, rejected=0)
             state.recording = False
@@ -83,6 +93,10 @@ class Route:
         Returns:
             (b, q, t, dv).
         """
+        if self.repeating is not None:
+            assert self.passing is not None
+            passing, self.passing = self.passing, None
+            return self.repeating.attend(state, self.plan.store, passing, query, visible, scaling)
         state.scaling = scaling
         attended = self._attended(state, query, visible, want_mass=self.needs.mass and not state.recording)
         state.read = attended.read
@@ -115,13 +129,25 @@ class Route:
         self._settle(state, query, visible, mass)
 
     def release(self, visible: Visibility) -> None:
-        """Ends `holding`: walks all layers, of which the last forward is described by `visible`."""
+        """Ends `holding`: walks all layers. `visible` describes all that came meanwhile, as if it had come at once."""
         self.holding = False
+        for state in self.states:
+            state.due = self.plan.evicts and visible.new_tokens > 1
         if any(state.due for state in self.states):
             for stage in self._stages():
                 self._walk(stage, visible)
         for state in self.states:
+            if self.plan.slack_tokens is None:
+                state.reconstruction = None
             state.flush(self.plan, visible.new_tokens, visible.real)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        for state in self.states:
+            state.reset()
+        self.holding = self.opened = False
+        self.repeating = self.passing = None
+        self._arrived = []
 
     def _attended(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
         return self.plan.attend.attend(
@@ -145,10 +171,13 @@ class Route:
             rotation=state.rotation,
         )
         new = query.shape[2]
+        if self.holding:
+            return
         if self.plan.evicts:
-            state.due = new > 1 or self._past_slack(state) or (self.holding and state.due)
-            if self.holding:
-                return
+            state.due = new > 1 or self._past_slack(state)
+            if self.needs.reconstruction and state.reconstruction is None:
+                # What came after the context was never repeated, and nobody can say what it is worth.
+                state.due = False
             if self.plan.scope == "layer":
                 if state.due:
                     self._walk([state], visible)

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvtailor.held import Held, Moments, Needs, Rotation
+from kvtailor.held import Held, Moments, Needs, Repetition, Rotation
 
-__all__ = ["Held", "Layout", "Moments", "Needs", "PlainSegment", "Rotation", "Segment", "Visibility"]
+__all__ = ["Held", "Layout", "Moments", "Needs", "PlainSegment", "Repetition", "Rotation", "Segment", "Visibility"]
 
 
 @dataclass(frozen=True, kw_only=True)

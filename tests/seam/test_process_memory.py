@@ -89,3 +89,38 @@ def test_scoring_a_prompt_never_holds_a_square_matrix(plan: str) -> None:
     """8192 x 8192 float32 is 256 MiB for one head, and there are eight."""
     done = subprocess.run([sys.executable, "-c", _PEAK, plan], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 128 * 2**20
+
+
+_CHUNKED = """
+import json, sys
+import torch, transformers
+import kvtailor
+
+def high_water():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
+)
+model = transformers.AutoModelForCausalLM.from_config(config).eval()
+ids = torch.randint(0, 64, (1, 4000))
+how = json.loads(sys.argv[1])
+kvtailor.prefill(model, "snapkv @ tokens=256", ids[:, :400], **how)
+before = high_water()
+kvtailor.prefill(model, "snapkv @ tokens=256", ids, **how)
+print(high_water() - before)
+"""
+
+
+def test_chunks_bound_the_peak_of_a_prefill() -> None:
+    """4000 tokens of two layers are 8 MiB of keys and values; their activations at once are far more."""
+    peaks = []
+    for how in ({}, {"chunk": 256}):
+        words = [sys.executable, "-c", _CHUNKED, json.dumps(how)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) / 2**20)
+    at_once, chunked = peaks
+    assert at_once > 40 and chunked < 10, peaks

@@ -25,6 +25,7 @@ LEVELS = {
     "budget": 3,
     "hold": 3,
     "layer": 3,
+    "repeat": 3,
     "route": 3,
     "speculate": 3,
     "presets": 3,

@@ -7,6 +7,8 @@ left.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.hf.modules import attention_modules, output_weight, rotation_of
 from kvtailor.ledger import Entry, Ledger
 from kvtailor.plan import Plan
+from kvtailor.repeat import Piece
 from kvtailor.route import Route
 from kvtailor.types import Visibility
 
@@ -163,6 +166,7 @@ class KvCache(Cache):
         """Forgets everything; the cache may then serve another batch of the same model."""
         for layer in self.layers:
             layer.reset()
+        self.route.reset()
         self._awaiting = self._real = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -209,6 +213,30 @@ class KvCache(Cache):
         if self._awaiting != layer_idx:
             raise CacheMisuse(f"the attention of layer {layer_idx} asked for its cache twice, or without an update")
         self._awaiting = None
+
+    def check_opened(self) -> None:
+        """Raises where a plan that reads its context twice would see it only once."""
+        route = self.route
+        if route.needs.reconstruction and not (route.holding or route.opened or route.states[0].seen):
+            raise CacheMisuse(
+                f"{self.plan} reads its context twice, which plain generate() does not: prefill it first with "
+                "kvtailor.prefill(model, cache, input_ids, attention_mask), then hand the whole conversation to "
+                "generate(); kvtailor.session does both by itself"
+            )
+
+    @contextmanager
+    def repeating(self, piece: Piece) -> Iterator[None]:
+        """Forwards inside leave no trace but what they say of a piece of the context, see `repeat`."""
+        windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
+        self.route.repeating = piece
+        for layer in windows:
+            layer.passing = True
+        try:
+            yield
+        finally:
+            self.route.repeating = self.route.passing = None
+            for layer in windows:
+                layer.passing = False
 
     def check_padding(self, layer_idx: int, visible: Visibility) -> None:
         """Raises where a column that was padding is a token now: what was dropped as padding cannot come back."""

@@ -66,11 +66,13 @@ class CompressedLayer(CacheLayerMixin):
                 f"this cache holds {self.dtype} on {self.device}, and got keys of {key_states.dtype} on "
                 f"{key_states.device}; use a new cache after moving or casting the model"
             )
+        self.cache.check_opened()
         self.cache.expect_attention(self.layer_idx)
+        before = self.state.seen
         self.cache.route.append(self.state, key_states, value_states)
-        b, h, _, d = key_states.shape
-        keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, self.state.seen, d)
-        values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, self.state.seen, value_states.shape[-1])
+        b, h, t, d = key_states.shape
+        keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
+        values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, value_states.shape[-1])
         setattr(keys, HANDLE, self)
         return keys, values
 
@@ -92,7 +94,8 @@ class CompressedLayer(CacheLayerMixin):
     def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
         """Attention of the new tokens (b, q, t, d) over what this layer holds, then the walk. (b, q, t, dv)."""
         self.cache.attention_came(self.layer_idx)
-        new, seen = query.shape[2], self.state.seen
+        new, route = query.shape[2], self.cache.route
+        seen = self.state.seen + (0 if route.repeating is None else new)
         visible: Visibility
         if mask is None:
             visible = LazyMask.causal(query.shape[0], new, seen - new, query.device)
@@ -105,8 +108,9 @@ class CompressedLayer(CacheLayerMixin):
                 f"the mask is for {visible.new_tokens} tokens after {visible.first_column}, and the cache has seen "
                 f"{seen - new} tokens before these {new}; was the cache used outside of the model between?"
             )
-        self.cache.check_padding(self.layer_idx, visible)
-        return self.cache.route.attend(self.state, query, visible, scaling)
+        if route.repeating is None:
+            self.cache.check_padding(self.layer_idx, visible)
+        return route.attend(self.state, query, visible, scaling)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever is held."""
@@ -114,6 +118,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that transformers makes: all tokens seen and the new ones."""
+        self.cache.check_opened()
         return self.state.seen + query_length, 0
 
     def get_max_length(self) -> int:
@@ -152,13 +157,21 @@ class CompressedLayer(CacheLayerMixin):
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
-    """A layer with the model's own sliding window: transformers' layer, less the prompt that its views keep alive."""
+    """A layer with the model's own sliding window: transformers' layer, less the prompt that its views keep alive.
+
+    Attributes:
+        passing: new tokens are only passing: they see the window and each other, and it stays what it was.
+    """
+
+    passing = False
+    keys: Tensor
+    values: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See transformers' `DynamicSlidingWindowLayer`."""
+        if self.passing:
+            return torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        self.keys: Tensor
-        self.values: Tensor
         if self.keys.untyped_storage().nbytes() > self.keys.numel() * self.keys.element_size():
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return keys, values
