@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.flops_repeat import repetition_flops, twice_pairs
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.geometry import Geometry
@@ -102,7 +103,7 @@ class Work:
 def prefill_flops(weights: Weights, geometry: Geometry, *, rows: int, tokens: int) -> int:
     """Operations of one prefill of `rows` prompts of `tokens` tokens, logits of the last token only."""
     matrices = 2 * (weights.body * tokens + weights.head)
-    pairs = sum(_twice_pairs(tokens, window) for window in geometry.windows)
+    pairs = sum(twice_pairs(tokens, window) for window in geometry.windows)
     return rows * (matrices + 2 * geometry.q_heads * geometry.head_dim * pairs)
 
 
@@ -145,9 +146,10 @@ def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int)
     rows, n = prompt.shape
     cache = subject.new_cache(contestant)
     first = _Step(cache, geometry, rows, seen=0)
-    logits, cache = subject.forward(prompt, cache, last_only=True)
+    logits, cache = subject.prefill(prompt, cache, last_only=True)
     own, extra = 0, []
-    added = first.added(cache, new=n)
+    again = repetition_flops(weights, geometry, cache, subject.tokenizer, rows=rows, tokens=n)
+    added = _sum([first.added(cache, new=n), again])
     for seen in range(n, n + tokens - 1):
         step = _Step(cache, geometry, rows, seen=seen)
         logits, cache = subject.forward(logits[:, -1:].argmax(-1), cache, last_only=True)
@@ -224,7 +226,7 @@ class _Step:
         if new == 1:
             parts.append(plan.attend.flops(before.segments, group=group, size=size))
         if plan.score is not None:
-            pairs = held.double() if new == 1 else torch.full_like(held, _twice_pairs(new, None)).double() / 2
+            pairs = held.double() if new == 1 else torch.full_like(held, twice_pairs(new, None)).double() / 2
             parts.append(_evidence(plan.score.needs, group, float(pairs.sum())))
             if state.settled_seen == state.seen and state.tail_growth == 0:
                 score, allocate, select = plan.score, plan.allocate, plan.select
@@ -243,15 +245,9 @@ class _Step:
         return _sum(parts)
 
 
-def _twice_pairs(tokens: int, window: int | None) -> int:
-    """Twice the (query, key) pairs of a causal prompt, its diagonal counted half: n**2, less what a window hides."""
-    hidden = 0 if window is None else max(0, tokens - window)
-    return tokens**2 - hidden**2
-
-
 def _evidence(needs: Needs, group: int, pairs: float) -> int | None:
     """Gathering what a plan needs: 2 for each (query head, query, key) of a mass; queries are only copied."""
-    if needs.moments or needs.reconstruction:
+    if needs.moments:
         return None
     return int(2 * group * pairs) if needs.mass else 0
 

@@ -97,8 +97,8 @@ def answer(job: Callable[[Subject, Contestant, Gauge, Mapping[str, Any]], dict[s
     device = torch.device(request["device"])
     gauge = gauge_of(device)
     try:
-        model, _ = load(request["model"], dtype=getattr(torch, request["dtype"]), device=device)
-        subject = Subject(name=request["model"], model=model)
+        model, tokenizer = load(request["model"], dtype=getattr(torch, request["dtype"]), device=device)
+        subject = Subject(name=request["model"], model=model, tokenizer=tokenizer)
         plan = request["plan"]
         contestant = OWN if plan is None else Contestant(label=plan, plan=plan, hash="")
         weights = subject.weights()
@@ -120,7 +120,7 @@ def random_tokens(subject: Subject, context: int, batch: int = 1) -> Tensor:
 
 def prefill(subject: Subject, contestant: Contestant, ids: Tensor) -> tuple[Tensor, Any]:
     """The most likely next tokens (b, 1), which are nearly nothing, and the cache; logits would count as cache."""
-    logits, cache = subject.forward(ids, subject.new_cache(contestant), last_only=True)
+    logits, cache = subject.prefill(ids, subject.new_cache(contestant), last_only=True)
     subject.wait()
     return logits[:, -1:].argmax(-1), cache
 

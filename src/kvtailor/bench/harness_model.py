@@ -231,7 +231,7 @@ class HarnessModel(HFLM):
     def _score(self, context: list[int], continuations: Sequence[list[int]]) -> list[tuple[float, bool]]:
         """Answers for continuations of one context, which is prefilled once."""
         inside = max(1, len(context) - self.outside)
-        logits, cache = self._forward(context[:inside], self.subject.new_cache(self.contestant), last_only=True)
+        logits, cache = self._prefill(context[:inside], last_only=True)
         smaller = self.held.add(cache)
         late = self._feed(context[inside:], cache)
         first = late[-1][-1:] if late else logits
@@ -250,20 +250,22 @@ class HarnessModel(HFLM):
         """Answer for a window of a text, of which the first half (at least the context) is the prefill."""
         fed = context + continuation[:-1]
         half = max(len(context), (len(fed) + 1) // 2)
-        logits, cache = self._forward(fed[:half], self.subject.new_cache(self.contestant))
+        logits, cache = self._prefill(fed[:half])
         smaller = self.held.add(cache)
         self.held.scored += len(continuation)
         self.held.read += smaller and half < len(fed)
         return self._answer([logits[len(context) - 1 :], *self._feed(fed[half:], cache)], continuation)
 
-    def _forward(self, ids: list[int], cache: Any, *, last_only: bool = False) -> tuple[Tensor, Any]:
-        """Logits (t, V), or (1, V), of tokens after what the cache has seen."""
-        logits, cache = self.subject.forward(torch.tensor([ids]), cache, last_only=last_only)
+    def _prefill(self, ids: list[int], *, last_only: bool = False) -> tuple[Tensor, Any]:
+        """Logits (t, V), or (1, V), of tokens that become a compressed cache, and the cache."""
+        cache = self.subject.new_cache(self.contestant)
+        logits, cache = self.subject.prefill(torch.tensor([ids]), cache, last_only=last_only)
         return logits[0], cache
 
     def _feed(self, ids: list[int], cache: Any) -> list[Tensor]:
+        """Logits (t, V) of tokens after what the cache has seen, for each piece that is fed at once."""
         step = self.chunk or max(1, len(ids))
-        return [self._forward(ids[at : at + step], cache)[0] for at in range(0, len(ids), step)]
+        return [self.subject.forward(piece[None], cache)[0][0] for piece in torch.tensor(ids).split(step) if ids]
 
     def _answer(self, rows: Sequence[Tensor], continuation: list[int]) -> tuple[float, bool]:
         scores = log_softmax(torch.cat(list(rows)), dim=-1, dtype=self.softmax_dtype)
@@ -277,6 +279,7 @@ class HarnessModel(HFLM):
             raise KvtailorError(f"asked for num_beams={settings['num_beams']}: 'kvtailor' generates without beams")
         cache = self.subject.new_cache(self.contestant)
         if cache is not None:
+            self.subject.begin(context, cache, settings.get("attention_mask"))
             settings |= {"past_key_values": cache, "streamer": AfterPrefill(cache, self.held)}
         made: Tensor = super()._model_generate(context=context, max_length=max_length, stop=stop, **settings)
         self.advance(context.shape[0])

@@ -177,6 +177,21 @@ class Subject:
         out = self.model(input_ids=ids.to(self.device), use_cache=True, logits_to_keep=1 if last_only else 0, **given)
         return out.logits, out.past_key_values
 
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor, cache: Any, *, last_only: bool = False) -> tuple[Tensor, Any]:
+        """`forward` for a prompt (b, n) on an empty cache: read twice where the plan wants that."""
+        if not _reads_twice(cache):
+            return self.forward(ids, cache, last_only=last_only)
+        from kvtailor.hf.prefill import instruction_of, read
+
+        return read(self.model, cache, ids, instruction=instruction_of(self.tokenizer), last_only=last_only), cache
+
+    def begin(self, ids: Tensor, cache: Any, mask: Tensor | None = None) -> None:
+        """Before the model's own `generate` with a prompt (b, n) and an empty cache, see `hf.prefill.begin`."""
+        from kvtailor.hf.prefill import begin
+
+        begin(self.model, cache, ids, mask, tokenizer=self.tokenizer)
+
     def wait(self) -> None:
         """Returns when the device has done all that it was given."""
         if self.device.type == "cuda":
@@ -261,6 +276,11 @@ def bytes_of(cache: Any) -> int | None:
         return None
     held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     return storage_bytes([each for each in held if isinstance(each, Tensor)])
+
+
+def _reads_twice(cache: Any) -> bool:
+    route = getattr(cache, "route", None)
+    return route is not None and bool(route.needs.reconstruction)
 
 
 def _cache_for(model: Any, plan: str) -> Any:

@@ -128,6 +128,7 @@ def generate(
         torch.manual_seed(seed)
     begin = time.perf_counter()
     with torch.inference_mode():
+        subject.begin(ids, cache)
         subject.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

@@ -117,6 +117,8 @@ def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[st
         slack = plan.slack_tokens
         until = "never while decoding" if slack is None else f"again {slack} tokens past the budget"
         when = "as soon as a layer is done" if plan.scope == "layer" else "once all layers have arrived"
+        if plan.needs.reconstruction:
+            when = "once the context was read twice"
         click.echo(f"  evicts {when}, {until}")
     where = f"{sizes['model']}, " if sizes["model"] else ""
     full, encoded = cost["full_bytes_per_token_and_kv_head"], cost["bytes_per_token_and_kv_head"]

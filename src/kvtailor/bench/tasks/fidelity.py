@@ -180,7 +180,7 @@ class _Run:
 
 
 def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
-    logits, cache = subject.forward(window.context[None], subject.new_cache(contestant), last_only=True)
+    logits, cache = subject.prefill(window.context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
     held = contents(cache) if hasattr(cache, "route") else None
     rows, queries = [logits[0, -1:]], []

@@ -219,7 +219,7 @@ def generate(
     Raises:
         KvtailorError: the model's logits are not numbers.
     """
-    logits, cache = subject.forward(prompt[None], subject.new_cache(contestant), last_only=True)
+    logits, cache = subject.prefill(prompt[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
     made: list[int] = []
     while True:

@@ -220,7 +220,7 @@ def _read(
     """Logits after the question, the cache, and what it weighed when it was compressed."""
     cache = subject.new_cache(contestant)
     prompt = context if outside else torch.cat([context, question])
-    logits, cache = subject.forward(prompt[None], cache, last_only=True)
+    logits, cache = subject.prefill(prompt[None], cache, last_only=True)
     weight = weigh(cache)
     if outside:
         logits, cache = subject.forward(question[None], cache, last_only=True)

@@ -244,7 +244,7 @@ def score_window(
 
     It is weighed before the targets, or after them if they are fed in chunks of ``chunk`` tokens.
     """
-    logits, cache = subject.forward(context[None], subject.new_cache(contestant), last_only=True)
+    logits, cache = subject.prefill(context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
     rows = [logits[0, -1:]]
     fed = targets[:-1]

@@ -168,7 +168,7 @@ class Speed(Task):
         subject.wait()
         meter.start()
         begin, ran = time.perf_counter(), time.process_time()
-        logits, cache = subject.forward(prompt, cache, last_only=True)
+        logits, cache = subject.prefill(prompt, cache, last_only=True)
         token = logits[:, -1:].argmax(-1)
         subject.wait()
         first, ran = time.perf_counter(), time.process_time() - ran
