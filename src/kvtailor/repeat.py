@@ -8,13 +8,13 @@ a softmax over the row's sinks, the piece and the new tokens alone, so that its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvtailor import find
-from kvtailor.find import Attention, Placement
+from kvtailor.find import Attention
 from kvtailor.layer import LayerState
 from kvtailor.types import PlainSegment, Visibility
 
@@ -39,13 +39,7 @@ class Piece:
     real: Tensor
 
     def attend(
-        self,
-        state: LayerState,
-        placement: Placement,
-        passing: PlainSegment,
-        query: Tensor,
-        visible: Visibility,
-        scaling: float,
+        self, state: LayerState, passing: PlainSegment, query: Tensor, visible: Visibility, scaling: float
     ) -> Tensor:
         """Exact attention (b, q, t, dv) of the new tokens over all that a layer holds, all of it still in its tail.
 
@@ -53,52 +47,51 @@ class Piece:
 
         Args:
             state: of the layer.
-            placement: where its segments are.
             passing: keys and values of the new tokens.
             query: (b, q, t, d) post-RoPE.
             visible: what each of them may see.
             scaling: the model's own factor before the softmax.
         """
-        assert state.tail is not None and not state.segments, "a context is repeated before anything is encoded"
+        assert state.tail is not None and not state.segments, "a context is repeated before anything is dropped"
+        held = state.tail.as_segment()
+        # One part, although it takes a copy of the layer for a moment: torch's own kernel reads no two.
+        layout = replace(held.layout, size=state.seen + passing.layout.size)
+        keys, values = torch.cat([held.keys, passing.keys], 1), torch.cat([held.values, passing.values], 1)
+        whole = PlainSegment(layout=layout, keys=keys, values=values)
         if state.reconstruction is None:
             state.reconstruction = torch.zeros((state.rows, state.heads, state.seen), device=query.device)
-        held = state.tail.as_segment().keys.unflatten(0, (state.rows, state.heads))
-        new = passing.keys.unflatten(0, (state.rows, state.heads))
         for row, columns in enumerate(self.columns):
             if columns.numel():
-                best = self._looked_at(row, held[row], new[row], query[row], visible, scaling)
+                mine = keys.unflatten(0, (state.rows, state.heads))[row]
+                best = self._looked_at(row, mine, query[row], visible, scaling)
                 state.reconstruction[row, :, columns.to(best.device)] = best
         exact = find.method_of("attend", find.null("attend"))
         assert isinstance(exact, Attention)
-        return exact.attend(query, [*state.parts(placement), passing], visible, scaling).output
+        return exact.attend(query, [whole], visible, scaling).output
 
-    def _looked_at(
-        self, row: int, held: Tensor, new: Tensor, query: Tensor, visible: Visibility, scaling: float
-    ) -> Tensor:
+    def _looked_at(self, row: int, keys: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
         """(h, k) float32: the highest probability that a new token of this row gives to each of its piece.
 
         Args:
             row: which.
-            held: (h, n, d) keys by column. new: (h, t, d) keys of the new tokens.
+            keys: (h, n + t, d) by column, those of the new tokens last.
             query: (q, t, d).
         """
-        heads, seen, _ = held.shape
-        piece = self.columns[row].to(held.device)
-        sinks = self.sinks[row].to(held.device)
+        heads, new, device = keys.shape[0], query.shape[1], keys.device
+        piece, sinks = self.columns[row].to(device), self.sinks[row].to(device)
         before = torch.cat([sinks[sinks < piece[0]], piece])
-        keys = torch.cat([held[:, before], new], 1).float().transpose(1, 2)
-        columns = torch.cat([before, torch.arange(seen, seen + new.shape[1], device=held.device)])
-        mine = slice(before.numel() - piece.numel(), before.numel())
-        grouped = query.unflatten(0, (heads, -1))
-        best = torch.zeros((heads, piece.numel()), device=held.device)
-        step = max(1, _SCRATCH // (query.shape[0] * columns.numel()))
-        owner = torch.tensor([row], device=held.device)
-        for first in range(0, new.shape[1], step):
+        own = torch.arange(keys.shape[1] - new, keys.shape[1], device=device)
+        shared = keys[:, torch.cat([before, own])].float().transpose(1, 2)
+        grouped, real = query.unflatten(0, (heads, -1)), self.real[row].to(device)
+        best = torch.full((heads, piece.numel()), -torch.inf, device=device)
+        step = max(1, _SCRATCH // (query.shape[0] * shared.shape[-1]))
+        for first in range(0, new, step):
             some = grouped[:, :, first : first + step].float() * scaling
-            logits = some.flatten(1, 2) @ keys
-            sees = visible.at(owner, columns[None], first, first + step)[0]
-            # A finite fill: a padding token may see nothing, and must not turn into NaN before it is left out.
-            logits = logits.unflatten(1, some.shape[1:3]).masked_fill_(~sees, torch.finfo(torch.float32).min)
-            given = logits.softmax(-1)[..., mine] * self.real[row, first : first + step, None].to(logits)
+            logits = (some.flatten(1, 2) @ shared).unflatten(1, some.shape[1:3])
+            # What stands before the new tokens is real and earlier, so each of them sees it.
+            sees = visible.at(torch.tensor([row], device=device), own[None], first, first + step)[0]
+            logits[..., before.numel() :].masked_fill_(~sees, -torch.inf)
+            given = logits[..., before.numel() - piece.numel() : before.numel()] - logits.logsumexp(-1, keepdim=True)
+            given = given.masked_fill_(~real[first : first + step, None], -torch.inf)
             best = torch.maximum(best, given.amax((1, 2)))
-        return best
+        return best.exp()

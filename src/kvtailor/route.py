@@ -96,7 +96,7 @@ class Route:
         if self.repeating is not None:
             assert self.passing is not None
             passing, self.passing = self.passing, None
-            return self.repeating.attend(state, self.plan.store, passing, query, visible, scaling)
+            return self.repeating.attend(state, passing, query, visible, scaling)
         state.scaling = scaling
         attended = self._attended(state, query, visible, want_mass=self.needs.mass and not state.recording)
         state.read = attended.read

@@ -13,7 +13,6 @@ from kvtailor.layer import LayerState
 from kvtailor.plan import Plan
 from kvtailor.repeat import Piece
 from kvtailor.score.kvzip import KVzip
-from kvtailor.store.device import Device
 from kvtailor.types import Layout, PlainSegment
 
 
@@ -46,7 +45,7 @@ def test_the_evidence_by_hand() -> None:
     )
     queries = torch.tensor([[1.0, 1.0], [0.0, 2.0]]).view(1, 2, 2, 1)
     piece = Piece(columns=[torch.tensor([2, 3])], sinks=[torch.tensor([0])], real=torch.ones((1, 2), dtype=torch.bool))
-    output = piece.attend(state, Device(), passing, queries, Causal(), 1.0)
+    output = piece.attend(state, passing, queries, Causal(), 1.0)
     # The softmax is over the sink (1), the piece (4 and 8) and the new tokens so far (1, then 3); not over the 100.
     # Head one: 4 of 14, then of 17; 8 of 14. Head two: 1 of 4 each; then squares: 16 and 64 of 1 + 16 + 64 + 1 + 9.
     assert state.reconstruction[0, 0].tolist() == pytest.approx([0, 0, 4 / 14, 64 / 91])
@@ -56,7 +55,7 @@ def test_the_evidence_by_hand() -> None:
     assert state.seen == 4 and state.tail.length == 4
     padded = replace(piece, real=torch.tensor([[True, False]]))
     state.reconstruction = None
-    padded.attend(state, Device(), passing, queries, Causal(), 1.0)
+    padded.attend(state, passing, queries, Causal(), 1.0)
     assert state.reconstruction[0, 0].tolist() == pytest.approx([0, 0, 4 / 14, 8 / 14])
 
 
@@ -71,7 +70,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     for scratch in (1 << 22, 1):
         monkeypatch.setattr("kvtailor.repeat._SCRATCH", scratch)
         state.reconstruction = None
-        piece.attend(state, Device(), passing, queries, Causal(), 0.3)
+        piece.attend(state, passing, queries, Causal(), 0.3)
         found.append(state.reconstruction)
     torch.testing.assert_close(found[0], found[1])
     assert (found[0] > 0).all() and (found[0] < 1).all()
