@@ -6,7 +6,7 @@ Shape letters are those of `types`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -169,6 +169,19 @@ class Held:
         """(b, h) int64: valid tokens of each row and kv head."""
         return self.valid.sum(-1)
 
+    def within(self, needs: Needs) -> Held:
+        """The same with no more queries than one method declared, where others of its plan declared more."""
+        held = self
+        if held.queries is not None and held.query_columns is not None and held.query_columns.shape[0] > needs.window:
+            first = held.query_columns.shape[0] - needs.window
+            queries, columns = held.queries[:, :, first:], held.query_columns[first:]
+            held = replace(
+                held, queries=queries if needs.window else None, query_columns=columns if needs.window else None
+            )
+        if held.sampled_columns is not None and held.sampled_columns.shape[1] > needs.rows:
+            held = _sampled_within(held, needs.rows)
+        return held
+
     def recent(self, count: int) -> Tensor:
         """(b, h, n) bool: tokens among the newest `count` columns seen."""
         return self.valid & (self.positions >= self.seen - count)
@@ -186,3 +199,20 @@ class Held:
             return values.new_full(wanted.shape, float("nan"))
         found = positions.gather(-1, at) == wanted
         return values.gather(-1, at).masked_fill(~(found & self.valid), float("nan"))
+
+
+def _sampled_within(held: Held, rows: int) -> Held:
+    """At most `rows` sampled queries of each row: those that a sample of so many would hold, as strides double."""
+    assert held.sampled is not None and held.sampled_columns is not None
+    if not rows:
+        return replace(held, sampled=None, sampled_columns=None)
+    sampled, columns = held.sampled[:, :, :rows].clone(), held.sampled_columns[:, :rows].clone()
+    for row, count in enumerate((held.sampled_columns >= 0).sum(-1).tolist()):
+        stride = 1
+        while -(-count // stride) > rows:
+            stride *= 2
+        kept = -(-count // stride)
+        sampled[row, :, :kept] = held.sampled[row, :, :count:stride]
+        columns[row, :kept] = held.sampled_columns[row, :count:stride]
+        sampled[row, :, kept:], columns[row, kept:] = 0.0, -1
+    return replace(held, sampled=sampled, sampled_columns=columns)

@@ -1,4 +1,4 @@
-"""One compressed layer: its segments, its tail, its evidence, and how a kept set becomes new segments."""
+"""One compressed layer: its segments, its tail and its evidence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry
 from kvtailor.observe import Evidence
-from kvtailor.ops.ragged import Cut, cut_lanes, gather_held, tokens_of_part
+from kvtailor.ops.ragged import cut_lanes
 from kvtailor.store.contract import Placement
 from kvtailor.store.tail import Tail
-from kvtailor.types import Held, Layout, Rotation, Segment, Visibility
+from kvtailor.types import Layout, Rotation, Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
@@ -122,53 +122,6 @@ class LayerState:
         for segment in self.segments:
             total += segment.layout.counts()
         return total
-
-    def keep(self, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor) -> None:
-        """Holds only a kept set.
-
-        Args:
-            plan: whose codec stores what leaves the tail.
-            held: the padded rows that were scored.
-            slots: for each part the index of its slots along them.
-            keep: (b, h, n) bool.
-        """
-        assert self.tail is not None and plan.score is not None
-        codec = plan.encode
-        if codec.exact and codec.block == 0:
-            cut = cut_lanes(keep)
-            if cut is not None and cut.owner is None:
-                self.tail.replace(gather_held(held, cut))
-                self.segments = []
-                self._take_mass(held, [cut])
-                return
-        newest = self._common_newest(held, keep, plan.score.recents)
-        old = keep & ~held.recent(newest) if newest else keep
-        cuts: list[Cut] = []
-        segments: list[Segment] = []
-        if not codec.exact:
-            # What is encoded moves as codes; only what still is in the tail is encoded now.
-            for segment, slot in zip(self.segments, slots, strict=False):
-                mine, lane_of, slot_of = tokens_of_part(segment.layout, slot, old)
-                cut = cut_lanes(mine, codec.lane_multiple)
-                if cut is not None:
-                    layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
-                    lane, place = lane_of[cut.owners[:, None], cut.index], slot_of[cut.owners[:, None], cut.index]
-                    segments.append(plan.store.put(plan.store.get(segment).regather(lane, place, layout)))
-                    cuts.append(cut)
-            in_tail = self.tail.length > 0
-            old = tokens_of_part(self.tail.as_segment().layout, slots[-1], old)[0] if in_tail else old & False
-        cut = cut_lanes(old, codec.lane_multiple)
-        if cut is not None:
-            plain = gather_held(held, cut)
-            segments.append(plan.store.put(codec.encode(plain.layout, plain.keys, plain.values)))
-            cuts.append(cut)
-        self.tail.drop_oldest(self.tail.length - newest)
-        if newest:
-            recent = cut_lanes(keep & held.recent(newest))
-            assert recent is not None
-            cuts.append(recent)
-        self.segments = segments
-        self._take_mass(held, cuts)
 
     def flush(self, plan: Plan, new_tokens: int, real: Tensor | None) -> None:
         """Encodes the oldest tokens of the tail.
@@ -281,16 +234,3 @@ class LayerState:
             form = sum(t.numel() * t.element_size() for t in self.carry.values())
             entries.append(Entry(layer=layer, room="attend", tensors=self.carry, closed_form=form))
         return entries
-
-    def _common_newest(self, held: Held, keep: Tensor, recents: int) -> int:
-        """How many of the newest columns can stay a tail: all the recents if every row and head keeps them all."""
-        assert self.tail is not None
-        recents = min(recents, self.tail.length, self.seen)
-        newest = (held.positions >= self.seen - recents) & keep
-        return recents if bool((newest.sum(-1) == recents).all()) else 0
-
-    def _take_mass(self, held: Held, cuts: list[Cut]) -> None:
-        if held.mass is not None:
-            flat = held.mass.flatten(0, 1)
-            mass = tuple(flat[cut.owners[:, None], cut.index] for cut in cuts)
-            self.evidence = replace(self.evidence, mass=mass)

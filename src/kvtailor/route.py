@@ -18,6 +18,7 @@ from kvtailor.attend.contract import Attended, LayerFacts
 from kvtailor.budget import total_tokens
 from kvtailor.errors import CacheMisuse
 from kvtailor.hold import hold
+from kvtailor.keep import keep_only, waits
 from kvtailor.layer import LayerState, Pending
 from kvtailor.observe import observe
 from kvtailor.plan import Plan
@@ -32,15 +33,17 @@ class _Scored:
     """One layer on its way through the walk.
 
     Attributes:
+        view: what `hold` shows of the layer; None where it waits for others, so that not all are unfolded at once.
         scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay.
+        counts: (b, h) int64 on the CPU: tokens held.
         floor: (b, h) int64 on the CPU: tokens that must stay.
         measured: what the allocator measured of this layer.
     """
 
     state: LayerState
-    held: Held
-    slots: list[Tensor]
+    view: tuple[Held, list[Tensor]] | None
     scores: Tensor
+    counts: Tensor
     floor: Tensor
     measured: Tensor | None
 
@@ -205,14 +208,18 @@ class Route:
     def _walk(self, states: Sequence[LayerState], visible: Visibility) -> None:
         plan = self.plan
         assert plan.score is not None
-        seen, rows, real = states[0].seen, states[0].rows, visible.real
+        # The tail of a layer that was cut in this walk may be empty; the newest one has its new tokens.
+        newest, real = states[-1], visible.real
+        seen, rows = newest.seen, newest.rows
         tokens = torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu()
-        window_bytes = self.window_elements * states[-1].sizes()[2]
-        total = total_tokens(plan, tokens, layers=len(self.states), template=states[-1], window_bytes=window_bytes)
-        each = total // (len(self.states) * states[0].heads)
+        window_bytes = self.window_elements * newest.sizes()[2]
+        total = total_tokens(plan, tokens, layers=len(self.states), template=newest, window_bytes=window_bytes)
+        each = total // (len(self.states) * newest.heads)
         arrived = self._arrived if plan.scope == "progressive" and len(states) > 1 else []
-        scored = arrived + [self._score(state, visible, each) for state in states[len(arrived) :]]
-        capacity = torch.stack([s.held.counts().cpu() for s in scored], 1)
+        last = plan.scope != "progressive" or states[-1] is self.states[-1]
+        alone = last and len(states) == 1
+        scored = arrived + [self._score(state, visible, each, alone=alone) for state in states[len(arrived) :]]
+        capacity = torch.stack([s.counts for s in scored], 1)
         measured = [s.measured for s in scored if s.measured is not None]
         budgets = plan.allocate.allocate(
             BudgetRequest(
@@ -226,16 +233,17 @@ class Route:
                 measured=measured if len(measured) == len(scored) else None,
             )
         )
-        last = plan.scope != "progressive" or states[-1] is self.states[-1]
         for i, one in enumerate(scored):
-            budget = budgets[:, i]
+            keep = None
             # An inexact selector has its say once for each layer, also where all tokens fit.
             asked = not plan.select.exact and i >= len(arrived)
-            if asked or bool((budget < capacity[:, i]).any()):
-                keep = plan.select.select(one.scores, budget.to(one.scores.device))
-                one.state.keep(plan, one.held, one.slots, keep)
-                if not last:
-                    scored[i] = self._left(one, keep, visible, each)
+            if asked or bool((budgets[:, i] < capacity[:, i]).any()):
+                keep = plan.select.select(one.scores, budgets[:, i].to(one.scores.device))
+            elif last and waits(one.state, plan):
+                keep = one.scores > float("-inf")
+            if keep is not None:
+                self._cut(one, keep, visible, each, encoding=last)
+                scored[i] = _shrunk(one, keep)
             if last:
                 self._settled(one.state, visible)
         self._arrived = [] if last else scored
@@ -250,10 +258,10 @@ class Route:
         if self.plan.scope != "layer":
             state.flush(self.plan, visible.new_tokens, visible.real)
 
-    def _score(self, state: LayerState, visible: Visibility, budget: Tensor) -> _Scored:
+    def _score(self, state: LayerState, visible: Visibility, budget: Tensor, *, alone: bool) -> _Scored:
         assert self.plan.score is not None
-        held, slots = hold(state, visible, self.needs, len(self.states), self.plan, budget)
-        scores = self.plan.score.score(held)
+        held, slots = self._hold(state, visible, budget)
+        scores = self.plan.score.score(held.within(self.plan.score.needs))
         if bool((~torch.isfinite(scores) & held.valid).any()):
             finite = bool(torch.isfinite(held.keys).all())
             what = "no finite score" if finite else "NaN or infinity in its keys"
@@ -265,17 +273,31 @@ class Route:
             state.scored, state.scored_columns = _by_column(scores, held)
         recent = held.recent(self.plan.score.recents)
         scores = scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf"))
-        measured = self.plan.allocate.measure(held)
         return _Scored(
-            state=state, held=held, slots=slots, scores=scores, floor=recent.sum(-1).cpu(), measured=measured
+            state=state,
+            view=(held, slots) if alone else None,
+            scores=scores,
+            counts=held.counts().cpu(),
+            floor=recent.sum(-1).cpu(),
+            measured=self.plan.allocate.measure(held.within(self.plan.allocate.needs)),
         )
 
-    def _left(self, one: _Scored, keep: Tensor, visible: Visibility, budget: Tensor) -> _Scored:
-        """What a layer that was cut is for the next stage: fewer tokens, and the scores that they had."""
-        held, slots = hold(one.state, visible, self.needs, len(self.states), self.plan, budget)
-        order = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., : held.positions.shape[-1]]
-        scores = one.scores.gather(-1, order).masked_fill(~held.valid, float("-inf"))
-        return replace(one, held=held, slots=slots, scores=scores)
+    def _cut(self, one: _Scored, keep: Tensor, visible: Visibility, budget: Tensor, *, encoding: bool) -> None:
+        held, slots = one.view or self._hold(one.state, visible, budget)
+        keep_only(one.state, self.plan, held, slots, keep, encoding=encoding)
+
+    def _hold(self, state: LayerState, visible: Visibility, budget: Tensor) -> tuple[Held, list[Tensor]]:
+        return hold(state, visible, self.needs, len(self.states), self.plan, budget)
+
+
+def _shrunk(one: _Scored, keep: Tensor) -> _Scored:
+    """What a layer that was cut is for the next stage: fewer tokens in time order, and the scores that they had."""
+    counts = keep.sum(-1)
+    longest = int(counts.max())
+    order = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., :longest]
+    filler = torch.arange(longest, device=keep.device) >= counts[..., None]
+    scores = one.scores.gather(-1, order).masked_fill(filler, float("-inf"))
+    return replace(one, view=None, scores=scores, counts=counts.cpu())
 
 
 def _by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:

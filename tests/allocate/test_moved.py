@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.contract.test_allocate import KINDS, bounds, fitting, scores_for, text_of
+from tests.contract.test_allocate import KINDS, bounds, fitting, measured_by, scores_for, text_of
 from tests.discover import samples_of
 from tests.held_rows import held_of, make_row
 from tests.seam.zoo import build, prompts
@@ -72,7 +72,8 @@ def asked(inner: Allocator, seed: int) -> BudgetRequest:
     shape = fitting(inner, (3, 6, 4))
     capacity, floor = bounds(shape, 63, 4, seed, equal=True)
     scores = scores_for(capacity, floor, seed) if inner.needs_scores else None
-    return request_of(capacity, floor, capacity.sum((1, 2)) // 2, scores)
+    request = request_of(capacity, floor, capacity.sum((1, 2)) // 2, scores)
+    return replace(request, measured=measured_by(inner, tuple(range(shape[0])), *shape[1:]))
 
 
 def naive_inverse(layers: list[list[int]]) -> list[list[int]]:
@@ -174,7 +175,8 @@ def test_what_the_inner_allocator_wants_is_asked_for(mover: type) -> None:
     held = held_of([make_row(9, heads=2, group=2, size=4, generator=torch.Generator().manual_seed(0))], outer.needs)
     assert outer.measure(held) == held.keys.sum() and mover(of=Uniform()).measure(held) is None
     assert mover(of=AdaKV()).needs_scores and not mover(of=AdaKV()).even_heads
-    assert outer.flops(tokens=9, size=8) is None and mover(of=Pyramid()).flops(tokens=9, size=8) == 0
+    sizes = {"tokens": 9, "heads": 2, "group": 2, "size": 8}
+    assert outer.flops(**sizes) is None and mover(of=Pyramid()).flops(**sizes) == 0
 
 
 @every_mover

@@ -13,7 +13,7 @@ PLAN = f"snapkv @ tokens={KEEP}"
 VERSIONS = {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0", "commit": "abc"}
 SUITE = """
 title = "A | small one"
-awaits = ["erank", "speculation"]
+awaits = ["tomorrow", "speculation"]
 [settings.default]
 keep = 32
 [tasks.ppl]
@@ -51,7 +51,7 @@ rows = [
     { Method = "full", plan = "full" },
     { Method = "snap", plan = "snapkv @ tokens={keep}" },
     { Method = "again", plan = "snapkv(window=32) @ tokens={keep}" },
-    { Method = "rank", plan = "snapkv + erank @ tokens={keep}" },
+    { Method = "rank", plan = "snapkv + tomorrow @ tokens={keep}" },
 ]
 [[tables]]
 name = "again"

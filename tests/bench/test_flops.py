@@ -204,7 +204,7 @@ def test_every_method_says_what_it_computes_or_that_it_does_not_know(room: str, 
     for tokens in (1, 37, 4096):
         found = {
             "score": lambda n: [method.flops(tokens=n, group=3, size=20)],
-            "allocate": lambda n: [method.flops(tokens=n, size=20)],
+            "allocate": lambda n: [method.flops(tokens=n, heads=2, group=3, size=20)],
             "select": lambda n: [method.flops(tokens=n)],
             "attend": lambda n: [method.flops([], group=3, size=20)],
             "encode": lambda n: [

@@ -33,7 +33,7 @@ ALL = [(name, model) for name in WANTED for model in POSITIONS if model in FITS.
 
 SMALL = """
 title = "A small one"
-awaits = ["erank", "speculation"]
+awaits = ["tomorrow", "speculation"]
 [settings.default]
 budget = 64
 texts = ["generated", "c4"]
@@ -57,7 +57,7 @@ columns = [
 ]
 rows = [
     { Method = "snapkv", plan = "snapkv  @ tokens={budget}" },
-    { Method = "rankkv", plan = "snapkv + erank @ tokens={budget}" },
+    { Method = "rankkv", plan = "snapkv + tomorrow @ tokens={budget}" },
 ]
 [[tables]]
 name = "guess"
@@ -172,17 +172,17 @@ def test_a_list_reads_as_one_in_titles_notes_and_labels(tmp_path):
 
 def test_a_plan_is_missing_by_the_name_that_it_awaits(tmp_path):
     suite = read(tmp_path)
-    assert suite.contestant("snapkv + erank @ tokens=90").missing == ("erank",)
+    assert suite.contestant("snapkv + tomorrow @ tokens=90").missing == ("tomorrow",)
     assert suite.contestant("snapkv @ tokens=90").missing == ()
 
 
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("snapkv + erank @", "snapkv + erankk @", "no method named 'erankk'"),
-        ("snapkv + erank @", "snapkv(windw=3) + erank @", "windw"),
-        ("snapkv + erank @", "snapkv + erank + nothing @", "no method named 'nothing'"),
-        ("snapkv + erank @", "snapkv + erank(of=) @", "of is empty"),
+        ("snapkv + tomorrow @", "snapkv + tomorrowk @", "no method named 'tomorrowk'"),
+        ("snapkv + tomorrow @", "snapkv(windw=3) + tomorrow @", "windw"),
+        ("snapkv + tomorrow @", "snapkv + tomorrow + nothing @", "no method named 'nothing'"),
+        ("snapkv + tomorrow @", "snapkv + tomorrow(of=) @", "of is empty"),
         ("snapkv  @ tokens={budget}", "snapkv", "budget"),
         ("tokens={budget}", "tokens={budgt}", "did you mean 'budget'"),
         ('run = "speculation"', 'run = "speculations"', "did you mean 'speculation'"),
@@ -197,8 +197,8 @@ def test_a_plan_is_missing_by_the_name_that_it_awaits(tmp_path):
         ('title = "Speculation"\n', "", "has no title"),
         ('name = "guess"', 'name = "budget"', "two tables"),
         ('label = "loss"', 'label = "PPL"', "two columns are called 'PPL'"),
-        ('awaits = ["erank",', 'awaits = ["erank", "never",', "no plan and no task uses"),
-        ('awaits = ["erank", "speculation"]', "awaits = 3", "awaits is 3"),
+        ('awaits = ["tomorrow",', 'awaits = ["tomorrow", "never",', "no plan and no task uses"),
+        ('awaits = ["tomorrow", "speculation"]', "awaits = 3", "awaits is 3"),
         ('texts = ["generated", "c4"]', "texts = []", "give a list"),
         ('"{texts}"', '["wikitext"]', "did you mean 'wikitext2'"),
         ('"A small one"', '"A small one', "is not TOML"),
@@ -213,7 +213,13 @@ def test_a_fault_is_told(tmp_path, old, new, told):
 
 def test_all_faults_come_at_once(tmp_path):
     with pytest.raises(SuiteError) as caught:
-        read(tmp_path, SMALL, ("snapkv + erank", "snapk + erank"), ("context", "contxt"), ('"guess", v', '"gess", v'))
+        read(
+            tmp_path,
+            SMALL,
+            ("snapkv + tomorrow", "snapk + tomorrow"),
+            ("context", "contxt"),
+            ('"guess", v', '"gess", v'),
+        )
     assert len(caught.value.faults) == 4  # the plan has one for each budget
 
 
@@ -226,7 +232,7 @@ def test_a_suite_that_is_not_there_is_told_with_its_neighbours():
     "entry", ["snapkv", "pyramidkv", "kivi.bits", "@slack", "perplexity"]
 )  # a method, a preset, an argument, a setting, a task
 def test_what_has_arrived_is_seen(tmp_path, entry):
-    assert read(tmp_path, SMALL, ('["erank"', f'["{entry}", "erank"')).arrived() == [entry]
+    assert read(tmp_path, SMALL, ('["tomorrow"', f'["{entry}", "tomorrow"')).arrived() == [entry]
 
 
 @pytest.mark.parametrize(
@@ -241,10 +247,10 @@ def test_what_has_arrived_is_seen(tmp_path, entry):
     ],
 )
 def test_what_is_awaited_may_be_an_argument_or_a_setting(tmp_path, plan, entry):
-    suite = read(tmp_path, SMALL, ('"erank", ', f'"{entry}", '), ("snapkv + erank @ tokens={budget}", plan))
+    suite = read(tmp_path, SMALL, ('"tomorrow", ', f'"{entry}", '), ("snapkv + tomorrow @ tokens={budget}", plan))
     assert suite.contestant(plan).missing == (entry,)
     with pytest.raises(SuiteError):
-        read(tmp_path, SMALL, ("snapkv + erank @ tokens={budget}", plan), ('"erank", ', ""))
+        read(tmp_path, SMALL, ("snapkv + tomorrow @ tokens={budget}", plan), ('"tomorrow", ', ""))
 
 
 def test_a_file_of_another_shape_is_told(tmp_path):

@@ -52,9 +52,9 @@ def test_what_is_missing_gives_one_record_for_each_plan_and_no_number(small, tmp
             None,
             None,
         )
-    absent = [record for record in records if record.label == f"snapkv + erank @ tokens={KEEP}"]
+    absent = [record for record in records if record.label == f"snapkv + tomorrow @ tokens={KEEP}"]
     assert [record.task for record in absent] == ["perplexity", "perplexity"]
-    assert all(record.missing == ("erank",) and "does not have it: erank" in record.error for record in absent)
+    assert all(record.missing == ("tomorrow",) and "does not have it: tomorrow" in record.error for record in absent)
     gone = [record for record in records if record.asked and "c4" in record.asked and not record.missing]
     assert {record.label for record in gone} == {"full", PLAN} and all(record.error for record in gone)
 
@@ -62,7 +62,7 @@ def test_what_is_missing_gives_one_record_for_each_plan_and_no_number(small, tmp
 def test_what_cannot_be_done_is_told_before_the_run(small, tmp_path):
     found = prepare(small, dummy(), data=tmp_path)
     assert [why.split("(")[0] for why in found.unavailable] == ["perplexity", "speculation"]
-    assert "c4" in found.unavailable[0] and found.missing == (f"snapkv + erank @ tokens={KEEP}",)
+    assert "c4" in found.unavailable[0] and found.missing == (f"snapkv + tomorrow @ tokens={KEEP}",)
 
 
 def test_a_task_that_finds_no_data_is_told_before_the_run(small, tmp_path, monkeypatch):

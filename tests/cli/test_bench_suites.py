@@ -14,7 +14,7 @@ from kvtailor.cli import eval as eval_verb
 
 SUITE = """
 title = "A small suite"
-awaits = ["erank", "speculation"]
+awaits = ["tomorrow", "speculation"]
 [settings.default]
 keep = 0.25
 [tasks.ppl]
@@ -32,7 +32,7 @@ labels = ["Method"]
 columns = [{ label = "ΔNLL", task = "ppl", value = "paired.nll", digits = 4 }]
 rows = [
     { Method = "snap", plan = "snapkv @ keep={keep}" },
-    { Method = "rank", plan = "snapkv + erank @ keep={keep}" },
+    { Method = "rank", plan = "snapkv + tomorrow @ keep={keep}" },
 ]
 [[tables]]
 name = "rate"
@@ -56,12 +56,12 @@ def test_a_suite_says_what_it_measured_and_what_is_missing_and_its_pages_can_be_
     (tmp_path / "small.toml").write_text(SUITE)
     result = invoke("--suite", str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), "--json")
     found = last(result)
-    assert found["missing"] == ["snapkv + erank @ keep=0.25"]
+    assert found["missing"] == ["snapkv + tomorrow @ keep=0.25"]
     assert len(found["unavailable"]) == 1 and "speculation" in found["unavailable"][0]
-    assert "Loss by budget" in result.stdout and "erank" in result.stdout and "Not run: Acceptance." in result.stdout
+    assert "Loss by budget" in result.stdout and "tomorrow" in result.stdout and "Not run: Acceptance." in result.stdout
     [grid] = found["pages"]["grids"]
     snap, rank = grid["rows"]
-    assert snap[1]["value"] > 0 and snap[1]["keys"] and rank[1]["text"] is None and rank[2]["text"] == "erank"
+    assert snap[1]["value"] > 0 and snap[1]["keys"] and rank[1]["text"] is None and rank[2]["text"] == "tomorrow"
     pages = {path.name: path for path in (tmp_path / "out").iterdir()}
     csv = (tmp_path / "out" / "suite-small-loss.csv").read_text()
     assert "Loss by budget" in pages["report.html"].read_text() and "Loss by budget" in pages["report.md"].read_text()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
 from tests.discover import methods_of, samples_of
+from tests.held_rows import held_of, make_row
 from torch import Tensor
 
 import kvtailor.allocate
@@ -24,6 +27,8 @@ ALLOCATORS = [allocator for kind in KINDS for allocator in samples_of(kind)]
 every_allocator = pytest.mark.parametrize("allocator", ALLOCATORS, ids=text_of)
 LAYERED = [allocator for allocator in ALLOCATORS if allocator.scope == "layer"]
 every_layered = pytest.mark.parametrize("allocator", LAYERED, ids=text_of)
+PROGRESSIVE = [allocator for allocator in ALLOCATORS if allocator.scope == "progressive"]
+every_progressive = pytest.mark.parametrize("allocator", PROGRESSIVE, ids=text_of)
 SHAPES = [(1, 1, 1), (3, 5, 3), (2, 4, 1), (1, 2, 7)]
 
 
@@ -59,17 +64,39 @@ def scores_for(capacity: Tensor, floor: Tensor, seed: int, ties: bool = False) -
     return made
 
 
-def ask(allocator: Allocator, total: Tensor, capacity: Tensor, floor: Tensor, scores: list[Tensor]) -> Tensor:
-    """All layers at once."""
-    layers = capacity.shape[1]
+@cache
+def measured_by(allocator: Allocator, rows: tuple[int, ...], layers: int, heads: int) -> tuple[Tensor, ...] | None:
+    """What it measures of random layers, other ones for each number in `rows`; None if it measures nothing."""
+    found = []
+    for layer in range(layers):
+        generators = [torch.Generator().manual_seed(100 * row + layer) for row in rows]
+        made = [make_row(20, heads=heads, group=2, size=4, generator=generator) for generator in generators]
+        found.append(allocator.measure(held_of(made, allocator.needs, layer=layer, layers=layers)))
+    return None if found[0] is None else tuple(each for each in found if each is not None)
+
+
+def ask(
+    allocator: Allocator,
+    total: Tensor,
+    capacity: Tensor,
+    floor: Tensor,
+    scores: list[Tensor],
+    *,
+    rows: Sequence[int] | None = None,
+    layers: int | None = None,
+) -> Tensor:
+    """All present layers at once, of `layers` in all; `rows`: which rows these are."""
+    count, present, heads = capacity.shape
+    measured = measured_by(allocator, tuple(range(count) if rows is None else rows), present, heads)
     return allocator.allocate(
         BudgetRequest(
             total=total,
             capacity=capacity,
             floor=floor,
-            layers=tuple(range(layers)),
-            num_layers=layers,
+            layers=tuple(range(present)),
+            num_layers=present if layers is None else layers,
             scores=scores if allocator.needs_scores else None,
+            measured=measured,
         )
     )
 
@@ -131,7 +158,7 @@ def test_is_a_frozen_keyword_only_dataclass_that_can_be_made(kind: type[Allocato
         with pytest.raises(dataclasses.FrozenInstanceError):
             one.anything = 1
         assert one == other and hash(one) == hash(other)
-        assert one.scope in ("layer", "prompt")
+        assert one.scope in ("layer", "prompt", "progressive")
 
 
 @every_allocator
@@ -188,6 +215,43 @@ def test_a_second_walk_holds_no_more_than_the_first(allocator: Allocator) -> Non
         assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
 
 
+@every_progressive
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 9, 2)], ids=str)
+def test_cut_as_layers_come_it_never_grows_and_sums_exactly(allocator: Allocator, shape: tuple[int, int, int]) -> None:
+    shape = fitting(allocator, shape)
+    for seed, recents in ((3, 0), (4, 8), (5, 500)):
+        every, every_floor = bounds(shape, 63, recents, seed, equal=True)
+        scores = scores_for(every, every_floor, seed)
+        for total in totals(every, every_floor):
+            held, left = every[:, :0], []
+            for layer in range(shape[1]):
+                held, left = torch.cat([held, every[:, layer : layer + 1]], 1), [*left, scores[layer]]
+                floor = every_floor[:, : layer + 1]
+                budgets = ask(allocator, total, held, floor, left, layers=shape[1])
+                assert (budgets >= floor).all() and (budgets <= held).all()
+                held, left = budgets, [best(each, budgets[:, i]) for i, each in enumerate(left)]
+            assert torch.equal(held.sum((1, 2)), owed(allocator, total, every, every_floor))
+
+
+def best(scores: Tensor, budgets: Tensor) -> Tensor:
+    """(b, h, n) the highest `budgets` (b, h) of scores (b, h, n), the rest -inf."""
+    ranked = scores.sort(dim=-1, descending=True).values[..., : int(budgets.max())]
+    return ranked.masked_fill(torch.arange(ranked.shape[-1]) >= budgets[..., None], -torch.inf)
+
+
+@every_progressive
+def test_after_the_first_layers_at_most_the_total_and_one_update_is_held(allocator: Allocator) -> None:
+    """What makes it worth to cut early: the layers so far hold less than all their tokens."""
+    every = torch.full(fitting(allocator, (1, 12, 2)), 500)
+    floor, total = every.clamp(max=8), torch.tensor([12 * 2 * 20])
+    scores, held = scores_for(every, floor, 0), every[:, :0]
+    for layer in range(every.shape[1]):
+        held = torch.cat([held, every[:, layer : layer + 1]], 1)
+        left = [best(each, held[:, i]) for i, each in enumerate(scores[: layer + 1])]
+        held = ask(allocator, total, held, floor[:, : layer + 1], left, layers=every.shape[1])
+        assert int(held.sum()) < max(int(total) * 4, 2 * 500)
+
+
 @every_allocator
 def test_more_total_never_gives_less(allocator: Allocator) -> None:
     capacity, floor = bounds(fitting(allocator, (2, 4, 3)), 30, 4, 6, equal=False)
@@ -207,7 +271,7 @@ def test_rows_do_not_hear_of_each_other(allocator: Allocator) -> None:
     together = ask(allocator, total, capacity, floor, scores)
     for i in range(3):
         row = slice(i, i + 1)
-        alone = ask(allocator, total[row], capacity[row], floor[row], [each[row] for each in scores])
+        alone = ask(allocator, total[row], capacity[row], floor[row], [each[row] for each in scores], rows=[i])
         assert torch.equal(together[row], alone)
 
 

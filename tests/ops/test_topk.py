@@ -73,6 +73,12 @@ def test_refuses_a_budget_that_tokens_cannot_fill(budget: int) -> None:
         keep_top(scores, torch.tensor([[budget]]))
 
 
+def test_lanes_without_tokens_keep_none() -> None:
+    nothing, none = torch.zeros(2, 3, 0), torch.zeros(2, 3, dtype=torch.int64)
+    assert keep_top(nothing, none).shape == (2, 3, 0)
+    assert torch.equal(pooled_counts(nothing, none, none[:, 0]), none)
+
+
 def test_refuses_budgets_of_another_shape() -> None:
     with pytest.raises(ValueError, match="one budget per lane"):
         keep_top(torch.zeros(2, 3, 5), torch.tensor([[1, 1]]))

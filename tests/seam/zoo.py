@@ -55,10 +55,19 @@ FAMILIES = tuple(configs())
 COMPRESSIBLE = tuple(name for name in FAMILIES if name != "mistral_window")
 
 
-def build(family: str, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32, state: int = 0):
-    """A random model whose attention is sharp enough that which tokens it sees matters."""
+def build(
+    family: str,
+    *,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    state: int = 0,
+    layers: int | None = None,
+):
+    """A random model whose attention is sharp enough that which tokens it sees matters; `layers`: of llama only."""
     torch.manual_seed(state)
     config = copy.deepcopy(configs()[family])
+    if layers is not None:
+        config.num_hidden_layers = layers
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(state)
     with torch.no_grad():

@@ -24,6 +24,7 @@ LEVELS = {
     "plan_text": 3,
     "budget": 3,
     "hold": 3,
+    "keep": 3,
     "layer": 3,
     "repeat": 3,
     "route": 3,

@@ -65,6 +65,6 @@ class AdaKV(Allocator):
         counts = [pooled_counts(scores, least[:, i], of_layer[:, i]) for i, scores in enumerate(request.scores)]
         return torch.stack(counts, dim=1)
 
-    def flops(self, *, tokens: int, size: int) -> int:
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: scores are compared, never computed with."""
         return 0

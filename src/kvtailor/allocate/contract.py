@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvtailor.method import Method
@@ -41,6 +42,35 @@ class BudgetRequest:
     scores: Sequence[Tensor] | None = None
     measured: Sequence[Tensor] | None = None
     row_tokens: Tensor | None = None
+
+    @property
+    def history(self) -> Tensor:
+        """(b,) int64: what is left of the total once all layers have what must stay, absent ones as much as present."""
+        floors = self.floor.sum((1, 2)) * self.num_layers // len(self.layers)
+        return (self.total - floors).clamp_min(0)
+
+    def numbers(self, name: str, *, every_layer: bool = False) -> Tensor:
+        """(b, l, ...) float64 on the CPU: what the allocator measured of the present layers.
+
+        Args:
+            name: of the allocator, for the sentences of errors.
+            every_layer: whether it must know all layers, and not the first so many.
+
+        Raises:
+            ValueError: nothing was measured, or a layer is absent.
+        """
+        wanted = self.num_layers if every_layer else len(self.layers)
+        if self.layers != tuple(range(wanted)):
+            scope = "prompt" if every_layer else "progressive"
+            raise ValueError(
+                f"{name} needs layers 0 to {wanted - 1} at once, found {self.layers}; its scope is '{scope}'"
+            )
+        if self.measured is None:
+            raise ValueError(
+                f"{name} splits by what it measured, but the request holds no measurements; pass what its `measure` "
+                "says of each present layer"
+            )
+        return torch.stack([each.detach().to("cpu", torch.float64) for each in self.measured], 1)
 
 
 class Allocator(Method, ABC):
@@ -93,13 +123,15 @@ class Allocator(Method, ABC):
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU: tokens for each present layer and kv head."""
 
-    def flops(self, *, tokens: int, size: int) -> int | None:
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:
         """What one call of `measure` and `allocate` computes for one row and kv head; None: not known.
 
         Counted as in `Scorer.flops`.
 
         Args:
             tokens: n, tokens held.
+            heads: h, which share what is computed once for the layer.
+            group: g, query heads of a kv head.
             size: d, of a key.
         """
         return None

@@ -75,6 +75,6 @@ class Inverse(Allocator):
         source = torch.zeros_like(largest_first).scatter(1, largest_first, largest_first.flip(-1))
         return moved_shares(budgets, source, request.floor, request.capacity, even=self.even_heads)
 
-    def flops(self, *, tokens: int, size: int) -> int | None:
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:
         """Those of the inner allocator."""
-        return self.of.flops(tokens=tokens, size=size)
+        return self.of.flops(tokens=tokens, heads=heads, group=group, size=size)

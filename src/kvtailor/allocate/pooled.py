@@ -66,6 +66,6 @@ class Pooled(Allocator):
         lanes = [F.pad(scores, (0, longest - scores.shape[-1]), value=-torch.inf) for scores in request.scores]
         return pooled_counts(torch.cat(lanes, dim=1), least, total).view(request.capacity.shape)
 
-    def flops(self, *, tokens: int, size: int) -> int:
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: scores are compared, never computed with."""
         return 0

@@ -61,7 +61,7 @@ class Pyramid(Allocator):
         weights = self._line(history.double() / count, widest.double(), count)
         return request.floor + even_shares(weights, history, torch.zeros_like(room), room, request.layers, others)
 
-    def flops(self, *, tokens: int, size: int) -> int:
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: the line is a few numbers for each layer."""
         return 0
 

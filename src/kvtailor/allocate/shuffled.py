@@ -78,6 +78,6 @@ class Shuffled(Allocator):
         """For each layer, the layer whose budget it gets."""
         return sorted(range(layers), key=lambda layer: hashlib.sha256(f"{self.state} {layer}".encode()).digest())
 
-    def flops(self, *, tokens: int, size: int) -> int | None:
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:
         """Those of the inner allocator."""
-        return self.of.flops(tokens=tokens, size=size)
+        return self.of.flops(tokens=tokens, heads=heads, group=group, size=size)

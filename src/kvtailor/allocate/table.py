@@ -100,7 +100,7 @@ class Table(Allocator):
         shares = even_shares if self.even_heads else split_shares
         return shares(weights, request.total, request.floor, request.capacity, request.layers, request.row_tokens)
 
-    def flops(self, *, tokens: int, size: int) -> int:
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: shares are a few numbers for each layer."""
         return 0
 

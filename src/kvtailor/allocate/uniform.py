@@ -37,6 +37,6 @@ class Uniform(Allocator):
         weights = torch.ones(request.capacity.shape[0], request.num_layers)
         return even_shares(weights, request.total, request.floor, request.capacity, request.layers, request.row_tokens)
 
-    def flops(self, *, tokens: int, size: int) -> int:
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: shares are a few numbers for each layer."""
         return 0

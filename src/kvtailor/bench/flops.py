@@ -219,7 +219,8 @@ class _Step:
 
     def _layer(self, plan: Plan, state: LayerState, before: _Before, new: int) -> int | None:
         size = self.geometry.head_dim
-        group = self.geometry.q_heads // self.geometry.kv_heads
+        heads = self.geometry.kv_heads
+        group = self.geometry.q_heads // heads
         sizes = {"key_size": size, "value_size": size}
         held = before.encoded + before.tail + new
         parts = [_each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes))]
@@ -227,14 +228,14 @@ class _Step:
             parts.append(plan.attend.flops(before.segments, group=group, size=size))
         if plan.score is not None:
             pairs = held.double() if new == 1 else torch.full_like(held, twice_pairs(new, None)).double() / 2
-            parts.append(_evidence(plan.score.needs, group, float(pairs.sum())))
+            parts.append(_evidence(plan.needs, group, float(pairs.sum())))
             if state.settled_seen == state.seen and state.tail_growth == 0:
                 score, allocate, select = plan.score, plan.allocate, plan.select
                 parts += [
                     # The walk reads keys and values once more.
                     _each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes)),
                     _each(held, lambda n: score.flops(tokens=n, group=group, size=size)),
-                    _each(held, lambda n: allocate.flops(tokens=n, size=size)),
+                    _each(held, lambda n: allocate.flops(tokens=n, heads=heads, group=group, size=size)),
                     _each(held, lambda n: select.flops(tokens=n)),
                 ]
         for segment in state.segments:

@@ -116,7 +116,11 @@ def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[st
     if plan.evicts:
         slack = plan.slack_tokens
         until = "never while decoding" if slack is None else f"again {slack} tokens past the budget"
-        when = "as soon as a layer is done" if plan.scope == "layer" else "once all layers have arrived"
+        when = {
+            "layer": "as soon as a layer is done",
+            "progressive": "as soon as a layer is done and again as others follow",
+            "prompt": "once all layers have arrived",
+        }[plan.scope]
         if plan.needs.reconstruction:
             when = "once the context was read twice"
         click.echo(f"  evicts {when}, {until}")

@@ -52,7 +52,7 @@ def _lowest_kept(scores: Tensor, wanted: Tensor) -> Tensor:
     n = scores.shape[-1]
     if scores.device.type == "cpu":
         # Selection in linear time; topk grows with the budget and a sort costs six to twelve times as much.
-        lanes = zip(scores.reshape(-1, n), wanted.flatten().tolist(), strict=True)
+        lanes = zip(scores.flatten(0, 1), wanted.flatten().tolist(), strict=True)
         found = [lane.kthvalue(n - k + 1).values if k else lane.new_tensor(torch.inf) for lane, k in lanes]
         return torch.stack(found).view(wanted.shape) if found else scores.new_empty(wanted.shape)
     most = int(wanted.max()) if wanted.numel() else 0

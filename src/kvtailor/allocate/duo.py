@@ -1,0 +1,109 @@
+"""Duo: retrieval heads hold what they can, streaming heads a few tokens each.
+
+*Idea*: some heads fetch what was said anywhere before, the others look at the first tokens and the newest. Gates say
+which is which. Every head is sure of `streaming` tokens, enough for sinks and recents, and the rest of the budget fills
+up one head after the other, that of the highest gate first.
+
+*Paper*: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", arXiv 2410.10819,
+section 2; our `gates` = its alpha, our `streaming` = its sinks and recents, 64 and 256 as its repository gives them.
+
+*Source*: the paper and its repository's description (MIT).
+
+*Departs*: the budget says how many heads are retrieval heads, and not a threshold or a share of heads: a share r of the
+heads holds everything at keep = r + (1 - r) * streaming / n. The last head that is filled may hold a part, and heads of
+one gate fill up alike. With the score `position` streaming heads hold what the paper's do; with another score they
+hold their best tokens. Prompts are attended in full, where the paper's streaming heads see sinks and recents only.
+Where the budget has less than `streaming` tokens for each head, all get the same.
+
+*Cost*: none; each layer is cut as soon as it is done. Heads hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.allocate.contract import Allocator, BudgetRequest
+from kvtailor.ops.apportion import apportion
+
+__all__ = ["Duo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duo(Allocator):
+    """Heads in the order of their gates.
+
+    Attributes:
+        gates: for each layer one number for each kv head; the larger, the more of a retrieval head.
+        streaming: tokens that every head is sure of, what must stay among them.
+    """
+
+    gates: tuple[tuple[float, ...], ...]
+    streaming: int = 320
+    examples: ClassVar[tuple[str, ...]] = (
+        "duo(gates=[[0.9, 0.1], [0.3, 0.3], [0.0, 1.0]], streaming=8)",
+        "duo(gates=[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], streaming=0)",
+    )
+
+    def __post_init__(self) -> None:
+        widths = {len(row) for row in self.gates}
+        if len(widths) != 1 or 0 in widths:
+            raise ValueError(
+                f"duo: gates must be a list for each layer with one number for each kv head, found {self.gates}"
+            )
+        if not all(math.isfinite(gate) for row in self.gates for gate in row):
+            raise ValueError(f"duo: gates must be finite, found {self.gates}")
+        if self.streaming < 0:
+            raise ValueError(f"duo: streaming must be 0 or more tokens, found {self.streaming}; the paper uses 320")
+
+    def misfit(self, *, layers: int, heads: int, size: int) -> str | None:
+        """Gates of other layers or kv heads than the model's."""
+        found = len(self.gates), len(self.gates[0])
+        if found == (layers, heads):
+            return None
+        return (
+            f"duo: its gates are for {found[0]} layers with {found[1]} kv heads, but {layers} with {heads} are "
+            "compressed: give one for each"
+        )
+
+    def allocate(self, request: BudgetRequest) -> Tensor:
+        """(b, l, h) int64 on the CPU.
+
+        Raises:
+            ValueError: the gates are of another number of layers or heads.
+        """
+        heads = request.capacity.shape[-1]
+        sentence = self.misfit(layers=request.num_layers, heads=heads, size=0)
+        if sentence is not None:
+            raise ValueError(sentence)
+        if request.layers == tuple(range(request.num_layers)):
+            return self._filled(request.total, request.floor, request.capacity)
+        shares = []
+        for i, layer in enumerate(request.layers):
+            own = request.capacity[:, i : i + 1]
+            # A layer that is asked alone takes the others to hold all that a head can hold.
+            others = own if request.row_tokens is None else torch.maximum(request.row_tokens[:, None, None], own)
+            shape = (-1, request.num_layers, heads)
+            due = self._filled(request.total, request.floor[:, i : i + 1].expand(shape), others.expand(shape))
+            shares.append(torch.minimum(due[:, layer], own[:, 0]))
+        return torch.stack(shares, 1)
+
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
+        """0: gates are compared, never computed with."""
+        return 0
+
+    def _filled(self, total: Tensor, floor: Tensor, high: Tensor) -> Tensor:
+        """(b, L, h) the budgets of all heads of all layers, from bounds (b, L, h)."""
+        shape, floor, high = high.shape, floor.flatten(1), high.flatten(1)
+        sure = torch.maximum(floor, high.clamp_max(self.streaming))
+        low = apportion(torch.ones(floor.shape[-1]), total, floor, sure)
+        levels, level = torch.tensor(self.gates, dtype=torch.float64).flatten().neg().unique(return_inverse=True)
+        wanted = torch.zeros(len(low), len(levels), dtype=torch.int64).index_add_(1, level, high - low)
+        # Levels, the highest gate first, that are full before the budget is spent; the next one gets what is left.
+        full = (wanted.cumsum(-1) <= (total - low.sum(-1))[:, None]).sum(-1, keepdim=True)
+        low = torch.where(level < full, high, low)
+        return apportion((level == full).double(), total, low, high).view(shape)

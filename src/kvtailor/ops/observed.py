@@ -1,0 +1,108 @@
+"""Attention of observed queries over what one row and kv head holds: no padding, no filler, one lane at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvtailor.types import Held
+
+__all__ = ["lane_attention", "mean_attention", "window_attention", "window_means"]
+
+
+def lane_attention(queries: Tensor, columns: Tensor, keys: Tensor, positions: Tensor, scaling: float) -> Tensor:
+    """Causal attention probabilities of some queries over one lane.
+
+    Args:
+        queries: (g, m, d) of a group's query heads.
+        columns: (m,) int64 columns of the queries.
+        keys: (n, d).
+        positions: (n,) int64 columns of the keys.
+        scaling: factor before the softmax.
+
+    Returns:
+        (g, m, n) float32; rows sum to 1, those of a query that sees no key are zeros.
+    """
+    group, count, size = queries.shape
+    rows = (queries.float() * scaling).reshape(group * count, size)
+    given = (rows @ keys.float().t()).view(group, count, keys.shape[0])
+    unseen = positions > columns[:, None]
+    given.masked_fill_(unseen, torch.finfo(torch.float32).min)
+    torch.softmax(given, -1, out=given)
+    return given.masked_fill_(unseen.all(-1)[:, None], 0.0)
+
+
+def window_attention(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
+    """Attention of the newest queries of a row over the tokens of one kv head.
+
+    A query takes part if some head holds its own token, so what padding looks at counts for nothing.
+
+    Args:
+        held: with `queries`.
+        row: of the batch.
+        head: a kv head.
+
+    Returns:
+        (g, v, n) float32 probabilities of the v queries that take part over the n tokens, neither padding nor filler
+        among them; (n,) bool: which of the tokens are older than the window.
+    """
+    assert held.queries is not None and held.query_columns is not None
+    group = held.queries.shape[1] // held.keys.shape[1]
+    there = held.valid[row, head]
+    own = torch.isin(held.query_columns, held.positions[row][held.valid[row]])
+    keys, positions = held.keys[row, head][there], held.positions[row, head][there]
+    queries = held.queries[row, head * group : (head + 1) * group][:, own]
+    given = lane_attention(queries, held.query_columns[own], keys, positions, held.scaling)
+    return given, positions < held.query_columns[0]
+
+
+def window_means(held: Held, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a function says of each probability row of the window: its mean over the queries and the group.
+
+    Args:
+        held: with `queries`.
+        of: from the rows (v, n) of one query head to numbers (v,).
+
+    Returns:
+        (b, h) float32; 1 where no query of a row takes part, as if each saw a single token.
+    """
+    rows, heads = held.keys.shape[:2]
+    found = torch.ones((rows, heads), dtype=torch.float32, device=held.keys.device)
+    for row in range(rows):
+        for head in range(heads):
+            given, _ = window_attention(held, row, head)
+            if given.numel():
+                found[row, head] = torch.stack([of(one) for one in given]).mean()
+    return found
+
+
+def mean_attention(held: Held, row: int) -> Tensor:
+    """Attention of a row's newest queries, averaged over all query heads.
+
+    Args:
+        held: with `queries`.
+        row: of the batch.
+
+    Returns:
+        (v, n) float32 for the v queries that take part (see `window_attention`), a column for each token that any head
+        holds, padding left out.
+    """
+    assert held.queries is not None and held.query_columns is not None
+    query_heads, heads = held.queries.shape[1], held.keys.shape[1]
+    group = query_heads // heads
+    tokens = torch.unique(held.positions[row][held.valid[row]])
+    own = torch.isin(held.query_columns, tokens)
+    queries, columns = held.queries[row][:, own], held.query_columns[own]
+    total = torch.zeros((columns.shape[0], tokens.shape[0]), dtype=torch.float32, device=held.keys.device)
+    for head in range(heads):
+        there = held.valid[row, head]
+        keys, positions = held.keys[row, head][there].float(), held.positions[row, head][there]
+        # Heads hold the same tokens until they are given different budgets; their columns then need no search.
+        place = None if positions.shape == tokens.shape else torch.searchsorted(tokens, positions)
+        for query in range(head * group, (head + 1) * group):
+            given = lane_attention(queries[query : query + 1], columns, keys, positions, held.scaling)[0]
+            total = total.add_(given) if place is None else total.index_add_(1, place, given)
+            del given
+    return total.div_(query_heads)

@@ -1,0 +1,84 @@
+"""Any score goes with any budget: every scorer with every allocator, in a model, on a padded batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.discover import methods_of, samples_of
+from tests.seam.zoo import build, held_columns, prompts
+from torch import Tensor
+
+import kvtailor
+import kvtailor.allocate
+import kvtailor.score
+from kvtailor.allocate.contract import Allocator
+from kvtailor.plan import Plan
+from kvtailor.plan_arguments import word_of
+from kvtailor.score.contract import Scorer
+from kvtailor.types import Needs
+
+SCORERS = [each for kind in methods_of(kvtailor.score, Scorer) for each in samples_of(kind)]
+ALLOCATORS = [each for kind in methods_of(kvtailor.allocate, Allocator) for each in samples_of(kind)]
+# The second row is below the budget, and the third just above the windows that are in use.
+LENGTHS, TOKENS = (90, 31, 63), 40
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return build("llama")
+
+
+def runnable(method: Scorer | Allocator) -> bool:
+    """A prompt alone is enough for it, without a second pass over the context, and its shapes are the model's."""
+    return not method.needs.reconstruction and method.misfit(layers=3, heads=2, size=16) is None
+
+
+def text_of(method: Scorer | Allocator) -> str:
+    return str(word_of(method))
+
+
+@torch.no_grad()
+def held_by(model: torch.nn.Module, plan: Plan) -> Tensor:
+    """(b, l, h) tokens after the prompt, padding left out."""
+    ids, mask = prompts(LENGTHS)
+    cache = kvtailor.cache_for(model, plan)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
+    assert cache.ledger().total == cache.ledger().closed_form
+    # A layer of which no row has to give up a token still holds the padding.
+    return torch.stack([(columns & mask.bool()[:, None]).sum(-1) for columns in held_columns(cache).values()], 1)
+
+
+@pytest.mark.parametrize("allocator", list(filter(runnable, ALLOCATORS)), ids=text_of)
+@pytest.mark.parametrize("scorer", list(filter(runnable, SCORERS)), ids=text_of)
+def test_holds_exactly_the_budget(model: torch.nn.Module, scorer: Scorer, allocator: Allocator) -> None:
+    held = held_by(model, Plan(score=scorer, allocate=allocator, tokens=TOKENS))
+    owed = [min(TOKENS, length) * 3 * 2 for length in LENGTHS]
+    assert held.sum((1, 2)).tolist() == owed
+    assert (held <= torch.tensor(LENGTHS)[:, None, None]).all()
+    if allocator.even_heads:
+        assert (held == held[..., :1]).all()
+
+
+def test_most_methods_are_asked() -> None:
+    asked = {type(method).__name__ for method in filter(runnable, [*SCORERS, *ALLOCATORS])}
+    assert {"SnapKV", "H2O", "Position", "Random", "Uniform", "DynamicKV", "Cake", "Duo", "Erank", "Table"} <= asked
+
+
+@pytest.mark.parametrize("allocator", ["entropy(window=32)", "erank", "coverage(per_head=true)", "cake"])
+@torch.no_grad()
+def test_what_an_allocator_needs_changes_no_score(
+    model: torch.nn.Module, allocator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scorer of 4 queries has 4, whatever wider window the allocator is given."""
+    seen: dict[str, list[Tensor]] = {}
+    scorer = type(Plan.parse("snapkv(window=4) @ tokens=40").score)
+    score = scorer.score
+    for name in ("uniform", allocator):
+        found = seen.setdefault(name, [])
+        monkeypatch.setattr(scorer, "score", lambda self, held, into=found: into.append(score(self, held)) or into[-1])
+        held_by(model, Plan.parse(f"snapkv(window=4) + {name} @ tokens={TOKENS}"))
+    assert len(seen[allocator]) == 3
+    for one, other in zip(seen[allocator], seen["uniform"], strict=True):
+        assert torch.equal(one, other)
+    assert Plan.parse(f"snapkv(window=4) + {allocator} @ tokens=40").needs != Needs(window=4)
