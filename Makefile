@@ -31,6 +31,7 @@ docs: $(READY)
 cost: $(READY)
 	OMP_NUM_THREADS=1 .venv/bin/kvtailor bench --suite scoring --model random-llama --out results/scoring
 	.venv/bin/python docs/write_cost.py results/scoring
+	.venv/bin/python docs/write_methods.py
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'

@@ -79,7 +79,8 @@ def _index(rooms: Mapping[str, list[find.MethodInfo]], papers: tuple[Paper, ...]
     yield "# What there is to choose from\n"
     yield "A plan names at most one method of each room, with `+` between, in any order; a preset brings several at"
     yield "once. What a plan does not name is what stands as *default* below. `kvtailor ls` lists the same in a"
-    yield "terminal.\n"
+    measured = " What choosing costs is in [cost.md](cost.md)." if (FOLDER / "cost.md").is_file() else ""
+    yield f"terminal.{measured}\n"
     for room, infos in rooms.items():
         yield f"## {room}\n\n{_sentence(room)}\n"
         yield "| method | what it does | paper | arguments |\n|---|---|---|---|"
