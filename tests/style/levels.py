@@ -28,6 +28,7 @@ LEVELS = {
     "layer": 3,
     "repeat": 3,
     "route": 3,
+    "walk": 3,
     "speculate": 3,
     "presets": 3,
     "demo": 3,
@@ -35,8 +36,8 @@ LEVELS = {
     "bench": 5,
     "cli": 6,
 }
-# `layer` is the other half of `route`: docs/decisions/0003-lanes.md.
-MAY_NAME_ROOMS = ("find", "route", "layer")
+# `layer` is the other half of `route`: docs/decisions/0003-lanes.md. `walk` is what it does with what is scored.
+MAY_NAME_ROOMS = ("find", "route", "walk", "layer")
 # The recipe that trains the demo model needs the tokenizers package, and is run by hand.
 RECIPE = "demo"
 
