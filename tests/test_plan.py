@@ -103,7 +103,10 @@ def test_the_strategy_meets_every_room_and_most_methods() -> None:
         seen.update(name for name in ("tokens", "keep", "bytes") if getattr(plan, name) is not None)
 
     look()
-    assert {"snapkv", "position", "adakv", "pyramid", "inverse", "table", "plain", "segments"} <= seen
+    # Which ones are drawn is chance, and any single one may be missed.
+    for room in find.rooms():
+        names = set(find.methods(room))
+        assert len(names & seen) >= 0.6 * len(names), f"{room}: {sorted(names - seen)} never came"
     assert {"tokens", "keep", "bytes"} <= seen
 
 

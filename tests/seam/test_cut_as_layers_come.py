@@ -190,6 +190,14 @@ def test_layers_that_were_cut_early_are_encoded_in_the_end(codec: str, lengths: 
     assert found.ledger().total == expected.ledger().total
 
 
+def test_scores_stay_with_their_tokens_where_rows_hold_different_numbers() -> None:
+    """See the assertion in `AtOnce`."""
+    ids, mask = prompts((63, 63, 63))
+    plan = replace(Plan.parse("random @ tokens=20"), allocate=AtOnce(less=7))
+    cache = prefilled(build("llama"), plan, ids, mask)
+    assert cache.held()[:, 0, 0].tolist() == [20, 13, 6]
+
+
 @pytest.mark.parametrize(
     "plan", [f"{DYNAMIC} @ tokens=16", f"{SNAP} + cake @ tokens=16", f"{SNAP} + pooled @ tokens=16"]
 )
