@@ -7,9 +7,19 @@ import torch
 from tests.segments_of import states
 from torch import Tensor
 
-from kvtailor.ops.quant import dequantise, largest_divisor, pack, packed_size, quantise, unpack
+from kvtailor.ops.quant import (
+    dequantise,
+    from_e4m3,
+    largest_divisor,
+    pack,
+    packed_size,
+    quantise,
+    quantise_symmetric,
+    to_e4m3,
+    unpack,
+)
 
-every_bits = pytest.mark.parametrize("bits", [2, 4, 8])
+every_bits = pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -74,7 +84,7 @@ def test_groups_must_divide() -> None:
         quantise(torch.zeros(2, 63, 8), 4, 1, 32)
 
 
-@every_bits
+@pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64, 129])
 def test_packing_round_trips_at_the_size_it_says(bits: int, size: int) -> None:
     generator = torch.Generator().manual_seed(size)
@@ -87,7 +97,7 @@ def test_packing_round_trips_at_the_size_it_says(bits: int, size: int) -> None:
     assert torch.equal(unpack(packed[:, [4, 0]], bits, size), codes[:, [4, 0]])
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [1, 2, 4])
 def test_every_code_has_its_own_bits(bits: int) -> None:
     size = 2 * (8 // bits)
     for i in range(size):
@@ -97,6 +107,73 @@ def test_every_code_has_its_own_bits(bits: int) -> None:
         expected = torch.zeros(2, dtype=torch.uint8)
         expected[byte] = (2**bits - 1) << (place * bits)
         assert torch.equal(pack(codes, bits), expected)
+
+
+def test_codes_of_three_bits_are_a_plane_of_two_and_a_plane_of_one() -> None:
+    """By hand: 8 codes in 3 bytes, the low bits of the codes 0, 2, 4, 6 in the first, all third bits in the last."""
+    codes = torch.tensor([7, 0, 1, 2, 4, 5, 6, 3], dtype=torch.uint8)
+    low = [3, 0, 1, 2, 0, 1, 2, 3]
+    first = low[0] | low[2] << 2 | low[4] << 4 | low[6] << 6
+    second = low[1] | low[3] << 2 | low[5] << 4 | low[7] << 6
+    third = sum(1 << i for i in (0, 4, 5, 6))
+    assert pack(codes, 3).tolist() == [first, second, third]
+    assert [packed_size(size, 3) for size in (1, 4, 5, 8, 64, 128)] == [2, 2, 3, 3, 24, 48]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@every_dtype
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 2e3])
+def test_symmetric_codes_are_within_half_a_step_and_odd(bits: int, dtype: torch.dtype, scale: float) -> None:
+    """The step is max |x| / Q with Q = 2^(bits - 1) - 1, and -x decodes to minus what x decodes to."""
+    x = (states((5, 63, 40), 3) * scale).to(dtype)
+    codes, step = quantise_symmetric(x, bits)
+    most = 2 ** (bits - 1) - 1
+    found = dequantise(codes, step, None, 2, zero=most)
+    assert step.shape == (5, 63, 1) and int(codes.max()) <= 2 * most and found.dtype == dtype
+    top = x.double().abs().amax(-1, keepdim=True)
+    eps = torch.finfo(dtype).eps
+    assert bool(((found.double() - x.double()).abs() <= top / most / 2 + 2 * eps * top).all())
+    mirrored, same = quantise_symmetric(-x, bits)
+    assert torch.equal(dequantise(mirrored, same, None, 2, zero=most), -found)
+
+
+def test_int4_by_hand() -> None:
+    """Q = 7: the step of [3.5, -7, 1, 0.4] is 1, and 3.5 goes to the even neighbour."""
+    codes, step = quantise_symmetric(torch.tensor([[3.5, -7.0, 1.0, 0.4]]), 4)
+    assert step.item() == 1.0 and (codes.int() - 7).tolist() == [[4, -7, 1, 0]]
+
+
+@every_dtype
+def test_symmetric_codes_leave_their_input_and_survive_its_largest(dtype: torch.dtype) -> None:
+    x = torch.tensor([[torch.finfo(dtype).max, 0.0, -1.0], [0.0, 0.0, 0.0]], dtype=dtype)
+    before = x.clone()
+    for bits in (2, 8):
+        codes, step = quantise_symmetric(x, bits)
+        found = dequantise(codes, step, None, 1, zero=2 ** (bits - 1) - 1)
+        assert torch.equal(x, before) and bool(found.isfinite().all()) and bool((found[1] == 0).all())
+
+
+def test_every_e4m3_number_is_what_its_bits_say() -> None:
+    """Sign, 4 bits of exponent with bias 7, 3 of mantissa, and no infinity: by the format's definition."""
+    for code in range(256):
+        sign, exponent, mantissa = -1.0 if code & 128 else 1.0, (code >> 3) & 15, code & 7
+        if exponent == 15 and mantissa == 7:  # not a number, which nothing is ever coded to
+            continue
+        expected = sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            found = from_e4m3(torch.tensor([code], dtype=torch.uint8), torch.ones(1, dtype=dtype))
+            assert found.dtype == dtype and found.item() == expected
+        assert to_e4m3(torch.tensor([expected])).item() & 127 == code & 127
+
+
+def test_e4m3_rounds_to_the_nearest_and_cuts_at_448() -> None:
+    x = states((2000,), 1) * torch.logspace(-4, 2, 2000)
+    found = from_e4m3(to_e4m3(x), torch.ones(1))
+    grid = from_e4m3(torch.arange(256, dtype=torch.uint8), torch.ones(1))
+    grid = grid[grid.abs() <= 448]
+    nearest = (x[:, None] - grid).abs().amin(1)
+    assert torch.equal((found - x).abs(), nearest)
+    assert from_e4m3(to_e4m3(torch.tensor([1e6, -1e6, 449.0])), torch.ones(1)).tolist() == [448.0, -448.0, 448.0]
 
 
 def test_largest_divisor() -> None:
