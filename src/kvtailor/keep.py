@@ -32,7 +32,7 @@ def keep_only(
         encoding: False where the layer will be cut again in the same walk: then what is not encoded yet waits as it
             is, so that it is encoded once, for what stays in the end.
     """
-    codec = plan.encode
+    codec = state.codec(plan)
     if codec.exact and codec.block == 0:
         cut = cut_lanes(keep)
         if cut is not None and cut.owner is None:
@@ -65,8 +65,10 @@ def keep_only(
         old = fresh
     cut = cut_lanes(old, codec.lane_multiple)
     if cut is not None:
-        plain = gather_held(held, cut)
-        segments.append(plan.store.put(codec.encode(plain.layout, plain.keys, plain.values) if encoding else plain))
+        segment = gather_held(held, cut)
+        if encoding:
+            segment = codec.encode(segment.layout, segment.keys, segment.values, held.first)
+        segments.append(plan.store.put(segment))
         cuts.append(cut)
     state.tail.drop_oldest(state.tail.length - newest)
     if newest:
@@ -79,7 +81,7 @@ def keep_only(
 
 def waits(state: LayerState, plan: Plan) -> bool:
     """Whether the layer holds segments that are not encoded yet; see `keep_only`."""
-    encoded = plan.encode.segment_type()
+    encoded = state.codec(plan).segment_type()
     return not all(isinstance(plan.store.get(segment), encoded) for segment in state.segments)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvtailor.encode.contract import Codec, LayerFacts
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry
 from kvtailor.observe import Evidence
@@ -51,10 +52,12 @@ class LayerState:
         output: (q, dv, D) the layer's own output projection, for plans that need it.
         rotation: the layer's rotary embedding, for plans that need it.
         calibration: this layer's tensors of the scorer's calibration file.
+        layers: how many layers the plan compresses.
     """
 
-    def __init__(self, index: int):
-        self.index = index
+    def __init__(self, index: int, layers: int = 1):
+        self.index, self.layers = index, layers
+        self._codec: Codec | None = None
         self.recording = False
         self.scaling = 1.0
         self.output: Tensor | None = None
@@ -88,6 +91,13 @@ class LayerState:
     def heads(self) -> int:
         """h; 0 before the first token."""
         return 0 if self.tail is None else self.tail.heads
+
+    def codec(self, plan: Plan) -> Codec:
+        """The plan's codec, as it is on this layer."""
+        if self._codec is None:
+            facts = LayerFacts(layer=self.index, layers=self.layers, rotation=self.rotation)
+            self._codec = plan.encode.for_layer(facts)
+        return self._codec
 
     def sizes(self) -> tuple[int, int, int]:
         """d, dv and the bytes of an element, of the newest token."""
@@ -134,7 +144,7 @@ class LayerState:
             new_tokens: of the forward that has just ended.
             real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
         """
-        codec, tail = plan.encode, self.tail
+        codec, tail = self.codec(plan), self.tail
         if tail is None or codec.block == 0 or self.due or self.recording:
             return
         count = tail.length - codec.tail
@@ -152,8 +162,9 @@ class LayerState:
         if mass:
             last = mass.pop()
             mass += [last[:, :count].clone(), last[:, count:].clone()]
-        encodes = True
+        encodes, first = True, None
         if real is not None:
+            first = real.to(torch.int8).argmax(-1)
             row = torch.arange(self.rows, device=keys.device)[:, None, None]
             cut = cut_lanes(real.to(keys.device)[row, columns], codec.lane_multiple)
             encodes = cut is not None
@@ -163,7 +174,7 @@ class LayerState:
                 if mass:
                     mass[-2] = mass[-2][at]
         if encodes:
-            self.segments.append(plan.store.put(codec.encode(block, keys, values)))
+            self.segments.append(plan.store.put(codec.encode(block, keys, values, first)))
         elif mass:
             del mass[-2]
         tail.drop_oldest(count)

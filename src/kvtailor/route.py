@@ -41,7 +41,7 @@ class Route:
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
         self.plan = plan
         self.needs = plan.needs
-        self.states = [LayerState(index) for index in range(layers)]
+        self.states = [LayerState(index, layers) for index in range(layers)]
         self.holding = self.opened = False
         self.repeating: Piece | None = None
         self.passing: PlainSegment | None = None

@@ -161,12 +161,7 @@ class Segment(ABC):
 
     @abstractmethod
     def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """JSON-able fields and tensors from which `from_state` makes this segment again (the layout left out)."""
-
-    @classmethod
-    @abstractmethod
-    def from_state(cls, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Segment:
-        """The segment that `state()` described."""
+        """JSON-able fields and tensors from which `Codec.restore` makes this segment again (the layout left out)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +198,7 @@ class PlainSegment(Segment):
 
     @classmethod
     def from_state(cls, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> PlainSegment:
+        """The segment that `state()` described."""
         return cls(layout=layout, keys=tensors["keys"], values=tensors["values"])
 
 

@@ -238,7 +238,7 @@ def test_what_has_arrived_is_seen(tmp_path, entry):
 @pytest.mark.parametrize(
     ("plan", "entry"),
     [
-        ("kivi(bits=4, only=keys)", "kivi.only"),
+        ("kivi(bits=4, someday=3)", "kivi.someday"),
         ("full @ resident_layers=4", "@resident_layers"),
         ("snapkv + someday(of=uniform) @ tokens=90", "someday"),
         ("snapkv + inverse(of=someday) @ tokens=90", "someday"),

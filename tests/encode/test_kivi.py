@@ -17,7 +17,7 @@ def encoded(
     return Kivi(bits=bits).encode(Layout(rows=2, heads=3, size=slots, start=0), keys, values), keys, values
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("slots", [1, 31, 32, 63, 128])
 def test_no_error_above_half_a_step_of_its_group(bits: int, slots: int) -> None:
     segment, keys, values = encoded(bits, slots, 24, 64)
@@ -32,7 +32,7 @@ def test_no_error_above_half_a_step_of_its_group(bits: int, slots: int) -> None:
         assert bool(((found_values[..., channel : channel + 32] - run).abs() <= half * 1.001 + 1e-6).all())
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_uses_few_levels(bits: int) -> None:
     """A group of decoded keys has at most 2^bits values: nothing finer is hidden anywhere."""
     segment, _, _ = encoded(bits, 128, 24, 64)
@@ -56,7 +56,7 @@ def test_an_outlier_channel_of_keys_hurts_no_other() -> None:
 
 def test_a_value_size_that_the_group_does_not_divide_takes_the_largest_divisor() -> None:
     segment, _, _ = encoded(4, 32, 24, 40)
-    assert segment.value_step.shape == (6, 32, 2)
+    assert segment.values.step.shape == (6, 32, 2)
 
 
 def test_bytes_are_the_papers() -> None:
@@ -68,7 +68,7 @@ def test_bytes_are_the_papers() -> None:
 def test_a_short_last_group_keeps_no_padding_alive() -> None:
     keys = states((1, 63, 16), 4)
     segment = Kivi(bits=8).encode(Layout(rows=1, heads=1, size=63, start=0), keys, keys)
-    assert segment.key_codes.untyped_storage().nbytes() == 63 * 16
+    assert segment.keys.codes.untyped_storage().nbytes() == 63 * 16
 
 
 def test_moving_drops_the_scales_that_nobody_uses() -> None:
@@ -77,18 +77,18 @@ def test_moving_drops_the_scales_that_nobody_uses() -> None:
     slot = torch.arange(30, 70)[None].expand(6, -1)  # of groups 0, 1 and 2 out of 4
     positions = slot.to(torch.int32).contiguous()
     moved = segment.regather(lane, slot, Layout(rows=2, heads=3, size=40, positions=positions))
-    assert moved.key_step.shape == moved.key_low.shape == (18, 24)
+    assert moved.keys.step.shape == moved.keys.low.shape == (18, 24)
     again = moved.regather(
         lane[:, :5], torch.arange(5).expand(6, -1), Layout(rows=2, heads=3, size=5, positions=positions[:, :5].clone())
     )
-    assert again.key_step.shape == (12, 24)
+    assert again.keys.step.shape == (12, 24)
     assert torch.equal(again.decode()[0], segment.decode()[0][:, 30:35])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 3}, "bits=4"),
+        ({"bits": 9}, "kivi: bits must be 1 to 8, found 9"),
         ({"group": 1}, "group=32"),
         ({"residual": 100}, "residual=96"),
         ({"residual": 8}, "residual=32"),
@@ -105,7 +105,22 @@ def test_keys_and_values_can_have_other_bits_each() -> None:
     mixed = Kivi(key_bits=8, value_bits=2).encode(layout, keys, values)
     eight, two = Kivi(bits=8).encode(layout, keys, values), Kivi(bits=2).encode(layout, keys, values)
     assert torch.equal(mixed.decode()[0], eight.decode()[0]) and torch.equal(mixed.decode()[1], two.decode()[1])
-    assert mixed.key_codes.shape[-1] == 24 and mixed.value_codes.shape[-1] == 16
+    assert mixed.keys.codes.shape[-1] == 24 and mixed.values.codes.shape[-1] == 16
     assert Kivi(key_bits=8, value_bits=2).bytes_per_token(128, 128, 2) == 128 + 32 + 2 * 2 * (128 / 32 + 4)
-    with pytest.raises(ValueError, match="not value_bits=3"):
-        Kivi(value_bits=3)
+    with pytest.raises(ValueError, match="kivi: value_bits must be 1 to 8, found 0"):
+        Kivi(value_bits=0)
+
+
+@pytest.mark.parametrize(("only", "coded"), [("keys", 0), ("values", 1)])
+def test_one_side_alone_leaves_the_other_as_it_was(only: str, coded: int) -> None:
+    keys, values = states((6, 63, 24), 0), states((6, 63, 40), 1)
+    layout = Layout(rows=2, heads=3, size=63, start=0)
+    both, one = Kivi(bits=3).encode(layout, keys, values), Kivi(bits=3, only=only).encode(layout, keys, values)
+    given = keys, values
+    assert torch.equal(one.decode()[coded], both.decode()[coded])
+    assert torch.equal(one.decode()[1 - coded], given[1 - coded])
+    assert not torch.equal(one.decode()[coded], given[coded])
+    codec = Kivi(bits=3, only=only)
+    # 3 bits, groups of 32 and 16-bit scales: 0.5 bytes for each element of the coded side.
+    assert codec.bytes_per_token(64, 64, 2) == 64 * 0.5 + 64 * 2
+    assert codec.lane_multiple == (32 if only == "keys" else 1)

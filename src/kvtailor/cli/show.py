@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LAYERS = 32
 
 
 @click.command(short_help="Say what a plan does, before anything runs.")
@@ -90,7 +91,9 @@ def _about(method: object) -> dict[str, Any]:
 def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     """Closed-form bytes of a token, indices of ragged caches not counted."""
     element, size = ELEMENT_SIZES[sizes["dtype"]], sizes["head_size"]
-    full, encoded = 2.0 * size * element, plan.encode.bytes_per_token(size, size, element)
+    full = 2.0 * size * element
+    # Bits may differ between layers, so somebody has to say how many there are.
+    encoded = plan.encode.mean_bytes_per_token(sizes.get("compressed_layers") or _LAYERS, size, size, element)
     copies = sizes["kv_heads"] * sizes["compressed_layers"] if "kv_heads" in sizes else None
     return {
         "full_bytes_per_token_and_kv_head": full,

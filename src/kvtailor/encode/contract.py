@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Method
-from kvtailor.types import Layout, Segment
+from kvtailor.ops.coded import Coded, PairSegment, Whole, alone
+from kvtailor.types import Layout, Rotation, Segment
 
-__all__ = ["Codec", "refuse_non_finite"]
+__all__ = ["Around", "Codec", "LayerFacts", "Sides", "TwoSided", "refuse_non_finite"]
+
+Sides = Literal["both", "keys", "values"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """What a codec may know of the layer whose tokens it stores.
+
+    Attributes:
+        layer: 0-based among the layers that the plan compresses.
+        layers: how many the plan compresses.
+        rotation: the layer's rotary embedding; None where the codec does not need it, or where only its bytes are
+            asked for.
+    """
+
+    layer: int
+    layers: int
+    rotation: Rotation | None = None
 
 
 class Codec(Method, ABC):
     """One way to store tokens. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
+
+    A codec is asked `for_layer` once for each layer, and what that gives encodes and restores this layer's tokens. All
+    else (`tail`, `block`, `lane_multiple`, `exact`) is the same for all layers.
 
     Attributes:
         exact: decode(encode(x)) == x bit for bit.
@@ -39,17 +63,40 @@ class Codec(Method, ABC):
         """Ragged lanes are cut to a multiple of this many slots (groups along time)."""
         return 1
 
-    @abstractmethod
-    def segment_type(self) -> type[Segment]:
-        """The class of segments that `encode` gives, with which a saved cache is read back."""
+    @property
+    def needs_rotation(self) -> bool:
+        """Whether `LayerFacts.rotation` must be there before anything is encoded."""
+        return False
+
+    def for_layer(self, facts: LayerFacts) -> Codec:
+        """This codec as it is on one layer, and the codecs inside it."""
+        return self
+
+    def mean_bytes_per_token(self, layers: int, key_size: int, value_size: int, element_size: int) -> float:
+        """`bytes_per_token` on average over so many layers."""
+        each = [self.for_layer(LayerFacts(layer=layer, layers=layers)) for layer in range(layers)]
+        return sum(codec.bytes_per_token(key_size, value_size, element_size) for codec in each) / layers
 
     @abstractmethod
-    def encode(self, layout: Layout, keys: Tensor, values: Tensor) -> Segment:
+    def segment_type(self) -> type[Segment]:
+        """The class of segments that `encode` gives."""
+
+    @abstractmethod
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> Segment:
         """The segment of keys (m, s, d) and values (m, s, dv). Filler slots repeat a filled one of their lane.
+
+        Args:
+            layout: which tokens these are.
+            keys, values: not to be changed.
+            first: (b,) int64 column of each row's first real token, from which positions count; None: column 0.
 
         Raises:
             CacheMisuse: NaN or infinity in a filled slot, which no code can hold.
         """
+
+    @abstractmethod
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Segment:
+        """The segment of a saved cache, as `encode` gave it, from its layout and what `Segment.state` said."""
 
     @abstractmethod
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
@@ -72,6 +119,101 @@ class Codec(Method, ABC):
     def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
         """What decoding these tokens of one kv head computes, as `encode_flops`."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around(Method):
+    """What codecs have in common that hand changed states to another codec. Stands before `Codec` among the bases.
+
+    Attributes:
+        of: the other codec.
+    """
+
+    of: Codec
+
+    @property
+    def tail(self) -> int:
+        return self.of.tail
+
+    @property
+    def block(self) -> int:
+        return self.of.block
+
+    @property
+    def lane_multiple(self) -> int:
+        return self.of.lane_multiple
+
+    @property
+    def needs_rotation(self) -> bool:
+        return self.of.needs_rotation
+
+    def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
+        """The inner codec's."""
+        return self.of.bytes_per_token(key_size, value_size, element_size)
+
+
+class TwoSided(ABC):
+    """What codecs have in common that code keys and values each on their own. Stands before `Codec` among the bases.
+
+    Attributes:
+        only: what is encoded; the other side stays as it is. A field of the codec.
+        segment: what `encode` gives.
+    """
+
+    only: Sides
+    segment: ClassVar[type[PairSegment]]
+
+    @abstractmethod
+    def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> Coded:
+        """Keys (m, s, d) in this encoding; `layout` and `first` as in `Codec.encode`."""
+
+    @abstractmethod
+    def code_values(self, values: Tensor, layout: Layout, first: Tensor | None) -> Coded:
+        """Values (m, s, dv) in this encoding."""
+
+    @abstractmethod
+    def key_bytes(self, size: int, element_size: int) -> float:
+        """Closed form for one encoded key, as `Codec.bytes_per_token`."""
+
+    @abstractmethod
+    def value_bytes(self, size: int, element_size: int) -> float:
+        """Closed form for one encoded value."""
+
+    @property
+    def codes_keys(self) -> bool:
+        """Whether keys are encoded."""
+        return self.only != "values"
+
+    @property
+    def codes_values(self) -> bool:
+        """Whether values are encoded."""
+        return self.only != "keys"
+
+    def segment_type(self) -> type[PairSegment]:
+        """See `Codec.segment_type`."""
+        return self.segment
+
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> PairSegment:
+        """See `Codec.encode`."""
+        refuse_non_finite(self.segment.codec, keys, values, "which no code can hold")
+        return self.segment(
+            layout=layout,
+            keys=self.code_keys(keys, layout, first) if self.codes_keys else Whole(states=alone(keys)),
+            values=self.code_values(values, layout, first) if self.codes_values else Whole(states=alone(values)),
+        )
+
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> PairSegment:
+        """See `Codec.restore`."""
+        return self.segment.from_state(layout, fields, tensors)
+
+    def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
+        """See `Codec.bytes_per_token`."""
+        key = self.key_bytes(key_size, element_size) if self.codes_keys else key_size * element_size
+        return key + (self.value_bytes(value_size, element_size) if self.codes_values else value_size * element_size)
+
+    def sizes_coded(self, key_size: int, value_size: int) -> int:
+        """Channels of a token that are encoded."""
+        return (key_size if self.codes_keys else 0) + (value_size if self.codes_values else 0)
 
 
 def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:

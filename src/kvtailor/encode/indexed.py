@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, refuse_non_finite
+from kvtailor.ops.coded import alone
 from kvtailor.types import Layout, Segment
 
 __all__ = ["Indexed", "IndexedSegment"]
@@ -117,14 +118,17 @@ class Indexed(Codec):
     def segment_type(self) -> type[IndexedSegment]:
         return IndexedSegment
 
-    def encode(self, layout: Layout, keys: Tensor, values: Tensor) -> IndexedSegment:
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> IndexedSegment:
         """Keys (m, s, d) and values (m, s, dv) as they are, with the bounds of the keys.
 
         Raises:
             CacheMisuse: NaN or infinity, from which no bounds can be made.
         """
         refuse_non_finite("indexed", keys, values, "over which no page has bounds")
-        return IndexedSegment.of(layout, self.page, _alone(keys), _alone(values))
+        return IndexedSegment.of(layout, self.page, alone(keys), alone(values))
+
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> IndexedSegment:
+        return IndexedSegment.from_state(layout, fields, tensors)
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
         """Keys, values, and two bounds of each key channel shared by a page."""
@@ -137,9 +141,3 @@ class Indexed(Codec):
     def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
         """0: tokens lie as they are."""
         return 0
-
-
-def _alone(states: Tensor) -> Tensor:
-    """The states in a storage of their own size, so that no buffer they were cut from stays alive."""
-    alone = states.is_contiguous() and states.untyped_storage().nbytes() == states.numel() * states.element_size()
-    return states if alone else states.clone(memory_format=torch.contiguous_format)

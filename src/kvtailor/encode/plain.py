@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,9 +30,12 @@ class Plain(Codec):
     def segment_type(self) -> type[PlainSegment]:
         return PlainSegment
 
-    def encode(self, layout: Layout, keys: Tensor, values: Tensor) -> PlainSegment:
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> PlainSegment:
         """Keys (m, s, d) and values (m, s, dv), held as they are (no copy); NaN passes, as it does without a cache."""
         return PlainSegment(layout=layout, keys=keys, values=values)
+
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> PlainSegment:
+        return PlainSegment.from_state(layout, fields, tensors)
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
         """(d + dv) elements."""

@@ -161,8 +161,8 @@ def _restore(state: LayerState, fields: Mapping[str, Any], tensors: Mapping[str,
             owner=own.get("owner"),
             lengths=own.get("lengths"),
         )
-        segment_type = PlainSegment if saved["codec"] == "plain" else plan.encode.segment_type()
-        state.segments.append(plan.store.put(segment_type.from_state(layout, saved["fields"], mine)))
+        restore = PlainSegment.from_state if saved["codec"] == "plain" else state.codec(plan).restore
+        state.segments.append(plan.store.put(restore(layout, saved["fields"], mine)))
     state.evidence = Evidence.from_tensors(_under("evidence.", tensors))
     state.carry = _under("carry.", tensors)
     for name, tensor in _under("memory.", tensors).items():

@@ -1,0 +1,47 @@
+"""What is encoded stays as it was encoded, bit for bit, however long the cache decodes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.discover import methods_of, samples_of
+from tests.segments_of import states
+
+import kvtailor.encode
+from kvtailor.encode.contract import Codec
+from kvtailor.layer import LayerState
+from kvtailor.plan import Plan
+from kvtailor.store.device import Device
+from kvtailor.types import Rotation
+
+SAMPLES: list[Codec] = [each for kind in methods_of(kvtailor.encode, Codec) for each in samples_of(kind)]
+PROMPT, DECODED = 77, 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("codec", SAMPLES, ids=lambda codec: str(Plan(encode=codec)))
+def test_no_segment_changes_over_a_thousand_decoded_tokens(codec: Codec, dtype: torch.dtype) -> None:
+    plan, state = Plan(encode=codec), LayerState(1, 3)
+    state.rotation = Rotation(frequencies=torch.tensor([1.0, 0.1, 0.01]))
+    keys, values = (states((2, 3, PROMPT + DECODED, 16), seed, dtype) for seed in (1, 2))
+    first_seen: list[tuple[object, dict[str, tuple[int, torch.Tensor]]]] = []
+    heaviest_tail = 0
+    for end in [PROMPT, *range(PROMPT + 1, PROMPT + DECODED + 1)]:
+        state.append(keys[:, :, state.seen : end], values[:, :, state.seen : end], exactly=False)
+        state.flush(plan, PROMPT if end == PROMPT else 1, None)
+        assert len(state.segments) >= len(first_seen)
+        for segment in state.segments[len(first_seen) :]:
+            storages = {name: (t.untyped_storage().data_ptr(), t.clone()) for name, t in segment.tensors().items()}
+            first_seen.append((segment, storages))
+        assert state.tail is not None
+        heaviest_tail = max(heaviest_tail, state.tail.length)
+    for segment, (then, storages) in zip(state.segments, first_seen, strict=True):
+        assert segment is then
+        for name, tensor in segment.tensors().items():
+            place, before = storages[name]
+            assert tensor.untyped_storage().data_ptr() == place and torch.equal(tensor, before)
+    assert int(state.counts().sum()) == 6 * (PROMPT + DECODED)
+    if codec.block:
+        assert len(first_seen) > 1 and heaviest_tail < codec.tail + codec.block + 1
+    order = torch.cat([part.layout.columns(torch.device("cpu")) for part in state.parts(Device())], 1)
+    assert torch.equal(order[0], torch.arange(PROMPT + DECODED))
