@@ -1,0 +1,96 @@
+"""Hadamard: any codec, of keys and values that were mixed over their channels first.
+
+*Idea* An outlier channel takes the steps of a quantiser that other channels would need. After a Hadamard rotation each
+channel is a signed sum of all, so outliers are shared out evenly; decoding rotates back. It helps codecs whose scale
+serves a whole vector, and can harm those that give each channel its own.
+*Paper* `ashkboos2024quarot` (arXiv 2404.00456), section 4, which rotates the cached keys and values of each head.
+*Source* The paper; kvtailor's own code.
+*Departs* Keys are rotated and rotated back here, while QuaRot rotates the queries too and folds the values' rotation
+into the weights. A head size that is no power of two is cut into blocks of the largest one that divides it (80: five of
+16; odd sizes stay as they are). The rotation has no random signs.
+*Cost* Nothing in memory; 2 * block multiplications and additions for each element when it is encoded, and at every step
+when it is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtailor.encode.contract import Around, Codec, LayerFacts, Sides, refuse_non_finite
+from kvtailor.ops.around import AroundSegment
+from kvtailor.ops.hadamard import block_of, mixed, unmixed
+from kvtailor.types import Layout
+
+__all__ = ["Hadamard", "HadamardSegment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HadamardSegment(AroundSegment):
+    """States that were mixed before they were encoded.
+
+    Attributes:
+        only: which sides were.
+    """
+
+    only: Sides
+    codec = "hadamard"
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.inner.decode()
+        return keys if self.only == "values" else unmixed(keys), values if self.only == "keys" else unmixed(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hadamard(Around, Codec):
+    """A rotation before another codec.
+
+    Attributes:
+        of: the codec.
+        only: what is rotated; the other side goes to the codec as it is.
+    """
+
+    only: Sides = "both"
+    examples: ClassVar[tuple[str, ...]] = (
+        "hadamard(of=vector(bits=4))",
+        "hadamard(of=kivi(bits=4), only=keys)",
+        "hadamard(of=fp8, only=values)",
+    )
+
+    def segment_type(self) -> type[HadamardSegment]:
+        return HadamardSegment
+
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> HadamardSegment:
+        """Keys (m, s, d) and values (m, s, dv), mixed and encoded.
+
+        Raises:
+            CacheMisuse: NaN or infinity.
+        """
+        refuse_non_finite("hadamard", keys, values, "which would be mixed into every channel")
+        keys = keys if self.only == "values" else mixed(keys)
+        values = values if self.only == "keys" else mixed(values)
+        inner = self.of.encode(layout, keys, values, first)
+        return HadamardSegment(layout=inner.layout, inner=inner, only=self.only)
+
+    def for_layer(self, facts: LayerFacts) -> Hadamard:
+        return replace(self, of=self.of.for_layer(facts))
+
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> HadamardSegment:
+        return HadamardSegment(layout=layout, inner=self.of.restore(layout, fields, tensors), only=self.only)
+
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """Those of the inner codec, and 2 b for each channel of a block of b."""
+        inner = self.of.encode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+        return None if inner is None else inner + self._mixing(tokens, key_size, value_size)
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """As `encode_flops`."""
+        inner = self.of.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+        return None if inner is None else inner + self._mixing(tokens, key_size, value_size)
+
+    def _mixing(self, tokens: int, key_size: int, value_size: int) -> int:
+        key = 0 if self.only == "values" else 2 * block_of(key_size) * key_size
+        return tokens * (key + (0 if self.only == "keys" else 2 * block_of(value_size) * value_size))

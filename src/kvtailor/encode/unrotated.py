@@ -1,0 +1,134 @@
+"""Unrotated: any codec, of keys as they were before the rotary embedding.
+
+*Idea* The rotation mixes two channels by an angle that grows with the position, so a channel of cached keys has no
+magnitude of its own over time. Before it, outliers stay in their channels. So keys are turned back by their position,
+encoded, and turned again when they are decoded.
+*Paper* `hooper2024kvquant` (arXiv 2401.18079), section 3.2, pre-RoPE key quantization.
+*Source* The paper; kvtailor's own code.
+*Departs* The paper never rotates the keys that it stores; here the model has rotated them, and turning back costs a
+rounding to the cache's dtype. Positions count from each row's first real token, as models do that get an attention
+mask; a model that is told other positions has its keys turned by the difference, which decoding takes back.
+*Cost* 8 bytes for each lane in padded batches, else nothing in memory; a sine, a cosine and 3 operations for each
+turned channel, at every step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.encode.contract import Around, Codec, LayerFacts, refuse_non_finite
+from kvtailor.ops.around import AroundSegment
+from kvtailor.ops.rotate import turn
+from kvtailor.types import Layout, Rotation, Segment
+
+__all__ = ["Unrotated", "UnrotatedSegment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrotatedSegment(AroundSegment):
+    """Keys that were turned back before they were encoded.
+
+    Attributes:
+        rotation: of the layer; its frequencies are the model's, and shared.
+        first: (m,) int64 column from which each lane's positions count; None: column 0.
+    """
+
+    rotation: Rotation
+    first: Tensor | None = None
+    codec = "unrotated"
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.inner.decode()
+        return turn(keys, _positions(self.layout, self.first, keys.device), self.rotation), values
+
+    def rows(self, index: Tensor) -> UnrotatedSegment:
+        lanes = self.layout.lanes_of_rows(index)[0]
+        return replace(super().rows(index), first=None if self.first is None else self.first[lanes])
+
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> UnrotatedSegment:
+        moved = super().regather(lane, slot, layout)
+        return replace(moved, first=None if self.first is None else self.first[lane[:, 0]])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.inner.tensors() | self._own()
+
+    def closed_form_bytes(self) -> int:
+        return self.inner.closed_form_bytes() + (0 if self.first is None else 8 * self.layout.lanes)
+
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        fields, tensors = self.inner.state()
+        return fields, tensors | self._own()
+
+    def _own(self) -> dict[str, Tensor]:
+        return {} if self.first is None else {"first": self.first}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unrotated(Around, Codec):
+    """Turning back before another codec.
+
+    Attributes:
+        of: the codec.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "unrotated(of=kivi(bits=4))",
+        "unrotated(of=hadamard(of=vector(bits=4), only=keys))",
+    )
+    _rotation: Rotation | None = field(init=False, repr=False, compare=False, default=None)
+
+    @property
+    def needs_rotation(self) -> bool:
+        return True
+
+    def for_layer(self, facts: LayerFacts) -> Unrotated:
+        made = replace(self, of=self.of.for_layer(facts))
+        object.__setattr__(made, "_rotation", facts.rotation)
+        return made
+
+    def segment_type(self) -> type[UnrotatedSegment]:
+        return UnrotatedSegment
+
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> UnrotatedSegment:
+        """Keys (m, s, d), turned back, and values (m, s, dv), encoded.
+
+        Raises:
+            CacheMisuse: NaN or infinity.
+        """
+        refuse_non_finite("unrotated", keys, values, "which would be turned into other channels")
+        row = torch.div(layout.owners(keys.device), layout.heads, rounding_mode="floor")
+        of_lane = None if first is None else first.to(keys.device)[row]
+        back = turn(keys, -_positions(layout, of_lane, keys.device), self._bound())
+        return self._around(self.of.encode(layout, back, values, first), of_lane)
+
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> UnrotatedSegment:
+        return self._around(self.of.restore(layout, fields, tensors), tensors.get("first"))
+
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """Those of the inner codec, and 3 for each key channel (2 products and a sum), as if all were turned."""
+        inner = self.of.encode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+        return None if inner is None else inner + 3 * tokens * key_size
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """As `encode_flops`."""
+        inner = self.of.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+        return None if inner is None else inner + 3 * tokens * key_size
+
+    def _around(self, inner: Segment, first: Tensor | None) -> UnrotatedSegment:
+        return UnrotatedSegment(layout=inner.layout, inner=inner, rotation=self._bound(), first=first)
+
+    def _bound(self) -> Rotation:
+        if self._rotation is None:
+            raise ValueError("unrotated: no rotary embedding was given; ask for_layer first, with the layer's rotation")
+        return self._rotation
+
+
+def _positions(layout: Layout, first: Tensor | None, device: torch.device) -> Tensor:
+    """(m, s) int64, or (1, s) where all lanes have the same."""
+    columns = layout.columns(device)
+    return columns if first is None else columns - first.to(device)[:, None]

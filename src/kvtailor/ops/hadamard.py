@@ -1,0 +1,50 @@
+"""Hadamard rotation: each output is a sum of all inputs with signs, so that no channel stands out of the others."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["block_of", "mixed", "unmixed"]
+
+
+def mixed(states: Tensor) -> Tensor:
+    """H x / b for each block of b channels, in the dtype of the states.
+
+    Divided by b and not by its root: no result is larger than the largest input, so that float16 cannot overflow, and
+    as b is a power of two the division is exact.
+
+    Args:
+        states: (..., c); b is the largest power of two that divides c.
+    """
+    block = block_of(states.shape[-1])
+    return _product(states, _matrix(block) / block)
+
+
+def unmixed(states: Tensor) -> Tensor:
+    """What `mixed` was given: H x for each block of channels, as H H = b."""
+    return _product(states, _matrix(block_of(states.shape[-1])))
+
+
+def block_of(size: int) -> int:
+    """The largest power of two that divides `size`."""
+    return size & -size
+
+
+def _product(states: Tensor, matrix: Tensor) -> Tensor:
+    blocks = states.float().unflatten(-1, (-1, matrix.shape[0]))
+    product: Tensor = blocks @ matrix.to(states.device)
+    return product.flatten(-2).to(states.dtype)
+
+
+@cache
+def _matrix(size: int) -> Tensor:
+    """Sylvester's: (size, size) float32 of 1 and -1, symmetric."""
+    # Made outside of any inference mode: a cached tensor must serve all callers.
+    with torch.inference_mode(False):
+        matrix = torch.ones(1, 1)
+        while matrix.shape[0] < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+        return matrix
