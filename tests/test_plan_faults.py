@@ -30,7 +30,7 @@ def faults_of(text: str) -> tuple[str, ...]:
         ("snapk @ tokens=99", "there is no method named 'snapk'; did you mean 'snapkv'?"),
         (
             "streamin @ tokens=99",
-            "there is no method named 'streamin'; did you mean 'streaming' or 'pyramid' or 'segments'?",
+            "there is no method named 'streamin'; did you mean 'streaming' or 'streamingllm' or 'pyramid'?",
         ),
         ("snapkv(windw=3) @ tokens=99", "snapkv has no argument 'windw'; did you mean 'window'?"),
         ("topk(k=3)", "topk has no argument 'k'; it takes none"),

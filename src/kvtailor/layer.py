@@ -26,10 +26,11 @@ __all__ = ["LayerState", "Pending"]
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A forward whose last tokens may yet be taken back: what is put off until then needs its queries."""
+    """A forward whose last tokens may yet be taken back: its queries, and what the attention had carried before it."""
 
     query: Tensor
     visible: Visibility
+    carry: Mapping[str, Tensor]
 
 
 class LayerState:
@@ -45,6 +46,7 @@ class LayerState:
         tail_growth: tokens since the last walk.
         due: the walk waits for the landing.
         read: (b, h) tokens that the last attention read; None where it read all.
+        moved: what is held has changed otherwise than by growing since the attention last looked at it as a whole.
         carry: what the plan's attention asked to be given again at its next call, by name, batch rows first.
         scored, scored_columns: (b, h, k) the scores of the last walk and the columns they belong to; None where the
             scorer does not look back.
@@ -78,6 +80,7 @@ class LayerState:
         self.read: Tensor | None = None
         self.pending: Pending | None = None
         self.carry: Mapping[str, Tensor] = {}
+        self.moved = False
         self.scored: Tensor | None = None
         self.scored_columns: Tensor | None = None
         self.reconstruction: Tensor | None = None
@@ -193,6 +196,7 @@ class LayerState:
                 "back"
             )
         self.forget_newest(count)
+        self.carry = {}
 
     def forget_newest(self, count: int) -> None:
         """Drops the newest tokens, of which nothing but the tail has heard."""
@@ -239,9 +243,10 @@ class LayerState:
             seen = {**seen, "pending": self.pending.query}
         if self.read is not None:
             seen = {**seen, "read": self.read}
-        form = sum(t.numel() * t.element_size() for t in seen.values())
-        entries.append(Entry(layer=layer, room="observe", tensors=seen, closed_form=form))
-        if self.carry:
-            form = sum(t.numel() * t.element_size() for t in self.carry.values())
-            entries.append(Entry(layer=layer, room="attend", tensors=self.carry, closed_form=form))
+        before = {} if self.pending is None else self.pending.carry
+        carried = {f"before.{n}": t for n, t in before.items() if t is not self.carry.get(n)} | dict(self.carry)
+        for room, named in (("observe", seen), ("attend", carried)):
+            if named or room == "observe":
+                form = sum(t.numel() * t.element_size() for t in named.values())
+                entries.append(Entry(layer=layer, room=room, tensors=named, closed_form=form))
         return entries

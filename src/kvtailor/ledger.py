@@ -24,7 +24,7 @@ class Entry:
 
     Attributes:
         layer: layer of the model.
-        room: "tail", "encode", "window", "observe": who keeps them.
+        room: "tail", "encode", "window", "observe", "attend": who keeps them.
         tier: "device", "host" or "disk".
         tensors: by name.
         closed_form: the bytes they must have, from counts and element sizes; None where no form is known.
@@ -44,7 +44,8 @@ class Ledger:
     Attributes:
         total: all unique storages.
         by_room: the same split by who keeps them: "tail" (full precision), "encode" (segments), "window" (layers on
-            which the model itself has a sliding window), "observe" (evidence for the scorer).
+            which the model itself has a sliding window), "observe" (evidence for the scorer), "attend" (what the
+            attention carries along).
         by_tier: split by where they live.
         by_layer: split by layer of the model.
         closed_form: `total` as it must be by arithmetic; None if some part has no closed form.

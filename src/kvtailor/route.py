@@ -45,7 +45,7 @@ class Route:
         self.holding = self.opened = False
         self.repeating: Piece | None = None
         self.passing: PlainSegment | None = None
-        self.walk = Walk(plan, self.states, window_elements)
+        self.walk = Walk(plan, self.states, self._close, window_elements)
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """New keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
@@ -75,11 +75,14 @@ class Route:
             passing, self.passing = self.passing, None
             return self.repeating.attend(state, passing, query, visible, scaling)
         state.scaling = scaling
+        before = state.carry
         attended = self._attended(state, query, visible, want_mass=self.needs.mass and not state.recording)
         state.read = attended.read
         state.carry = attended.carry
+        if query.shape[2] > 1:
+            state.moved = True
         if state.recording:
-            state.pending = Pending(query=query.detach().clone(), visible=visible)
+            state.pending = Pending(query=query.detach().clone(), visible=visible, carry=before)
         else:
             self._settle(state, query, visible, attended.mass)
         return attended.output
@@ -97,12 +100,18 @@ class Route:
                 "came before it is already compressed. Crop no more than the last forward."
             )
         state.forget_newest(rejected)
+        carry = state.carry
+        if rejected:
+            state.carry = pending.carry
         if accepted == 0:
             return
         query, visible = pending.query[:, :, :accepted], pending.visible.without_last(rejected)
         mass = None
-        if self.needs.mass:
-            mass = self._attended(state, query, visible, want_mass=True).mass
+        if self.needs.mass or (rejected and carry):
+            # What rejected tokens left in mass or carry goes with them.
+            state.carry = pending.carry
+            attended = self._attended(state, query, visible, want_mass=self.needs.mass)
+            state.carry, mass = attended.carry, attended.mass
         self._settle(state, query, visible, mass)
 
     def release(self, visible: Visibility) -> None:
@@ -116,7 +125,7 @@ class Route:
         for state in self.states:
             if self.plan.slack_tokens is None:
                 state.reconstruction = None
-            state.flush(self.plan, visible.new_tokens, visible.real)
+            self._close(state, visible)
 
     def reset(self) -> None:
         """Forgets everything."""
@@ -134,8 +143,18 @@ class Route:
             state.scaling,
             want_mass=want_mass,
             real_queries=_real_queries(visible),
-            facts=LayerFacts(layer=state.index, layers=len(self.states), rotation=state.rotation, carry=state.carry),
+            facts=self._facts(state),
         )
+
+    def _facts(self, state: LayerState) -> LayerFacts:
+        return LayerFacts(layer=state.index, layers=len(self.states), rotation=state.rotation, carry=state.carry)
+
+    def _close(self, state: LayerState, visible: Visibility) -> None:
+        """Encodes what leaves the tail, and lets the attention look at what is held now."""
+        state.flush(self.plan, visible.new_tokens, visible.real)
+        if state.moved and not state.due:
+            state.moved = False
+            state.carry = self.plan.attend.index(state.parts(self.plan.store), visible, self._facts(state))
 
     def _settle(self, state: LayerState, query: Tensor, visible: Visibility, mass: Sequence[Tensor] | None) -> None:
         state.evidence = observe(
@@ -165,7 +184,7 @@ class Route:
                 self.walk.run(self.states, visible)
         if new == 1 and self.plan.slack_tokens is None:
             state.evidence = state.evidence.without_queries()
-        state.flush(self.plan, new, visible.real)
+        self._close(state, visible)
 
     def _stages(self) -> list[list[LayerState]]:
         """The layers that walk together, in the order in which they do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,11 +46,18 @@ class Walk:
     Args:
         plan: what to do.
         states: all layers that the plan compresses.
+        close: called with each layer that waited for others, and what its last forward saw, once it is cut.
         window_elements: elements of one row that the model's own sliding windows hold, on the other layers.
     """
 
-    def __init__(self, plan: Plan, states: list[LayerState], window_elements: int = 0):
-        self.plan, self.states, self.window_elements = plan, states, window_elements
+    def __init__(
+        self,
+        plan: Plan,
+        states: list[LayerState],
+        close: Callable[[LayerState, Visibility], None],
+        window_elements: int = 0,
+    ):
+        self.plan, self.states, self.close, self.window_elements = plan, states, close, window_elements
         self.needs = plan.needs
         self._arrived: list[_Scored] = []
 
@@ -99,6 +106,7 @@ class Walk:
                 keep = one.scores > float("-inf")
             if keep is not None:
                 self._cut(one, keep, visible, each, encoding=last)
+                one.state.moved = True
                 scored[i] = _shrunk(one, keep)
             if last:
                 self._settled(one.state, visible)
@@ -116,7 +124,7 @@ class Walk:
         if state.walk_at is None:
             state.reconstruction = None
         if self.plan.scope != "layer":
-            state.flush(self.plan, visible.new_tokens, visible.real)
+            self.close(state, visible)
 
     def _score(self, state: LayerState, visible: Visibility, budget: Tensor, *, alone: bool) -> _Scored:
         assert self.plan.score is not None

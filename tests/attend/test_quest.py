@@ -7,6 +7,7 @@ import torch
 from tests.segments_of import Padded, states, uneven
 from torch import Tensor
 
+from kvtailor.attend.contract import LayerFacts
 from kvtailor.attend.quest import Quest
 from kvtailor.encode.indexed import Indexed
 from kvtailor.errors import CacheMisuse
@@ -15,6 +16,7 @@ from kvtailor.types import Layout, PlainSegment, Segment
 
 PAGE = 4
 B, H, G, D = 3, 5, 2, 24
+DEEP = LayerFacts(layer=2, layers=4)
 
 
 def held(spans: tuple[int, ...], tail: int, seed: int, *, ragged: bool = False) -> tuple[list[Segment], Padded, Tensor]:
@@ -73,7 +75,7 @@ def slow(query: Tensor, parts: list[Segment], visible: Padded, pages: int) -> tu
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 def test_reads_the_best_pages_and_the_tail(spans: tuple[int, ...], tokens: int, ragged: bool) -> None:
     parts, visible, query = held(spans, 5, seed=1, ragged=ragged)
-    got = Quest(tokens=tokens).attend(query, parts, visible, 0.04)
+    got = Quest(tokens=tokens).attend(query, parts, visible, 0.04, facts=DEEP)
     out, count = slow(query, parts, visible, max(3, tokens // PAGE))
     assert torch.allclose(got.output, out, atol=1e-5)
     assert got.read is not None and torch.equal(got.read, count)
@@ -83,7 +85,7 @@ def test_pages_of_padding_are_never_read() -> None:
     parts, visible, query = held((40,), 5, seed=2)
     left = torch.tensor([0, 10, 37])
     visible = Padded(new_tokens=1, first_column=44, real=torch.arange(45)[None] >= left[:, None])
-    got = Quest(tokens=4 * PAGE).attend(query, parts, visible, 0.04)
+    got = Quest(tokens=4 * PAGE).attend(query, parts, visible, 0.04, facts=DEEP)
     out, count = slow(query, parts, visible, 4)
     assert torch.allclose(got.output, out, atol=1e-5) and got.read is not None and torch.equal(got.read, count)
     assert (got.read[2] == 3 + 5).all()
@@ -92,7 +94,7 @@ def test_pages_of_padding_are_never_read() -> None:
 def test_what_is_not_chosen_is_not_read() -> None:
     """Keys and values of pages that were not chosen may hold anything."""
     parts, visible, query = held((400,), 5, seed=3)
-    before = Quest(tokens=8 * PAGE).attend(query, parts, visible, 0.04)
+    before = Quest(tokens=8 * PAGE).attend(query, parts, visible, 0.04, facts=DEEP)
     segment = parts[0]
     changed = 0
     for page in range(100):
@@ -101,7 +103,7 @@ def test_what_is_not_chosen_is_not_read() -> None:
         values[0, page * PAGE : (page + 1) * PAGE] = float("nan")
         _, tensors = segment.state()
         poisoned = type(segment).from_state(segment.layout, {"page": PAGE}, {**tensors, "keys": keys, "values": values})
-        after = Quest(tokens=8 * PAGE).attend(query, [poisoned, parts[1]], visible, 0.04)
+        after = Quest(tokens=8 * PAGE).attend(query, [poisoned, parts[1]], visible, 0.04, facts=DEEP)
         changed += not torch.equal(before.output, after.output)
     assert changed == 8
 
@@ -110,7 +112,7 @@ def test_more_than_one_new_token_reads_everything() -> None:
     parts, _, _ = held((40,), 5, seed=4)
     query = states((B, H * G, 3, D), 5)
     visible = Padded(new_tokens=3, first_column=42)
-    got = Quest(tokens=1).attend(query, parts, visible, 0.04)
+    got = Quest(tokens=1).attend(query, parts, visible, 0.04, facts=DEEP)
     keys = torch.cat([part.decode()[0] for part in parts], 1).unflatten(0, (B, H))
     values = torch.cat([part.decode()[1] for part in parts], 1).unflatten(0, (B, H))
     mask = (torch.arange(45) <= torch.arange(42, 45)[:, None])[None, None]
@@ -118,7 +120,23 @@ def test_more_than_one_new_token_reads_everything() -> None:
     assert got.read is None
 
 
+@pytest.mark.parametrize(("dense", "sparse_from"), [(None, 2), (0, 0), (3, 3)])
+def test_the_first_layers_read_everything(dense: int | None, sparse_from: int) -> None:
+    """2 of them, as in the paper, unless something else is asked for; layers count from 0."""
+    parts, visible, query = held((40,), 5, seed=7)
+    quest = Quest(tokens=4 * PAGE) if dense is None else Quest(tokens=4 * PAGE, dense_layers=dense)
+    everything = Quest(tokens=1000, dense_layers=0).attend(query, parts, visible, 0.04).output
+    for layer in range(5):
+        facts = LayerFacts(layer=layer, layers=5)
+        got = quest.attend(query, parts, visible, 0.04, facts=facts)
+        assert (got.read is None) == (layer < sparse_from)
+        assert torch.allclose(got.output, everything, atol=1e-5) == (layer < sparse_from)
+        assert (quest.flops(parts[:1], group=G, size=D, facts=facts) == 0) == (layer < sparse_from)
+
+
 def test_bad_budgets_and_mass_are_refused() -> None:
+    with pytest.raises(ValueError, match="^quest: dense_layers must be 0 or more, found -1"):
+        Quest(dense_layers=-1)
     with pytest.raises(ValueError, match=r"tokens=0.*tokens=1024"):
         Quest(tokens=0)
     parts, visible, query = held((40,), 5, seed=6)

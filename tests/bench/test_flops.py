@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvtailor import find
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.flops import Weights, Work, count, prefill_flops, token_flops
+from kvtailor.bench.flops import Work, count, prefill_flops, token_flops
 from kvtailor.bench.subject import Subject
+from kvtailor.bench.weights import Weights
 from kvtailor.encode.kivi import Kivi
 from kvtailor.hf.geometry import Geometry
 from kvtailor.score.contract import Scorer
@@ -131,7 +132,7 @@ def test_ragged_heads_count_what_each_holds() -> None:
 
 
 def test_quest_reads_pages_and_pays_for_their_bounds() -> None:
-    plan = "indexed(page=4, block_size=8) + quest(tokens=8, least=1)"
+    plan = "indexed(page=4, block_size=8) + quest(tokens=8, least=1, dense_layers=0)"
     found = work(plan, tokens=2, prompt=45)
     # All 45 tokens are stored in 12 pages; 2 pages (the last has 1 token) and the new token are read.
     assert found.method_token == 3 * 4 * 2 * 10 * 12
@@ -236,7 +237,7 @@ def test_torch_counts_the_same_votes() -> None:
 @pytest.mark.parametrize("prompt", [45, 64])
 def test_torch_counts_the_same_bounds_of_pages(prompt: int) -> None:
     model = tiny()
-    made = Contestant.of("indexed(page=4, block_size=8) + quest(tokens=8, least=1)")
+    made = Contestant.of("indexed(page=4, block_size=8) + quest(tokens=8, least=1, dense_layers=0)")
     cache = Subject(name="tiny", model=model).new_cache(made)
     counted(model, torch.randint(97, (ROWS, prompt)), cache)
     quest, segments = cache.plan.attend, cache.route.states[0].segments
@@ -247,6 +248,20 @@ def test_torch_counts_the_same_bounds_of_pages(prompt: int) -> None:
     # Two whole pages and the new token are multiplied, whatever of them is filler.
     weights = Weights.of(model)
     assert total == 2 * ROWS * (weights.body + weights.head) + 4 * 6 * 10 * ROWS * 9 + 4 * 2 * 10 * pages
+
+
+def test_rocket_reads_half_of_its_budget_and_pays_for_the_choice() -> None:
+    """60 tokens and 30 expected by a budget of 20: c2 = 4.5, chunks of 3 tokens, int(10 * 3 / 4.5) = 6 channels."""
+    plan, model = "rocket(tokens=20, expect=30)", tiny()
+    weights = Weights.of(model)
+    found = work(plan, tokens=2, prompt=60)
+    assert found.method_token == 3 * (20 + 1) * 2 * (2 * 6 + 5)
+    assert found.token == 2 * (weights.body + weights.head) + 4 * 6 * 10 * 10
+    cache = Subject(name="tiny", model=model).new_cache(Contestant.of(plan))
+    counted(model, torch.randint(97, (ROWS, 60)), cache)
+    total, _ = counted(model, torch.randint(97, (ROWS, 1)), cache)
+    softmax = ROWS * 3 * (20 + 1) * 2 * 5
+    assert total + softmax == ROWS * (found.token + found.method_token)
 
 
 def test_counting_warns_of_nothing() -> None:

@@ -100,8 +100,10 @@ def test_a_text_shorter_than_asked_is_said():
 def test_more_than_the_model_has_positions_is_refused():
     model = UniformModel()
     model.config = type(model.config)(max_position_embeddings=128, vocab_size=256)
-    with pytest.raises(KvtailorError, match="200 \\+ 40 tokens.*128 positions"):
+    with pytest.raises(KvtailorError, match="200 \\+ 40 tokens.*128 positions.*--beyond"):
         bench(model)
+    [record] = bench(model, tasks=[task(beyond=True)])
+    assert record.error is None and any("Windows of 240 tokens: the model was made for 128" in n for n in record.notes)
 
 
 def test_bytes_of_the_targets_count_characters_of_several_bytes():

@@ -18,7 +18,8 @@ SIZES = {"text": "n", "source": "numbers", "context": 50, "continuation": 20, "w
 # The last one has both a way to evict and a way to read.
 PLANS = ["streaming @ tokens=20", "snapkv(window=8) + adakv + kivi(bits=2, group=8, residual=8) @ keep=0.5",
          "snapkv(window=8) + pyramid @ tokens=24", "h2o(recent=4) @ tokens=20", "random @ keep=0.5",
-         "quest(tokens=16) + random @ tokens=20"]  # fmt: skip
+         "rocket(tokens=16, turns=true, window=4)", "streamingllm @ tokens=20",
+         "quest(tokens=16, dense_layers=0) + random @ tokens=20"]  # fmt: skip
 
 
 def tiny(family="llama", make=None, whole=None):
@@ -33,6 +34,8 @@ def test_what_plans_become():
         "snapkv(window=8) + adakv @ keep=1.0, slack=7",
     )
     assert plans_at_whole_budget("quest(tokens=64)") == (f"indexed + quest(tokens={2**40})",)
+    assert plans_at_whole_budget("streamingllm @ tokens=20") == ("position + rolling @ keep=1.0, slack=0",)
+    assert plans_at_whole_budget("rocketkv @ keep=0.5")[1] == f"rocket(tokens={2**40})"
     assert len(plans_at_whole_budget(PLANS[-1])) == 2
 
 
@@ -48,7 +51,7 @@ def test_every_method_is_tried_and_drops_nothing(task):
     records = run(tiny(make=make, whole=plans_at_whole_budget), contestants_of(plans), [task(**SIZES)], bandwidth=False)
     assert [record.error for record in records] == [None] * (1 + len(plans)) and not any(r.notes for r in records)
     wholes = {whole for plan in plans for whole in plans_at_whole_budget(plan)}
-    assert all(asked.count(whole) == 1 for whole in wholes) and len(wholes) == (6 if task is Perplexity else 5)
+    assert all(asked.count(whole) == 1 for whole in wholes) and len(wholes) == (8 if task is Perplexity else 7)
 
 
 @pytest.mark.parametrize("task", [Perplexity, Fidelity])

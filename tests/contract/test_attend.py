@@ -13,11 +13,11 @@ from torch import Tensor
 
 import kvtailor.attend
 import kvtailor.ops.prompt
-from kvtailor.attend.contract import Attention
+from kvtailor.attend.contract import Attention, LayerFacts
 from kvtailor.encode.indexed import Indexed
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.plain import Plain
-from kvtailor.types import Layout, PlainSegment, Segment
+from kvtailor.types import Layout, PlainSegment, Rotation, Segment
 
 METHODS = methods_of(kvtailor.attend, Attention)
 every_method = pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
@@ -36,6 +36,8 @@ MIXES: dict[str, tuple[str, ...]] = {
     "all": ("ragged", "dense", "kivi", "ragged kivi", "indexed", "tail"),
 }
 every_mix = pytest.mark.parametrize("mix", MIXES)
+# A method that turns keys gives what the others give where a turn changes nothing; its own test has turns that do.
+STILL = LayerFacts(layer=4, layers=6, rotation=Rotation(frequencies=torch.zeros(6)))
 
 
 @dataclasses.dataclass
@@ -160,7 +162,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
 
 
 def test_the_folder_holds_methods() -> None:
-    assert {"Quest", "Reference", "Segments"} <= {kind.__name__ for kind in METHODS}
+    assert {"Quest", "Reference", "Rocket", "Rolling", "Segments"} <= {kind.__name__ for kind in METHODS}
 
 
 @every_method
@@ -177,7 +179,7 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Attention])
 def test_equals_the_definition(kind: type[Attention], size: tuple[int, ...], mix: str, new: int) -> None:
     """Budgets of the defaults cover what is held here, so every method reads everything."""
     made = case(size, mix, new)  # type: ignore[arg-type]
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL)
     out, lse, _ = naive(made, 0.04)
     assert got.output.shape == out.shape and got.output.dtype == made.query.dtype
     assert close(got.output, out)
@@ -190,7 +192,7 @@ def test_equals_the_definition(kind: type[Attention], size: tuple[int, ...], mix
 @pytest.mark.parametrize("new", [1, 3, 17, 130])
 def test_left_padding_is_exact_and_a_blind_query_gives_zeros(kind: type[Attention], mix: str, new: int) -> None:
     made = case(SIZES[0], mix, new, padded=True, seed=7)
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL)
     out, lse, _ = naive(made, 0.04)
     assert bool(got.output.isfinite().all()) and close(got.output, out)
     blind = lse == -torch.inf
@@ -204,7 +206,7 @@ def test_left_padding_is_exact_and_a_blind_query_gives_zeros(kind: type[Attentio
 @pytest.mark.parametrize("new", [1, 17, 64])
 def test_a_window_hides_what_is_older(kind: type[Attention], mix: str, new: int) -> None:
     made = case(SIZES[0], mix, new, window=30, seed=8)
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL)
     assert close(got.output, naive(made, 0.04)[0])
 
 
@@ -215,7 +217,7 @@ def test_a_window_hides_what_is_older(kind: type[Attention], mix: str, new: int)
 def test_mass_is_the_sum_of_the_probabilities(kind: type[Attention], mix: str, new: int, padded: bool) -> None:
     made = case(SIZES[0], mix, new, padded=padded, seed=9)
     got = sample_of(kind).attend(
-        made.query, made.parts, made.visible, 0.04, want_mass=True, real_queries=made.real_queries
+        made.query, made.parts, made.visible, 0.04, want_mass=True, real_queries=made.real_queries, facts=STILL
     )
     out, _, mass = naive(made, 0.04)
     assert close(got.output, out)
@@ -239,7 +241,7 @@ def test_blocks_of_queries_meet_without_a_seam(
     made = case(SIZES[0], mix, 70, padded=padded, seed=14)
     want = mass and kind.gives_mass
     got = sample_of(kind).attend(
-        made.query, made.parts, made.visible, 0.04, want_mass=want, real_queries=made.real_queries
+        made.query, made.parts, made.visible, 0.04, want_mass=want, real_queries=made.real_queries, facts=STILL
     )
     out, _, received = naive(made, 0.04)
     assert close(got.output, out)
@@ -255,7 +257,7 @@ def test_blocks_of_queries_meet_without_a_seam(
 @pytest.mark.parametrize("new", [1, 3, 64])
 def test_sixteen_bits(kind: type[Attention], dtype: torch.dtype, mix: str, new: int) -> None:
     made = case(SIZES[0], mix, new, dtype=dtype, padded=True, seed=11)
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1, facts=STILL)
     assert got.output.dtype == dtype
     tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
     assert close(got.output, naive(made, 0.1)[0], tolerance)
@@ -268,7 +270,7 @@ def test_autocast_queries(kind: type[Attention], pair: tuple[torch.dtype, torch.
     """Under autocast the cache may be wider or narrower than the query; the output is the query's."""
     made = case(SIZES[0], "dense", new, dtype=pair[1], seed=12)
     made.query = made.query.to(pair[0])
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1)
+    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1, facts=STILL)
     assert got.output.dtype == pair[0]
     assert close(got.output, naive(made, 0.1)[0], 3e-2)
 
@@ -277,7 +279,7 @@ def test_autocast_queries(kind: type[Attention], pair: tuple[torch.dtype, torch.
 def test_inputs_are_not_changed_and_rows_do_not_meet(kind: type[Attention]) -> None:
     made = case(SIZES[0], "all", 3, padded=True, seed=13)
     before = made.query.clone(), [t.clone() for part in made.parts for t in part.tensors().values()]
-    whole = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04).output
+    whole = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL).output
     assert torch.equal(made.query, before[0])
     after = [t for part in made.parts for t in part.tensors().values()]
     assert all(torch.equal(a.nan_to_num(5), b.nan_to_num(5)) for a, b in zip(after, before[1], strict=True))
@@ -285,5 +287,5 @@ def test_inputs_are_not_changed_and_rows_do_not_meet(kind: type[Attention]) -> N
     for row in range(3):
         one = [part.rows(torch.tensor([row])) for part in made.parts]
         visible = dataclasses.replace(made.visible, real=made.visible.real[row : row + 1])
-        alone = sample_of(kind).attend(made.query[row : row + 1], one, visible, 0.04).output
+        alone = sample_of(kind).attend(made.query[row : row + 1], one, visible, 0.04, facts=STILL).output
         assert torch.allclose(alone, whole[row : row + 1], atol=1e-5)

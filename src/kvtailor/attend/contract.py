@@ -25,7 +25,8 @@ class Attended:
         mass: for each part (m, s) float32: attention probability that each slot received, summed over the group's query
             heads and over `real_queries`; None where nobody asked.
         read: tokens read by each (row, kv head) for the last query, (b, h) int64; None where all were.
-        carry: what this method wants to find in `LayerFacts.carry` at the layer's next call; batch rows first.
+        carry: what this method wants to find in `LayerFacts.carry` at the layer's next call; batch rows first, and in
+            storages of their own. Lost where tokens are taken back outside of a recorded forward.
     """
 
     output: Tensor
@@ -43,7 +44,7 @@ class LayerFacts:
         layer: 0-based among the layers that the plan compresses.
         layers: how many the plan compresses.
         rotation: the layer's rotary embedding; None where the method does not need it.
-        carry: what the method's last call on this layer left; empty at first.
+        carry: what the method's last `attend` or `index` on this layer left; empty at first.
     """
 
     layer: int = 0
@@ -62,11 +63,13 @@ class Attention(Method, ABC):
         needs_codec: name of the codec whose segments this method reads (page bounds, say); None: any.
         gives_mass: `attend` honours `want_mass`.
         needs_rotation: `attend` needs `LayerFacts.rotation`.
+        in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
     """
 
     needs_codec: ClassVar[str | None] = None
     gives_mass: ClassVar[bool] = False
     needs_rotation: ClassVar[bool] = False
+    in_cache_positions: ClassVar[bool] = False
 
     def held_tokens(self, tokens: Tensor) -> Tensor | None:
         """Tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,) int64, both on the CPU.
@@ -100,7 +103,32 @@ class Attention(Method, ABC):
             facts: of the layer.
         """
 
-    def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int | None:
+    def index(self, parts: Sequence[Segment], visible: Visibility, facts: LayerFacts) -> Mapping[str, Tensor]:
+        """What this method wants to find in `LayerFacts.carry` from now on, in place of what its last call left.
+
+        Asked when what is held has changed otherwise than by one more token: at the end of a forward of several
+        tokens, when all that it evicts and encodes is done, and of any that evicts. So an index over what is held is
+        in the ledger before the first token is decoded.
+
+        Args:
+            parts: what is held now, as for `attend`.
+            visible: of the forward that ends.
+            facts: of the layer; `carry` is what the forward's call of `attend` left.
+
+        Returns:
+            Tensors of a storage of their own, batch rows first.
+        """
+        return facts.carry
+
+    def flops(
+        self,
+        encoded: Sequence[Segment],
+        *,
+        group: int,
+        size: int,
+        held: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
+    ) -> int | None:
         """What one new token costs beyond logits and output of the tokens that it reads; None: not known.
 
         Counted as in `Scorer.flops`, for all rows and kv heads of a layer. The reading itself, 2 * (d + dv) for each
@@ -110,5 +138,7 @@ class Attention(Method, ABC):
             encoded: the segments at hand, without the tail.
             group: g, query heads of a kv head.
             size: d, of a key.
+            held: (b, h) int64 tokens held, the new one included; None where nobody counted.
+            facts: of the layer before the call.
         """
         return None

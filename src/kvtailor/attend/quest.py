@@ -6,9 +6,9 @@ pages with the highest bounds are read, the rest is not; nothing is evicted, so 
 *Source* The paper; kvtailor's own code.
 *Departs* The paper has one kv head for each query head; here a group's heads read the same pages, ranked by the
 greatest bound of any of them. The newest tokens, which have no bounds yet, are always read and do not count for the
-budget (the paper counts the page of the newest). The paper reads everything in its first 2 layers; a method does not
-know its layer, so here all layers choose. More than one new token at a time reads everything, as the paper's prompt
-does.
+budget (the paper counts the page of the newest). The first `dense_layers` of the layers that a plan compresses read
+everything, as the paper's first 2 do; layers with the model's own window are not counted. Their bounds are held all the
+same. More than one new token at a time reads everything, as the paper's prompt does.
 *Cost* Reads 2 / page of the keys for the bounds, and the chosen tokens, which it copies. Saves no memory.
 """
 
@@ -58,11 +58,13 @@ class Quest(Attention):
     Args:
         tokens: budget of each row and kv head, in whole pages, at one new token.
         least: pages that are read however small the budget.
+        dense_layers: first layers that read everything.
     """
 
     needs_codec: ClassVar[str | None] = "indexed"
     tokens: int = 1024
     least: int = 3
+    dense_layers: int = 2
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.least < 1:
@@ -70,6 +72,8 @@ class Quest(Attention):
                 f"quest reads at least one page of at least one token, and was given tokens={self.tokens}, "
                 f"least={self.least}; the paper's are tokens=1024, least=3"
             )
+        if self.dense_layers < 0:
+            raise ValueError(f"quest: dense_layers must be 0 or more, found {self.dense_layers}; the paper's is 2")
 
     def attend(
         self,
@@ -90,7 +94,7 @@ class Quest(Attention):
         if want_mass:
             raise CacheMisuse("quest reads a part of the cache and knows no attention mass; use attend=segments")
         paged = [part for part in parts if _is_paged(part)]
-        if query.shape[2] > 1 or not paged:
+        if query.shape[2] > 1 or not paged or facts.layer < self.dense_layers:
             read = read_all(query, parts, visible, scaling)
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
@@ -107,8 +111,18 @@ class Quest(Attention):
         read = read_lanes(query, heads, lanes, scaling)
         return Attended(output=read.output, lse=read.lse, read=count.view(b, heads))
 
-    def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int:
-        """4 g d for each page: the query times its least and its greatest keys."""
+    def flops(
+        self,
+        encoded: Sequence[Segment],
+        *,
+        group: int,
+        size: int,
+        held: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
+    ) -> int:
+        """4 g d for each page: the query times its least and its greatest keys; 0 in a layer that reads everything."""
+        if facts.layer < self.dense_layers:
+            return 0
         return 4 * group * size * sum(part.low.shape[0] * part.low.shape[1] for part in encoded if _is_paged(part))
 
     def _choose(

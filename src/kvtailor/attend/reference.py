@@ -70,7 +70,15 @@ class Reference(Attention):
                     total[m] = share
         return Attended(output=output, lse=lse, mass=mass if want_mass else None)
 
-    def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int:
+    def flops(
+        self,
+        encoded: Sequence[Segment],
+        *,
+        group: int,
+        size: int,
+        held: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
+    ) -> int:
         """0: nothing beyond the reading."""
         return 0
 

@@ -50,6 +50,14 @@ class Segments(Attention):
         read = read_all(query, parts, visible, scaling, counting(query, want_mass, real_queries))
         return Attended(output=read.output, lse=read.lse, mass=read.mass)
 
-    def flops(self, encoded: Sequence[Segment], *, group: int, size: int) -> int:
+    def flops(
+        self,
+        encoded: Sequence[Segment],
+        *,
+        group: int,
+        size: int,
+        held: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
+    ) -> int:
         """0: nothing beyond the reading."""
         return 0

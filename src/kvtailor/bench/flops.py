@@ -14,74 +14,25 @@ over the tokens that a real cache held at each step. Where a part does not say, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvtailor.attend.contract import LayerFacts
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.flops_repeat import repetition_flops, twice_pairs
 from kvtailor.bench.subject import Subject
+from kvtailor.bench.weights import Weights
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.geometry import Geometry
 from kvtailor.layer import LayerState
 from kvtailor.plan import Plan
 from kvtailor.types import Needs, Segment
 
-__all__ = ["Weights", "Work", "count", "prefill_flops", "token_flops"]
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Weights that one token multiplies.
-
-    Attributes:
-        body: of all layers; of experts, those that a token is sent to.
-        head: of the output head.
-    """
-
-    body: int
-    head: int
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Weights | None:
-        """Counted from the model's own modules; None where it has matrices of which we cannot tell how they are used.
-
-        A linear layer counts by its sizes, so that packed (quantised) weights count as what they stand for. Of a
-        mixture of experts counts the share of experts that its config says a token is sent to.
-        """
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if head is None or _size_of(head) is None:
-            return None
-        experts, chosen = _first_of(model, _EXPERTS), _first_of(model, _CHOSEN)
-        every = shared_out = 0
-        for name, module in model.named_modules():
-            if module is head or isinstance(module, nn.Embedding):
-                continue
-            size = _size_of(module)
-            if size is not None:
-                if experts and ".experts." in name:
-                    shared_out += size
-                else:
-                    every += size
-                continue
-            for what, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 1 or what.endswith("bias"):
-                    continue
-                if parameter.shape[0] != experts or parameter.ndim > 3:
-                    return None
-                if parameter.ndim == 2:
-                    every += parameter.numel()
-                else:
-                    shared_out += parameter.numel()
-        if shared_out and not (experts and chosen):
-            return None
-        return cls(body=every + (shared_out // experts * chosen if experts and chosen else 0), head=_size_of(head) or 0)
+__all__ = ["Work", "count", "prefill_flops", "token_flops"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +118,13 @@ def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int)
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """A layer as it was before a forward: tokens (b, h) in its segments, these, the newest column in them, its tail."""
+    """A layer before a forward: tokens (b, h) in its segments, these, their newest column, its tail, its facts."""
 
     encoded: Tensor
     segments: tuple[Segment, ...]
     newest: int
     tail: int
+    facts: LayerFacts
 
     @classmethod
     def of(cls, state: LayerState, rows: int, heads: int) -> _Before:
@@ -180,8 +132,13 @@ class _Before:
         for segment in state.segments:
             counts += segment.layout.counts()
         columns = [int(segment.layout.columns(torch.device("cpu")).max()) for segment in state.segments]
-        tail = 0 if state.tail is None else state.tail.length
-        return cls(encoded=counts, segments=tuple(state.segments), newest=max(columns, default=-1), tail=tail)
+        return cls(
+            encoded=counts,
+            segments=tuple(state.segments),
+            newest=max(columns, default=-1),
+            tail=0 if state.tail is None else state.tail.length,
+            facts=LayerFacts(layer=state.index, carry=state.carry),
+        )
 
 
 class _Step:
@@ -225,7 +182,7 @@ class _Step:
         held = before.encoded + before.tail + new
         parts = [_each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes))]
         if new == 1:
-            parts.append(plan.attend.flops(before.segments, group=group, size=size))
+            parts.append(plan.attend.flops(before.segments, group=group, size=size, held=held, facts=before.facts))
         if plan.score is not None:
             pairs = held.double() if new == 1 else torch.full_like(held, twice_pairs(new, None)).double() / 2
             parts.append(_evidence(plan.needs, group, float(pairs.sum())))
@@ -277,18 +234,3 @@ def _sum(parts: Iterable[int | None]) -> int | None:
             return None
         total += part
     return total
-
-
-def _first_of(model: Any, names: Sequence[str]) -> int | None:
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if config is not None else None
-    found = (getattr(text, name, None) for name in names)
-    return next((int(value) for value in found if value), None)
-
-
-def _size_of(module: Any) -> int | None:
-    """Weights of a linear layer; None for any other module."""
-    if isinstance(module, nn.Linear):
-        return module.in_features * module.out_features
-    # transformers' name for a linear layer that stores its matrix the other way round.
-    return int(module.weight.numel()) if type(module).__name__ == "Conv1D" else None

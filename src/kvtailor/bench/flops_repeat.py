@@ -10,7 +10,7 @@ from kvtailor.hf.geometry import Geometry
 from kvtailor.hf.prefill import instruction_of, repetitions
 
 if TYPE_CHECKING:
-    from kvtailor.bench.flops import Weights
+    from kvtailor.bench.weights import Weights
 
 __all__ = ["repetition_flops", "twice_pairs"]
 

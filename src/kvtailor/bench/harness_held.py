@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.bench.subject import weigh
+from kvtailor.bench.weighing import weigh
 
 __all__ = ["AfterPrefill", "Held"]
 

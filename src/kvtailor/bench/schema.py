@@ -55,6 +55,8 @@ class Record:
         tokens_held: mean over rows, layers and kv heads of the tokens held then.
         tokens_held_least: the least of them.
         tokens_held_most: the most of them.
+        tokens_read: mean over rows, layers and kv heads of the tokens that the last token that was fed alone read; None
+            where it read all that is held, or where none was fed alone: several tokens at a time read everything.
         tokens_by_head: tokens held by compressed layer and kv head then, mean over rows.
         bytes_held: unique storages of the whole cache when it was weighed; the largest over the samples.
         bytes_full: what uncompressed keys and values of the same tokens take, of the same sample.
@@ -103,6 +105,7 @@ class Record:
     tokens_held: float | None = None
     tokens_held_least: int | None = None
     tokens_held_most: int | None = None
+    tokens_read: float | None = None
     tokens_by_head: tuple[tuple[float, ...], ...] | None = None
     bytes_held: int | None = None
     bytes_full: int | None = None

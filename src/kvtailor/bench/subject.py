@@ -19,7 +19,7 @@ from kvtailor.bench.contestant import OTHER_ATTENTION, Contestant
 from kvtailor.errors import KvtailorError
 from kvtailor.ledger import storage_bytes
 
-__all__ = ["Subject", "Tokens", "bytes_of", "hash_of", "weigh"]
+__all__ = ["Subject", "Tokens", "hash_of"]
 
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "_attn_implementation_internal")
@@ -246,36 +246,6 @@ def hash_of(*ids: Tensor) -> str:
         digest.update(each.to(torch.int64).cpu().contiguous().view(torch.uint8).numpy(force=True).tobytes())
         digest.update(b"|")
     return digest.hexdigest()
-
-
-def weigh(cache: Any) -> dict[str, Any]:
-    """What a cache holds now, as fields of a `Record`; nothing for a cache that is not kvtailor's."""
-    if not hasattr(cache, "ledger"):
-        return {}
-    held, ledger = cache.held(), cache.ledger()
-    return {
-        "tokens_seen": int(cache.seen),
-        "tokens_held": float(held.double().mean()),
-        "tokens_held_least": int(held.min()),
-        "tokens_held_most": int(held.max()),
-        "tokens_by_head": tuple(tuple(heads) for heads in held.double().mean(0).tolist()),
-        "bytes_held": int(ledger.total),
-        "bytes_full": int(ledger.full),
-        "bytes_closed_form": None if ledger.closed_form is None else int(ledger.closed_form),
-        "bytes_by_room": dict(ledger.by_room),
-        "bytes_by_tier": dict(ledger.by_tier),
-        "bytes_by_layer": tuple(ledger.by_layer),
-    }
-
-
-def bytes_of(cache: Any) -> int | None:
-    """Unique storages of a cache, ours or transformers' own; None for any other."""
-    if hasattr(cache, "ledger"):
-        return int(cache.ledger().total)
-    if not hasattr(cache, "layers"):
-        return None
-    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-    return storage_bytes([each for each in held if isinstance(each, Tensor)])
 
 
 def _reads_twice(cache: Any) -> bool:

@@ -25,7 +25,8 @@ def plans_at_whole_budget(text: str) -> tuple[str, ...]:
 
     Its way to evict (score, allocate, select) is tried at keep=1.0 without its codec, which may lose something by
     itself, and without a selector that drops tokens of its own accord. A way to read that has a budget in tokens is
-    tried with one that no text fills, on its own codec, which it needs for its pages.
+    tried with one that no text fills, on its own codec, which it needs for its pages; any other goes with the way to
+    evict.
 
     Raises:
         PlanError: `text` is no plan.
@@ -34,7 +35,9 @@ def plans_at_whole_budget(text: str) -> tuple[str, ...]:
     found = []
     if plan.evicts:
         whole = Plan(score=plan.score, allocate=plan.allocate, slack=plan.slack, keep=1.0)
-        found.append(replace(whole, select=plan.select) if plan.select.exact else whole)
+        whole = replace(whole, select=plan.select) if plan.select.exact else whole
+        reads = plan.attend.needs_codec is None and not hasattr(plan.attend, "tokens")
+        found.append(replace(whole, attend=plan.attend) if reads else whole)
     attend: Any = plan.attend
     if hasattr(attend, "tokens"):
         found.append(Plan(encode=plan.encode, attend=replace(attend, tokens=_ALL_TOKENS)))

@@ -22,7 +22,7 @@ ANSWER_ROOM = 32
 WINDOWS = 50
 FIDELITY_WINDOWS = 20
 SERVES = {
-    "chunk": ("perplexity",),
+    **dict.fromkeys(("chunk", "beyond"), ("perplexity",)),
     "continuation": ("perplexity", "fidelity"),
     "windows": ("perplexity", "fidelity"),
     **dict.fromkeys(("needles", "depths", "documents", "kind", "question_outside"), ("needle",)),
@@ -96,6 +96,7 @@ def settings_of(
     context: int,
     continuation: int,
     chunk: int | None,
+    beyond: bool,
     windows: int | None,
     lengths: Sequence[int],
     depths: Sequence[float],
@@ -114,7 +115,7 @@ def settings_of(
         if name == "perplexity":
             for text in texts:
                 yield name, {"text": text, "context": context, "continuation": continuation, "chunk": chunk,
-                             "windows": windows or WINDOWS}  # fmt: skip
+                             "beyond": beyond, "windows": windows or WINDOWS}  # fmt: skip
         elif name == "needle":
             for kind in kinds:
                 yield name, {"lengths": lengths, "depths": depths, "documents": documents, "kind": kind,

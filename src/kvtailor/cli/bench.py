@@ -23,11 +23,13 @@ __all__ = ["command"]
 DEFAULT_PLANS = ("full", "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
 OF_ONE_RUN = {
     "plans": "--plans", "texts": "--text", "tasks": "--tasks", "context": "--context", "chunk": "--chunk",
-    "continuation": "--continuation", "windows": "--windows", "needles": "--needles", "depths": "--depths",
+    "beyond": "--beyond", "continuation": "--continuation", "windows": "--windows", "needles": "--needles",
+    "depths": "--depths",
     "documents": "--documents", "kind": "--kind", "question_outside": "--question-outside", "examples": "--examples",
     "contexts": "--contexts", "batches": "--batches", "new_tokens": "--new-tokens", "rounds": "--rounds",
     "memory": "--memory",
 }  # fmt: skip
+_AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "beyond", "examples")
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
@@ -62,6 +64,7 @@ OF_ONE_RUN = {
     type=click.IntRange(1),
     help="Feed the continuation so many tokens at a time, so that eviction while decoding acts.  [all at once]",
 )
+@click.option("--beyond", is_flag=True, help="Windows may be longer than what the model was made for, as in streaming.")
 @click.option("--windows", type=click.IntRange(1), help="Windows of each text.  [50, 20 for fidelity]")
 @click.option("--needles", help="Lengths of the needle documents in tokens, with ',' between.  [--context]")
 @click.option("--depths", default="0.1,0.3,0.5,0.7,0.9", show_default=True, help="Where the needles stand, 0 to 1.")
@@ -160,7 +163,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
         "new_tokens": numbers(options["new_tokens"], int, "--new-tokens"),
         "memory_bytes": memory,
         "texts": [text_name(text) for text in options["texts"]] or ["generated"],
-        **{name: options[name] for name in ("documents", "question_outside", "rounds", "windows", "chunk", "examples")},
+        **{name: options[name] for name in _AS_GIVEN},
     }
 
 

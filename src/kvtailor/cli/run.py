@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Generated", "command", "generate"]
 
+_WEIGHED = ("tokens_seen", "tokens_held", "tokens_read", "bytes_held", "bytes_full")
+
 
 @dataclass
 class Streamer:
@@ -70,6 +72,7 @@ class Generated:
         new_tokens: tokens generated.
         tokens_seen: tokens seen by the cache.
         tokens_held: mean over layers and kv heads of the tokens held at the end.
+        tokens_read: the same of those that the last token read; None where it read all.
         bytes_held: unique storages of the cache at the end.
         bytes_full: what the same tokens take uncompressed.
         ttft_seconds: from the call to the first token: prefill and compression.
@@ -84,6 +87,7 @@ class Generated:
     new_tokens: int
     tokens_seen: int | None
     tokens_held: float | None
+    tokens_read: float | None
     bytes_held: int | None
     bytes_full: int | None
     ttft_seconds: float | None
@@ -116,7 +120,7 @@ def generate(
     """
     import torch
 
-    from kvtailor.bench.subject import weigh
+    from kvtailor.bench.weighing import weigh
 
     cache = subject.new_cache(contestant)
     streamer = Streamer(subject.text, show)
@@ -148,7 +152,7 @@ def generate(
         ttft_seconds=times[0] - begin if times else None,
         tpot_seconds=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
         started_cold=cold,
-        **{name: weight.get(name) for name in ("tokens_seen", "tokens_held", "bytes_held", "bytes_full")},
+        **{name: weight.get(name) for name in _WEIGHED},
     )
 
 
@@ -265,8 +269,9 @@ def _say(found: Generated, console: Any) -> None:
         share = 100 * found.bytes_held / found.bytes_full
         lines.append(f"cache   {byte_text(found.bytes_held)} held, {byte_text(found.bytes_full)} full: {share:.1f} %")
     if found.tokens_held is not None:
+        read = "" if found.tokens_read is None else f"{found.tokens_read:.0f} read for the last token, "
         lines.append(
-            f"tokens  {found.tokens_held:.0f} held, {found.tokens_seen} seen ({found.prompt_tokens} prompt, "
+            f"tokens  {found.tokens_held:.0f} held, {read}{found.tokens_seen} seen ({found.prompt_tokens} prompt, "
             f"{found.new_tokens} new)"
         )
     if found.ttft_seconds is not None:

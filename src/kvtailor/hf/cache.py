@@ -256,10 +256,21 @@ class KvCache(Cache):
 
     def _warn_of_positions(self) -> None:
         limit = self.geometry.max_positions
-        if limit is not None and self.seen > limit and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the cache has now seen {self.seen} tokens, and this {self.geometry.model_type} was made for {limit} "
-                "positions; compression keeps the original positions, so the model is beyond what it was trained on",
-                stacklevel=2,
-            )
+        if limit is None or self.seen <= limit or self._warned:
+            return
+        rolls = self.plan.attend.in_cache_positions
+        # In a first forward only the first layers hold anything yet.
+        held = max(int(state.counts().max()) for state in self.route.states if state.rows)
+        if rolls and held <= limit:
+            return
+        self._warned = True
+        what = (
+            f"holds {held} tokens, which its positions count,"
+            if rolls
+            else f"has now seen {self.seen} tokens, whose positions compression keeps,"
+        )
+        warnings.warn(
+            f"the cache {what} and this {self.geometry.model_type} was made for {limit} positions: the model is "
+            "beyond what it was trained on",
+            stacklevel=2,
+        )

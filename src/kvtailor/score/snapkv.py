@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.pool import pool_members
+from kvtailor.ops.votes import window_votes
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 
@@ -103,17 +104,16 @@ class SnapKV(Scorer):
     def _votes(self, held: Held, head: int, voters: Tensor) -> Tensor:
         """(b, n) float32: attention probability that the `voters` (b, w) give to the tokens of one kv head."""
         assert held.queries is not None and held.query_columns is not None
-        rows, query_heads, window = held.queries.shape[:3]
-        group = query_heads // held.keys.shape[1]
-        queries = held.queries[:, head * group : (head + 1) * group].float()
-        columns = held.query_columns
-        logits = (queries.flatten(1, 2) * held.scaling) @ held.keys[:, head].float().transpose(1, 2)
-        logits = logits.view(rows, group, window, -1)
-
-        seen = held.valid[:, head, None] & (held.positions[:, head, None] <= columns[None, :, None])
-        # A finite fill: a padding query sees nothing, and its row must not turn into NaN before it is left out.
-        logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-        votes = torch.einsum("bgwn,bw->bgn", torch.softmax(logits, dim=-1), voters.to(torch.float32))
+        group = held.queries.shape[1] // held.keys.shape[1]
+        votes = window_votes(
+            held.queries[:, head * group : (head + 1) * group],
+            held.query_columns,
+            voters,
+            held.keys[:, head],
+            held.positions[:, head],
+            held.valid[:, head],
+            held.scaling,
+        )
         if self.reduce == "max":
             return votes.amax(1)
         return votes.sum(1) if self.reduce == "sum" else votes.mean(1)

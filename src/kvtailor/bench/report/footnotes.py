@@ -79,6 +79,7 @@ def footnotes(
             f"{compared.point['context']} tokens compressed before them."
         )
     yield from _about_memory(records)
+    yield from _about_reading(records)
     yield from _about_time(records)
     surprising = [row.label for row in rows if row.label != FULL and beats_full(row)]
     if surprising:
@@ -161,6 +162,22 @@ def _about_memory(records: Sequence[Record]) -> Iterator[str]:
         f"resident memory grew for each cache by what its ledger says, at worst {100 * (resident / held - 1):+.1f} % "
         f"({worst.label})."
     )
+
+
+def _about_reading(records: Sequence[Record]) -> Iterator[str]:
+    """Plans that read less than they hold, each by its fullest cache."""
+    found: dict[str, Record] = {}
+    for record in records:
+        if record.error is None and record.tokens_read is not None and record.tokens_held:
+            fullest = found.setdefault(record.label, record)
+            if record.tokens_held > (fullest.tokens_held or 0):
+                found[record.label] = record
+    if found:
+        each = "; ".join(f"{label} {r.tokens_read:.0f} of {r.tokens_held:.0f}" for label, r in found.items())
+        yield (
+            f"Each new token read less than is held: {each} tokens. What is not read takes memory all the same, and "
+            "several tokens that are fed at once read everything."
+        )
 
 
 def _about_time(records: Sequence[Record]) -> Iterator[str]:

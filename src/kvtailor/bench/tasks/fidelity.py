@@ -27,9 +27,10 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.inside import LAYERWISE, compare_layers, contents, queries_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import calibration_error, quantile
-from kvtailor.bench.subject import Subject, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, whole_budgets
+from kvtailor.bench.weighing import weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Fidelity"]

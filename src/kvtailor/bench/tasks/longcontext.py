@@ -26,8 +26,9 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.longsets import Example, LongSet, long_set, overall, read_examples, score_example
 from kvtailor.bench.longsets.prompts import chat_overhead, longbench_ids, uses_chat, zeroscrolls_ids
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Subject, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.weighing import tokens_read, weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["LongContext", "generate"]
@@ -214,7 +215,8 @@ def generate(
         least: tokens before which none of them is taken.
 
     Returns:
-        The ids, an end token included, and what the cache weighed after the prompt (see `weigh`).
+        The ids, an end token included, and what the cache weighed after the prompt (see `weigh`), with what the last
+        token read of it.
 
     Raises:
         KvtailorError: the model's logits are not numbers.
@@ -230,5 +232,5 @@ def generate(
             scores = scores.index_fill(0, torch.tensor(sorted(ends), device=scores.device), -torch.inf)
         made.append(int(scores.argmax()))
         if made[-1] in ends or len(made) >= most:
-            return made, weight
+            return made, weight | ({"tokens_read": tokens_read(cache)} if weight else {})
         logits, cache = subject.forward(torch.tensor([made[-1:]]), cache, last_only=True)

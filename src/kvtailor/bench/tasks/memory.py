@@ -24,8 +24,9 @@ from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.fresh import STATE, answer, ask, decode, prefill, random_tokens, why_not
 from kvtailor.bench.gauge import Gauge
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Subject, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.weighing import weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Memory", "weigh_in_this_process"]

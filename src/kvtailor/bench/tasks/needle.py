@@ -25,9 +25,10 @@ from torch import Tensor
 from kvtailor.bench import tripwires
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Subject, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.synthetic import Document, make_document
 from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.weighing import tokens_read, weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Answer", "Needle", "answer_document"]
@@ -207,11 +208,12 @@ def answer_document(
         nats -= float(scores[target])
         if index + 1 < answer.numel():
             logits, cache = subject.forward(answer[None, index : index + 1], cache, last_only=True)
+    reading = {"tokens_read": tokens_read(cache)} if weight else {}
     recall = float(hit)
     if not hit and len(parts) > 1:
         text = _continuation(subject, contestant, context, question, int(answer.numel()) + _LONGER, question_outside)
         recall = sum(part in text for part in parts) / len(parts)
-    return Answer(hit, recall, nats / int(answer.numel()), weight)
+    return Answer(hit, recall, nats / int(answer.numel()), weight | reading)
 
 
 def _read(

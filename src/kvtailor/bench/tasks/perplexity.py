@@ -25,8 +25,9 @@ from kvtailor.bench import tripwires
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.rounding import tolerances_here
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Subject, Tokens, hash_of, weigh
+from kvtailor.bench.subject import Subject, Tokens, hash_of
 from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.weighing import weigh
 from kvtailor.bench.whole import WholeBudgets
 from kvtailor.errors import KvtailorError
 
@@ -63,6 +64,7 @@ class Perplexity(Task):
         context: tokens that are prefilled and compressed.
         continuation: tokens that are scored.
         chunk: tokens of the continuation that are fed at once; None: all of them, so that they see each other exactly.
+        beyond: a window may have more tokens than the model has positions, to see how a plan that streams fares there.
         windows: how many; fewer are taken, and it is said, where the text is too short.
         tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: see
             `tripwires.tolerances`.
@@ -77,6 +79,7 @@ class Perplexity(Task):
     context: int = 512
     continuation: int = 128
     chunk: int | None = None
+    beyond: bool = False
     windows: int = 50
     tolerance: float | None = None
     least_distinct: float = 0.9
@@ -102,6 +105,11 @@ class Perplexity(Task):
         hashes = [hash_of(w.context, w.targets) for w in windows]
         tripwires.check_distinct(hashes, self.source)
         notes = origin_notes(self.source, self.origin)
+        size, positions = self.context + self.continuation, given.subject.positions
+        if positions is not None and size > positions:
+            notes.append(
+                f"Windows of {size} tokens: the model was made for {positions}, 'full' is no yardstick past them."
+            )
         if len(windows) < self.windows:
             notes.append(f"The text has room for {len(windows)} windows, not for {self.windows}.")
         pieces = [w.text for w in windows] if all(w.text for w in windows) else [self.text]
@@ -162,11 +170,11 @@ class Perplexity(Task):
         """
         start = subject.start()
         size = self.context + self.continuation
-        if subject.positions is not None and size > subject.positions:
+        if subject.positions is not None and size > subject.positions and not self.beyond:
             raise KvtailorError(
                 f"asked for windows of {self.context} + {self.continuation} tokens, but {subject.name} has "
                 f"{subject.positions} "
-                "positions: ask for a shorter --context or --continuation"
+                "positions: ask for a shorter --context or --continuation, or for --beyond"
             )
         if self.context <= start.numel():
             raise KvtailorError(

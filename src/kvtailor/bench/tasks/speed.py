@@ -34,8 +34,9 @@ from kvtailor.bench.flops import Work, count
 from kvtailor.bench.machine import Neighbours
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import spread
-from kvtailor.bench.subject import Subject, bytes_of, hash_of, weigh
+from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.weighing import bytes_of, weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Speed"]
@@ -184,6 +185,10 @@ class Speed(Task):
                 found.processor.append(ran)
             found.disturbed.append(meter.disturbed())
             found.weight, found.bytes_read = weigh(cache), bytes_of(cache)
+            read, held = found.weight.get("tokens_read"), found.weight.get("tokens_held")
+            if read and held and found.bytes_read is not None:
+                # A floor must not count what nobody reads; what chooses the tokens is left out.
+                found.bytes_read = int(found.bytes_read * min(1.0, read / held))
 
     def _blank(self, given: Given, contestant: Contestant, prompt: Tensor) -> Record:
         names = ("context", "tokens", "batch", "rounds", "warmup")

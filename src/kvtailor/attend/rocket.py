@@ -1,0 +1,278 @@
+"""Rocket: one new token reads only the tokens that a cheap guess of its logits puts first.
+
+*Idea*: two savings multiply. What an answer will hardly look at is evicted when the prompt is done, coarsely; of what
+is left each new token reads a few tokens, chosen finely. The choice is cheap because it looks at chunks of adjacent
+tokens instead of tokens, and only at the channels in which the query is large. One budget is split between the two.
+
+*Paper*: RocketKV, "RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression", arXiv
+2502.14051: its second stage, and its split of the budget. `tokens` = its token budget, `turns` = its multi-turn
+variant.
+
+*Source*: the paper and a description of it. The paper's code is under a licence of its own and was not read.
+
+*Departs*: the split does not know the longest text that the model takes. Where the plan has a budget of its own, that
+is what the first stage keeps, and the second is sized by what is held. The model's own factor stands for 1 / sqrt(d).
+The newest tokens, up to 128, are in no chunk yet: each stands for itself, and competes for the budget like the others.
+Chunks of one token have no bounds: their keys are looked at. With `turns` the chunks run over the chosen tokens, and
+where tokens are taken back outside of a recorded forward, all held ones compete until the next turn. More than one new
+token at a time reads everything.
+
+*Cost*: reads the kept channels of the chunks' bounds, and tokens // 2 tokens, which it copies. Holds 2 / chunk of the
+keys as bounds, and 4 bytes for each token. `turns` saves no memory; during a prompt it holds `window` queries more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
+from kvtailor.errors import CacheMisuse
+from kvtailor.ops.chunks import chunk_bounds, promised
+from kvtailor.ops.lanes import Lanes
+from kvtailor.ops.parts import read_all, read_lanes
+from kvtailor.ops.pool import pool_members
+from kvtailor.ops.rows import Rows, chosen_places, gather, rows_of
+from kvtailor.ops.topk import keep_top
+from kvtailor.ops.votes import window_votes
+from kvtailor.types import Segment, Visibility
+
+__all__ = ["Rocket"]
+
+# Newest tokens that wait for chunks of their own: making them reads the keys once, a hundredth of a token's reading.
+_LOOSE = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rocket(Attention):
+    """Hybrid sparse attention, and the budget of the stage before it.
+
+    Attributes:
+        tokens: the budget that one new token may cost: half of it is read, the other half pays for the choice.
+        expect: tokens that a prompt's answer is expected to have.
+        turns: nothing needs to be evicted: after each forward of several tokens those that SnapKV would keep are
+            chosen, and the tokens that follow one by one choose among them and what is newer.
+        window, kernel: of that choice; see `snapkv`.
+    """
+
+    tokens: int = 1024
+    expect: int = 256
+    turns: bool = False
+    window: int = 32
+    kernel: int = 63
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2:
+            raise ValueError(f"rocket: tokens must be 2 or more, since half of it is read, found {self.tokens}")
+        if self.expect < 1:
+            raise ValueError(f"rocket: expect must be at least 1 token, found {self.expect}; 256 is a usual answer")
+        if self.window < 1:
+            raise ValueError(f"rocket: window must be at least 1 query, found {self.window}; the paper uses 32")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"rocket: kernel must be odd and at least 1, found {self.kernel}; the paper uses 63")
+
+    def held_tokens(self, tokens: Tensor) -> Tensor | None:
+        """The paper's split: what the first stage keeps of a prompt; None with `turns`, which keeps everything."""
+        return None if self.turns else self._first_stage(tokens)
+
+    def attend(
+        self,
+        query: Tensor,
+        parts: Sequence[Segment],
+        visible: Visibility,
+        scaling: float,
+        *,
+        want_mass: bool = False,
+        real_queries: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
+    ) -> Attended:
+        """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
+
+        Raises:
+            CacheMisuse: mass was asked for.
+        """
+        if want_mass:
+            raise CacheMisuse("rocket reads a part of the cache and knows no attention mass; use attend=segments")
+        if query.shape[2] > 1:
+            read = read_all(query, parts, visible, scaling)
+            carry = self._choose(query, parts, visible, scaling, facts.carry) if self.turns else {}
+            return Attended(output=read.output, lse=read.lse, carry=carry)
+        carry = {name: tensor for name, tensor in facts.carry.items() if name != "queries"}
+        if int(torch.stack([part.layout.counts() for part in parts]).sum(0).max()) <= self.tokens // 2:
+            read = read_all(query, parts, visible, scaling)
+            return Attended(output=read.output, lse=read.lse, carry=carry)
+        return self._attend_some(query, parts, visible, scaling, carry)
+
+    def index(self, parts: Sequence[Segment], visible: Visibility, facts: LayerFacts) -> Mapping[str, Tensor]:
+        """Bounds of the chunks of what is held, or of what the turn chose of it."""
+        keys = [part.decode()[0] for part in parts]
+        rows = _candidates(rows_of(parts, visible.real, keys[0].device), facts.carry)
+        return self._indexed(rows, keys, parts[0].layout.rows, facts.carry)
+
+    def flops(
+        self,
+        encoded: Sequence[Segment],
+        *,
+        group: int,
+        size: int,
+        held: Tensor | None = None,
+        facts: LayerFacts = NO_FACTS,
+    ) -> int | None:
+        """(2 r + 5) g for each chunk, and each token that stands for itself: logits in r channels, softmax, mean.
+
+        The sums of the queries' absolute values and the choice itself are left out.
+        """
+        if held is None or "capacity" not in facts.carry:
+            return None
+        if int(held.max()) <= self.tokens // 2:
+            return 0
+        _, kept = self._sizes(facts.carry["capacity"], size)
+        chunks = _covered(facts.carry)
+        heads = held.shape[1]
+        loose = (held.cpu() - chunks.cpu().view(-1, heads)).clamp(min=0).sum(1)
+        number = loose + (facts.carry["bounds"].shape[-1] * heads if "bounds" in facts.carry else 0)
+        return int((number * (2 * group * kept.cpu() + 5 * group)).sum())
+
+    def _first_stage(self, tokens: Tensor) -> Tensor:
+        whole = (tokens + self.expect).double()
+        ratio = (whole / self.tokens).clamp(min=1.0)
+        capacity = (whole / ratio ** (0.2 + 0.06 * ratio.log2()).clamp(max=0.8)).floor()
+        return torch.maximum(capacity, whole.clamp(max=2.0 * self.expect)).to(torch.int64) - self.expect
+
+    def _sizes(self, capacity: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Tokens of a chunk, and channels that are looked at, for capacities (b,); both (b,) int64."""
+        ratio = (capacity.double() / self.tokens).clamp(min=1.0)
+        chunk = ratio.sqrt().ceil()
+        chunk = torch.where(chunk > ratio, 1.0, chunk)
+        return chunk.to(torch.int64), (size * chunk / ratio).floor().clamp(1, size).to(torch.int64)
+
+    def _indexed(
+        self, rows: Rows, keys: Sequence[Tensor], batch: int, carry: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """The carry with bounds over all of these rows; none where no chunk has several tokens, or all will be read."""
+        kept = {name: tensor for name, tensor in carry.items() if name not in ("columns", "bounds")}
+        heads = rows.counts.shape[0] // batch
+        if "capacity" not in kept:
+            kept["capacity"] = (
+                torch.div(rows.counts.view(batch, heads).sum(1), heads, rounding_mode="floor") + self.expect
+            )
+        chunk = self._sizes(kept["capacity"], keys[0].shape[-1])[0]
+        chunk = torch.where(chunk > 1, chunk, 0).repeat_interleave(heads)
+        if not bool((chunk > 0).any()) or int(rows.counts.max()) <= self.tokens // 2:
+            return kept
+        columns = rows.columns.masked_fill(~rows.valid() | (chunk == 0)[:, None], -1).to(torch.int32)
+        bounds = chunk_bounds(keys, rows, chunk.cpu())
+        return {**kept, "columns": columns.unflatten(0, (batch, heads)), "bounds": bounds.unflatten(0, (batch, heads))}
+
+    def _attend_some(
+        self,
+        query: Tensor,
+        parts: Sequence[Segment],
+        visible: Visibility,
+        scaling: float,
+        carry: Mapping[str, Tensor],
+    ) -> Attended:
+        b, heads, device = query.shape[0], parts[0].layout.heads, query.device
+        states = [part.decode() for part in parts]
+        keys = [k for k, _ in states]
+        rows = _candidates(rows_of(parts, visible.real, device), carry)
+        if not rows.columns.shape[1]:
+            read = read_all(query, parts, visible, scaling)
+            return Attended(output=read.output, lse=read.lse, carry=carry)
+        if "capacity" not in carry or not _is_of(carry, rows):
+            carry = self._indexed(rows, keys, b, carry)
+        chunk, channels = (each.repeat_interleave(heads) for each in self._sizes(carry["capacity"], keys[0].shape[-1]))
+        covered = _covered(carry).to(device) if "bounds" in carry else torch.zeros_like(rows.counts)
+        if bool(((rows.counts - covered > _LOOSE) & (chunk > 1)).any()):
+            carry = self._indexed(rows, keys, b, carry)
+            covered = _covered(carry).to(device) if "bounds" in carry else covered
+        rows_of_query = query.reshape(b * heads, -1, query.shape[-1])
+        bounds = carry["bounds"].flatten(0, 1) if "bounds" in carry else None
+        scores = promised(
+            rows_of_query, keys, rows, scaling, bounds=bounds, size=chunk, covered=covered, channels=channels
+        )
+        seen = rows.valid()
+        if not visible.causal_only:
+            row = torch.arange(b, device=device).repeat_interleave(heads)
+            seen &= visible.at(row, rows.columns.clamp(max=visible.first_column))[:, 0]
+        scores = scores.masked_fill(~seen, -torch.inf).view(b, heads, -1)
+        place, chosen = chosen_places(
+            keep_top(scores, seen.sum(1).clamp(max=self.tokens // 2).view(b, heads)).flatten(0, 1)
+        )
+        address = rows.address.gather(1, place)
+        lanes = Lanes(
+            keys=gather(keys, address), values=gather([v for _, v in states], address), visible=chosen[:, None]
+        )
+        read = read_lanes(query, heads, [lanes], scaling)
+        return Attended(output=read.output, lse=read.lse, read=chosen.sum(1).view(b, heads), carry=carry)
+
+    def _choose(
+        self,
+        query: Tensor,
+        parts: Sequence[Segment],
+        visible: Visibility,
+        scaling: float,
+        carry: Mapping[str, Tensor],
+    ) -> Mapping[str, Tensor]:
+        """What SnapKV would keep of what is held, by the newest queries of this turn, whatever its pieces were."""
+        b, q, _, size = query.shape
+        heads, end = parts[0].layout.heads, visible.first_column + visible.new_tokens
+        queries = torch.cat([carry["queries"], query], 2) if "queries" in carry else query
+        queries = queries[:, :, -self.window :].clone()
+        columns = torch.arange(end - queries.shape[2], end, device=query.device)
+        real = torch.ones((b, end), dtype=torch.bool, device=query.device) if visible.real is None else visible.real
+        rows = rows_of(parts, visible.real, query.device)
+        valid = rows.valid().unflatten(0, (b, heads))
+        positions = rows.columns.unflatten(0, (b, heads))
+        keys = gather([part.decode()[0] for part in parts], rows.address).unflatten(0, (b, heads))
+        votes = torch.stack(
+            [
+                window_votes(
+                    queries.unflatten(1, (heads, -1))[:, head],
+                    columns,
+                    real.to(query.device)[:, columns],
+                    keys[:, head],
+                    positions[:, head],
+                    valid[:, head],
+                    scaling,
+                ).sum(1)
+                for head in range(heads)
+            ],
+            1,
+        )
+        scores = pool_members(votes, valid & (positions < columns[0]), self.kernel, "max")
+        scores = scores.masked_fill(positions >= end - self.window, torch.inf).masked_fill(~valid, -torch.inf)
+        budget = self._first_stage(real[:, :end].sum(1).cpu())[:, None].expand(b, heads)
+        place, here = chosen_places(keep_top(scores, torch.minimum(budget, valid.sum(-1).cpu())).flatten(0, 1))
+        chosen = rows.columns.gather(1, place).masked_fill(~here, -1).to(torch.int32)
+        return {"queries": queries, "chosen": chosen.unflatten(0, (b, heads))}
+
+
+def _candidates(rows: Rows, carry: Mapping[str, Tensor]) -> Rows:
+    """The tokens that may be read: those that the turn chose and all newer ones; without a choice all."""
+    if "chosen" not in carry or not rows.columns.shape[1]:
+        return rows
+    chosen = carry["chosen"].flatten(0, 1).to(rows.columns)
+    at = torch.searchsorted(rows.columns, chosen).clamp(max=rows.columns.shape[1] - 1)
+    there = (rows.columns.gather(1, at) == chosen) & (chosen >= 0)
+    since = torch.searchsorted(rows.columns, chosen.amax(1, keepdim=True) + 1)
+    newer = since + torch.arange(int((rows.counts[:, None] - since).max()), device=since.device)
+    return rows.pick(torch.cat([at, newer], 1), torch.cat([there, newer < rows.counts[:, None]], 1))
+
+
+def _covered(carry: Mapping[str, Tensor]) -> Tensor:
+    """(b * h,) int64 tokens that have bounds."""
+    return (carry["columns"] >= 0).sum(-1).flatten()
+
+
+def _is_of(carry: Mapping[str, Tensor], rows: Rows) -> bool:
+    """Whether the bounds are of the oldest of these tokens, as they are after nothing but new tokens came."""
+    if "columns" not in carry:
+        return True
+    columns = carry["columns"].flatten(0, 1)
+    if columns.shape[1] > rows.columns.shape[1]:
+        return False
+    return bool(((rows.columns[:, : columns.shape[1]] == columns) | (columns < 0)).all())

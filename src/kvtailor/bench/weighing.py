@@ -1,0 +1,52 @@
+"""What a cache holds and reads, for a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.ledger import storage_bytes
+
+__all__ = ["bytes_of", "tokens_read", "weigh"]
+
+
+def weigh(cache: Any) -> dict[str, Any]:
+    """What a cache holds now, as fields of a `Record`; nothing for a cache that is not kvtailor's."""
+    if not hasattr(cache, "ledger"):
+        return {}
+    held, ledger = cache.held(), cache.ledger()
+    return {
+        "tokens_seen": int(cache.seen),
+        "tokens_held": float(held.double().mean()),
+        "tokens_held_least": int(held.min()),
+        "tokens_held_most": int(held.max()),
+        "tokens_read": tokens_read(cache),
+        "tokens_by_head": tuple(tuple(heads) for heads in held.double().mean(0).tolist()),
+        "bytes_held": int(ledger.total),
+        "bytes_full": int(ledger.full),
+        "bytes_closed_form": None if ledger.closed_form is None else int(ledger.closed_form),
+        "bytes_by_room": dict(ledger.by_room),
+        "bytes_by_tier": dict(ledger.by_tier),
+        "bytes_by_layer": tuple(ledger.by_layer),
+    }
+
+
+def tokens_read(cache: Any) -> float | None:
+    """`Record.tokens_read` of the forward before."""
+    states = cache.route.states if hasattr(cache, "route") else []
+    if all(state.read is None for state in states):
+        return None
+    each = [state.counts() if state.read is None else state.read.cpu() for state in states]
+    return float(torch.stack(each).double().mean())
+
+
+def bytes_of(cache: Any) -> int | None:
+    """Unique storages of a cache, ours or transformers' own; None for any other."""
+    if hasattr(cache, "ledger"):
+        return int(cache.ledger().total)
+    if not hasattr(cache, "layers"):
+        return None
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return storage_bytes([each for each in held if isinstance(each, Tensor)])

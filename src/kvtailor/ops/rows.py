@@ -1,0 +1,152 @@
+"""What each row and kv head holds, as one run of real tokens in time order, whatever parts and lanes they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtailor.types import Segment
+
+__all__ = ["FAR", "Rows", "chosen_places", "gather", "places_of", "rows_of"]
+
+FAR = torch.iinfo(torch.int32).max
+"""Column of filler: past all others, so that columns stay ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Tokens by owner (row * h + head) and place, which counts its real tokens from 0; no padding, no filler of parts.
+
+    Attributes:
+        columns: (b * h, n) int64 ascending; `FAR` past the owner's last token.
+        address: (b * h, n) int64 slot of each token among all slots of all parts, lane after lane. Past the owner's
+            last token it repeats that token's.
+        counts: (b * h,) int64 tokens.
+    """
+
+    columns: Tensor
+    address: Tensor
+    counts: Tensor
+
+    def valid(self) -> Tensor:
+        """(b * h, n) bool: there is a token."""
+        return torch.arange(self.columns.shape[1], device=self.counts.device)[None] < self.counts[:, None]
+
+    def pick(self, place: Tensor, here: Tensor) -> Rows:
+        """Only some of the tokens.
+
+        Args:
+            place: (b * h, k) int64 ascending where `here`.
+            here: (b * h, k) bool: this entry of `place` counts.
+        """
+        order = torch.argsort((~here).to(torch.uint8), dim=1, stable=True)
+        counts = here.sum(1)
+        order = order[:, : int(counts.max())] if counts.numel() else order[:, :0]
+        place = place.gather(1, order).clamp(0, max(self.columns.shape[1] - 1, 0))
+        last = (counts - 1).clamp(min=0)[:, None]
+        filled = torch.arange(order.shape[1], device=place.device)[None] <= last
+        place = torch.where(filled, place, place.gather(1, last.clamp(max=max(place.shape[1] - 1, 0))))
+        picked = Rows(columns=self.columns.gather(1, place), address=self.address.gather(1, place), counts=counts)
+        return Rows(columns=picked.columns.masked_fill(~picked.valid(), FAR), address=picked.address, counts=counts)
+
+
+def places_of(parts: Sequence[Segment], real: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """The place of each slot among the real tokens of its owner.
+
+    Args:
+        parts: in time order.
+        real: (b, columns) bool, False for padding; None where nothing is padded.
+        device: of the answer.
+
+    Returns:
+        For each part (m, s) int64, -1 where no real token is; and (b * h,) int64 tokens of each owner.
+    """
+    before = torch.zeros(parts[0].layout.rows * parts[0].layout.heads, dtype=torch.int64, device=device)
+    places = []
+    for part in parts:
+        layout = part.layout
+        held = layout.filled(device)
+        if real is not None:
+            row = torch.div(layout.owners(device), layout.heads, rounding_mode="floor")[:, None]
+            mine = real.to(device)[row, layout.columns(device).expand(layout.lanes, -1)]
+            held = mine if held is None else held & mine
+        if held is None and layout.owner is None:
+            places.append(before[:, None] + torch.arange(layout.size, device=device))
+            before = before + layout.size
+            continue
+        if held is None:
+            held = torch.ones((layout.lanes, layout.size), dtype=torch.bool, device=device)
+        owner, of_lane = layout.owners(device), held.sum(1)
+        # The lanes of an owner follow each other: what its earlier lanes hold comes first.
+        earlier = of_lane.cumsum(0) - of_lane
+        first = earlier[torch.searchsorted(owner, owner)]
+        place = (before[owner] + earlier - first)[:, None] + held.cumsum(1) - 1
+        places.append(place.masked_fill(~held, -1))
+        before = before.index_add(0, owner, of_lane)
+    return places, before
+
+
+def rows_of(parts: Sequence[Segment], real: Tensor | None, device: torch.device) -> Rows:
+    """What each owner holds in these parts; arguments as for `places_of`."""
+    places, counts = places_of(parts, real, device)
+    longest = int(counts.max()) if counts.numel() else 0
+    columns = torch.full((counts.shape[0], longest), FAR, dtype=torch.int64, device=device)
+    address = torch.zeros_like(columns)
+    base = 0
+    for part, place in zip(parts, places, strict=True):
+        layout = part.layout
+        slots = torch.arange(base, base + layout.lanes * layout.size, device=device).view(layout.lanes, layout.size)
+        base += layout.lanes * layout.size
+        here = place >= 0
+        at = layout.owners(device)[:, None].expand_as(place)[here], place[here]
+        columns[at] = layout.columns(device).expand_as(place)[here]
+        address[at] = slots[here]
+    rows = Rows(columns=columns, address=address, counts=counts)
+    if longest:
+        last = address.gather(1, (counts - 1).clamp(min=0)[:, None])
+        rows = Rows(columns=columns, address=torch.where(rows.valid(), address, last), counts=counts)
+    return rows
+
+
+def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
+    """States at some slots, a copy.
+
+    Args:
+        states: of each part, (m, s, d), any strides.
+        address: (b * h, k) int64, see `Rows.address`.
+
+    Returns:
+        (b * h, k, d).
+    """
+    if len(states) == 1:
+        slots = states[0].shape[1]
+        return states[0][torch.div(address, slots, rounding_mode="floor"), address % slots]
+    out = states[0].new_empty((*address.shape, states[0].shape[-1]))
+    base = 0
+    for part in states:
+        lanes, slots = part.shape[:2]
+        here = (address >= base) & (address < base + lanes * slots)
+        at = address[here] - base
+        out[here] = part[torch.div(at, slots, rounding_mode="floor"), at % slots]
+        base += lanes * slots
+    return out
+
+
+def chosen_places(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of a kept set.
+
+    Args:
+        keep: (b * h, n) bool.
+
+    Returns:
+        (b * h, k) int64 places ascending, 0 where an owner has fewer; and (b * h, k) bool: this is one.
+    """
+    counts = keep.sum(1)
+    owner, place = keep.nonzero(as_tuple=True)
+    most = max(1, int(counts.max()))
+    at = torch.zeros((keep.shape[0], most), dtype=torch.int64, device=keep.device)
+    at[owner, torch.arange(owner.shape[0], device=keep.device) - (counts.cumsum(0) - counts)[owner]] = place
+    return at, torch.arange(at.shape[1], device=keep.device)[None] < counts[:, None]

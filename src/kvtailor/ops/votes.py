@@ -1,0 +1,40 @@
+"""What the newest queries look at: the attention probabilities of an observation window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["window_votes"]
+
+
+def window_votes(
+    queries: Tensor,
+    query_columns: Tensor,
+    voters: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Attention probability that a window's queries give to the tokens of one kv head, summed over the window.
+
+    Args:
+        queries: (b, g, w, d) post-RoPE queries of the head's group.
+        query_columns: (w,) int64 their columns.
+        voters: (b, w) bool: queries that count.
+        keys: (b, n, d) post-RoPE keys.
+        positions: (b, n) int64 columns of the keys.
+        valid: (b, n) bool: a real token sits here.
+        scaling: factor before the softmax.
+
+    Returns:
+        (b, g, n) float32, 0 where `valid` is False for a query that sees anything. Scratch: (b, g * w, n) float32.
+    """
+    rows, _, window, _ = queries.shape
+    logits = (queries.float().flatten(1, 2) * scaling) @ keys.float().transpose(1, 2)
+    logits = logits.view(rows, -1, window, keys.shape[1])
+    seen = valid[:, None] & (positions[:, None] <= query_columns[None, :, None])
+    # A finite fill: a padding query sees nothing, and its row must not turn into NaN before it is left out.
+    logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
+    return torch.einsum("bgwn,bw->bgn", torch.softmax(logits, dim=-1), voters.to(torch.float32))
