@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvtailor.calibration import calibrated
+from kvtailor.method import Method
 from kvtailor.observe import Evidence, observe
+from kvtailor.plan_arguments import with_nested
+from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs, Rotation
 
 
@@ -117,6 +122,29 @@ def held_of(
         rotation=rotation if needs.rotation or needs.moments else None,
         calibration=calibration,
     )
+
+
+def held_by(scorer: Scorer, rows: list[Row], *, head_order: Tensor | None = None, **given: Any) -> Held:
+    """`held_of` with what a scorer needs, examples of its calibration among it.
+
+    `head_order`: in which order the kv heads of `rows` stand now; what belongs to a head and not to a row goes along.
+    """
+    heads, group = rows[0].keys.shape[0], rows[0].queries.shape[0] // rows[0].keys.shape[0]
+    layers, layer = given.get("layers", 3), given.get("layer", 1)
+    tensors = example_tensors(scorer, layers=layers, heads=heads, group=group, size=rows[0].keys.shape[-1])
+    for each in calibrated(with_nested(scorer)) if head_order is not None else ():
+        tensors |= {name: tensors[name][:, head_order] for name in each.per_head}
+    calibration = {name: tensor[layer] for name, tensor in tensors.items()}
+    return held_of(rows, scorer.needs, calibration=calibration or None, **given)
+
+
+def example_tensors(method: Method, *, layers: int, heads: int, group: int, size: int) -> dict[str, Tensor]:
+    """Random tensors of all the files that a method and the methods among its arguments read."""
+    generator = torch.Generator().manual_seed(5)
+    found: dict[str, Tensor] = {}
+    for each in calibrated(with_nested(method)):
+        found |= each.example_calibration(layers=layers, heads=heads, group=group, size=size, generator=generator)
+    return found
 
 
 def with_holes(held: Held, holes: int, generator: torch.Generator) -> tuple[Held, Tensor]:

@@ -96,7 +96,7 @@ def test_the_strategy_meets_every_room_and_most_methods() -> None:
     """Else the round trip above could be one over defaults."""
     seen: set[str] = set()
 
-    @settings(max_examples=200, deadline=None, database=None)
+    @settings(max_examples=500, deadline=None, database=None, derandomize=True)
     @given(plans())
     def look(plan: Plan) -> None:
         seen.update(find.name_of(part) for part in plan.parts.values() if part is not None)

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvtailor.calibrators.run import calibrate
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.cache import KvCache, cache_for
     from kvtailor.hf.prefill import prefill
@@ -32,6 +33,7 @@ __all__ = [
     "Session",
     "__version__",
     "cache_for",
+    "calibrate",
     "load_cache",
     "prefill",
     "session",
@@ -46,6 +48,7 @@ _HOMES = {
     "Plan": "plan",
     "Session": "hf.session",
     "cache_for": "hf.cache",
+    "calibrate": "calibrators.run",
     "load_cache": "hf.saving",
     "prefill": "hf.prefill",
     "session": "hf.session",

@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["CacheMisuse", "KvtailorError", "PlanError", "UnknownName", "UnsupportedModel", "suggest"]
+__all__ = [
+    "CacheMisuse",
+    "CalibrationError",
+    "KvtailorError",
+    "PlanError",
+    "UnknownName",
+    "UnsupportedModel",
+    "suggest",
+]
 
 
 class KvtailorError(Exception):
@@ -35,6 +43,10 @@ class UnknownName(KvtailorError, LookupError):
 
 class UnsupportedModel(KvtailorError, ValueError):
     """A model, or a way of loading it, that kvtailor refuses before any work."""
+
+
+class CalibrationError(KvtailorError, ValueError):
+    """A calibration file that is not there, is something else than was asked for, or was made for another model."""
 
 
 class CacheMisuse(KvtailorError, RuntimeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +48,9 @@ class Walk:
         states: all layers that the plan compresses.
         close: called with each layer that waited for others, and what its last forward saw, once it is cut.
         window_elements: elements of one row that the model's own sliding windows hold, on the other layers.
+
+    Attributes:
+        calibration: the tensors of the allocator's calibration file, over all layers; None where it has none.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Walk:
     ):
         self.plan, self.states, self.close, self.window_elements = plan, states, close, window_elements
         self.needs = plan.needs
+        self.calibration: Mapping[str, Tensor] | None = None
         self._arrived: list[_Scored] = []
 
     def run(self, states: Sequence[LayerState], visible: Visibility) -> None:
@@ -94,6 +98,7 @@ class Walk:
                 num_layers=len(self.states),
                 scores=[s.scores for s in scored] if plan.allocate.needs_scores else None,
                 measured=measured if len(measured) == len(scored) else None,
+                calibration=self.calibration,
             )
         )
         for i, one in enumerate(scored):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,3 +116,15 @@ def test_gates_of_another_model_are_refused() -> None:
 def test_refuses_wrong_settings(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=f"^duo: {said}"):
         Duo(**wrong)  # type: ignore[arg-type]
+
+
+def test_calibrated_gates_fill_heads_as_written_ones() -> None:
+    gates = ((0.9, 0.1), (0.2, 0.5), (0.5, 0.4))
+    request = replace(asked(130, [40] * 3, heads=2), calibration={"gates": torch.tensor(gates, dtype=torch.float64)})
+    expected = Duo(gates=gates, streaming=10).allocate(asked(130, [40] * 3, heads=2))
+    assert torch.equal(Duo(streaming=10).allocate(request), expected)
+    assert Duo().wants_calibration and not Duo(gates=gates).wants_calibration
+    with pytest.raises(ValueError, match="gates and a file of gates"):
+        Duo(gates=gates, file="gates.safetensors")
+    with pytest.raises(ValueError, match="none were given; see `kvtailor calibrate duo`"):
+        Duo().allocate(asked(130, [40] * 3, heads=2))

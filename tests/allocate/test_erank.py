@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,3 +126,21 @@ def test_ranks_are_asked_of_every_layer() -> None:
 def test_refuses_wrong_settings(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=f"^erank: {said} must"):
         Erank(**wrong)  # type: ignore[arg-type]
+
+
+def test_calibrated_ranks_are_shared_out_as_measured_ones() -> None:
+    capacity, ranks = [40, 90, 90, 90], [3.0, 9.0, 1.5, 4.5]
+    for weighting in ("proportional", "softmax", "power", "adaptive"):
+        static, dynamic = (Erank(static=each, weighting=weighting, least=0) for each in (True, False))
+        request = replace(asked(160, capacity, heads=2), calibration={"erank": torch.tensor(ranks)})
+        expected = dynamic.allocate(asked(160, capacity, heads=2, measured=ranks))
+        assert torch.equal(static.allocate(request), expected)
+    assert static.needs == Needs() and static.measure(held_with([[1.0]])) is None
+    assert not dynamic.wants_calibration and dynamic.content_hash is None
+
+
+def test_a_file_without_static_and_a_layer_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="write static=true too"):
+        Erank(file="ranks.safetensors")
+    with pytest.raises(ValueError, match="needs calibrated ranks and all layers"):
+        Erank(static=True).allocate(asked(10, [9, 9]))

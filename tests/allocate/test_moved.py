@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.contract.test_allocate import KINDS, bounds, fitting, measured_by, scores_for, text_of
 from tests.discover import samples_of
-from tests.held_rows import held_of, make_row
+from tests.held_rows import example_tensors, held_of, make_row
 from tests.seam.zoo import build, prompts
 from torch import Tensor
 
@@ -73,7 +73,9 @@ def asked(inner: Allocator, seed: int) -> BudgetRequest:
     capacity, floor = bounds(shape, 63, 4, seed, equal=True)
     scores = scores_for(capacity, floor, seed) if inner.needs_scores else None
     request = request_of(capacity, floor, capacity.sum((1, 2)) // 2, scores)
-    return replace(request, measured=measured_by(inner, tuple(range(shape[0])), *shape[1:]))
+    calibration = example_tensors(inner, layers=shape[1], heads=shape[2], group=2, size=4)
+    measured = measured_by(inner, tuple(range(shape[0])), *shape[1:])
+    return replace(request, measured=measured, calibration=calibration)
 
 
 def naive_inverse(layers: list[list[int]]) -> list[list[int]]:

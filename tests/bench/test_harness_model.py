@@ -19,7 +19,8 @@ from tests.bench.harness_fixtures import folder, rolling_task, words
 
 import kvtailor
 from kvtailor.bench import harness
-from kvtailor.bench.harness_model import HarnessModel, plan_of
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.harness_model import HarnessModel
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.hf.config import source_of
@@ -232,16 +233,16 @@ def test_prompts_that_are_too_long_lose_their_beginning_as_in_hf(subject, hf):
 )
 def test_plans_survive_the_harness_s_arguments(line, plan, subject):
     given = key_val_to_dict(f"pretrained=demo,{line},batch_size=2")
-    assert model(subject, given["plan"]).contestant.hash == plan_of(plan).hash
+    assert model(subject, given["plan"]).contestant.hash == Contestant.named(plan).hash
     assert given["pretrained"] == "demo" and given["batch_size"] == 2
 
 
 def test_a_plan_may_come_from_a_file(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(kvtailor.Plan.parse(PLANS[-1]).to_toml())
-    assert plan_of(str(file)).hash == plan_of(PLANS[-1]).hash
+    assert Contestant.named(str(file)).hash == Contestant.named(PLANS[-1]).hash
     with pytest.raises(KvtailorError, match="absent.toml"):
-        plan_of(str(tmp_path / "absent.toml"))
+        Contestant.named(str(tmp_path / "absent.toml"))
 
 
 def test_wrong_arguments_are_refused(subject):

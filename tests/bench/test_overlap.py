@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from kvtailor.bench.overlap import Calibrated, Sketch, shared, text_hash
+from kvtailor.bench.overlap import Calibrated, Sketch, read_back, shared, text_hash, written
 from kvtailor.bench.tripwires import Fraud, check_calibration, check_sources
 from kvtailor.errors import KvtailorError
 
@@ -52,14 +52,22 @@ def test_a_short_text_in_a_long_one_is_found_whole(monkeypatch):
 
 
 def test_provenance_survives_the_head_of_a_file():
-    made = made_from(words(500))
-    written = made.to_metadata()
-    assert all(isinstance(each, str) for each in written.values())
-    assert Calibrated.from_metadata({"format": "pt", **written}) == made and made.text_hash == text_hash(words(500))
-    for broken in ({}, {"calibrated_on": "{"}, {"calibrated_on": "{}"}, {"calibrated_on": "[]"},
-                   {"calibrated_on": written["calibrated_on"].replace('"sketch": "', '"sketch": "AAAA')}):  # fmt: skip
+    made = (made_from(words(500)), made_from(words(20, 1)))
+    entries = written(made)
+    assert all(isinstance(each, str) for each in entries.values())
+    assert read_back({"format": "pt", **entries}) == made and made[0].text_hash == text_hash(words(500))
+    assert read_back(written(())) == ()
+    damaged = entries["calibrated_on"].replace('"sketch": "', '"sketch": "AAAA', 1)
+    for broken in ({}, *({"calibrated_on": each} for each in ("{", "[{}]", "[[]]", damaged))):
         with pytest.raises(KvtailorError, match="calibrate again"):
-            Calibrated.from_metadata(broken)
+            read_back(broken)
+
+
+def test_a_sketch_of_what_was_used_is_bounded_as_asked():
+    text = words(3000)
+    made = Calibrated.on(text, name="n", model="m", text_name="t", used=[text[: len(text) // 2]], largest=100)
+    assert len(made.sketch.hashes) == 100 and not made.sketch.complete and made.text_hash == text_hash(text)
+    assert made.sketch.hashes == Sketch.of([text[: len(text) // 2]]).hashes[:100]
 
 
 def test_a_percent_of_overlap_is_too_much_whichever_side_it_is_of():

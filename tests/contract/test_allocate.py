@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 from tests.discover import methods_of, samples_of
-from tests.held_rows import held_of, make_row
+from tests.held_rows import example_tensors, held_of, make_row
 from torch import Tensor
 
 import kvtailor.allocate
@@ -95,6 +95,7 @@ def ask(
             num_layers=present if layers is None else layers,
             scores=scores if allocator.needs_scores else None,
             measured=measured,
+            calibration=example_tensors(allocator, layers=layers or present, heads=heads, group=2, size=4),
         )
     )
 
@@ -119,6 +120,7 @@ def ask_one_by_one(
             num_layers=layers,
             scores=[scores[i]] if allocator.needs_scores else None,
             row_tokens=row_tokens,
+            calibration=example_tensors(allocator, layers=layers, heads=capacity.shape[2], group=2, size=4),
         )
         parts.append(allocator.allocate(one))
     return torch.cat(parts, 1)
@@ -250,13 +252,9 @@ def test_changes_no_input(allocator: Allocator) -> None:
 @pytest.mark.parametrize("allocator", [allocator for allocator in ALLOCATORS if allocator.needs_scores], ids=text_of)
 def test_asks_for_the_scores_it_needs(allocator: Allocator) -> None:
     capacity, floor = bounds(fitting(allocator, (1, 2, 2)), 9, 1, 0, equal=True)
+    present = tuple(range(floor.shape[1]))
     request = BudgetRequest(
-        total=torch.tensor([9]),
-        capacity=capacity,
-        floor=floor,
-        layers=tuple(range(floor.shape[1])),
-        num_layers=floor.shape[1],
-        scores=None,
+        total=torch.tensor([9]), capacity=capacity, floor=floor, layers=present, num_layers=len(present)
     )
     with pytest.raises(ValueError, match="scores"):
         allocator.allocate(request)

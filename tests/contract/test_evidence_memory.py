@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.discover import methods_of, samples_of
-from tests.held_rows import Row, held_of, make_row
+from tests.held_rows import Row, example_tensors, held_of, make_row
 from tests.live_bytes import LiveBytes
 from tests.segments_of import Padded
 from torch import Tensor
@@ -76,7 +76,8 @@ def peak_of(work: Callable[[], object]) -> int:
 
 @every_method
 def test_scoring_or_measuring_a_layer(method: Scorer | Allocator) -> None:
-    held = held_for(method.needs)
+    tensors = example_tensors(method, layers=3, heads=HEADS, group=GROUP, size=SIZE)
+    held = replace(held_for(method.needs), calibration={name: tensor[1] for name, tensor in tensors.items()} or None)
     peak = peak_of(lambda: method.score(held) if isinstance(method, Scorer) else method.measure(held))
     assert peak < LIMIT, f"{method} makes {peak / 1e6:.0f} MB beside what it is given: work in blocks"
     assert peak > 0 or isinstance(method, Allocator)

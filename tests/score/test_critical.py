@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.held_rows import held_of, make_row
 
+from kvtailor.score.atskv import ATSKV
 from kvtailor.score.contract import Scorer
 from kvtailor.score.critical import Critical
 from kvtailor.score.h2o import H2O
@@ -88,3 +89,7 @@ def test_it_refuses_what_makes_no_sense() -> None:
     row = make_row(9, heads=2, group=1, size=8, generator=torch.Generator())
     with pytest.raises(ValueError, match="output"):
         Critical(of=Position()).score(held_of([row], Needs()))
+
+
+def test_an_inner_score_that_looks_back_is_not_shown_the_outer_one() -> None:
+    assert ATSKV().needs.previous and not Critical(of=ATSKV()).needs.previous

@@ -14,6 +14,7 @@ LEVELS = {
     "method": 0,
     "ops": 1,
     "ledger": 1,
+    "calibration": 1,
     "observe": 2,
     **dict.fromkeys(ROOMS, 2),
     "find": 3,
@@ -34,6 +35,7 @@ LEVELS = {
     "demo": 3,
     "hf": 4,
     "bench": 5,
+    "calibrators": 5,
     "cli": 6,
 }
 # `layer` is the other half of `route`: docs/decisions/0003-lanes.md. `walk` is what it does with what is scored.

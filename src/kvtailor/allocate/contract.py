@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,8 @@ class BudgetRequest:
         measured: for each present layer what `Allocator.measure` said of it; None where the allocator measures nothing.
         row_tokens: (b,) int64 on the CPU: real tokens that each row has seen, the most that a head of an absent layer
             can hold. None: absent layers hold what a present one does, which is so at prefill.
+        calibration: the tensors of the allocator's calibration file, stacked over the `num_layers` layers; None where
+            it has none.
     """
 
     total: Tensor
@@ -42,6 +44,7 @@ class BudgetRequest:
     scores: Sequence[Tensor] | None = None
     measured: Sequence[Tensor] | None = None
     row_tokens: Tensor | None = None
+    calibration: Mapping[str, Tensor] | None = None
 
     @property
     def history(self) -> Tensor:

@@ -16,12 +16,14 @@ and make all shares alike. It is the rank of the prompt itself, as in RankKV's d
 prompt twice and without the tokens that follow. Integers by largest remainder, at most what a layer holds, what that
 cuts off going to the others; RankKV gives layers more than the prompt has, and so spends less than it says. `least`
 gives way where the budget is too small for it. When the walk comes again, the matrix has columns for what is held.
+RankKV's static variant is `static`: ranks of whole matrices, averaged over texts that `kvtailor calibrate erank` was
+given, where RankKV took the test text.
 
 A high rank does not say that many tokens matter: a head that looks at the newest token alone has the highest rank of
 all and needs one, and one that looks at all tokens alike has rank 1. Compare with `entropy` and `coverage`.
 
-*Cost*: `rows` queries of every query head until the first token is decoded, and waiting for all layers; time O(q * rows
-* n * d + rows**2 * n), scratch float32 (rows, n) twice: 16 MiB for 128 rows of 16 thousand tokens.
+*Cost*: waiting for all layers; where not `static`, `rows` queries of every query head until the first token is decoded,
+time O(q * rows * n * d + rows**2 * n), scratch float32 (rows, n) twice: 16 MiB for 128 rows of 16 thousand tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
+from kvtailor.calibration import CalibratedMethod
 from kvtailor.ops.apportion import even_shares
 from kvtailor.ops.observed import mean_attention
 from kvtailor.ops.rank import effective_rank
@@ -44,10 +47,12 @@ Weighting = Literal["proportional", "softmax", "power", "adaptive"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Erank(Allocator):
+class Erank(CalibratedMethod, Allocator):
     """Layers by effective rank, equal for the heads of a layer.
 
     Attributes:
+        static: take the ranks of a calibration and not those of the prompt.
+        file: of `kvtailor calibrate erank`, with `static`; None: the one that is shipped for the model.
         rows: newest rows of the attention matrix that are looked at.
         weighting: from ranks to shares: "proportional"; "softmax" of rank / temperature; "power", rank ** exponent;
             "adaptive", 0.5 below the 25th percentile of the layers' ranks, 1.5 above the 75th, else 1.
@@ -56,6 +61,7 @@ class Erank(Allocator):
         least: tokens that each layer and head is sure of, what must stay among them.
     """
 
+    static: bool = False
     rows: int = 128
     weighting: Weighting = "proportional"
     temperature: float = 1.0
@@ -63,8 +69,13 @@ class Erank(Allocator):
     least: int = 4
     scope: ClassVar[str] = "prompt"
     even_heads: ClassVar[bool] = True
+    calibrates: ClassVar[str] = "erank"
+    examples: ClassVar[tuple[str, ...]] = ("erank", "erank(static=true)")
 
     def __post_init__(self) -> None:
+        if self.file is not None and not self.static:
+            raise ValueError("erank: a file is named, but ranks are to be those of the prompt: write static=true too")
+        super().__post_init__()
         if self.rows < 2:
             raise ValueError(f"erank: rows must be at least 2, or every rank is 1, found {self.rows}")
         if self.weighting not in get_args(Weighting):
@@ -77,11 +88,17 @@ class Erank(Allocator):
             raise ValueError(f"erank: least must be 0 or more tokens, found {self.least}")
 
     @property
-    def needs(self) -> Needs:
-        return Needs(window=self.rows)
+    def wants_calibration(self) -> bool:
+        return self.static
 
-    def measure(self, held: Held) -> Tensor:
-        """(b,) float64: the effective rank of the newest attention rows, from 1 to `rows`."""
+    @property
+    def needs(self) -> Needs:
+        return Needs() if self.static else Needs(window=self.rows)
+
+    def measure(self, held: Held) -> Tensor | None:
+        """(b,) float64: the effective rank of the newest attention rows, from 1 to `rows`; None where `static`."""
+        if self.static:
+            return None
         return torch.stack([effective_rank(mean_attention(held, row)) for row in range(held.keys.shape[0])])
 
     def weights(self, ranks: Tensor) -> Tensor:
@@ -104,9 +121,9 @@ class Erank(Allocator):
         """(b, l, h) int64 on the CPU.
 
         Raises:
-            ValueError: a layer is absent, or none was measured.
+            ValueError: a layer is absent, or none was measured or calibrated.
         """
-        weights = self.weights(request.numbers("erank", every_layer=True))
+        weights = self.weights(self._ranks(request))
         sure = torch.maximum(request.floor, request.capacity.clamp_max(self.least))
         low = even_shares(torch.ones_like(weights), request.total, request.floor, sure, request.layers)
         return even_shares(weights, request.total, low, request.capacity, request.layers)
@@ -115,7 +132,24 @@ class Erank(Allocator):
         """g m n (2 d + 5) + a head's part of m**2 (2 n + 2 m), for m rows.
 
         For each query and token 2 d for the logit, 4 for the softmax, 1 for the mean over heads; for the layer the
-        products of all rows with each other, and 2 m**3 for the eigenvalues of what they give.
+        products of all rows with each other, and 2 m**3 for the eigenvalues of what they give. 0 where `static`.
         """
+        if self.static:
+            return 0
         rows = min(self.rows, tokens)
         return group * rows * tokens * (2 * size + 5) + rows**2 * (2 * tokens + 2 * rows) // heads
+
+    @classmethod
+    def example_calibration(
+        cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Ranks (layers,) from 1 up."""
+        return {"erank": 1 + 99 * torch.rand(layers, generator=generator)}
+
+    def _ranks(self, request: BudgetRequest) -> Tensor:
+        """(b, l) of all layers."""
+        if not self.static:
+            return request.numbers("erank", every_layer=True)
+        if request.calibration is None or request.layers != tuple(range(request.num_layers)):
+            raise ValueError("erank(static=true) needs calibrated ranks and all layers at once; its scope is 'prompt'")
+        return request.calibration["erank"].double().cpu().expand(len(request.total), -1)

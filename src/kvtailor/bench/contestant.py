@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtailor.bench.overlap import Calibrated
-from kvtailor.errors import PlanError
+from kvtailor.errors import KvtailorError, PlanError
 
 __all__ = ["OTHER_ATTENTION", "OWN", "Contestant"]
 
@@ -21,7 +22,8 @@ class Contestant:
         hash: content hash.
         missing: why this kvtailor cannot run the plan: what it names that is not there. Nothing is measured then, and
             every record of it says so.
-        calibration: what its artefacts were made from; a task refuses to score it on that.
+        calibration: what its artefacts were made from; a task refuses to score it on that. A run adds what the plan's
+            own files say, see `Subject.provenance`.
     """
 
     label: str
@@ -52,6 +54,23 @@ class Contestant:
             digest = hashlib.sha256(label.encode()).hexdigest()[:12]
             return cls(label=label, plan=label, hash=f"missing-{digest}", missing=tuple(error.faults))
         return cls(label=label, plan=str(plan), hash=plan.hash)
+
+    @classmethod
+    def named(cls, text: str) -> Contestant:
+        """The contestant of what a user named: a plan in one line, or the path of a TOML file with one.
+
+        Raises:
+            PlanError: the plan has faults.
+            KvtailorError: there is no such file.
+        """
+        if not text.endswith(".toml"):
+            return cls.of(text)
+        from kvtailor.plan import Plan
+
+        try:
+            return cls.of(str(Plan.from_toml(Path(text).expanduser().read_text(encoding="utf-8"))))
+        except OSError as error:
+            raise KvtailorError(f"asked for the plan in {text}, which cannot be read: {error}") from error
 
 
 OWN = Contestant(label="the model's own cache", plan=None, hash="own")

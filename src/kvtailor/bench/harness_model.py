@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,10 +31,11 @@ from tqdm import tqdm
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.harness_held import AfterPrefill, Held
 from kvtailor.bench.subject import Subject
+from kvtailor.bench.tripwires import check_calibration
 from kvtailor.errors import KvtailorError, suggest
 from kvtailor.hf.config import source_of
 
-__all__ = ["HarnessModel", "plan_of"]
+__all__ = ["HarnessModel"]
 
 _PASSED_ON = (
     "add_bos_token",
@@ -47,23 +48,6 @@ _PASSED_ON = (
     "truncation",
 )
 _OWN = ("pretrained", "plan", "dtype", "device", "batch_size", "chunk", "outside")
-
-
-def plan_of(text: str) -> Contestant:
-    """The plan that a user named: one line, or the path of a TOML file.
-
-    Raises:
-        PlanError: the plan has faults.
-        KvtailorError: there is no such file.
-    """
-    if not text.endswith(".toml"):
-        return Contestant.of(text)
-    from kvtailor.plan import Plan
-
-    try:
-        return Contestant.of(str(Plan.from_toml(Path(text).expanduser().read_text(encoding="utf-8"))))
-    except OSError as error:
-        raise KvtailorError(f"asked for the plan in {text}, which cannot be read: {error}") from error
 
 
 @register_model("kvtailor")
@@ -126,7 +110,7 @@ class HarnessModel(HFLM):
             raise KvtailorError(f"asked for batch_size={batch_size!r}: 'kvtailor' takes a number") from error
         if (chunk is not None and chunk < 1) or outside < 0:
             raise KvtailorError(f"asked for chunk={chunk}, outside={outside}: give at least 1 and 0 tokens")
-        self.contestant = plan if isinstance(plan, Contestant) else plan_of(plan)
+        contestant = plan if isinstance(plan, Contestant) else Contestant.named(plan)
         if isinstance(pretrained, Subject):
             self.subject, tokenizer = pretrained, pretrained.tokenizer
         else:
@@ -135,24 +119,33 @@ class HarnessModel(HFLM):
             self.subject = Subject.load(pretrained, dtype=None if dtype == "auto" else dtype, device=_device(device))
         self.subject.answer_for("the lm-evaluation-harness")
         self.chunk, self.outside, self.held = chunk, outside, Held()
+        self.contestant = replace(contestant, calibration=self.subject.provenance(contestant))
         self.advance: Callable[[int], None] = lambda requests: None
         self.quiet = False
         super().__init__(pretrained=self.subject.model, tokenizer=tokenizer, batch_size=batch, **settings)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """See `lm_eval.api.model.LM`."""
+        self._refuse_calibrated(requests)
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.quiet)
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """See `lm_eval.api.model.LM`."""
+        self._refuse_calibrated(requests)
         found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm or self.quiet)
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """See `lm_eval.api.model.LM`."""
+        self._refuse_calibrated(requests)
         found: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm or self.quiet)
         return found
+
+    def _refuse_calibrated(self, requests: list[Any]) -> None:
+        if self.contestant.calibration:
+            asked = [text for request in requests for text in map(str, request.args)]
+            check_calibration(self.contestant.calibration, asked, "the harness's requests")
 
     def tok_batch_encode(
         self,

@@ -14,14 +14,14 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Calibrated", "Shared", "Sketch", "shared", "text_hash"]
+__all__ = ["Calibrated", "Shared", "Sketch", "read_back", "shared", "text_hash", "written"]
 
 _WORDS = 13
 _WORD = re.compile(r"\w+")
@@ -41,8 +41,13 @@ class Sketch:
     complete: bool
 
     @classmethod
-    def of(cls, texts: Iterable[str]) -> Sketch:
-        """The sketch of some pieces; a run does not reach from one into the next."""
+    def of(cls, texts: Iterable[str], largest: int | None = None) -> Sketch:
+        """The sketch of some pieces; a run does not reach from one into the next.
+
+        Args:
+            texts: the pieces.
+            largest: how many hashes it may keep; None: `LARGEST`.
+        """
         found: set[int] = set()
         for text in texts:
             words = _WORD.findall(text.casefold())
@@ -50,7 +55,8 @@ class Sketch:
                 run = " ".join(words[at : at + _WORDS]).encode()
                 found.add(int.from_bytes(hashlib.blake2b(run, digest_size=8).digest(), "big"))
         ordered = sorted(found)
-        return cls(tuple(ordered[: cls.LARGEST]), len(ordered) <= cls.LARGEST)
+        most = cls.LARGEST if largest is None else largest
+        return cls(tuple(ordered[:most]), len(ordered) <= most)
 
     def encode(self) -> str:
         """As text: base64 of the hashes, 8 bytes each, the first byte 1 where they are all."""
@@ -110,7 +116,7 @@ class Calibrated:
         model: the model it was made for.
         text_name: the text, with its split.
         text_hash: `text_hash` of it.
-        sketch: of it.
+        sketch: of what was used of it.
     """
 
     name: str
@@ -120,32 +126,50 @@ class Calibrated:
     sketch: Sketch = field(repr=False)
 
     @classmethod
-    def on(cls, text: str, *, name: str, model: str, text_name: str) -> Calibrated:
-        """The provenance of an artefact that was made from a text."""
-        return cls(name=name, model=model, text_name=text_name, text_hash=text_hash(text), sketch=Sketch.of([text]))
+    def on(
+        cls,
+        text: str,
+        *,
+        name: str,
+        model: str,
+        text_name: str,
+        used: Sequence[str] | None = None,
+        largest: int | None = None,
+    ) -> Calibrated:
+        """The provenance of an artefact that was made from a text.
 
-    def to_metadata(self) -> dict[str, str]:
-        """Strings by name, as the head of a safetensors file takes them: one entry, "calibrated_on", of JSON."""
-        fields = {"name": self.name, "model": self.model, "text_name": self.text_name, "text_hash": self.text_hash}
-        return {"calibrated_on": json.dumps({**fields, "sketch": self.sketch.encode()})}
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, str]) -> Calibrated:
-        """What `to_metadata` wrote.
-
-        Raises:
-            KvtailorError: the entry is not there or is something else.
+        Args:
+            text: all of it.
+            name, model, text_name: see the class.
+            used: the passages of it that the artefact was made from; None: all.
+            largest: see `Sketch.of`.
         """
-        written = metadata.get("calibrated_on")
-        if written is None:
-            raise KvtailorError(
-                "asked what an artefact was calibrated on, and its metadata has no 'calibrated_on': calibrate again"
-            )
-        try:
-            found = json.loads(written)
-            return cls(**{**found, "sketch": Sketch.decode(found["sketch"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise KvtailorError(
-                f"asked what an artefact was calibrated on, and its 'calibrated_on' cannot be read ({error}): "
-                "calibrate again"
-            ) from error
+        sketch = Sketch.of([text] if used is None else used, largest)
+        return cls(name=name, model=model, text_name=text_name, text_hash=text_hash(text), sketch=sketch)
+
+
+def written(made: Sequence[Calibrated]) -> dict[str, str]:
+    """Strings by name, as the head of a safetensors file takes them: one entry, "calibrated_on", a JSON list."""
+    names = ("name", "model", "text_name", "text_hash")
+    of_each = [{**{name: getattr(one, name) for name in names}, "sketch": one.sketch.encode()} for one in made]
+    return {"calibrated_on": json.dumps(of_each)}
+
+
+def read_back(metadata: Mapping[str, str]) -> tuple[Calibrated, ...]:
+    """What `written` wrote.
+
+    Raises:
+        KvtailorError: the entry is not there or is something else.
+    """
+    entry = metadata.get("calibrated_on")
+    if entry is None:
+        raise KvtailorError(
+            "asked what an artefact was calibrated on, and its metadata has no 'calibrated_on': calibrate again"
+        )
+    try:
+        return tuple(Calibrated(**{**found, "sketch": Sketch.decode(found["sketch"])}) for found in json.loads(entry))
+    except (ValueError, TypeError, KeyError) as error:
+        raise KvtailorError(
+            f"asked what an artefact was calibrated on, and its 'calibrated_on' cannot be read ({error}): "
+            "calibrate again"
+        ) from error

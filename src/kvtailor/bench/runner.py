@@ -106,6 +106,7 @@ def run(
         if task.name not in KINDS or not KINDS[task.name].of_cost:
             subject.answer_for(task.name)
     permits = tripwires.allowances(allow)
+    contestants = [replace(each, calibration=subject.provenance(each)) for each in contestants]
     tripwires.check_sources({name: text for task in tasks for name, text in task.texts().items()})
     started = datetime.now(UTC)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

@@ -7,7 +7,6 @@ whose right answers are known.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import OTHER_ATTENTION, Contestant
+from kvtailor.bench.overlap import Calibrated, read_back
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.fingerprint import fingerprint
 from kvtailor.ledger import storage_bytes
 
 __all__ = ["Subject", "Tokens", "hash_of"]
-
-
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "_attn_implementation_internal")
 
 
 @dataclass(frozen=True)
@@ -127,22 +125,25 @@ class Subject:
         return sum(p.numel() for p in parameters), total, total if tied else total - storage_bytes([embedding.weight])
 
     def fingerprint(self) -> str | None:
-        """SHA-256 of the config and of up to 64 values of every parameter; None for a model without parameters.
+        """See `hf.fingerprint.fingerprint`; None for a model without parameters."""
+        return fingerprint(self.model)
 
-        Tells two trainings of one model apart, and a folder whose weights were replaced, without reading all bytes.
+    def provenance(self, contestant: Contestant) -> tuple[Calibrated, ...]:
+        """What a plan's calibration files for this model were made from, and what the contestant says itself.
+
+        A plan that cannot have its calibrations says so when its cache is made.
         """
-        if not hasattr(self.model, "named_parameters") or not hasattr(self.model, "config"):
-            return None
-        digest = hashlib.sha256()
-        config = self.model.config.to_diff_dict() if hasattr(self.model.config, "to_diff_dict") else {}
-        kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-        digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
-        for name, parameter in self.model.named_parameters():
-            flat = parameter.detach().flatten()
-            at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
-            digest.update(f"{name}{tuple(parameter.shape)}".encode())
-            digest.update(flat[at.to(flat.device)].double().cpu().numpy().tobytes())
-        return digest.hexdigest()
+        if contestant.plan is None or contestant.missing or self.make_cache is not None:
+            return contestant.calibration
+        from kvtailor.hf.calibrations import calibrations_of
+        from kvtailor.plan import Plan
+
+        try:
+            found = calibrations_of(Plan.parse(contestant.plan), self.model)
+        except KvtailorError:
+            return contestant.calibration
+        of_files = (made for files in found.values() for file in files for made in read_back(file.metadata))
+        return tuple(dict.fromkeys((*contestant.calibration, *of_files)))
 
     def new_cache(self, contestant: Contestant) -> Any:
         """An empty cache; None stands for the model's own, under the model's own attention."""

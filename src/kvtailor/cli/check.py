@@ -76,6 +76,8 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_jso
 
 def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[str], list[str]]:
     """Faults and notes of a plan on a model."""
+    from kvtailor.cli.calibration_words import read_by
+
     faults, notes = [], []
     count, windowed = len(geometry.compressed), geometry.layers - len(geometry.compressed)
     if windowed:
@@ -91,6 +93,9 @@ def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[st
         )
     if plan is not None and count:
         faults += plan.misfits(layers=count, heads=geometry.kv_heads, size=geometry.head_dim)
+        for word, found in read_by(plan, model).items():
+            named = ", ".join(f"{each.name} of {each.model}" for each in found) or "none that is shipped"
+            notes.append(f"{word} reads a calibration: {named}; it must be of this model's very weights")
     tokens, positions = plan.tokens if plan is not None else None, geometry.max_positions
     if tokens is not None and positions is not None and tokens >= positions:
         notes.append(f"tokens={tokens} is not below the {positions} positions of the model: nothing will be evicted")

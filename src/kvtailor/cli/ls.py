@@ -1,4 +1,4 @@
-"""`kvtailor ls`: the methods of each room, and the presets."""
+"""`kvtailor ls`: the methods of each room, the presets, and the calibration files that are shipped."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ __all__ = ["command"]
 def command(room: str | None, as_json: bool) -> None:
     """List what a plan can name: the methods of ROOM, the presets (ROOM "presets"), or everything.
 
-    Nothing is imported for it: names and sentences come from the source text.
+    Nothing is imported for it: names and sentences come from the source text. ROOM "calibrations" is what
+    `kvtailor calibrate` made for the embedded models.
     """
     from kvtailor import find
     from kvtailor.errors import UnknownName
 
-    known = (*find.rooms(), "presets")
+    known = (*find.rooms(), "presets", "calibrations")
     if room is not None and room not in known:
         raise UnknownName("room", room, known)
     wanted = known if room is None else (room,)
-    methods = {name: find.methods(name) for name in wanted if name != "presets"}
+    methods = {name: find.methods(name) for name in wanted if name in find.rooms()}
     presets = find.presets() if "presets" in wanted else {}
     for name, found in methods.items():
         null = find.null(name)
@@ -36,9 +37,24 @@ def command(room: str | None, as_json: bool) -> None:
         _table(name, ((names[info.name], info.summary) for info in found.values()))
     if presets:
         _table("presets", ((preset.name, preset.note) for preset in presets.values()))
+    files = _calibrations() if "calibrations" in wanted else {}
+    if files:
+        _table("calibrations", files.items())
     if as_json:
         rooms = {name: {key: asdict(info) for key, info in found.items()} for name, found in methods.items()}
-        click.echo(json.dumps({"rooms": rooms, "presets": {name: asdict(preset) for name, preset in presets.items()}}))
+        told = {name: asdict(preset) for name, preset in presets.items()}
+        click.echo(json.dumps({"rooms": rooms, "presets": told, "calibrations": files}))
+
+
+def _calibrations() -> dict[str, str]:
+    """What each file that is shipped was made from, by kind and model."""
+    from kvtailor.calibration import shipped
+
+    return {
+        f"{each.kind} {each.model}": f"{each.made['tokens']:,} tokens of {', '.join(each.texts) or 'random ids'}, "
+        f"{each.made['date'][:10]}, sha256 {each.hash[:12]}"
+        for each in shipped()
+    }
 
 
 def _table(title: str, rows: Iterable[tuple[str, str]]) -> None:

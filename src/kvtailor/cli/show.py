@@ -10,6 +10,9 @@ import click
 from kvtailor.cli.plan_words import read_plan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtailor.calibration import Calibration
     from kvtailor.plan import Plan
 
 __all__ = ["command"]
@@ -32,14 +35,18 @@ def command(plan: tuple[str, ...], model: str | None, head_size: int, dtype: str
 
     The bytes are a prediction from the codec's formula; what a cache really holds is measured by `run` and `bench`.
     """
+    from kvtailor.cli.calibration_words import about as describe
+    from kvtailor.cli.calibration_words import read_by
     from kvtailor.plan_check import BUDGETS
 
     parsed = read_plan(plan)
     sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": dtype or "bfloat16"}
     if model is not None:
         sizes |= _sizes_of(model, dtype)
-    rooms, cost = _rooms(parsed), _cost(parsed, sizes)
+    rooms, cost, files = _rooms(parsed), _cost(parsed, sizes), read_by(parsed, model)
     _say(parsed, rooms, sizes, cost)
+    for word, found in files.items():
+        _say_files(word, found)
     if as_json:
         about = {
             "plan": str(parsed),
@@ -50,7 +57,9 @@ def command(plan: tuple[str, ...], model: str | None, head_size: int, dtype: str
             "slack_tokens": parsed.slack_tokens,
             "budget": {name: getattr(parsed, name) for name in BUDGETS if getattr(parsed, name) is not None},
         }
-        click.echo(json.dumps({**about, "rooms": rooms, "sizes": sizes, "closed_form": cost}, default=str))
+        told = {word: [describe(each) for each in found] for word, found in files.items()}
+        known = {"rooms": rooms, "sizes": sizes, "closed_form": cost, "calibrations": told}
+        click.echo(json.dumps({**about, **known}, default=str))
 
 
 def _sizes_of(model: str, dtype: str | None) -> dict[str, Any]:
@@ -137,3 +146,14 @@ def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[st
         click.echo(f"  {both[0]:g} bytes over {copies}, {both[1]:g} without the plan")
     if cost["full_precision_tail_tokens"]:
         click.echo(f"  up to {cost['full_precision_tail_tokens']} of the newest tokens stay in full precision")
+
+
+def _say_files(word: str, found: Sequence[Calibration]) -> None:
+    from kvtailor.cli.calibration_words import lines_of
+
+    which = {0: "no calibration: none is named, and none is shipped", 1: "a calibration"}
+    click.echo(f"{word} reads {which.get(len(found), 'that of these calibrations which was made for the model')}:")
+    for each in found:
+        first, *rest = lines_of(each)
+        for line in (f"  {first}", *(f"    {line}" for line in rest)):
+            click.echo(line)

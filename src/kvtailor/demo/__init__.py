@@ -8,6 +8,7 @@ The recipe, each step one command (``--help`` on each)::
     python -m kvtailor.demo.export       # checkpoint -> kvtailor/demo/weights/NAME/
     python -m kvtailor.demo.evaluate     # bits per byte, use of context, retrieval by task, length and depth
     python -m kvtailor.demo.separate     # how far the methods lie apart on it
+    kvtailor calibrate KIND --model demo --text ... --out ...    # what methods need of it; docs/calibration.md
 """
 
 from __future__ import annotations

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from kvtailor.calibration import Calibration
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
+from kvtailor.hf.calibrations import calibrations_of, tensors_of
 from kvtailor.hf.geometry import Geometry, check
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.hf.modules import attention_modules, output_weight, rotation_of
@@ -47,6 +49,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     Raises:
         PlanError: with all faults of the plan, or where a method of it was made for a model of other sizes.
         UnsupportedModel: for a model that cannot be compressed, before anything is changed.
+        CalibrationError: a method needs a calibration, and there is none for this very model.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     check(model, NAME)
@@ -60,8 +63,9 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
 
 
 def _equip(cache: KvCache, model: Any) -> None:
-    """Gives the layers what their plan needs of the model's own modules."""
+    """Gives the layers what their plan needs of calibration files and of the model's own modules."""
     needs, geometry = cache.plan.needs, cache.geometry
+    _calibrate(cache, model)
     if not (needs.output or needs.rotation):
         return
     modules = attention_modules(model)
@@ -75,6 +79,16 @@ def _equip(cache: KvCache, model: Any) -> None:
             state.output = output_weight(modules[layer], geometry.q_heads)
         if needs.rotation:
             state.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+
+
+def _calibrate(cache: KvCache, model: Any) -> None:
+    found = calibrations_of(cache.plan, model) if cache.geometry.compressed else {}
+    cache.calibrations = tuple(each for of_room in found.values() for each in of_room)
+    device = next(model.parameters()).device if found else None
+    by_room = {room: tensors_of(of_room, cache.plan, device) for room, of_room in found.items()}
+    cache.route.walk.calibration = by_room.get("allocate")
+    for index, state in enumerate(cache.route.states):
+        state.calibration = {name: t[index] for name, t in by_room["score"].items()} if "score" in by_room else None
 
 
 class _Same:
@@ -94,6 +108,7 @@ class KvCache(Cache):
         plan: what it does.
         geometry: of the model that it was made for.
         route: the walk and the state of the compressed layers.
+        calibrations: the files whose tensors the plan's methods read.
     """
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any):
@@ -108,6 +123,7 @@ class KvCache(Cache):
             for i, window in enumerate(geometry.windows)
         ]
         super().__init__(layers=layers)
+        self.calibrations: tuple[Calibration, ...] = ()
         self._awaiting: int | None = None
         self._real: Tensor | None = None
         self._warned = False

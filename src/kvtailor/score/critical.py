@@ -70,7 +70,8 @@ class Critical(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.of.needs, output=True)
+        # What this scorer said at the walk before is not what the inner one did.
+        return replace(self.of.needs, output=True, previous=False)
 
     @property
     def recents(self) -> int:

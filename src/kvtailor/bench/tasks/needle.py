@@ -31,7 +31,7 @@ from kvtailor.bench.tasks import Given, Task
 from kvtailor.bench.weighing import tokens_read, weigh
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Answer", "Needle", "answer_document"]
+__all__ = ["Answer", "Needle", "answer_document", "code_document"]
 
 _ANSWER_ROOM = 32
 _LONGER = 4
@@ -90,9 +90,12 @@ class Needle(Task):
 
     def measure(self, given: Given) -> Iterator[Record]:
         grid = self._grid(given.subject)
+        asked = [document.prompt for documents in grid.values() for document in documents]
+        for contestant in given.contestants:
+            tripwires.check_calibration(contestant.calibration, asked, f"generated {self.kind} documents")
         broken: dict[str, str] = {}
         for (length, depth), documents in grid.items():
-            coded = [_code(given.subject, document) for document in documents]
+            coded = [code_document(given.subject, document) for document in documents]
             hashes = hash_of(*(torch.cat(parts) for parts in coded))
             for contestant in given.contestants:
                 begin = time.perf_counter()
@@ -241,7 +244,7 @@ def _continuation(
     return subject.text(made)
 
 
-def _code(subject: Subject, document: Document) -> tuple[Tensor, Tensor, Tensor]:
+def code_document(subject: Subject, document: Document) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of context, question and answer, as a tokenizer cuts them where they stand together if it can."""
     prompt, whole = subject.prompt(document.prompt), subject.prompt(document.prompt + document.answer)
     context = subject.prompt(document.context)

@@ -1,0 +1,73 @@
+"""The states of every compressed layer while the model runs uncompressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.hf.cache import KvCache
+
+__all__ = ["LayerStates", "watched"]
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """What one layer's attention is asked in one forward of one row.
+
+    Attributes:
+        layer: 0-based among the compressed ones.
+        queries: (q, t, d) float32, post-RoPE.
+        keys: (h, n, d) float32, the new tokens' at the end. Every token is there, so that slot i is column i.
+        values: (h, n, dv) float32.
+        scaling: factor before the softmax.
+    """
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+
+    def attention(self, head: int, first: int, end: int) -> Tensor:
+        """(g, end - first, n) probabilities that a kv head's queries first..end of this forward give to all columns."""
+        group = self.queries.shape[0] // self.keys.shape[0]
+        new, seen = self.queries.shape[1], self.keys.shape[1]
+        asked = self.queries[head * group : (head + 1) * group, first:end]
+        logits = asked @ self.keys[head].t() * self.scaling
+        columns = (seen - new + first) + torch.arange(end - first, device=logits.device)
+        future = torch.arange(seen, device=logits.device)[None] > columns[:, None]
+        return logits.masked_fill(future, float("-inf")).softmax(-1)
+
+
+@contextmanager
+def watched(cache: KvCache, see: Callable[[LayerStates], None]) -> Iterator[None]:
+    """While it is open, each compressed layer's states go to `see` before its attention runs.
+
+    Args:
+        cache: of one row, under a plan that drops and encodes nothing.
+        see: called in the order of the layers.
+    """
+    layers = [layer for layer in cache.layers if hasattr(layer, "attend")]
+    originals = [layer.attend for layer in layers]
+
+    def watching(index: int, layer: Any, original: Any) -> Any:
+        def attend(query: Tensor, mask: Any, scaling: float) -> Tensor:
+            keys, values = layer.state.parts(cache.plan.store)[0].decode()
+            see(LayerStates(index, query[0].float(), keys.float(), values.float(), scaling))
+            result: Tensor = original(query, mask, scaling)
+            return result
+
+        return attend
+
+    for index, (layer, original) in enumerate(zip(layers, originals, strict=True)):
+        layer.attend = watching(index, layer, original)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.attend

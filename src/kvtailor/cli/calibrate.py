@@ -1,0 +1,117 @@
+"""`kvtailor calibrate`: measure on a model what a method needs to know of it, once, and keep it in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kvtailor.calibration import Calibration
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Measure on a model what a method needs.")
+@click.argument("kind")
+@click.option(
+    "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
+)
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A text file, or JSON lines with a field 'text'; may be given again. Not what you will evaluate on.",
+)
+@click.option("--tokens", type=click.IntRange(1), help="Of all texts together.  [what the kind uses]")
+@click.option("--context", type=click.IntRange(2), help="Tokens of a passage.  [what the kind uses]")
+@click.option("--state", type=int, default=0, show_default=True, help="Random state of what is drawn.")
+@click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@click.option("--device", help="Such as cpu or cuda.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.  [must be given]")
+@click.option("--again", is_flag=True, help="Replace a file that is there.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
+def command(
+    kind: str,
+    model: str,
+    texts: tuple[Path, ...],
+    tokens: int | None,
+    context: int | None,
+    state: int,
+    dtype: str | None,
+    device: str | None,
+    out: Path | None,
+    again: bool,
+    as_json: bool,
+) -> None:
+    """Measure on a model what the methods of KIND need, and write it to a safetensors file with its provenance.
+
+    \b
+    kvtailor calibrate qfilters --model NAME --text mine.txt --out filters.safetensors
+    kvtailor run --model NAME --plan "qfilters(file=filters.safetensors) @ keep=0.25" ...
+
+    "kvtailor calibrate list" says which kinds there are. The bench refuses to score a plan on the text that its file
+    was made from.
+    """
+    if kind == "list":
+        _list_kinds()
+        return
+    if out is None:
+        raise click.UsageError("There is no file to write: give --out FILE.safetensors.")
+    from rich.console import Console
+
+    from kvtailor.bench.progress import bar
+    from kvtailor.bench.subject import Subject
+    from kvtailor.calibrators.contract import calibrator
+    from kvtailor.calibrators.run import calibrate
+    from kvtailor.cli.calibration_words import about
+    from kvtailor.errors import KvtailorError
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        calibrator(kind)
+        named = {path.name: _read(path) for path in texts}
+        with console.status(f"loading {model}"):
+            subject = Subject.load(model, dtype=dtype, device=device)
+        made = calibrate(
+            kind, subject, named, out=out, tokens=tokens, context=context, state=state, again=again,
+            progress=lambda units: bar(units, console),
+        )  # fmt: skip
+    except (KvtailorError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    _say(made, out)
+    if as_json:
+        click.echo(json.dumps({**about(made), "file": str(out)}, ensure_ascii=False))
+
+
+def _list_kinds() -> None:
+    from kvtailor.calibrators.contract import calibrator, kinds
+
+    for name in kinds():
+        click.echo(f"{name:<12}{calibrator(name).summary}")
+
+
+def _read(path: Path) -> str:
+    from kvtailor.bench.sources import read_rows
+    from kvtailor.bench.texts import read_text
+    from kvtailor.errors import KvtailorError
+
+    if ".jsonl" not in path.suffixes:
+        return read_text(path)
+    found = [row.get("text") for row in read_rows(path)]
+    if not found or not all(isinstance(each, str) for each in found):
+        raise KvtailorError(f"asked for the texts in {path}, but not every line has a field 'text' with one")
+    return "\n\n".join(map(str, found))
+
+
+def _say(made: Calibration, out: Path) -> None:
+    from kvtailor.cli.calibration_words import lines_of
+    from kvtailor.plan_text import write_settings
+
+    click.echo(f"{out}, {out.stat().st_size:,} bytes")
+    for line in lines_of(made):
+        click.echo(f"  {line}")
+    click.echo(f"  in a plan: {made.kind}({write_settings({'file': str(out)})})")

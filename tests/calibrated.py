@@ -1,0 +1,57 @@
+"""Calibration files for tests: of random tensors, for tiny random models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvtailor.bench.overlap import Calibrated, written
+from kvtailor.bench.subject import Subject
+from kvtailor.calibration import Shapes, write
+from kvtailor.hf.fingerprint import weight_fingerprint
+from kvtailor.hf.geometry import Geometry
+from tests.bench.dummy import DummyTokenizer
+from tests.seam.zoo import build
+
+MADE = {"tokens": 10, "date": "2025-01-01T00:00:00+00:00", "dtype": "float32", "kvtailor": "0", "command": "none"}
+
+
+def tiny(family: str = "llama", state: int = 0) -> Subject:
+    """A random model that reads one token for each byte of plain text."""
+    return Subject(name=f"tiny {family}", model=build(family, state=state), tokenizer=DummyTokenizer())
+
+
+def write_file(
+    path: Path, kind: str, tensors: Mapping[str, Tensor], model: object, /, *, on: str | None = None, **entries: str
+) -> str:
+    """Writes a file for a model, as if it had been made from the text `on`; `entries` replace what its head says."""
+    geometry = Geometry.of(model.config)
+    shapes = Shapes(
+        layers=len(geometry.compressed), q_heads=geometry.q_heads, kv_heads=geometry.kv_heads,
+        head_size=geometry.head_dim,
+    )  # fmt: skip
+    texts = () if on is None else (Calibrated.on(on, name=path.name, model="m", text_name="a text"),)
+    head = {
+        "kind": kind,
+        "model": "m",
+        "fingerprints": json.dumps([weight_fingerprint(model)]),
+        "shapes": json.dumps(asdict(shapes)),
+        "made": json.dumps(MADE),
+        "facts": "{}",
+        **written(texts),
+        **entries,
+    }
+    write(path, tensors, head)
+    return str(path)
+
+
+def filters_for(model: object, state: int = 0) -> dict[str, Tensor]:
+    """Random filters of the shapes that a model needs."""
+    geometry = Geometry.of(model.config)
+    generator = torch.Generator().manual_seed(state)
+    return {"filters": torch.randn(len(geometry.compressed), geometry.kv_heads, geometry.head_dim, generator=generator)}
