@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from kvtailor import calibration, find
 from kvtailor.bench.overlap import Calibrated, written
 from kvtailor.bench.subject import Subject
-from kvtailor.calibration import Shapes, write
+from kvtailor.calibration import CalibratedMethod, Shapes, write
 from kvtailor.hf.fingerprint import weight_fingerprint
 from kvtailor.hf.geometry import Geometry
 from tests.bench.dummy import DummyTokenizer
@@ -55,3 +58,31 @@ def filters_for(model: object, state: int = 0) -> dict[str, Tensor]:
     geometry = Geometry.of(model.config)
     generator = torch.Generator().manual_seed(state)
     return {"filters": torch.randn(len(geometry.compressed), geometry.kv_heads, geometry.head_dim, generator=generator)}
+
+
+@contextmanager
+def shipped_for(models: Iterable[object], home: Path) -> Iterator[None]:
+    """As if the package came with files of random tensors of every kind for these models, and with no others."""
+    kinds: dict[str, type[CalibratedMethod]] = {}
+    for room in find.rooms():
+        for name in find.methods(room):
+            method = find.load(room, name)
+            if issubclass(method, CalibratedMethod):
+                kinds[method.calibrates] = method
+    for place, model in enumerate(models):
+        geometry = Geometry.of(model.config)
+        (home / str(place)).mkdir()
+        for kind, method in kinds.items():
+            tensors = method.example_calibration(
+                layers=len(geometry.compressed),
+                heads=geometry.kv_heads,
+                group=geometry.q_heads // geometry.kv_heads,
+                size=geometry.head_dim,
+                generator=torch.Generator().manual_seed(place),
+            )
+            write_file(home / str(place) / f"{kind}.safetensors", kind, tensors, model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_HOME", home)
+        calibration.shipped.cache_clear()
+        yield
+    calibration.shipped.cache_clear()

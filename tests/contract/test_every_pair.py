@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from tests.calibrated import shipped_for
 from tests.discover import methods_of, samples_of
 from tests.seam.zoo import build, held_columns, prompts
 from torch import Tensor
@@ -24,8 +27,10 @@ LENGTHS, TOKENS = (90, 31, 63), 40
 
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return build("llama")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.nn.Module]:
+    model = build("llama")
+    with shipped_for([model], tmp_path_factory.mktemp("calibrations")):
+        yield model
 
 
 def runnable(method: Scorer | Allocator) -> bool:
