@@ -80,6 +80,11 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
                 f"{name} reads what the codec {wanted!r} stores, but the codec is {find.name_of(encode)!r}: "
                 f"name {wanted} as the codec, or another attention"
             )
+        if isinstance(encode, find.Codec) and encode.weighs_tokens and not attend.weighs_tokens:
+            faults.append(
+                f"{find.name_of(encode)} stores slots that stand for several tokens, which {name} would count as one: "
+                f"leave {name} out, or take a codec that merges nothing"
+            )
         if isinstance(score, find.Scorer) and score.needs.mass and not attend.gives_mass:
             faults.append(
                 f"{find.name_of(score)} needs the attention mass of every held token, which {name} does not give: "

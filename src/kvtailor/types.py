@@ -21,8 +21,21 @@ import torch
 from torch import Tensor
 
 from kvtailor.held import Held, Moments, Needs, Repetition, Rotation
+from kvtailor.reading import Lift, Reading
 
-__all__ = ["Held", "Layout", "Moments", "Needs", "PlainSegment", "Repetition", "Rotation", "Segment", "Visibility"]
+__all__ = [
+    "Held",
+    "Layout",
+    "Lift",
+    "Moments",
+    "Needs",
+    "PlainSegment",
+    "Reading",
+    "Repetition",
+    "Rotation",
+    "Segment",
+    "Visibility",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +149,11 @@ class Segment(ABC):
     @abstractmethod
     def decode(self) -> tuple[Tensor, Tensor]:
         """Keys (m, s, d) and values (m, s, dv) in the cache's dtype. Filler slots hold finite numbers."""
+
+    def reading(self) -> Reading:
+        """What attention reads: the same keys, and values that say the same once they are lifted."""
+        keys, values = self.decode()
+        return Reading(keys=keys, values=values)
 
     @abstractmethod
     def rows(self, index: Tensor) -> Segment:

@@ -181,7 +181,7 @@ def test_folded_is_joint(owned: bool) -> None:
     if owned:
         pages = states((7, 8, 20), 6, torch.bfloat16)
         parts.append(Lanes(keys=pages, values=pages, owner=owner))
-    assert suits(query, parts[0].keys, parts[0].values)
+    assert suits(query, parts[0])
     out, lse = folded(query, parts, 0.04)
     expected, sums, _ = joint(query, parts, 0.04)
     assert torch.allclose(out.float(), expected, atol=2e-2, rtol=2e-2) and torch.allclose(lse, sums, atol=1e-2)

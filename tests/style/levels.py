@@ -10,6 +10,7 @@ ROOMS = ("score", "allocate", "select", "encode", "store", "attend")
 LEVELS = {
     "errors": 0,
     "held": 0,
+    "reading": 0,
     "types": 0,
     "method": 0,
     "ops": 1,

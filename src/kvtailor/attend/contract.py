@@ -62,12 +62,14 @@ class Attention(Method, ABC):
     Attributes:
         needs_codec: name of the codec whose segments this method reads (page bounds, say); None: any.
         gives_mass: `attend` honours `want_mass`.
+        weighs_tokens: `attend` honours `Reading.log_weight`.
         needs_rotation: `attend` needs `LayerFacts.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
     """
 
     needs_codec: ClassVar[str | None] = None
     gives_mass: ClassVar[bool] = False
+    weighs_tokens: ClassVar[bool] = False
     needs_rotation: ClassVar[bool] = False
     in_cache_positions: ClassVar[bool] = False
 

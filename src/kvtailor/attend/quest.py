@@ -24,7 +24,7 @@ from torch import Tensor
 from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.lanes import Lanes
-from kvtailor.ops.parts import lane_sees, read_all, read_lanes
+from kvtailor.ops.parts import lane_sees, lanes_of, read_all, read_lanes
 from kvtailor.types import Layout, Segment, Visibility
 
 __all__ = ["Quest"]
@@ -103,8 +103,7 @@ class Quest(Attention):
         for part in parts:
             if not _is_paged(part):
                 seen = lane_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=device)
-                keys, values = part.decode()
-                lanes.append(Lanes(keys=keys, values=values, owner=part.layout.owner, visible=seen))
+                lanes.append(lanes_of(part.layout, part.reading(), seen))
                 shape = (part.layout.lanes, 1, part.layout.size)
                 each = torch.ones(shape, device=device) if seen is None else seen.expand(shape)
                 count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))

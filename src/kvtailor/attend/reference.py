@@ -1,7 +1,7 @@
 """Reference: what every other way to read the cache is measured against.
 
 *Idea* Each row and kv head gathers what it holds, decoded, into one run, and takes one softmax with the whole matrix
-in memory.
+in memory. Values are decoded even where others read them as they are stored.
 *Paper* None.
 *Source* None.
 *Departs* Nothing known.
@@ -29,6 +29,7 @@ class Reference(Attention):
     """Reads every held token, slowly; computes in float32 (float64 where the query is)."""
 
     gives_mass: ClassVar[bool] = True
+    weighs_tokens: ClassVar[bool] = True
 
     def attend(
         self,
@@ -46,6 +47,9 @@ class Reference(Attention):
         device, h = query.device, parts[-1].layout.heads
         group = q // h
         states = [part.decode() for part in parts]
+        weights_of = [part.reading().log_weight for part in parts]
+        zeros = [torch.zeros(keys.shape[:2], device=device) for keys, _ in states]
+        extra = [z if w is None else w for z, w in zip(zeros, weights_of, strict=True)]
         width = states[0][1].shape[-1]
         output = query.new_zeros((b, q, t, width))
         lse = torch.full((b, q, t), -torch.inf, device=device)
@@ -57,11 +61,12 @@ class Reference(Attention):
                 columns = [p.layout.columns(device).expand(m.shape)[m] for p, m in zip(parts, mine, strict=True)]
                 keys = torch.cat([k[m] for (k, _), m in zip(states, mine, strict=True)])
                 values = torch.cat([v[m] for (_, v), m in zip(states, mine, strict=True)])
+                added = torch.cat([x[m] for x, m in zip(extra, mine, strict=True)])[None, None]
                 seen = visible.at(torch.tensor([row], device=device), torch.cat(columns)[None])
                 heads = slice(head * group, (head + 1) * group)
                 mask = seen.expand(1, t, keys.shape[0])
                 out, sums, weights = reference(
-                    query[row : row + 1, heads], keys[None, None], values[None, None], mask[:, None], scaling
+                    query[row : row + 1, heads], keys[None, None], values[None, None], mask[:, None], scaling, added
                 )
                 output[row, heads], lse[row, heads] = out[0].to(query.dtype), sums[0].float()
                 received = torch.einsum("gtn,t->n", weights[0, 0], real[row].to(weights.dtype)).float()

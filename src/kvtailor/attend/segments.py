@@ -34,6 +34,7 @@ class Segments(Attention):
     """
 
     gives_mass: ClassVar[bool] = True
+    weighs_tokens: ClassVar[bool] = True
 
     def attend(
         self,

@@ -68,6 +68,11 @@ class Codec(Method, ABC):
         """Whether `LayerFacts.rotation` must be there before anything is encoded."""
         return False
 
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether a slot may stand for several tokens, so that `Segment.reading` has weights."""
+        return False
+
     def for_layer(self, facts: LayerFacts) -> Codec:
         """This codec as it is on one layer, and the codecs inside it."""
         return self
@@ -146,6 +151,10 @@ class Around(Method):
     @property
     def needs_rotation(self) -> bool:
         return self.of.needs_rotation
+
+    @property
+    def weighs_tokens(self) -> bool:
+        return self.of.weighs_tokens
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
         """The inner codec's."""

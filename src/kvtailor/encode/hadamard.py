@@ -39,9 +39,11 @@ class HadamardSegment(AroundSegment):
     only: Sides
     codec = "hadamard"
 
-    def decode(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.inner.decode()
-        return keys if self.only == "values" else unmixed(keys), values if self.only == "keys" else unmixed(values)
+    def keys_back(self, keys: Tensor) -> Tensor:
+        return keys if self.only == "values" else unmixed(keys)
+
+    def values_back(self, values: Tensor) -> Tensor:
+        return values if self.only == "keys" else unmixed(values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,8 @@ class UnrotatedSegment(AroundSegment):
     first: Tensor | None = None
     codec = "unrotated"
 
-    def decode(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.inner.decode()
-        return turn(keys, _positions(self.layout, self.first, keys.device), self.rotation), values
+    def keys_back(self, keys: Tensor) -> Tensor:
+        return turn(keys, _positions(self.layout, self.first, keys.device), self.rotation)
 
     def rows(self, index: Tensor) -> UnrotatedSegment:
         lanes = self.layout.lanes_of_rows(index)[0]

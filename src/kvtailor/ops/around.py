@@ -7,14 +7,14 @@ from typing import Self
 
 from torch import Tensor
 
-from kvtailor.types import Layout, Segment
+from kvtailor.types import Layout, Lift, Reading, Segment
 
 __all__ = ["AroundSegment"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AroundSegment(Segment):
-    """What a codec around another one gives; a subclass says how it decodes.
+    """What a codec around another one gives; a subclass says how its states are changed back.
 
     Attributes:
         layout: the inner segment's.
@@ -23,6 +23,26 @@ class AroundSegment(Segment):
 
     layout: Layout
     inner: Segment
+
+    def keys_back(self, keys: Tensor) -> Tensor:
+        """What keys (m, s, d) of the inner segment were before they were changed."""
+        return keys
+
+    def values_back(self, values: Tensor) -> Tensor:
+        """The same for values (..., dv); linear, and each by itself."""
+        return values
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.inner.decode()
+        return self.keys_back(keys), self.values_back(values)
+
+    def reading(self) -> Reading:
+        read = self.inner.reading()
+        keys, lift = self.keys_back(read.keys), read.lift
+        if lift is None:
+            return replace(read, keys=keys, values=self.values_back(read.values))
+        offset = None if lift.offset is None else self.values_back(lift.offset)
+        return replace(read, keys=keys, lift=Lift(matrix=self.values_back(lift.matrix), offset=offset))
 
     def rows(self, index: Tensor) -> Self:
         return self._around(self.inner.rows(index))

@@ -9,7 +9,12 @@ __all__ = ["reference"]
 
 
 def reference(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    log_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention with the whole matrix in memory, in float64 where the inputs are, in float32 otherwise.
 
@@ -17,6 +22,7 @@ def reference(
         query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv).
         mask: bool, broadcasts to (b, h, t, n); None: every query sees every key.
         scaling: factor before the softmax.
+        log_weight: (b, h, n) added to the logits; None: nothing.
 
     Returns:
         out (b, q, t, dv), zeros where a query sees nothing; lse (b, q, t), -inf there; the probabilities
@@ -27,6 +33,8 @@ def reference(
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.to(exact).reshape(b, h, q // h, t, d)
     logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.to(exact)) * scaling
+    if log_weight is not None:
+        logits = logits + log_weight.to(exact)[:, :, None, None]
     if mask is not None:
         logits = logits.masked_fill(~mask.expand(b, h, t, n)[:, :, None], -torch.inf)
     lse = logits.logsumexp(-1)

@@ -15,13 +15,14 @@ from kvtailor.ops.lanes import Lanes
 __all__ = ["folded", "merge", "suits"]
 
 
-def suits(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `folded` is the fast path: bfloat16 on the CPU, one new token, heads of one size."""
+def suits(query: Tensor, part: Lanes) -> bool:
+    """Whether `folded` is the fast path of a plain part: bfloat16 on the CPU, one new token, heads of one size."""
     return (
-        keys.device.type == "cpu"
-        and keys.dtype == torch.bfloat16
+        part.plain
+        and part.keys.device.type == "cpu"
+        and part.keys.dtype == torch.bfloat16
         and query.shape[2] == 1
-        and keys.shape[-1] == values.shape[-1]
+        and part.keys.shape[-1] == part.values.shape[-1]
         and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     )
 
@@ -42,11 +43,13 @@ def folded(query: Tensor, parts: Sequence[Lanes], scaling: float) -> tuple[Tenso
         _fused(query, part, scaling) if part.owner is None else _paged(query, part, part.owner, scaling)
         for part in parts
     ]
-    return found[0] if len(found) == 1 else merge(found)
+    return merge(found)
 
 
 def merge(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over the union of what disjoint parts saw, from each part's out (..., dv) and lse (...)."""
+    if len(found) == 1:
+        return found[0]
     lses = torch.stack([lse for _, lse in found])
     lse = lses.logsumexp(0)
     shares = (lses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()

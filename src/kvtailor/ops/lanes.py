@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.types import Lift
+
 __all__ = ["Lanes", "joint"]
 
 # Elements of the float32 scratch into which half-precision keys are widened: 4 MiB stays in the shared cache.
@@ -29,15 +31,24 @@ class Lanes:
 
     Attributes:
         keys: (m, s, d), any strides between lanes.
-        values: (m, s, dv).
+        values: (m', s, r); see `Reading`.
         owner: (m,) int64 row * h + head of each lane; None where lane i belongs to owner i.
         visible: bool that broadcasts to (m, t, s); None where every query sees every slot.
+        log_weight, lift, shared: see `Reading`.
     """
 
     keys: Tensor
     values: Tensor
     owner: Tensor | None = None
     visible: Tensor | None = None
+    log_weight: Tensor | None = None
+    lift: Lift | None = None
+    shared: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether keys, values and what is visible are all there is."""
+        return self.log_weight is None and self.lift is None and self.shared is None
 
 
 def joint(
@@ -67,15 +78,20 @@ def joint(
             top.scatter_reduce_(0, part.owner[:, None].expand_as(highest), highest, "amax")
     shift = top.masked_fill(top == -torch.inf, 0.0)
     total = torch.zeros_like(top)
-    out = rows.new_zeros((owners, group * new, parts[0].values.shape[-1]))
+    width = parts[0].values.shape[-1] if parts[0].lift is None else parts[0].lift.matrix.shape[-1]
+    out = rows.new_zeros((owners, group * new, width))
     for part, score in zip(parts, scores, strict=True):
         score.sub_(_of(shift, part.owner)[..., None]).exp_()
-        if part.owner is None:
-            total += score.sum(-1)
-            out += _mix(score, part.values)
-        else:
-            total.index_add_(0, part.owner, score.sum(-1))
-            out.index_add_(0, part.owner, _mix(score, part.values))
+        share, sums = score.sum(-1), _mix(score, part.values, part.shared)
+        if part.owner is not None and part.lift is None:
+            total.index_add_(0, part.owner, share)
+            out.index_add_(0, part.owner, sums)
+            continue
+        if part.owner is not None:
+            share = torch.zeros_like(total).index_add_(0, part.owner, share)
+            sums = out.new_zeros((*out.shape[:2], sums.shape[-1])).index_add_(0, part.owner, sums)
+        total += share
+        out += sums if part.lift is None else part.lift.of_sums(sums, share)
     out /= total.clamp_min(_TINY)[..., None]
     lse = shift + total.log()
     mass = None
@@ -104,6 +120,8 @@ def _scores(rows: Tensor, part: Lanes, new: int) -> Tensor:
         # anew at every token. So keys are widened piece by piece into one small scratch.
         for (lane, last), (slot, end), wide in _widened(keys):
             _product(mine[lane:last], wide, score[lane:last, :, slot:end])
+    if part.log_weight is not None:
+        score += part.log_weight[:, None]
     if part.visible is not None:
         score.view(lanes, -1, new, slots).masked_fill_(~part.visible[:, None], -torch.inf)
     return score
@@ -118,8 +136,13 @@ def _product(rows: Tensor, keys: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(rows, keys.transpose(1, 2)))
 
 
-def _mix(weights: Tensor, values: Tensor) -> Tensor:
-    """(m, g * t, dv) float32: values (m, s, dv) weighted with (m, g * t, s) float32."""
+def _mix(weights: Tensor, values: Tensor, shared: Tensor | None = None) -> Tensor:
+    """(m, g * t, r) float32: values (m', s, r) weighted with (m, g * t, s) float32."""
+    if shared is not None:
+        together = _mix(weights[shared].flatten(1, 2), values).unflatten(1, (shared.shape[1], -1))
+        out = weights.new_empty((*weights.shape[:2], values.shape[-1]))
+        out[shared] = together
+        return out
     if values.dtype == torch.float32:
         return torch.bmm(weights, values)
     if values.dtype != torch.float16 or values.device.type != "cpu":

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtailor.ops.folded import folded, suits
+from kvtailor.ops.folded import folded, merge, suits
 from kvtailor.ops.lanes import Lanes, joint
 from kvtailor.ops.prompt import causal, masked, query_blocks, with_mass
-from kvtailor.types import Layout, Segment, Visibility
+from kvtailor.types import Layout, Reading, Segment, Visibility
 
-__all__ = ["Read", "counting", "lane_sees", "read_all", "read_lanes"]
+__all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes"]
 
 # From this many new tokens on, a part is read by torch's own kernel, whose tiles are then filled.
 _PROMPT = 64
@@ -50,10 +50,11 @@ def read_all(
         weight: (b, t) float32: how much each query counts for the mass, see `counting`; None: no mass.
     """
     layout = parts[-1].layout
-    plain = len(parts) == 1 and layout.owner is None and layout.lengths is None
+    readings = [part.reading() for part in parts]
+    plain = len(parts) == 1 and layout.owner is None and layout.lengths is None and readings[0].plain
     if plain and query.shape[2] >= _PROMPT and (weight is not None or visible.causal_only or layout.start is not None):
-        return _prompt(query, parts[0], visible, scaling, weight)
-    return _few(query, parts, visible, scaling, weight)
+        return _prompt(query, layout, readings[0], visible, scaling, weight)
+    return _few(query, [part.layout for part in parts], readings, visible, scaling, weight)
 
 
 def counting(query: Tensor, want_mass: bool, real_queries: Tensor | None) -> Tensor | None:
@@ -65,11 +66,13 @@ def counting(query: Tensor, want_mass: bool, real_queries: Tensor | None) -> Ten
     return real_queries.to(device=query.device, dtype=torch.float32)
 
 
-def _prompt(query: Tensor, part: Segment, visible: Visibility, scaling: float, weight: Tensor | None) -> Read:
+def _prompt(
+    query: Tensor, layout: Layout, reading: Reading, visible: Visibility, scaling: float, weight: Tensor | None
+) -> Read:
     b, _, t, _ = query.shape
-    layout, device = part.layout, query.device
+    device = query.device
     h, n = layout.heads, layout.size
-    keys, values = (states.unflatten(0, (b, h)) for states in part.decode())
+    keys, values = (states.unflatten(0, (b, h)) for states in (reading.keys, reading.values))
     cast = query.to(keys.dtype)
     columns = layout.columns(device)
 
@@ -92,25 +95,27 @@ def _prompt(query: Tensor, part: Segment, visible: Visibility, scaling: float, w
     return Read(output=masked(cast, keys, values, scaling, sees).to(query.dtype))
 
 
-def _few(query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float, weight: Tensor | None) -> Read:
+def _few(
+    query: Tensor,
+    layouts: Sequence[Layout],
+    readings: Sequence[Reading],
+    visible: Visibility,
+    scaling: float,
+    weight: Tensor | None,
+) -> Read:
     b, q, t, _ = query.shape
-    h, device = parts[-1].layout.heads, query.device
-    states = [part.decode() for part in parts]
-    slots = sum(part.layout.lanes * part.layout.size for part in parts)
+    h, device = layouts[-1].heads, query.device
+    slots = sum(layout.lanes * layout.size for layout in layouts)
     outputs, lses = [], []
-    mass = None if weight is None else [torch.zeros(s[0].shape[:2], device=device) for s in states]
+    mass = None if weight is None else [torch.zeros(reading.keys.shape[:2], device=device) for reading in readings]
     for first, end in query_blocks(t, slots * (q // h), most=t):
         lanes = []
-        for part, (keys, values) in zip(parts, states, strict=True):
-            own, newest = part.layout.owner, part is parts[-1]
-            mask = lane_sees(part.layout, visible, first, end, newest=newest, device=device)
-            if newest and visible.causal_only and own is None:
-                # The new tokens close the last part, so its slots past these queries are still to come.
-                reach = part.layout.size - t + end
-                keys, values = keys[:, :reach], values[:, :reach]
-                mask = None if mask is None else mask[..., :reach]
-            owner = None if own is None else own.to(device)
-            lanes.append(Lanes(keys=keys, values=values, owner=owner, visible=mask))
+        for index, (layout, reading) in enumerate(zip(layouts, readings, strict=True)):
+            newest = index == len(layouts) - 1
+            mask = lane_sees(layout, visible, first, end, newest=newest, device=device)
+            # The new tokens close the last part, so its slots past these queries are still to come.
+            cut = newest and visible.causal_only and layout.owner is None
+            lanes.append(lanes_of(layout, reading, mask, layout.size - t + end if cut else layout.size))
         read = read_lanes(query[:, :, first:end], h, lanes, scaling, None if weight is None else weight[:, first:end])
         assert read.lse is not None
         outputs.append(read.output)
@@ -121,6 +126,27 @@ def _few(query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: 
     if len(outputs) == 1:
         return Read(output=outputs[0], lse=lses[0], mass=mass)
     return Read(output=torch.cat(outputs, 2), lse=torch.cat(lses, 2), mass=mass)
+
+
+def lanes_of(layout: Layout, reading: Reading, visible: Tensor | None, slots: int | None = None) -> Lanes:
+    """One part as lanes.
+
+    Args:
+        layout: of the part.
+        reading: of the part.
+        visible: see `Lanes`.
+        slots: the first slots that are read; None: all.
+    """
+    keys, log_weight = reading.keys[:, :slots], reading.log_weight
+    return Lanes(
+        keys=keys,
+        values=reading.values[:, :slots],
+        owner=None if layout.owner is None else layout.owner.to(keys.device),
+        visible=None if visible is None else visible[..., :slots],
+        log_weight=None if log_weight is None else log_weight[:, :slots],
+        lift=reading.lift,
+        shared=reading.shared,
+    )
 
 
 def read_lanes(query: Tensor, heads: int, lanes: Sequence[Lanes], scaling: float, weight: Tensor | None = None) -> Read:
@@ -134,8 +160,11 @@ def read_lanes(query: Tensor, heads: int, lanes: Sequence[Lanes], scaling: float
     """
     b, q, t, d = query.shape
     grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
-    if weight is None and suits(grouped, lanes[0].keys, lanes[0].values):
-        out, lse, mass = *folded(grouped, lanes, scaling), None
+    fused = [part for part in lanes if weight is None and suits(grouped, part)]
+    if fused:
+        rest = [part for part in lanes if not suits(grouped, part)]
+        found = [folded(grouped, fused, scaling), *([joint(grouped, rest, scaling)[:2]] if rest else [])]
+        out, lse, mass = *merge(found), None
     else:
         counts = None if weight is None else weight.repeat_interleave(heads, 0)
         out, lse, mass = joint(grouped, lanes, scaling, weight=counts)
