@@ -71,17 +71,23 @@ class Watched:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3"])
-@torch.no_grad()
 def test_logits_equal_a_full_cache_with_the_unread_tokens_masked(
     family: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A padded batch: prompt, single tokens, a second turn, single tokens."""
+    check_reading(family, plan, monkeypatch)
+
+
+@torch.no_grad()
+def check_reading(
+    family: str, plan: str, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...] = (56, 43, 31), steps: int = 30
+) -> None:
+    """A padded batch of three: prompt, single tokens, a second turn after two thirds of the steps, single tokens."""
     watched = Watched(monkeypatch)
     model, reference = build(family), MaskedReference(family)
-    ids, mask = prompts((56, 43, 31))
+    ids, mask = prompts(lengths)
     cache = kvtailor.cache_for(model, plan)
     token, held, unread = ids, {}, 0
-    for step in range(30):
+    for step in range(steps):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -token.shape[1] :]
         logits = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
         allowed = dict(held)
@@ -101,7 +107,7 @@ def test_logits_equal_a_full_cache_with_the_unread_tokens_masked(
         for state, columns in zip(cache.route.states, held.values(), strict=True):
             indexed = state.carry.get("columns", torch.full((3, columns.shape[1], 1), -1)).long()
             assert bool((columns.gather(2, indexed.clamp(min=0)) | (indexed < 0)).all()), "bounds of what is gone"
-        token = prompts((5,) * 3, state=20 + step)[0] if step == 20 else logits[:, -1:].argmax(-1)
+        token = prompts((5,) * 3, state=20 + step)[0] if step == steps * 2 // 3 else logits[:, -1:].argmax(-1)
         mask = torch.cat([mask, mask.new_ones(token.shape)], 1)
     assert unread > 1000, "everything was read, so this test has shown nothing"
     if "turns" in plan:
