@@ -34,7 +34,8 @@ def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: LayerStat
     if plan.tokens is not None:
         total = torch.full_like(tokens, plan.tokens * heads)
     elif plan.keep is not None:
-        total = (tokens.double() * (plan.keep * heads)).floor().to(torch.int64)
+        # 0.3 of 90 tokens in 12 heads are 324, which binary fractions miss by a hair.
+        total = (tokens.double() * (plan.keep * heads) + 1e-6).floor().to(torch.int64)
     elif plan.bytes is not None:
         total = torch.full_like(tokens, _affordable(plan, heads, template, window_bytes))
     elif (held := plan.attend.held_tokens(tokens)) is not None:

@@ -17,7 +17,8 @@ nothing is evicted after the context, as published.
 
 *Cost*: the context is fed a second time, and its full cache held meanwhile, so no chunked prefill bounds the peak. For
 each head and piece of m tokens m (2 m + s) logits more, s for instruction and sinks, in blocks; 4 bytes per token and
-kv head until the context is compressed.
+kv head until the context is compressed. Where attention is most of a prefill, as in the small embedded model, the
+repetition takes longer than the context did: a prefill under `kvzip` takes as long as four to five under `snapkv`.
 """
 
 from __future__ import annotations
