@@ -163,7 +163,7 @@ class CalibratedMethod(Method):
     def example_calibration(
         cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Random tensors with the names and shapes of a file of this kind, as tests need them."""
+        """Random tensors with the names and shapes of a file of this kind, for tests and for the untrained model."""
 
 
 def calibrated(methods: Iterable[Method]) -> list[CalibratedMethod]:

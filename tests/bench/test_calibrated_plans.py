@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_the_text_of_a_plans_file_is_refused_and_another_is_not(subject, tmp_pat
     full, mine = run(subject, contestants, [perplexity(OTHER)], bandwidth=False)
     assert mine.error is None and mine.tokens_held < full.tokens_held
     assert mine.calibrated_on == (f"a text {text_hash(MINE)}",) and full.calibrated_on == ()
+
+
+def test_a_record_says_what_the_file_says_of_its_worth(subject, tmp_path: Path) -> None:
+    facts = json.dumps({"verdict": "beats nothing"})
+    tensors = filters_for(subject.model)
+    path = write_file(tmp_path / "f.safetensors", "qfilters", tensors, subject.model, on=MINE, facts=facts)
+    plans = contestants_of([f"qfilters(file='{path}') @ keep=0.5", "snapkv(window=8) @ keep=0.5"])
+    full, mine, other = run(subject, plans, [perplexity(OTHER)], bandwidth=False, out=tmp_path)
+    assert [note for note in mine.notes if "beats" in note] == ["qfilters of m: beats nothing."]
+    assert not any("beats" in note for note in (*full.notes, *other.notes))
+    again = run(subject, plans, [perplexity(OTHER)], bandwidth=False, out=tmp_path)
+    assert [each.notes for each in again] == [each.notes for each in (full, mine, other)]
 
 
 def test_a_file_inside_another_method_counts_too(subject, tmp_path: Path) -> None:

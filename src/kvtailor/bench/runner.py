@@ -107,6 +107,7 @@ def run(
             subject.answer_for(task.name)
     permits = tripwires.allowances(allow)
     contestants = [replace(each, calibration=subject.provenance(each)) for each in contestants]
+    verdicts = {each.label: subject.verdicts(each) for each in contestants}
     tripwires.check_sources({name: text for task in tasks for name, text in task.texts().items()})
     started = datetime.now(UTC)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -152,7 +153,8 @@ def run(
             for each in absent
         )
         for found in chain(task.measure(given), steps.rest(task, len(there)), without):
-            record = replace(found, notes=(*(n for n in found.notes if not tripwires.is_allowance(n)), *permits))
+            own = (note for note in found.notes if not tripwires.is_allowance(note))
+            record = replace(found, notes=tuple(dict.fromkeys((*own, *verdicts.get(found.label, ()), *permits))))
             records.append(record)
             # One that was there is written again only where other tripwires were allowed for it.
             if path is not None and (record.run == name or record.notes != found.notes):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import OTHER_ATTENTION, Contestant
 from kvtailor.bench.overlap import Calibrated, read_back
+from kvtailor.calibration import Calibration
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.fingerprint import fingerprint
 from kvtailor.ledger import storage_bytes
@@ -133,17 +134,26 @@ class Subject:
 
         A plan that cannot have its calibrations says so when its cache is made.
         """
+        of_files = (made for file in self._calibrations(contestant) for made in read_back(file.metadata))
+        return tuple(dict.fromkeys((*contestant.calibration, *of_files)))
+
+    def verdicts(self, contestant: Contestant) -> tuple[str, ...]:
+        """What a plan's calibration files for this model say of their own worth, a sentence each."""
+        told = ((file, file.facts.get("verdict")) for file in self._calibrations(contestant))
+        return tuple(dict.fromkeys(f"{file.kind} of {file.model}: {said}." for file, said in told if said))
+
+    def _calibrations(self, contestant: Contestant) -> list[Calibration]:
+        """The files that a plan reads on this model; none where it cannot have them."""
         if contestant.plan is None or contestant.missing or self.make_cache is not None:
-            return contestant.calibration
+            return []
         from kvtailor.hf.calibrations import calibrations_of
         from kvtailor.plan import Plan
 
         try:
             found = calibrations_of(Plan.parse(contestant.plan), self.model)
         except KvtailorError:
-            return contestant.calibration
-        of_files = (made for files in found.values() for file in files for made in read_back(file.metadata))
-        return tuple(dict.fromkeys((*contestant.calibration, *of_files)))
+            return []
+        return [file for files in found.values() for file in files]
 
     def new_cache(self, contestant: Contestant) -> Any:
         """An empty cache; None stands for the model's own, under the model's own attention."""

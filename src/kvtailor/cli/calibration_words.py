@@ -46,14 +46,16 @@ def read_by(plan: Plan, model: str | None) -> dict[str, list[Calibration]]:
     """For each method of a plan that is calibrated, by the word that names it, the files that it may read.
 
     The file that its arguments name; else the shipped ones, of a model by this name alone where there is one. Which of
-    them fits, the weights decide when a cache is made.
+    them fits, the weights decide when a cache is made. The untrained model needs none.
     """
     from kvtailor.calibration import calibrated, shipped
+    from kvtailor.hf.config import RANDOM
     from kvtailor.plan_arguments import with_nested, word_of
 
     found: dict[str, list[Calibration]] = {}
     for method in (each for part in plan.parts.values() for each in calibrated(with_nested(part))):
         own, known = method.calibration, list(shipped(method.calibrates))
         named = [each for each in known if model is not None and each.model == Path(model).name]
-        found[str(word_of(method))] = [own] if own is not None else named or known
+        fit = [] if model == RANDOM else named or known
+        found[str(word_of(method))] = [own] if own is not None else fit
     return found

@@ -46,7 +46,7 @@ def command(plan: tuple[str, ...], model: str | None, head_size: int, dtype: str
     rooms, cost, files = _rooms(parsed), _cost(parsed, sizes), read_by(parsed, model)
     _say(parsed, rooms, sizes, cost)
     for word, found in files.items():
-        _say_files(word, found)
+        _say_files(word, found, model)
     if as_json:
         about = {
             "plan": str(parsed),
@@ -148,9 +148,13 @@ def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[st
         click.echo(f"  up to {cost['full_precision_tail_tokens']} of the newest tokens stay in full precision")
 
 
-def _say_files(word: str, found: Sequence[Calibration]) -> None:
+def _say_files(word: str, found: Sequence[Calibration], model: str | None) -> None:
     from kvtailor.cli.calibration_words import lines_of
+    from kvtailor.hf.config import RANDOM
 
+    if model == RANDOM and not found:
+        click.echo(f"{word} reads random numbers in place of a calibration: {RANDOM} is not trained")
+        return
     which = {0: "no calibration: none is named, and none is shipped", 1: "a calibration"}
     click.echo(f"{word} reads {which.get(len(found), 'that of these calibrations which was made for the model')}:")
     for each in found:

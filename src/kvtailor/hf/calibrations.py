@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kvtailor.calibration import CalibratedMethod, Calibration, calibrated, how_to, shipped
+from kvtailor.calibration import CalibratedMethod, Calibration, Shapes, calibrated, how_to, shipped
 from kvtailor.errors import CalibrationError
+from kvtailor.hf.config import RANDOM
 from kvtailor.hf.fingerprint import weight_fingerprint
 from kvtailor.hf.geometry import Geometry
 from kvtailor.plan import Plan
 from kvtailor.plan_arguments import with_nested
 
-__all__ = ["calibrations_of", "tensors_of"]
+__all__ = ["UNTRAINED", "calibrations_of", "tensors_of"]
+
+UNTRAINED = "kvtailor_untrained"
+"""The attribute that `hf.loading` puts on a model of random weights, which nothing can be measured on."""
+_NO_VERDICT = "random numbers stand for a calibration, since the model is not trained"
 
 
 def calibrations_of(plan: Plan, model: Any) -> dict[str, list[Calibration]]:
     """The calibrations that a plan reads on a model, by room; rooms that read none are left out.
+
+    For the untrained model random ones of the right shapes, made here: what a method costs does not depend on them.
 
     Raises:
         CalibrationError: a file was made for other weights or shapes, or none is named and none is shipped for them.
@@ -27,7 +38,14 @@ def calibrations_of(plan: Plan, model: Any) -> dict[str, list[Calibration]]:
     if not wanted:
         return {}
     own, geometry = weight_fingerprint(model), Geometry.of(model.config)
-    return {room: [_for_model(each, own, geometry) for each in methods] for room, methods in wanted.items()}
+    made_up = bool(getattr(model, UNTRAINED, False))
+    return {
+        room: [
+            _random(each, own, geometry) if made_up and each.file is None else _for_model(each, own, geometry)
+            for each in methods
+        ]
+        for room, methods in wanted.items()
+    }
 
 
 def tensors_of(found: Sequence[Calibration], plan: Plan, device: Any) -> dict[str, Tensor]:
@@ -69,3 +87,25 @@ def _for_model(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibr
             f"same shapes, or weights in a dtype that the file does not know: {how_to(kind)}"
         )
     return found
+
+
+def _random(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibration:
+    """Random tensors of a kind, the same at every call."""
+    shapes = Shapes(
+        layers=len(geometry.compressed),
+        q_heads=geometry.q_heads,
+        kv_heads=geometry.kv_heads,
+        head_size=geometry.head_dim,
+    )
+    tensors = method.example_calibration(
+        layers=shapes.layers,
+        heads=shapes.kv_heads,
+        group=shapes.q_heads // shapes.kv_heads,
+        size=shapes.head_size,
+        generator=torch.Generator().manual_seed(0),
+    )
+    head = {"fingerprints": [own], "shapes": asdict(shapes), "made": {}, "facts": {"verdict": _NO_VERDICT}}
+    told = {name: json.dumps(entry) for name, entry in head.items()}
+    metadata = {"kind": method.calibrates, "model": RANDOM, "calibrated_on": "[]", **told}
+    digest = hashlib.sha256(f"{_NO_VERDICT} {method.calibrates} {own}".encode()).hexdigest()
+    return Calibration(name="random", hash=digest, kind=method.calibrates, tensors=tensors, metadata=metadata)

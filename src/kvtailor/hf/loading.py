@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 from kvtailor import demo
+from kvtailor.hf.calibrations import UNTRAINED
 from kvtailor.hf.config import RANDOM, RANDOM_SHAPE, source_of
 
 __all__ = ["load", "new_model", "save", "wrap_tokenizer"]
@@ -72,6 +73,7 @@ def _random(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = new_model("llama", vocab_size=len(tokenizer), **RANDOM_SHAPE)
+    setattr(made, UNTRAINED, True)
     wanted = dtype if isinstance(dtype, torch.dtype) else torch.float32
     return made.to(device=device or "cpu", dtype=wanted).eval(), tokenizer
 
