@@ -51,7 +51,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> Path:
 
 
 def test_rooms_are_in_the_order_of_the_walk() -> None:
-    assert find.rooms() == ("score", "allocate", "select", "encode", "store", "attend")
+    assert find.rooms() == ("score", "allocate", "select", "merge", "encode", "store", "attend")
 
 
 def test_listing_imports_no_method() -> None:
@@ -180,7 +180,7 @@ def test_a_preset_with_a_methods_name_holds_it_and_what_it_cannot_do_without() -
         plan = dict(find.presets()[name].plan)
         room = methods[name].room
         assert plan.pop(room)["method"] == name
-        if room == "allocate":  # Budgets are of what is scored.
+        if room in ("allocate", "merge"):  # Both are of what is scored.
             assert set(plan) == {"score"}
         else:
             needed = find.load(room, name).needs_codec  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def plans(draw: st.DrawFn) -> Plan:
         amount = st.floats(1e-9, 1) if budget == "keep" else st.integers(1, 2**40)
         settings = {budget: draw(amount), "slack": draw(st.none() | st.just("never") | st.integers(0, 100))}
     else:
-        for room in ("score", "allocate", "select"):
+        for room in ("score", "allocate", "select", "merge"):
             parts[room] = find.method_of(room, find.null(room))
     try:
         return Plan(**parts, **settings)  # type: ignore[arg-type]

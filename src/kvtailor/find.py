@@ -21,6 +21,7 @@ from kvtailor.allocate.contract import Allocator
 from kvtailor.attend.contract import Attention
 from kvtailor.encode.contract import Codec
 from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.merge.contract import Merger
 from kvtailor.method import Method
 from kvtailor.score.contract import Scorer
 from kvtailor.select.contract import Selector
@@ -30,6 +31,7 @@ __all__ = [
     "Allocator",
     "Attention",
     "Codec",
+    "Merger",
     "MethodInfo",
     "Placement",
     "Preset",
@@ -51,11 +53,19 @@ _CONTRACTS: dict[str, type[Method]] = {
     "score": Scorer,
     "allocate": Allocator,
     "select": Selector,
+    "merge": Merger,
     "encode": Codec,
     "store": Placement,
     "attend": Attention,
 }
-_NULL = {"allocate": "uniform", "select": "topk", "encode": "plain", "store": "device", "attend": "segments"}
+_NULL = {
+    "allocate": "uniform",
+    "select": "topk",
+    "merge": "drop",
+    "encode": "plain",
+    "store": "device",
+    "attend": "segments",
+}
 _HOME = Path(__file__).parent
 
 

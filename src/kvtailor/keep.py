@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvtailor.errors import CacheMisuse
+from kvtailor.find import name_of
+from kvtailor.ops.kept import place_among_kept
 from kvtailor.ops.ragged import Cut, cut_lanes, gather_held, tokens_of_part
-from kvtailor.types import Held, Segment
+from kvtailor.types import Held, PlainSegment, Segment
 
 if TYPE_CHECKING:
     from kvtailor.layer import LayerState
+    from kvtailor.merge.contract import Merged
     from kvtailor.plan import Plan
 
 __all__ = ["keep_only", "waits"]
@@ -21,7 +25,7 @@ __all__ = ["keep_only", "waits"]
 def keep_only(
     state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor, *, encoding: bool = True
 ) -> None:
-    """Lets a layer hold only a kept set.
+    """Lets a layer hold only a kept set, with what the plan's merger folds into it.
 
     Args:
         state: of the layer.
@@ -31,13 +35,17 @@ def keep_only(
         keep: (b, h, n) bool.
         encoding: False where the layer will be cut again in the same walk: then what is not encoded yet waits as it
             is, so that it is encoded once, for what stays in the end.
+
+    Raises:
+        CacheMisuse: what was folded gives NaN or infinity.
     """
     codec = state.codec(plan)
+    merged = _merged(state, plan, held, slots, keep)
     if codec.exact and codec.block == 0:
         cut = cut_lanes(keep)
         if cut is not None and cut.owner is None:
             assert state.tail is not None
-            state.tail.replace(gather_held(held, cut))
+            state.tail.replace(_gather(held, keep, merged, cut))
             state.segments = []
             _take_mass(state, held, [cut])
             return
@@ -65,7 +73,7 @@ def keep_only(
         old = fresh
     cut = cut_lanes(old, codec.lane_multiple)
     if cut is not None:
-        segment = gather_held(held, cut)
+        segment = _gather(held, keep, merged, cut)
         if encoding:
             segment = codec.encode(segment.layout, segment.keys, segment.values, held.first)
         segments.append(plan.store.put(segment))
@@ -75,6 +83,9 @@ def keep_only(
         recent = cut_lanes(keep & held.recent(newest))
         assert recent is not None
         cuts.append(recent)
+        if merged is not None:
+            taken = _gather(held, keep, merged, recent)
+            state.tail.rewrite(taken.keys, taken.values)
     state.segments = segments
     _take_mass(state, held, cuts)
 
@@ -83,6 +94,41 @@ def waits(state: LayerState, plan: Plan) -> bool:
     """Whether the layer holds segments that are not encoded yet; see `keep_only`."""
     encoded = state.codec(plan).segment_type()
     return not all(isinstance(plan.store.get(segment), encoded) for segment in state.segments)
+
+
+def _merged(state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor) -> Merged | None:
+    """What the plan's merger makes of the kept tokens; None where they stay as they are."""
+    if not bool((held.valid & ~keep).any()):
+        return None
+    into = keep & ~_encoded(state, plan, slots, keep)
+    merged = plan.merge.merge(held.within(plan.merge.needs), keep, into)
+    if merged is not None and not bool(torch.isfinite(merged.keys).all() & torch.isfinite(merged.values).all()):
+        raise CacheMisuse(
+            f"layer {state.index} of the compressed layers: {name_of(plan.merge)} folds dropped tokens into kept ones "
+            f"and gets NaN or infinity, in {merged.values.dtype}; check the model's inputs and dtype (float16 overflow "
+            "is the usual cause), or leave it out"
+        )
+    return merged
+
+
+def _encoded(state: LayerState, plan: Plan, slots: list[Tensor], keep: Tensor) -> Tensor:
+    """(b, h, n) bool: kept tokens of which there is only a lossy code, which moves but is never written again."""
+    codec = state.codec(plan)
+    found = torch.zeros_like(keep)
+    if not codec.exact:
+        for segment, slot in zip(state.segments, slots, strict=False):
+            if isinstance(plan.store.get(segment), codec.segment_type()):
+                found |= tokens_of_part(segment.layout, slot, keep)[0]
+    return found
+
+
+def _gather(held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> PlainSegment:
+    """The kept tokens in the lanes of a cut, as they are from now on."""
+    if merged is None:
+        return gather_held(held, cut)
+    at = cut.owners[:, None], place_among_kept(keep).flatten(0, 1)[cut.owners[:, None], cut.index]
+    layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
+    return PlainSegment(layout=layout, keys=merged.keys.flatten(0, 1)[at], values=merged.values.flatten(0, 1)[at])
 
 
 def _common_newest(state: LayerState, held: Held, keep: Tensor, recents: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from kvtailor import find
 from kvtailor.errors import PlanError
-from kvtailor.find import Allocator, Attention, Codec, Placement, Scorer, Selector
+from kvtailor.find import Allocator, Attention, Codec, Merger, Placement, Scorer, Selector
 from kvtailor.method import Method
 from kvtailor.plan_arguments import given_of, identity_of, with_nested, word_of
 from kvtailor.plan_check import SETTINGS, all_faults, wrong_kinds
@@ -43,6 +43,7 @@ class Plan:
         score: says which tokens matter; None: nothing is ever evicted.
         allocate: splits the budget over layers and kv heads.
         select: turns scores and budget into the kept set.
+        merge: what becomes of tokens that are not kept.
         encode: how kept tokens are stored.
         store: where they live.
         attend: how they are read.
@@ -61,6 +62,7 @@ class Plan:
     score: Scorer | None = None
     allocate: Allocator = field(default_factory=partial(_null, "allocate"))
     select: Selector = field(default_factory=partial(_null, "select"))
+    merge: Merger = field(default_factory=partial(_null, "merge"))
     encode: Codec = field(default_factory=partial(_null, "encode"))
     store: Placement = field(default_factory=partial(_null, "store"))
     attend: Attention = field(default_factory=partial(_null, "attend"))
@@ -125,7 +127,7 @@ class Plan:
         """The evidence that its methods declare, together."""
         needs = Needs(rotation=self.attend.needs_rotation or self.encode.needs_rotation)
         if self.score is not None:
-            needs |= self.score.needs | self.allocate.needs
+            needs |= self.score.needs | self.allocate.needs | self.merge.needs
         return replace(needs, rotation=needs.rotation or needs.moments)
 
     @property

@@ -67,10 +67,10 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
     faults = []
     score, encode, attend = parts["score"], parts["encode"], parts["attend"]
     if score is None:
-        for room in ("allocate", "select"):
+        for room, work in (("allocate", "on scores"), ("select", "on scores"), ("merge", "on what is not kept")):
             if not isinstance(parts[room], Broken) and find.name_of(parts[room]) != find.null(room):
                 faults.append(
-                    f"{find.name_of(parts[room])} works on scores, but there is no scorer, so nothing would be "
+                    f"{find.name_of(parts[room])} works {work}, but there is no scorer, so nothing would be "
                     "evicted: add a scorer such as snapkv, or leave it out"
                 )
     if isinstance(attend, find.Attention):

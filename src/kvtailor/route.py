@@ -1,5 +1,5 @@
 """The one walk that every token takes: append, attend, observe, and, when held exceeds the budget, score, allocate,
-select, encode, store. Prefill, every chunk of a chunked prefill, a later turn and decoding all go through
+select, merge, encode, store. Prefill, every chunk of a chunked prefill, a later turn and decoding all go through
 `Route.attend`.
 
 `docs/route.md` tells it as the life of one prompt.

@@ -1,4 +1,4 @@
-"""What is done when layers hold more than their budget: score, allocate, select, encode, store."""
+"""What is done when layers hold more than their budget: score, allocate, select, merge, encode, store."""
 
 from __future__ import annotations
 

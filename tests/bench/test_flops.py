@@ -207,6 +207,7 @@ def test_every_method_says_what_it_computes_or_that_it_does_not_know(room: str, 
             "score": lambda n: [method.flops(tokens=n, group=3, size=20)],
             "allocate": lambda n: [method.flops(tokens=n, heads=2, group=3, size=20)],
             "select": lambda n: [method.flops(tokens=n)],
+            "merge": lambda n: [method.flops(tokens=n, kept=n // 3, group=3, size=20)],
             "attend": lambda n: [method.flops([], group=3, size=20)],
             "encode": lambda n: [
                 method.encode_flops(tokens=n, key_size=20, value_size=24),

@@ -1,4 +1,4 @@
-"""No method keeps an n x n matrix: one layer of 16,384 tokens is observed, scored and measured in less than 64 MB.
+"""No method keeps an n x n matrix: one layer of 16,384 tokens is observed, scored, measured and merged in 64 MB.
 
 The layer is one of Llama 3.1 8B in its own dtype: 8 kv heads of 128, 4 query heads each, bfloat16. Cheap, because bytes
 are counted by `LiveBytes` (one run says them exactly, no process has to be started), because methods that need the same
@@ -26,10 +26,12 @@ from tests.segments_of import Padded
 from torch import Tensor
 
 import kvtailor.allocate
+import kvtailor.merge
 import kvtailor.score
 from kvtailor.allocate.contract import Allocator
 from kvtailor.attend.segments import Segments
 from kvtailor.bench.gauge import gauge_of
+from kvtailor.merge.contract import Merger
 from kvtailor.observe import Evidence, observe
 from kvtailor.ops.prompt import with_mass
 from kvtailor.plan_arguments import word_of
@@ -41,6 +43,7 @@ LIMIT = 64e6
 TOKENS, HEADS, GROUP, SIZE = 16384, 8, 4, 128
 LAST = 128
 KINDS = [*methods_of(kvtailor.score, Scorer), *methods_of(kvtailor.allocate, Allocator)]
+MERGERS = [each for kind in methods_of(kvtailor.merge, Merger) for each in samples_of(kind)]
 METHODS = sorted((each for kind in KINDS for each in samples_of(kind)), key=lambda method: repr(method.needs))
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: str(word_of(method)))
 
@@ -81,6 +84,14 @@ def test_scoring_or_measuring_a_layer(method: Scorer | Allocator) -> None:
     peak = peak_of(lambda: method.score(held) if isinstance(method, Scorer) else method.measure(held))
     assert peak < LIMIT, f"{method} makes {peak / 1e6:.0f} MB beside what it is given: work in blocks"
     assert peak > 0 or isinstance(method, Allocator)
+
+
+@pytest.mark.parametrize("merger", MERGERS, ids=lambda merger: str(word_of(merger)))
+def test_folding_three_quarters_of_a_layer_into_the_rest(merger: Merger) -> None:
+    held = held_for(merger.needs)
+    keep = torch.rand(held.valid.shape, generator=torch.Generator().manual_seed(1)) < 0.25
+    peak = peak_of(lambda: merger.merge(held, keep, keep))
+    assert peak < LIMIT, f"{merger} makes {peak / 1e6:.0f} MB beside what it is given: work in blocks"
 
 
 @every_method

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOMS = ("score", "allocate", "select", "encode", "store", "attend")
+ROOMS = ("score", "allocate", "select", "merge", "encode", "store", "attend")
 LEVELS = {
     "errors": 0,
     "held": 0,
@@ -39,8 +39,8 @@ LEVELS = {
     "calibrators": 5,
     "cli": 6,
 }
-# `layer` is the other half of `route`: docs/decisions/0003-lanes.md. `walk` is what it does with what is scored.
-MAY_NAME_ROOMS = ("find", "route", "walk", "layer")
+# `layer` is the other half of `route`: docs/decisions/0003-lanes.md. `walk` and `keep` do what follows a score.
+MAY_NAME_ROOMS = ("find", "route", "walk", "layer", "keep")
 # The recipe that trains the demo model needs the tokenizers package, and is run by hand.
 RECIPE = "demo"
 

@@ -194,6 +194,7 @@ class _Step:
                     _each(held, lambda n: score.flops(tokens=n, group=group, size=size)),
                     _each(held, lambda n: allocate.flops(tokens=n, heads=heads, group=group, size=size)),
                     _each(held, lambda n: select.flops(tokens=n)),
+                    _merging(plan, held, state.counts(), group, size),
                 ]
         for segment in state.segments:
             if not any(segment is old for old in before.segments):
@@ -208,6 +209,12 @@ def _evidence(needs: Needs, group: int, pairs: float) -> int | None:
     if needs.moments:
         return None
     return int(2 * group * pairs) if needs.mass else 0
+
+
+def _merging(plan: Plan, held: Tensor, kept: Tensor, group: int, size: int) -> int | None:
+    """What the plan's merger computes where (b, h) tokens were `held` and `kept`."""
+    pairs = zip(held.flatten().tolist(), kept.flatten().tolist(), strict=True)
+    return _sum(plan.merge.flops(tokens=n, kept=k, group=group, size=size) for n, k in pairs if k < n)
 
 
 def _later_than(segment: Segment, column: int) -> Tensor:

@@ -88,6 +88,14 @@ class Tail:
             self.start += count
         self.length -= count
 
+    def rewrite(self, keys: Tensor, values: Tensor) -> None:
+        """Holds keys (b * h, length, d) and values (b * h, length, dv) in place of its own, at the same columns."""
+        if self.length != keys.shape[1] or self.length != values.shape[1]:
+            raise ValueError(f"a tail of {self.length} tokens cannot become {keys.shape[1]} at the same columns")
+        self._keys, self._values = keys, values
+        if self._positions is not None:
+            self._positions = self._positions[:, : self.length].clone()
+
     def crop(self, count: int) -> None:
         """Forgets the newest tokens. The buffer stays: the next tokens take the room."""
         if count > self.length:

@@ -1,0 +1,79 @@
+"""Merging in whole models: what is encoded stays as it is, and what cannot be merged is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtailor
+from kvtailor.errors import CacheMisuse, PlanError
+from kvtailor.merge.contract import Merger
+from kvtailor.plan import Plan
+from kvtailor.types import Held
+from tests.seam.zoo import build, prompts
+
+
+def decoded(cache: kvtailor.KvCache, layer: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """Keys and values in the segments of a layer, by owner and column."""
+    found = {}
+    for segment in cache.route.states[layer].segments:
+        keys, values = segment.decode()
+        columns = segment.layout.columns(keys.device).expand(segment.layout.lanes, -1)
+        filled = segment.layout.filled(keys.device)
+        filled = torch.ones_like(columns, dtype=torch.bool) if filled is None else filled
+        owners = segment.layout.owners(keys.device)
+        for lane, slot in filled.nonzero().tolist():
+            found[int(owners[lane]), int(columns[lane, slot])] = keys[lane, slot], values[lane, slot]
+    return found
+
+
+@pytest.mark.parametrize("merger", ["d2o(all_of_them=true)", "cam(share=4)"])
+@torch.no_grad()
+def test_what_a_codec_has_encoded_never_takes_anything_in(merger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    plan = Plan.parse(f"snapkv(window=4) + {merger} + vector(bits=8, block_size=8) @ tokens=20, slack=4")
+    kind, open_columns = type(plan.merge), []
+    merge = kind.merge
+
+    def recorded(self: Merger, held: Held, keep: Tensor, into: Tensor) -> object:
+        columns = held.positions[0]
+        open_columns.append({(head, int(columns[head, at])) for head, at in into[0].nonzero().tolist()})
+        return merge(self, held, keep, into)
+
+    cache = kvtailor.cache_for(model, plan)
+    model(prompts((60,))[0], past_key_values=cache)
+    monkeypatch.setattr(kind, "merge", recorded)
+    before = decoded(cache, 0)
+    for token in prompts((12,), state=2)[0].split(1, 1):
+        model(token, past_key_values=cache)
+    after = decoded(cache, 0)
+    for at in before.keys() & after.keys():
+        assert all(torch.equal(*pair) for pair in zip(before[at], after[at], strict=True))
+    assert before.keys() & after.keys() and after.keys() - before.keys()
+    assert len(open_columns) == 6 and all(open_columns)
+    assert not any(before.keys() & columns for columns in open_columns)
+
+
+def test_a_plan_that_drops_nothing_has_nothing_to_merge() -> None:
+    with pytest.raises(PlanError, match="cam works on what is not kept, but there is no scorer"):
+        Plan.parse("kivi4 + cam")
+
+
+def test_a_preset_and_a_method_beside_it() -> None:
+    plan = Plan.parse("d2o @ tokens=64")
+    assert str(plan) == "h2o + d2o @ tokens=64"
+    assert str(Plan.parse("snapkv + d2o(all_of_them=true) + kivi(bits=4) @ tokens=64")) == (
+        "snapkv + d2o(all_of_them=true) + kivi(bits=4) @ tokens=64"
+    )
+    assert plan.hash != Plan.parse("h2o @ tokens=64").hash
+
+
+@torch.no_grad()
+def test_values_that_overflow_are_said() -> None:
+    model = build("llama", dtype=torch.float16)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.mul_(torch.finfo(torch.float16).max).nan_to_num_()
+    cache = kvtailor.cache_for(model, "knorm + d2o @ tokens=20")
+    with pytest.raises(CacheMisuse, match="layer 0 of the compressed layers: d2o folds .* gets NaN or infinity"):
+        model(prompts((60,))[0], past_key_values=cache)
