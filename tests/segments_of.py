@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvtailor.types import Layout
+from kvtailor.encode.contract import Codec
+from kvtailor.types import Layout, Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,40 @@ class Padded:
         return seen
 
 
+def group_of(codec: Codec, layer: int = 1, layers: int = 3) -> tuple[int, ...]:
+    """The layers that are encoded together with a layer."""
+    return next(group for group in codec.layers_together(layers) if layer in group)
+
+
+def encoded_group(
+    codec: Codec, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None
+) -> list[Segment]:
+    """The segments of all layers that a codec, bound to layer 1 of 3, encodes together; all hold the same states."""
+    return list(codec.encode_together(layout, [(keys, values)] * len(group_of(codec)), first))
+
+
+def encoded(codec: Codec, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> Segment:
+    """The segment of the first of them, with which all that they share is counted."""
+    return encoded_group(codec, layout, keys, values, first)[0]
+
+
 def states(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers; one channel in five is an outlier, as keys have them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x[..., ::5] = x[..., ::5] * 4 + 3
     return x.to(dtype)
+
+
+def moved(layout: Layout, seed: int) -> tuple[Tensor, Tensor, Layout]:
+    """Some tokens of a uniform layout, as many of each lane, in time order."""
+    generator = torch.Generator().manual_seed(seed)
+    count = max(1, layout.size // 3)
+    draws = [torch.randperm(layout.size, generator=generator)[:count].sort().values for _ in range(layout.lanes)]
+    slot = torch.stack(draws)
+    positions = layout.columns(torch.device("cpu")).expand(layout.lanes, -1).gather(1, slot).to(torch.int32)
+    lane = torch.arange(layout.lanes)[:, None].expand_as(slot)
+    return lane, slot, Layout(rows=layout.rows, heads=layout.heads, size=count, positions=positions)
 
 
 def uneven(rows: int, heads: int, size: int, most: int, columns: int, seed: int) -> tuple[Layout, Tensor, Tensor]:

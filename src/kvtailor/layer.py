@@ -16,7 +16,8 @@ from kvtailor.observe import Evidence
 from kvtailor.ops.ragged import cut_lanes
 from kvtailor.store.contract import Placement
 from kvtailor.store.tail import Tail
-from kvtailor.types import Layout, Rotation, Segment, Visibility
+from kvtailor.together import encoded
+from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
@@ -54,12 +55,14 @@ class LayerState:
         output: (q, dv, D) the layer's own output projection, for plans that need it.
         rotation: the layer's rotary embedding, for plans that need it.
         calibration: this layer's tensors of the scorer's calibration file.
+        together: the layers whose tokens are encoded at once, this one among them; none where it is alone.
         layers: how many layers the plan compresses.
     """
 
     def __init__(self, index: int, layers: int = 1):
         self.index, self.layers = index, layers
         self._codec: Codec | None = None
+        self.together: tuple[LayerState, ...] = ()
         self.recording = False
         self.scaling = 1.0
         self.output: Tensor | None = None
@@ -139,6 +142,8 @@ class LayerState:
     def flush(self, plan: Plan, new_tokens: int, real: Tensor | None) -> None:
         """Encodes the oldest tokens of the tail.
 
+        Layers that are encoded together all do it at the call of the last one.
+
         After a prompt, a chunk or a turn: all but what the codec leaves in full precision, so that a row of a padded
         batch is encoded as it would be alone. While decoding: a whole block, once there is one.
 
@@ -147,43 +152,56 @@ class LayerState:
             new_tokens: of the forward that has just ended.
             real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
         """
-        codec, tail = self.codec(plan), self.tail
-        if tail is None or codec.block == 0 or self.due or self.recording:
+        codec, tail, group = self.codec(plan), self.tail, self.together or (self,)
+        if tail is None or codec.block == 0 or self.due or self.recording or self is not group[-1]:
             return
         count = tail.length - codec.tail
         if new_tokens == 1:
             count = count // codec.block * codec.block
         if count <= 0:
             return
-        whole = tail.as_segment()
+        first = None if real is None else real.to(torch.int8).argmax(-1)
+        leaving = [state._oldest(count, real, codec.lane_multiple) for state in group]
+        if leaving[-1] is not None:
+            segments = encoded([each for each in leaving if each is not None], codec, first)
+            for state, segment in zip(group, segments, strict=True):
+                state.segments.append(plan.store.put(segment))
+        for state in group:
+            state._drop_oldest(count)
+
+    def _oldest(self, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
+        """The oldest tokens of the tail, padding left out, whose evidence is a part of its own from now on."""
+        assert self.tail is not None
+        whole = self.tail.as_segment()
         layout = whole.layout
         keys, values = whole.keys[:, :count], whole.values[:, :count]
         positions = None if layout.positions is None else layout.positions[:, :count].clone()
         block = Layout(rows=self.rows, heads=self.heads, size=count, start=layout.start, positions=positions)
-        columns = block.columns(keys.device).expand(block.lanes, -1).view(self.rows, self.heads, -1)
         mass = list(self.evidence.mass)
         if mass:
             last = mass.pop()
             mass += [last[:, :count].clone(), last[:, count:].clone()]
-        encodes, first = True, None
         if real is not None:
-            first = real.to(torch.int8).argmax(-1)
+            columns = block.columns(keys.device).expand(block.lanes, -1).view(self.rows, self.heads, -1)
             row = torch.arange(self.rows, device=keys.device)[:, None, None]
-            cut = cut_lanes(real.to(keys.device)[row, columns], codec.lane_multiple)
-            encodes = cut is not None
-            if cut is not None:
-                at = cut.owners[:, None], cut.index
-                block, keys, values = cut.layout(self.rows, self.heads, columns), keys[at], values[at]
+            cut = cut_lanes(real.to(keys.device)[row, columns], multiple)
+            if cut is None:
                 if mass:
-                    mass[-2] = mass[-2][at]
-        if encodes:
-            self.segments.append(plan.store.put(codec.encode(block, keys, values, first)))
-        elif mass:
-            del mass[-2]
-        tail.drop_oldest(count)
-        if mass and not tail.length:
-            del mass[-1]
+                    del mass[-2]
+                self.evidence = replace(self.evidence, mass=tuple(mass))
+                return None
+            at = cut.owners[:, None], cut.index
+            block, keys, values = cut.layout(self.rows, self.heads, columns), keys[at], values[at]
+            if mass:
+                mass[-2] = mass[-2][at]
         self.evidence = replace(self.evidence, mass=tuple(mass))
+        return PlainSegment(layout=block, keys=keys, values=values)
+
+    def _drop_oldest(self, count: int) -> None:
+        assert self.tail is not None
+        self.tail.drop_oldest(count)
+        if self.evidence.mass and not self.tail.length:
+            self.evidence = replace(self.evidence, mass=self.evidence.mass[:-1])
 
     def crop(self, count: int, *, exact: bool) -> None:
         """Takes back the newest tokens outside of a recorded forward, where that leaves no trace."""
@@ -223,6 +241,14 @@ class LayerState:
         self.carry = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.carry.items()}
         self.segments = [segment.rows(index) for segment in self.segments]
         self.tail.select_rows(index)
+        self.join()
+
+    def join(self) -> None:
+        """Lets the segments of layers that are encoded together share again, once the last of them has moved."""
+        if len(self.together) > 1 and self is self.together[-1] and self._codec is not None:
+            for i, parts in enumerate(zip(*(state.segments for state in self.together), strict=True)):
+                for state, segment in zip(self.together, self._codec.joined(parts), strict=True):
+                    state.segments[i] = segment
 
     def memories(self) -> dict[str, Tensor]:
         """What earlier walks and a reconstruction left, by attribute; batch rows first."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from kvtailor import find
-from kvtailor.plan_arguments import Broken, type_faults
+from kvtailor.plan_arguments import Broken, type_faults, with_nested
 
 __all__ = ["BUDGETS", "SETTINGS", "all_faults", "wrong_kinds"]
 
@@ -73,6 +73,8 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
                     f"{find.name_of(parts[room])} works {work}, but there is no scorer, so nothing would be "
                     "evicted: add a scorer such as snapkv, or leave it out"
                 )
+    if isinstance(encode, find.Codec):
+        faults += _together_faults(encode, score)
     if isinstance(attend, find.Attention):
         name, wanted = find.name_of(attend), attend.needs_codec
         if wanted is not None and isinstance(encode, find.Codec) and find.name_of(encode) != wanted:
@@ -90,6 +92,24 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
                 f"{find.name_of(score)} needs the attention mass of every held token, which {name} does not give: "
                 f"leave {name} out, or take a scorer without mass such as snapkv"
             )
+    return faults
+
+
+def _together_faults(encode: find.Codec, score: object) -> list[str]:
+    """Faults of a codec that encodes several layers at once, or that holds such a one."""
+    faults, name = [], find.name_of(encode)
+    for each in list(with_nested(encode))[1:]:
+        if isinstance(each, find.Codec) and each.across:
+            inner = find.name_of(each)
+            faults.append(
+                f"{inner} stores two layers' tokens together, and {name} encodes one layer at a time: write {inner} "
+                f"outside, as in {inner}(of={name})"
+            )
+    if encode.across and score is not None:
+        other = score.named and "a scorer" if isinstance(score, Broken) else find.name_of(score)
+        faults.append(
+            f"{name} stores two layers' tokens together, and {other} keeps other tokens in each: leave one of them out"
+        )
     return faults
 
 

@@ -42,6 +42,9 @@ class Route:
         self.plan = plan
         self.needs = plan.needs
         self.states = [LayerState(index, layers) for index in range(layers)]
+        for group in plan.encode.layers_together(layers):
+            for index in group if len(group) > 1 else ():
+                self.states[index].together = tuple(self.states[each] for each in group)
         self.holding = self.opened = False
         self.repeating: Piece | None = None
         self.passing: PlainSegment | None = None

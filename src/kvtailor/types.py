@@ -175,7 +175,10 @@ class Segment(ABC):
 
     @abstractmethod
     def closed_form_bytes(self) -> int:
-        """The bytes that `tensors()` must occupy, from counts and element sizes alone."""
+        """The bytes that `tensors()` must occupy, from counts and element sizes alone.
+
+        What it shares with a segment of a lower layer is counted there alone.
+        """
 
     @abstractmethod
     def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from tests.discover import methods_of, samples_of
-from tests.segments_of import states, uneven
+from tests.segments_of import encoded, encoded_group, moved, states, uneven
 from torch import Tensor
 
 import kvtailor.encode
@@ -44,17 +44,6 @@ def ragged(codec: Codec, dtype: torch.dtype, seed: int = 0) -> tuple[Layout, Ten
     return layout, states((15, 128, 24), seed, dtype)[owner, column], states((15, 128, 20), seed, dtype)[owner, column]
 
 
-def moved(layout: Layout, seed: int) -> tuple[Tensor, Tensor, Layout]:
-    """Some tokens of a uniform layout, as many of each lane, in time order."""
-    generator = torch.Generator().manual_seed(seed)
-    count = max(1, layout.size // 3)
-    draws = [torch.randperm(layout.size, generator=generator)[:count].sort().values for _ in range(layout.lanes)]
-    slot = torch.stack(draws)
-    positions = layout.columns(torch.device("cpu")).expand(layout.lanes, -1).gather(1, slot).to(torch.int32)
-    lane = torch.arange(layout.lanes)[:, None].expand_as(slot)
-    return lane, slot, Layout(rows=layout.rows, heads=layout.heads, size=count, positions=positions)
-
-
 def unique_bytes(segment: Segment) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in segment.tensors().values()}
     return sum(storages.values())
@@ -77,6 +66,8 @@ def test_is_a_frozen_keyword_only_dataclass(kind: type[Codec]) -> None:
 def test_is_on_every_layer_what_it_says_of_all(sample: Codec) -> None:
     for layer in range(3):
         codec = sample.for_layer(LayerFacts(layer=layer, layers=3))
+        if sample.across and codec == Plain():
+            continue
         for name in ("tail", "block", "lane_multiple", "exact", "needs_rotation"):
             assert getattr(codec, name) == getattr(sample, name)
         assert codec.bytes_per_token(64, 32, 2) > 0
@@ -90,7 +81,7 @@ def test_is_on_every_layer_what_it_says_of_all(sample: Codec) -> None:
 def test_decodes_to_the_same_shape_and_dtype(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layout, keys, values = uniform(shape, dtype)
     before = keys.clone(), values.clone()
-    segment = codec.encode(layout, keys, values)
+    segment = encoded(codec, layout, keys, values)
     assert isinstance(segment, codec.segment_type()) and segment.layout is layout and segment.codec
     decoded = segment.decode()
     for found, given, old in zip(decoded, (keys, values), before, strict=True):
@@ -107,7 +98,7 @@ def test_decodes_to_the_same_shape_and_dtype(codec: Codec, shape: tuple[int, ...
 @every_dtype
 def test_bytes_are_those_of_the_storages(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layout, keys, values = uniform(shape, dtype)
-    segment = codec.encode(layout, keys, values)
+    segment = encoded(codec, layout, keys, values)
     assert unique_bytes(segment) == segment.closed_form_bytes()
     assert unique_bytes(segment.rows(torch.tensor([0, 0]))) == segment.rows(torch.tensor([0, 0])).closed_form_bytes()
     again = segment.regather(*moved(layout, 3))
@@ -120,7 +111,8 @@ def test_bytes_per_token_is_what_whole_blocks_cost(codec: Codec, dtype: torch.dt
     slots = max(codec.block, 1) * 4
     layout, keys, values = uniform((2, 3, slots, 64, 32), dtype)
     expected = codec.bytes_per_token(64, 32, keys.element_size()) * 6 * slots
-    assert codec.encode(layout, keys, values).closed_form_bytes() == expected
+    group = encoded_group(codec, layout, keys, values)
+    assert sum(segment.closed_form_bytes() for segment in group) / len(group) == pytest.approx(expected, rel=1e-12)
 
 
 @every_codec
@@ -131,7 +123,7 @@ def test_a_block_cut_from_a_buffer_keeps_no_buffer_alive(codec: Codec) -> None:
         slots = codec.block
         buffer = states((lanes, slots + 40, 24), 5)
         layout = Layout(rows=1, heads=lanes, size=slots, start=0)
-        segment = codec.encode(layout, buffer[:, :slots], buffer[:, :slots])
+        segment = encoded(codec, layout, buffer[:, :slots], buffer[:, :slots])
         assert unique_bytes(segment) == segment.closed_form_bytes()
         before = [x.clone() for x in segment.decode()]
         buffer.fill_(float("nan"))
@@ -142,7 +134,7 @@ def test_a_block_cut_from_a_buffer_keeps_no_buffer_alive(codec: Codec) -> None:
 @every_dtype
 def test_ragged_lanes(codec: Codec, dtype: torch.dtype) -> None:
     layout, keys, values = ragged(codec, dtype)
-    segment = codec.encode(layout, keys, values)
+    segment = encoded(codec, layout, keys, values)
     assert unique_bytes(segment) == segment.closed_form_bytes()
     decoded = segment.decode()
     filled = layout.filled(torch.device("cpu"))
@@ -165,8 +157,8 @@ def test_filler_changes_no_code(codec: Codec) -> None:
     lengths = torch.full((2,), length, dtype=torch.int32)
     layout = Layout(rows=1, heads=2, size=2 * multiple, positions=positions, lengths=lengths)
     short = Layout(rows=1, heads=2, size=length, start=0)
-    whole = codec.encode(layout, keys, values).decode()
-    cut = codec.encode(short, keys[:, :length].clone(), values[:, :length].clone()).decode()
+    whole = encoded(codec, layout, keys, values).decode()
+    cut = encoded(codec, short, keys[:, :length].clone(), values[:, :length].clone()).decode()
     for a, b in zip(whole, cut, strict=True):
         assert torch.equal(a[:, :length], b)
 
@@ -175,7 +167,7 @@ def test_filler_changes_no_code(codec: Codec) -> None:
 @every_dtype
 def test_regather_moves_codes_and_never_encodes_again(codec: Codec, dtype: torch.dtype) -> None:
     layout, keys, values = uniform((3, 5, 128, 24, 20), dtype)
-    segment: Segment = codec.encode(layout, keys, values)
+    segment: Segment = encoded(codec, layout, keys, values)
     expected = segment.decode()
     for seed in range(3):
         lane, slot, after = moved(segment.layout, seed)
@@ -193,7 +185,7 @@ def test_regather_into_ragged_lanes(codec: Codec) -> None:
     padding = torch.tensor([4, 0, 9])
     before = padding.repeat_interleave(5)[:, None].to(torch.int32)
     layout = Layout(rows=3, heads=5, size=128, positions=torch.arange(128, dtype=torch.int32) + before)
-    segment = codec.encode(layout, keys, values, padding)
+    segment = encoded(codec, layout, keys, values, padding)
     decoded = segment.decode()
     after, owner, column = uneven(3, 5, 32, most=90, columns=128, seed=4)
     assert after.positions is not None and after.owner is not None
@@ -209,7 +201,7 @@ def test_regather_into_ragged_lanes(codec: Codec) -> None:
 def test_rows_is_decode_then_index(codec: Codec) -> None:
     index = torch.tensor([2, 0, 2])
     layout, keys, values = uniform((3, 5, 63, 24, 20), torch.float32)
-    for segment in (codec.encode(layout, keys, values), codec.encode(*ragged(codec, torch.float32))):
+    for segment in (encoded(codec, layout, keys, values), encoded(codec, *ragged(codec, torch.float32))):
         for source in (segment, segment.regather(*everything(segment.layout))):
             picked = source.rows(index)
             lanes, expected_layout = source.layout.lanes_of_rows(index)
@@ -228,12 +220,12 @@ def everything(layout: Layout) -> tuple[Tensor, Tensor, Layout]:
 @every_codec
 def test_a_segment_is_never_rewritten(codec: Codec) -> None:
     layout, keys, values = uniform((3, 5, 63, 24, 20), torch.float32)
-    segment = codec.encode(layout, keys, values)
+    segment = encoded(codec, layout, keys, values)
     before = {name: tensor.clone() for name, tensor in segment.tensors().items()}
     segment.decode()
     segment.rows(torch.tensor([1, 0, 2]))
     segment.regather(*moved(layout, 1)).decode()
-    codec.encode(layout, values.new_zeros(keys.shape), values)
+    encoded(codec, layout, values.new_zeros(keys.shape), values)
     assert segment.tensors().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in segment.tensors().items())
 
@@ -242,7 +234,7 @@ def test_a_segment_is_never_rewritten(codec: Codec) -> None:
 @every_dtype
 def test_state_makes_the_same_segment(codec: Codec, dtype: torch.dtype) -> None:
     layout, keys, values = uniform((3, 5, 63, 24, 20), dtype)
-    first = codec.encode(layout, keys, values)
+    first = encoded(codec, layout, keys, values)
     for segment in (first, first.regather(*moved(layout, 2))):
         fields, tensors = segment.state()
         assert all(isinstance(field, (int, float, str, bool, type(None))) for field in fields.values())
@@ -259,7 +251,7 @@ def test_equal_values_stay_finite_and_what_they_were(codec: Codec, value: float,
     x = torch.full((2, 63, 24), value).to(dtype)
     # Turned by their positions, equal keys are not equal any more.
     allowed = 0.5 if codec.needs_rotation else 4 * torch.finfo(dtype).eps
-    for found in codec.encode(Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
+    for found in encoded(codec, Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
         assert bool(found.isfinite().all())
         assert bool(((found - x).double().abs() <= allowed * x.double().abs()).all())
 
@@ -267,12 +259,12 @@ def test_equal_values_stay_finite_and_what_they_were(codec: Codec, value: float,
 @every_codec
 def test_a_row_is_encoded_as_it_would_be_without_the_padding_before_it(codec: Codec) -> None:
     keys, values = states((6, 63, 24), 1), states((6, 63, 20), 2)
-    alone = codec.encode(Layout(rows=2, heads=3, size=63, start=0), keys, values)
+    alone = encoded(codec, Layout(rows=2, heads=3, size=63, start=0), keys, values)
     positions = (
         torch.arange(63, dtype=torch.int32) + torch.tensor([5, 11], dtype=torch.int32).repeat_interleave(3)[:, None]
     )
     later = Layout(rows=2, heads=3, size=63, positions=positions)
-    padded = codec.encode(later, keys, values, torch.tensor([5, 11]))
+    padded = encoded(codec, later, keys, values, torch.tensor([5, 11]))
     again = codec.restore(later, *padded.state())
     swapped = padded.rows(torch.tensor([1, 0])).decode()
     lane, slot, after = moved(later, 3)
@@ -295,4 +287,4 @@ def test_what_no_code_can_hold_is_refused(codec: Codec, bad: float) -> None:
         broken[7, 40, 3] = bad
         pair = (broken, values) if states_of is keys else (keys, broken)
         with pytest.raises(CacheMisuse, match=r"NaN or infinity.*check.*encode=plain"):
-            codec.encode(layout, *pair)
+            encoded(codec, layout, *pair)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.discover import methods_of, samples_of
-from tests.segments_of import states
+from tests.segments_of import group_of, states
 
 import kvtailor.encode
 from kvtailor.encode.contract import Codec
@@ -21,14 +21,17 @@ PROMPT, DECODED = 77, 1000
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("codec", SAMPLES, ids=lambda codec: str(Plan(encode=codec)))
 def test_no_segment_changes_over_a_thousand_decoded_tokens(codec: Codec, dtype: torch.dtype) -> None:
-    plan, state = Plan(encode=codec), LayerState(1, 3)
-    state.rotation = Rotation(frequencies=torch.tensor([1.0, 0.1, 0.01]))
+    plan, group = Plan(encode=codec), tuple(LayerState(layer, 3) for layer in group_of(codec))
+    for state in group:
+        state.rotation = Rotation(frequencies=torch.tensor([1.0, 0.1, 0.01]))
+        state.together = group
     keys, values = (states((2, 3, PROMPT + DECODED, 16), seed, dtype) for seed in (1, 2))
     first_seen: list[tuple[object, dict[str, tuple[int, torch.Tensor]]]] = []
     heaviest_tail = 0
     for end in [PROMPT, *range(PROMPT + 1, PROMPT + DECODED + 1)]:
-        state.append(keys[:, :, state.seen : end], values[:, :, state.seen : end], exactly=False)
-        state.flush(plan, PROMPT if end == PROMPT else 1, None)
+        for state in group:
+            state.append(keys[:, :, state.seen : end], values[:, :, state.seen : end], exactly=False)
+            state.flush(plan, PROMPT if end == PROMPT else 1, None)
         assert len(state.segments) >= len(first_seen)
         for segment in state.segments[len(first_seen) :]:
             storages = {name: (t.untyped_storage().data_ptr(), t.clone()) for name, t in segment.tensors().items()}

@@ -28,6 +28,7 @@ PLANS = (
     "rocket(tokens=10, expect=9, turns=true, window=4, kernel=3)",
     "lagkv(sinks=2, lag=4) + chunks(size=4) @ tokens=16, slack=3",
     "tova + threshold(at=0.5) @ tokens=20, slack=3",
+    "minicache(start=0.0, block_size=4, of=vector(bits=8, block_size=4))",
 )
 
 

@@ -30,6 +30,7 @@ LEVELS = {
     "layer": 3,
     "repeat": 3,
     "route": 3,
+    "together": 3,
     "walk": 3,
     "speculate": 3,
     "presets": 3,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -40,13 +40,15 @@ class Codec(Method, ABC):
     """One way to store tokens. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
 
     A codec is asked `for_layer` once for each layer, and what that gives encodes and restores this layer's tokens. All
-    else (`tail`, `block`, `lane_multiple`, `exact`) is the same for all layers.
+    else (`tail`, `block`, `lane_multiple`, `exact`) is the same for all layers but those that are given `plain`.
 
     Attributes:
         exact: decode(encode(x)) == x bit for bit.
+        across: tokens of several layers may be encoded at once, see `layers_together`.
     """
 
     exact: ClassVar[bool] = False
+    across: ClassVar[bool] = False
 
     @property
     def tail(self) -> int:
@@ -77,6 +79,14 @@ class Codec(Method, ABC):
         """This codec as it is on one layer, and the codecs inside it."""
         return self
 
+    def layers_together(self, layers: int) -> tuple[tuple[int, ...], ...]:
+        """Which layers are encoded at once, so that they may share what they store; of so many that a plan compresses.
+
+        Groups of adjacent layers, ascending, each layer in one of them; here each alone. Layers of a group hold the
+        same tokens, and what leaves their tails waits for the last of them.
+        """
+        return tuple((layer,) for layer in range(layers))
+
     def mean_bytes_per_token(self, layers: int, key_size: int, value_size: int, element_size: int) -> float:
         """`bytes_per_token` on average over so many layers."""
         each = [self.for_layer(LayerFacts(layer=layer, layers=layers)) for layer in range(layers)]
@@ -98,6 +108,24 @@ class Codec(Method, ABC):
         Raises:
             CacheMisuse: NaN or infinity in a filled slot, which no code can hold.
         """
+
+    def encode_together(
+        self, layout: Layout, states: Sequence[tuple[Tensor, Tensor]], first: Tensor | None = None
+    ) -> Sequence[Segment]:
+        """The segments of a group of layers, of the same tokens; asked of the codec of the group's last layer.
+
+        Args:
+            layout, first: as for `encode`.
+            states: keys (m, s, d) and values (m, s, dv) of each layer.
+        """
+        return [self.encode(layout, keys, values, first) for keys, values in states]
+
+    def joined(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The segments of a group of layers after the same rows or tokens were taken of each.
+
+        What they shared before exists once for each of them then, and once for all of them in what this gives.
+        """
+        return segments
 
     @abstractmethod
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Segment:

@@ -46,17 +46,19 @@ def save(cache: KvCache, path: str | os.PathLike[str]) -> None:
         tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
     if cache._real is not None:
         tensors["real"] = cache._real
+    once, same = _once(tensors)
     metadata = {
         "format": _FORMAT,
         "plan": str(cache.plan),
         "plan_hash": cache.plan.hash,
         "geometry": json.dumps(_described(cache)),
         "layers": json.dumps(fields),
+        "same": json.dumps(same),
     }
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     try:
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, partial, metadata)
+        save_file({name: tensor.contiguous().clone() for name, tensor in once.items()}, partial, metadata)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -96,11 +98,11 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
             + ", ".join(f"{name} is {saved.get(name)} there and {found[name]} here" for name in differing)
         )
     device = next(model.parameters()).device
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    tensors |= {name: tensors[first] for name, first in json.loads(metadata.get("same", "{}")).items()}
     for index, (layer, fields) in enumerate(zip(cache.layers, json.loads(metadata["layers"]), strict=True)):
         mine = {
-            name.removeprefix(f"{index}."): tensor.to(device)
-            for name, tensor in tensors.items()
-            if name.startswith(f"{index}.")
+            name.removeprefix(f"{index}."): tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")
         }
         if isinstance(layer, CompressedLayer):
             _restore(layer.state, fields, mine, cache.plan)
@@ -110,8 +112,23 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
         elif mine:
             layer.lazy_initialization(mine["keys"], mine["values"])
             layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
-    cache._real = tensors["real"].to(device) if "real" in tensors else None
+    cache._real = tensors.get("real")
     return cache
+
+
+def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors without those that another name already stands for, and for each of these the other name."""
+    first: dict[object, str] = {}
+    once: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        # An empty tensor has no place of its own.
+        place: object = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
+        if first.setdefault(place, name) == name:
+            once[name] = tensor
+        else:
+            same[name] = first[place]
+    return once, same
 
 
 _COUNTERS = ("seen", "settled_seen", "walk_at", "tail_growth", "scaling")

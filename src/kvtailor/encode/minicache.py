@@ -1,0 +1,241 @@
+"""MiniCache: two adjacent layers share the directions of their keys and values.
+
+*Idea* In the deeper half of a model adjacent layers hold nearly parallel vectors for the same token. Two layers store
+one direction on the arc between theirs (SLERP), and each its own magnitude; the tokens whose two directions are
+farthest apart are not merged, and both layers keep theirs.
+*Paper* `liu2024minicache` (arXiv 2405.14366), sections 3 and 4; start = S / L, t = t.
+*Source* The paper; kvtailor's own code.
+*Departs* The paper retains tokens by a threshold, the share gamma of the range of angles that it observed, so one
+outlier decides how many; here `retained` is their exact share, rounded up, for each kv head, keys and values apart. One
+of an odd number of layers from `start` on stays alone. Angles near 0 and
+pi are interpolated along the straight line. While decoding, tokens are merged `block_size` at a time.
+*Cost* For each layer of a pair (d + dv) / 2 elements, 2 for the magnitudes, and for the retained share d + dv elements
+and 4 bytes of index; layers below `start` cost what they do in `of`. A lower layer waits uncompressed for the deeper
+one, so a prefill holds two layers as they are instead of one. Attention restores the segment at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.encode.contract import Around, Codec, LayerFacts, refuse_non_finite
+from kvtailor.encode.plain import Plain
+from kvtailor.errors import CacheMisuse
+from kvtailor.ops.coded import under
+from kvtailor.ops.slerp import Own, angle, far_places, slerp, split
+from kvtailor.types import Layout, Segment
+
+__all__ = ["MiniCache", "MiniCacheSegment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniCacheSegment(Segment):
+    """One layer's half of a pair.
+
+    Attributes:
+        layout: which tokens these are.
+        shared: the directions, which both layers hold.
+        keys, values: what this layer has of its own.
+        lower: this is the lower layer of the two, where what they share is counted.
+    """
+
+    layout: Layout
+    shared: Segment
+    keys: Own
+    values: Own
+    lower: bool
+    codec = "minicache"
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.shared.decode()
+        return self.keys.restore(keys), self.values.restore(values)
+
+    def rows(self, index: Tensor) -> MiniCacheSegment:
+        device = self.keys.magnitudes.device
+        lanes = self.layout.lanes_of_rows(index)[0].to(device)
+        slot = torch.arange(self.layout.size, device=device)
+        return self._moved(self.shared.rows(index), lanes[:, None], slot[None].expand(lanes.shape[0], -1))
+
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> MiniCacheSegment:
+        return self._moved(self.shared.regather(lane, slot, layout), lane, slot)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**_named("shared", self.shared.tensors()), **self._own()}
+
+    def closed_form_bytes(self) -> int:
+        sides = (self.keys, self.values)
+        own = sum(side.closed_form_bytes(self.layout.lanes, self.layout.size) for side in sides)
+        if not self.lower:
+            return own
+        return own + self.shared.closed_form_bytes() + sum(side.index_bytes() for side in sides)
+
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        fields, tensors = self.shared.state()
+        return {"lower": self.lower, **_named("shared", fields)}, {**_named("shared", tensors), **self._own()}
+
+    def of_pair(self, lower: MiniCacheSegment) -> MiniCacheSegment:
+        """This half, on the tensors of the lower one wherever they are the same."""
+        if (self.layout.lanes, self.layout.size) != (lower.layout.lanes, lower.layout.size):
+            raise CacheMisuse(
+                f"two layers that minicache stores together hold {self.layout.lanes} lanes of {self.layout.size} "
+                f"tokens and {lower.layout.lanes} of {lower.layout.size}; their rows can only change together, as "
+                "the cache's own methods do it"
+            )
+        keys, values = replace(self.keys, places=lower.keys.places), replace(self.values, places=lower.values.places)
+        return replace(self, layout=lower.layout, shared=lower.shared, keys=keys, values=values)
+
+    def _moved(self, shared: Segment, lane: Tensor, slot: Tensor) -> MiniCacheSegment:
+        keys, values = self.keys.moved(lane, slot), self.values.moved(lane, slot)
+        return replace(self, layout=shared.layout, shared=shared, keys=keys, values=values)
+
+    def _own(self) -> dict[str, Tensor]:
+        return {**_named("keys", vars(self.keys)), **_named("values", vars(self.values))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniCache(Around, Codec):
+    """Pairs of layers.
+
+    Attributes:
+        start: the share of the layers below the first pair.
+        t: how far from the lower layer's direction to the deeper one's.
+        retained: the share of tokens that are not merged.
+        of: how the directions are stored, and the layers that are in no pair; what is retained and the magnitudes stay
+            in full precision.
+        block_size: tokens that are merged at once; the block of `of` goes before it.
+    """
+
+    start: float = 0.5
+    t: float = 0.6
+    retained: float = 0.05
+    of: Codec = Plain()
+    block_size: int = 128
+    across: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = (
+        "minicache(block_size=100)",
+        "minicache(of=vector(bits=4, block_size=40), retained=0.1)",
+        "minicache(of=kivi(bits=4, group=20, residual=40), start=0.0, t=0.5)",
+        "minicache(of=hadamard(of=fp8), retained=0.0)",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("start", "t", "retained"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"minicache: {name} must be a share from 0.0 to 1.0, found {getattr(self, name)}")
+        if self.of.across or self.of.weighs_tokens:
+            raise ValueError(
+                "minicache: of must be a codec that stores each token of one layer by itself, and "
+                f"{type(self.of).__name__} does not; vector and kivi do"
+            )
+        if self.block_size < 1:
+            raise ValueError(f"minicache: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
+
+    def misfit(self, *, layers: int, heads: int, size: int) -> str | None:
+        """No pair of layers."""
+        if any(len(each) > 1 for each in self.layers_together(layers)):
+            return None
+        found = f"start={self.start} leaves no two layers of {layers} that the plan compresses"
+        return f"minicache: {found}; write start=0.0"
+
+    @property
+    def block(self) -> int:
+        """The inner codec's, or `block_size` where that encodes nothing."""
+        return self.of.block or self.block_size
+
+    def layers_together(self, layers: int) -> tuple[tuple[int, ...], ...]:
+        """Pairs from `start` on, the lowest first; the layers below are alone, and the last of an odd number."""
+        first = int(Fraction(str(self.start)) * layers)
+        alone = tuple((layer,) for layer in range(first))
+        return alone + tuple(tuple(range(layer, min(layer + 2, layers))) for layer in range(first, layers, 2))
+
+    def for_layer(self, facts: LayerFacts) -> Codec:
+        """The inner codec on a layer that is in no pair. A pair has what that is on its lower layer."""
+        pair = next(each for each in self.layers_together(facts.layers) if facts.layer in each)
+        of = self.of.for_layer(replace(facts, layer=pair[0]))
+        return of if len(pair) == 1 else replace(self, of=of)
+
+    def segment_type(self) -> type[MiniCacheSegment]:
+        return MiniCacheSegment
+
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> Segment:
+        """Refuses: one layer is no pair.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("minicache: two layers are encoded at once; ask encode_together")
+
+    def encode_together(
+        self, layout: Layout, states: Sequence[tuple[Tensor, Tensor]], first: Tensor | None = None
+    ) -> list[MiniCacheSegment]:
+        """The halves of a lower and a deeper layer.
+
+        Args:
+            layout, first: as for `Codec.encode`.
+            states: keys (m, s, d) and values (m, s, dv) of the two.
+
+        Raises:
+            CacheMisuse: NaN or infinity, or layers of different shapes.
+        """
+        shapes = [(tuple(keys.shape), tuple(values.shape)) for keys, values in states]
+        if len(set(shapes)) != 1:
+            raise CacheMisuse(
+                f"minicache stores two layers together, and they have keys and values of shapes {shapes[0]} and "
+                f"{shapes[1]}; only layers of the same kv heads and head size can share directions"
+            )
+        for keys, values in states:
+            refuse_non_finite("minicache", keys, values, "which have no direction")
+        sides = [self._merged(lower, upper, layout) for lower, upper in zip(*states, strict=True)]
+        (keys, key_halves), (values, value_halves) = sides
+        shared = self.of.encode(layout, keys, values, first)
+        halves = zip(key_halves, value_halves, (True, False), strict=True)
+        return [
+            MiniCacheSegment(layout=layout, shared=shared, keys=key, values=value, lower=lower)
+            for key, value, lower in halves
+        ]
+
+    def joined(self, segments: Sequence[Segment]) -> list[Segment]:
+        """See `Codec.joined`."""
+        lower, upper = segments
+        assert isinstance(lower, MiniCacheSegment) and isinstance(upper, MiniCacheSegment)
+        return [lower, upper.of_pair(lower)]
+
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> MiniCacheSegment:
+        shared = self.of.restore(layout, under("shared.", fields), under("shared.", tensors))
+        keys, values = Own(**under("keys.", tensors)), Own(**under("values.", tensors))
+        return MiniCacheSegment(layout=layout, shared=shared, keys=keys, values=values, lower=bool(fields["lower"]))
+
+    def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
+        """On average over a pair: half of the shared direction, two magnitudes, the retained share of both vectors and
+        half of its two indices. A share that leaves a remainder is rounded up in each lane."""
+        shared = self.of.bytes_per_token(key_size, value_size, element_size) / 2
+        return shared + 2 * element_size + self.retained * ((key_size + value_size) * element_size + 4)
+
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """Those of the inner codec for one direction of two, and for each channel 4 for its own direction, 3 for the
+        angle's half and 2 for the arc's half of the pair."""
+        inner = self.of.encode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+        return None if inner is None else inner // 2 + 9 * tokens * (key_size + value_size)
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """Those of the inner codec, and a product for each channel."""
+        inner = self.of.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+        return None if inner is None else inner + tokens * (key_size + value_size)
+
+    def _merged(self, lower: Tensor, upper: Tensor, layout: Layout) -> tuple[Tensor, list[Own]]:
+        """Directions (m, s, c) of states (m, s, c) of two layers, and what each keeps beside them."""
+        (below, below_magnitudes), (above, above_magnitudes) = split(lower), split(upper)
+        between = angle(below, above)
+        places = far_places(between, self.retained, layout)
+        own = [Own.of(lower, below_magnitudes, places), Own.of(upper, above_magnitudes, places)]
+        return slerp(below, above, self.t, between).to(lower.dtype), own
+
+
+def _named(prefix: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}.{name}": each for name, each in named.items()}

@@ -1,0 +1,44 @@
+"""Layers whose tokens are encoded together: that they hold the same, and their segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.find import Codec
+from kvtailor.types import Layout, PlainSegment, Segment
+
+__all__ = ["encoded"]
+
+
+def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -> Sequence[Segment]:
+    """The segments of a group of layers, see `Codec.layers_together`.
+
+    Args:
+        parts: the same tokens of each layer.
+        codec: of the last layer.
+        first: see `Codec.encode`.
+
+    Raises:
+        CacheMisuse: the layers hold different tokens.
+    """
+    layout = parts[-1].layout
+    for other in parts[:-1]:
+        if not _same_tokens(layout, other.layout):
+            raise CacheMisuse(
+                "layers whose tokens are encoded together hold different tokens, and so cannot share a segment; use "
+                "another codec, or a new cache"
+            )
+    return codec.encode_together(layout, [(part.keys, part.values) for part in parts], first)
+
+
+def _same_tokens(one: Layout, other: Layout) -> bool:
+    if (one.start, one.size, one.lanes) != (other.start, other.size, other.lanes):
+        return False
+    for mine, its in ((one.positions, other.positions), (one.owner, other.owner), (one.lengths, other.lengths)):
+        if (mine is None) != (its is None) or (mine is not None and its is not None and not torch.equal(mine, its)):
+            return False
+    return True
