@@ -157,6 +157,7 @@ class Walk:
 
     def _cut(self, one: _Scored, keep: Tensor, visible: Visibility, budget: Tensor, *, encoding: bool) -> None:
         held, slots = one.view or self._hold(one.state, visible, budget)
+        _forget_evicted(one.state, held, keep)
         keep_only(one.state, self.plan, held, slots, keep, encoding=encoding)
 
     def _hold(self, state: LayerState, visible: Visibility, budget: Tensor) -> tuple[Held, list[Tensor]]:
@@ -179,3 +180,13 @@ def _by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:
     columns = held.positions.to(torch.int32).masked_fill(~held.valid, far)
     columns, order = columns.sort(dim=-1, stable=True)
     return scores.gather(-1, order), columns
+
+
+def _forget_evicted(state: LayerState, held: Held, keep: Tensor) -> None:
+    """Of what the scorer said, a layer remembers what was said of the tokens (b, h, n) that stay."""
+    if state.scored is None or state.scored_columns is None:
+        return
+    said = held.looked_back(state.scored_columns, state.scored)
+    scored, columns = _by_column(said, replace(held, valid=held.valid & keep))
+    longest = int(keep.sum(-1).max())
+    state.scored, state.scored_columns = scored[..., :longest].clone(), columns[..., :longest].clone()

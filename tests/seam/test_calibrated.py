@@ -16,11 +16,12 @@ from kvtailor.allocate.contract import Allocator, BudgetRequest
 from kvtailor.calibration import CalibratedMethod, shipped
 from kvtailor.errors import CalibrationError, PlanError
 from kvtailor.plan import Plan
+from kvtailor.score.atskv import ATSKV
 from kvtailor.score.position import Position
 from kvtailor.score.qfilters import QFilters
 from kvtailor.types import Held
 from tests.calibrated import filters_for, tiny, write_file
-from tests.seam.zoo import build, error, prompts
+from tests.seam.zoo import build, error, held_columns, prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,3 +177,33 @@ def test_a_saved_cache_goes_on_with_its_file_and_not_with_another(tmp_path: Path
     write_file(tmp_path / "f.safetensors", "qfilters", filters_for(model, state=1), model)
     with pytest.raises(kvtailor.KvtailorError, match="means something else now"):
         kvtailor.load_cache(tmp_path / "cache.safetensors", model)
+
+
+@pytest.mark.parametrize("allocate", ["", " + pyramid", " + dynamickv", " + adakv"])
+@torch.no_grad()
+def test_what_was_said_of_evicted_tokens_is_forgotten(allocate: str, tmp_path: Path) -> None:
+    """After each walk a layer remembers the relevance of the tokens it holds, of those alone, and in 8 bytes each."""
+    model = build("llama")
+    geometry = kvtailor.cache_for(model, "full").geometry
+    networks = ATSKV.example_calibration(
+        layers=len(geometry.compressed), heads=2, group=2, size=16, generator=torch.Generator().manual_seed(0)
+    )
+    path = write_file(tmp_path / "f.safetensors", "atskv", networks, model)
+    cache = kvtailor.cache_for(model, f"atskv(file='{path}', window=4){allocate} @ tokens=14, slack=3")
+    ids, mask = prompts((40, 23))
+    model(ids, attention_mask=mask, past_key_values=cache)
+    walks = 0
+    for _ in range(9):
+        for state, held in zip(cache.route.states, held_columns(cache).values(), strict=True):
+            if state.tail_growth:
+                continue
+            walks += 1
+            assert state.scored_columns.shape[-1] == int(held.sum(-1).max())
+            for row in range(2):
+                for head in range(2):
+                    here = held[row, head].nonzero()[:, 0]
+                    assert torch.equal(state.scored_columns[row, head, : here.numel()].long(), here)
+                    assert bool(state.scored[row, head, : here.numel()].isfinite().all())
+        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+        model(torch.full((2, 1), 7), attention_mask=mask, past_key_values=cache)
+    assert walks >= 3 * len(cache.route.states)

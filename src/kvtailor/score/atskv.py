@@ -24,8 +24,9 @@ Attention accumulated over all queries is left out: on the embedded model it add
 attention that is kept, and every attention would have to give its column sums. Reinforcement learning and a second tier
 of evicted tokens are not there.
 
-*Cost*: the last `window` queries; one number for each held token between walks; as SnapKV's, plus 2 * 32 * (10 + 1)
-operations for each token and kv head. A file: 1540 bytes for each kv head, and what it says of itself.
+*Cost*: the last `window` queries; 8 bytes for each held token and kv head between walks (what was said of it and where
+it stands); as SnapKV's, plus 2 * 32 * (10 + 1) operations for each token and kv head. A file: 1540 bytes for each kv
+head, and what it says of itself.
 """
 
 from __future__ import annotations
