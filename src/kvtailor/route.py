@@ -82,7 +82,7 @@ class Route:
         attended = self._attended(state, query, visible, want_mass=self.needs.mass and not state.recording)
         state.read = attended.read
         state.carry = attended.carry
-        if query.shape[2] > 1:
+        if query.shape[2] > 1 or self.holding:
             state.moved = True
         if state.recording:
             state.pending = Pending(query=query.detach().clone(), visible=visible, carry=before)
@@ -150,7 +150,13 @@ class Route:
         )
 
     def _facts(self, state: LayerState) -> LayerFacts:
-        return LayerFacts(layer=state.index, layers=len(self.states), rotation=state.rotation, carry=state.carry)
+        return LayerFacts(
+            layer=state.index,
+            layers=len(self.states),
+            rotation=state.rotation,
+            reading=self.holding,
+            carry=state.carry,
+        )
 
     def _close(self, state: LayerState, visible: Visibility) -> None:
         """Encodes what leaves the tail, and lets the attention look at what is held now."""

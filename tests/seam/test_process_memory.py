@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -52,12 +53,15 @@ print(json.dumps({"grown": resident() - before, "total": cache.ledger().total, "
     ],
 )
 def test_resident_memory_follows_the_ledger(plan: str, most: float) -> None:
-    done = subprocess.run([sys.executable, "-c", _CHILD, plan], capture_output=True, text=True, check=True)
+    # Else glibc raises this threshold as large blocks are freed, and what lies in its heap depends on their order.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", _CHILD, plan]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["full"] == 4 * 2 * 4 * 4097 * 128 * 4
     assert found["total"] <= most * found["full"]
     # The allocator may keep a few MiB of what passed through it; 64 MiB of keys and values are far above that.
-    assert abs(found["grown"] - found["total"]) < 12 * 2**20, found
+    assert abs(found["grown"] - found["total"]) < 8 * 2**20, found
 
 
 _PEAK = """

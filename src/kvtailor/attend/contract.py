@@ -45,11 +45,13 @@ class LayerFacts:
         layers: how many the plan compresses.
         rotation: the layer's rotary embedding; None where the method does not need it.
         carry: what the method's last `attend` or `index` on this layer left; empty at first.
+        reading: the context is still being fed, so that even a single new token is a part of it and not decoded.
     """
 
     layer: int = 0
     layers: int = 1
     rotation: Rotation | None = None
+    reading: bool = False
     carry: Mapping[str, Tensor] = field(default_factory=dict)
 
 

@@ -94,7 +94,7 @@ class Quest(Attention):
         if want_mass:
             raise CacheMisuse("quest reads a part of the cache and knows no attention mass; use attend=segments")
         paged = [part for part in parts if _is_paged(part)]
-        if query.shape[2] > 1 or not paged or facts.layer < self.dense_layers:
+        if query.shape[2] > 1 or facts.reading or not paged or facts.layer < self.dense_layers:
             read = read_all(query, parts, visible, scaling)
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device

@@ -96,7 +96,7 @@ class Rocket(Attention):
         """
         if want_mass:
             raise CacheMisuse("rocket reads a part of the cache and knows no attention mass; use attend=segments")
-        if query.shape[2] > 1:
+        if query.shape[2] > 1 or facts.reading:
             read = read_all(query, parts, visible, scaling)
             carry = self._choose(query, parts, visible, scaling, facts.carry) if self.turns else {}
             return Attended(output=read.output, lse=read.lse, carry=carry)
