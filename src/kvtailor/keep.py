@@ -12,6 +12,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.find import name_of
 from kvtailor.ops.kept import place_among_kept
 from kvtailor.ops.ragged import Cut, cut_lanes, gather_held, tokens_of_part
+from kvtailor.together import join
 from kvtailor.types import Held, PlainSegment, Segment
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def keep_only(
         slots: for each part the index of its slots along them.
         keep: (b, h, n) bool.
         encoding: False where the layer will be cut again in the same walk: then what is not encoded yet waits as it
-            is, so that it is encoded once, for what stays in the end.
+            is, so that it is encoded once, for what stays in the end. A layer that is encoded together with others
+            waits for the last of them.
 
     Raises:
         CacheMisuse: what was folded gives NaN or infinity.
@@ -74,7 +76,7 @@ def keep_only(
     cut = cut_lanes(old, codec.lane_multiple)
     if cut is not None:
         segment = _gather(held, keep, merged, cut)
-        if encoding:
+        if encoding and not state.together:
             segment = codec.encode(segment.layout, segment.keys, segment.values, held.first)
         segments.append(plan.store.put(segment))
         cuts.append(cut)
@@ -87,6 +89,11 @@ def keep_only(
             taken = _gather(held, keep, merged, recent)
             state.tail.rewrite(taken.keys, taken.values)
     state.segments = segments
+    if encoding and state.completes:
+        everything = [[plan.store.get(segment) for segment in each.segments] for each in state.together]
+        join(everything, codec, held.first)
+        for each, own in zip(state.together, everything, strict=True):
+            each.segments = [plan.store.put(segment) for segment in own]
     _take_mass(state, held, cuts)
 
 

@@ -16,7 +16,7 @@ from kvtailor.observe import Evidence
 from kvtailor.ops.ragged import cut_lanes
 from kvtailor.store.contract import Placement
 from kvtailor.store.tail import Tail
-from kvtailor.together import encoded
+from kvtailor.together import encoded, join
 from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class LayerState:
             real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
         """
         codec, tail, group = self.codec(plan), self.tail, self.together or (self,)
-        if tail is None or codec.block == 0 or self.due or self.recording or self is not group[-1]:
+        if tail is None or codec.block == 0 or self.due or self.recording or (self.together and not self.completes):
             return
         count = tail.length - codec.tail
         if new_tokens == 1:
@@ -241,14 +241,13 @@ class LayerState:
         self.carry = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.carry.items()}
         self.segments = [segment.rows(index) for segment in self.segments]
         self.tail.select_rows(index)
-        self.join()
+        if self.completes and self._codec is not None:
+            join([state.segments for state in self.together], self._codec)
 
-    def join(self) -> None:
-        """Lets the segments of layers that are encoded together share again, once the last of them has moved."""
-        if len(self.together) > 1 and self is self.together[-1] and self._codec is not None:
-            for i, parts in enumerate(zip(*(state.segments for state in self.together), strict=True)):
-                for state, segment in zip(self.together, self._codec.joined(parts), strict=True):
-                    state.segments[i] = segment
+    @property
+    def completes(self) -> bool:
+        """Whether it is the last of layers that are encoded together."""
+        return bool(self.together) and self is self.together[-1]
 
     def memories(self) -> dict[str, Tensor]:
         """What earlier walks and a reconstruction left, by attribute; batch rows first."""

@@ -28,7 +28,8 @@ def all_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> l
     evicts = score.named or None if isinstance(score, Broken) else score is not None
     attend = parts["attend"]
     splits = isinstance(attend, find.Attention) and attend.held_tokens(torch.ones(1, dtype=torch.int64)) is not None
-    return _parts_faults(parts) + _settings_faults(settings, evicts, recents, splits)
+    faults = _parts_faults(parts) + _together_faults(parts, settings)
+    return faults + _settings_faults(settings, evicts, recents, splits)
 
 
 def _settings_faults(settings: Mapping[str, object], evicts: bool | None, recents: int, splits: bool) -> list[str]:
@@ -73,8 +74,6 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
                     f"{find.name_of(parts[room])} works {work}, but there is no scorer, so nothing would be "
                     "evicted: add a scorer such as snapkv, or leave it out"
                 )
-    if isinstance(encode, find.Codec):
-        faults += _together_faults(encode, score)
     if isinstance(attend, find.Attention):
         name, wanted = find.name_of(attend), attend.needs_codec
         if wanted is not None and isinstance(encode, find.Codec) and find.name_of(encode) != wanted:
@@ -95,8 +94,11 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
     return faults
 
 
-def _together_faults(encode: find.Codec, score: object) -> list[str]:
+def _together_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> list[str]:
     """Faults of a codec that encodes several layers at once, or that holds such a one."""
+    encode, score, allocate = parts["encode"], parts["score"], parts["allocate"]
+    if not isinstance(encode, find.Codec):
+        return []
     faults, name = [], find.name_of(encode)
     for each in list(with_nested(encode))[1:]:
         if isinstance(each, find.Codec) and each.across:
@@ -105,12 +107,19 @@ def _together_faults(encode: find.Codec, score: object) -> list[str]:
                 f"{inner} stores two layers' tokens together, and {name} encodes one layer at a time: write {inner} "
                 f"outside, as in {inner}(of={name})"
             )
-    if encode.across and score is not None:
-        other = score.named and "a scorer" if isinstance(score, Broken) else find.name_of(score)
-        faults.append(
-            f"{name} stores two layers' tokens together, and {other} keeps other tokens in each: leave one of them out"
-        )
-    return faults
+    if not (encode.across and isinstance(score, find.Scorer)) or isinstance(allocate, Broken):
+        return faults
+    apart = [] if score.same_on_layers else [f"{find.name_of(score)} keeps other tokens in each"]
+    if find.name_of(allocate) != find.null("allocate"):
+        apart.append(f"{find.name_of(allocate)} gives each its own budget")
+    for budget in ("keep", "bytes"):
+        if settings.get(budget) is not None:
+            apart.append(f"{budget}= may leave one of them a token more")
+    return faults + [
+        f"{name} stores two layers' tokens together, and {reason}: leave one of the two out, or evict by position, as "
+        "in streaming @ tokens=1024"
+        for reason in apart
+    ]
 
 
 def wrong_kinds(parts: Mapping[str, object]) -> list[str]:

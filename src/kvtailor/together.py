@@ -11,7 +11,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.find import Codec
 from kvtailor.types import Layout, PlainSegment, Segment
 
-__all__ = ["encoded"]
+__all__ = ["encoded", "join"]
 
 
 def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -> Sequence[Segment]:
@@ -25,14 +25,32 @@ def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -
     Raises:
         CacheMisuse: the layers hold different tokens.
     """
-    layout = parts[-1].layout
+    _check(parts)
+    return codec.encode_together(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
+
+
+def join(held: Sequence[list[Segment]], codec: Codec, first: Tensor | None = None) -> None:
+    """Lets a group of layers share again, once the same has been done to each of them, and encodes what waited for it.
+
+    Args:
+        held: the segments of each layer, which are replaced.
+        codec, first: see `encoded`.
+    """
+    for i, parts in enumerate(zip(*held, strict=True)):
+        waiting = [part for part in parts if isinstance(part, PlainSegment)]
+        if not waiting:
+            _check(parts)
+        for own, segment in zip(held, encoded(waiting, codec, first) if waiting else codec.joined(parts), strict=True):
+            own[i] = segment
+
+
+def _check(parts: Sequence[Segment]) -> None:
     for other in parts[:-1]:
-        if not _same_tokens(layout, other.layout):
+        if not _same_tokens(parts[-1].layout, other.layout):
             raise CacheMisuse(
                 "layers whose tokens are encoded together hold different tokens, and so cannot share a segment; use "
                 "another codec, or a new cache"
             )
-    return codec.encode_together(layout, [(part.keys, part.values) for part in parts], first)
 
 
 def _same_tokens(one: Layout, other: Layout) -> bool:

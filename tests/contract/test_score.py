@@ -134,3 +134,13 @@ def test_heads_that_change_places_take_their_scores_along(kind: type[Scorer]) ->
         torch.testing.assert_close(got[valid], expected[valid], rtol=1e-5, atol=1e-7)
     else:
         assert not torch.equal(got[valid], expected[valid]), "heads_alike = False is declared but not true"
+
+
+@every_scorer
+def test_what_is_the_same_on_all_layers_follows_from_the_columns_alone(kind: type[Scorer]) -> None:
+    """Other keys, values and queries at the same columns, and another layer: the same scores of the same tokens."""
+    scorer = small(kind)
+    one, other = (held_by(scorer, rows_of(LENGTHS, seed=seed)) for seed in (1, 2))
+    other = dataclasses.replace(other, layer=one.layer + 1)
+    same = torch.equal(scorer.score(one)[one.valid], scorer.score(other)[other.valid])
+    assert same == scorer.same_on_layers

@@ -214,6 +214,8 @@ def test_refusals_are_sentences() -> None:
         pair_of(MiniCache(), layout, [pair[0], (pair[1][0] * float("nan"), pair[1][1])])
     with pytest.raises(PlanError, match="minicache stores two layers' tokens together, and snapkv keeps other tokens"):
         Plan.parse("snapkv + minicache @ tokens=64")
+    with pytest.raises(PlanError, match="(?s)pyramid gives each its own budget.*keep= may leave one of them"):
+        Plan.parse("position + pyramid + minicache @ keep=0.5")
     with pytest.raises(PlanError, match=r"write minicache outside, as in minicache\(of=hadamard\)"):
         Plan.parse("hadamard(of=minicache)")
     for text, said in (

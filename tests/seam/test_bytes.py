@@ -25,7 +25,7 @@ PLANS = (
     "rocketkv",
     "snapkv + adakv + rocket(tokens=32, expect=64) @ keep=0.5",
     "rocket(tokens=64, expect=32, turns=true)",
-    "minicache(start=0.0, block_size=16)",
+    "streaming + minicache(start=0.0, block_size=16) @ tokens=64",
     "minicache(start=0.0, of=kivi(bits=4, residual=32))",
 )
 

@@ -29,6 +29,7 @@ PLANS = (
     "lagkv(sinks=2, lag=4) + chunks(size=4) @ tokens=16, slack=3",
     "tova + threshold(at=0.5) @ tokens=20, slack=3",
     "minicache(start=0.0, block_size=4, of=vector(bits=8, block_size=4))",
+    "streaming + minicache(start=0.0, block_size=4) @ tokens=16, slack=3",
 )
 
 

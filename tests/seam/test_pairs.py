@@ -14,7 +14,7 @@ from kvtailor.errors import PlanError
 from kvtailor.hf.cache import KvCache
 from tests.encode.test_minicache import naive
 from tests.seam.test_modes import decoded
-from tests.seam.zoo import build, error, prompts
+from tests.seam.zoo import build, error, held_columns, prompts
 
 PLAN = "minicache(block_size=8, retained=0.1)"
 PLANS = (PLAN, "minicache(start=0.0, of=kivi(bits=4, group=8, residual=8))")
@@ -46,6 +46,32 @@ def test_every_step_is_that_of_a_cache_merged_by_hand(family: str) -> None:
         assert lengths == [42 + step, (step + 1) % 8, (step + 1) % 8]
         if (step + 1) % 8 == 0:
             merged_by_hand(plain, 34 + step, 42 + step)
+
+
+@pytest.mark.parametrize("tokens", [24, 41])
+@torch.no_grad()
+def test_pairs_hold_what_sinks_and_recents_leave(tokens: int) -> None:
+    """Both layers keep the first four and the newest, then merge what they kept."""
+    model, (ids, _) = build("llama"), prompts((41,))
+    plain = DynamicCache(config=model.config)
+    cache = kvtailor.cache_for(model, f"streaming + {PLAN} @ tokens={tokens}")
+    model(ids, past_key_values=plain)
+    model(ids, past_key_values=cache)
+    kept = torch.tensor([*range(4), *range(41 - tokens + 4, 41)])
+    for layer in plain.layers:
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    merged_by_hand(plain, 0, tokens)
+    token, at = prompts((1,), state=5)[0], torch.tensor([[41]])
+    expected = model(token, past_key_values=plain, position_ids=at).logits
+    assert error(model(token, past_key_values=cache, position_ids=at).logits, expected) < 1e-5
+    for step in range(45):
+        model(prompts((1,), state=step)[0], past_key_values=cache)
+        ledger = cache.ledger()
+        assert ledger.total == ledger.closed_form
+        lower, upper = cache.route.states[1:]
+        assert torch.equal(held_columns(cache)[1], held_columns(cache)[2])
+        assert all(one.shared is other.shared for one, other in zip(lower.segments, upper.segments, strict=True))
+    assert int(cache.held().max()) <= tokens + 32
 
 
 def layer_bytes(cache: KvCache, layer: int) -> int:

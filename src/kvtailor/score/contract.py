@@ -41,6 +41,11 @@ class Scorer(Method, ABC):
         return True
 
     @property
+    def same_on_layers(self) -> bool:
+        """Whether layers that hold the same columns give them the same scores, and so keep the same ones."""
+        return False
+
+    @property
     def needs(self) -> Needs:
         """The evidence to gather for this scorer."""
         return Needs()
