@@ -26,6 +26,7 @@ PLANS = {
     "atskv": "atskv(window=8) @ tokens=24",
     "duo": "position + duo(streaming=8) @ tokens=24",
     "erank": "snapkv(window=8) + erank(static=true) @ tokens=24",
+    "lowrank": "snapkv(window=8) + lowrank @ tokens=24",
 }
 every_file = pytest.mark.parametrize("made", shipped(), ids=lambda made: f"{made.model} {made.kind}")
 
@@ -38,7 +39,8 @@ def test_every_embedded_model_has_every_kind() -> None:
 @every_file
 def test_it_is_small_and_says_where_it_comes_from(made: Calibration) -> None:
     assert Path(made.name).stem == made.kind and made.made["command"].startswith(f"kvtailor calibrate {made.kind} ")
-    assert sum(tensor.nbytes for tensor in made.tensors.values()) < 50_000
+    # Moments are of every pair of channels; everything else is of heads.
+    assert sum(tensor.nbytes for tensor in made.tensors.values()) < (160_000 if made.kind == "lowrank" else 50_000)
     assert len(made.metadata["calibrated_on"]) < 200_000
     assert all(bool(tensor.isfinite().all()) for tensor in made.tensors.values())
     assert made.kind != "atskv" or made.facts["verdict"].startswith("beats its SnapKV feature on held-out text: ")

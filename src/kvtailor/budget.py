@@ -53,7 +53,7 @@ def _affordable(plan: Plan, heads: int, template: LayerState, window_bytes: int)
     recents = plan.score.recents
     ragged = template.rows > 1 or not (plan.allocate.even_heads and plan.select.exact)
     layers = heads // template.heads
-    encoded = plan.encode.mean_bytes_per_token(layers, key_size, value_size, element)
+    encoded = plan.encode.mean_bytes_per_token(layers, key_size, value_size, element, heads=template.heads)
     # Each token carries its column (4 bytes); a ragged lane of s slots carries 12 more, and an owner's last is half
     # empty.
     each = encoded + 4

@@ -56,6 +56,7 @@ class LayerState:
         rotation: the layer's rotary embedding, for plans that need it.
         calibration: this layer's tensors of the scorer's calibration file.
         together: the layers whose tokens are encoded at once, this one among them; none where it is alone.
+        encoding: the tensors of the codec's calibration files, stacked over the layers.
         layers: how many layers the plan compresses.
     """
 
@@ -68,6 +69,7 @@ class LayerState:
         self.output: Tensor | None = None
         self.rotation: Rotation | None = None
         self.calibration: Mapping[str, Tensor] | None = None
+        self.encoding: Mapping[str, Tensor] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -101,7 +103,14 @@ class LayerState:
     def codec(self, plan: Plan) -> Codec:
         """The plan's codec, as it is on this layer."""
         if self._codec is None:
-            facts = LayerFacts(layer=self.index, layers=self.layers, rotation=self.rotation)
+            facts = LayerFacts(
+                layer=self.index,
+                layers=self.layers,
+                rotation=self.rotation,
+                heads=self.heads or None,
+                evicts=plan.evicts,
+                calibration=self.encoding,
+            )
             self._codec = plan.encode.for_layer(facts)
         return self._codec
 

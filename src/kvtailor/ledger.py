@@ -107,7 +107,8 @@ def _charge(tensors: Iterable[Tensor], charged: set[tuple[str, int]]) -> int:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         key = str(tensor.device), storage.data_ptr()
-        if key not in charged:
+        # An empty storage may begin where the next one does.
+        if storage.nbytes() and key not in charged:
             charged.add(key)
             total += storage.nbytes()
     return total

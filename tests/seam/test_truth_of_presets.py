@@ -6,7 +6,7 @@ masked and held ones stand as they are decoded; those that read sparsely or at o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import kvtailor
 from kvtailor import find
 from kvtailor.plan import Plan
 from tests.attend.test_rolling import check_rolling
+from tests.calibrated import shipped_for
 from tests.seam.test_truth_of_reading import check_reading
 from tests.seam.zoo import MaskedReference, build, error, held_columns, prompts
 
@@ -69,6 +70,13 @@ def text_of(preset: str) -> str:
 
 def reads_sparsely(preset: str) -> bool:
     return find.name_of(Plan.parse(text_of(preset)).attend) in ("quest", "rocket")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files of random numbers for the presets that read one."""
+    with shipped_for([build(family) for family in FAMILIES], tmp_path_factory.mktemp("calibrations")):
+        yield
 
 
 PRESETS = [name for name in find.presets() if name != "full"]

@@ -102,7 +102,8 @@ def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     element, size = ELEMENT_SIZES[sizes["dtype"]], sizes["head_size"]
     full = 2.0 * size * element
     # Bits may differ between layers, so somebody has to say how many there are.
-    encoded = plan.encode.mean_bytes_per_token(sizes.get("compressed_layers") or _LAYERS, size, size, element)
+    layers = sizes.get("compressed_layers") or _LAYERS
+    encoded = plan.encode.mean_bytes_per_token(layers, size, size, element, heads=sizes.get("kv_heads"))
     copies = sizes["kv_heads"] * sizes["compressed_layers"] if "kv_heads" in sizes else None
     return {
         "full_bytes_per_token_and_kv_head": full,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvtailor.method import Method
 from kvtailor.ops.coded import Coded, PairSegment, Whole, alone
 from kvtailor.types import Layout, Rotation, Segment
 
-__all__ = ["Around", "Codec", "LayerFacts", "Sides", "TwoSided", "refuse_non_finite"]
+__all__ = ["Around", "Codec", "LayerFacts", "Sides", "TwoSided", "one_sided", "refuse_non_finite"]
 
 Sides = Literal["both", "keys", "values"]
 
@@ -29,11 +29,19 @@ class LayerFacts:
         layers: how many the plan compresses.
         rotation: the layer's rotary embedding; None where the codec does not need it, or where only its bytes are
             asked for.
+        heads: h, kv heads; None where nobody knows.
+        evicts: tokens leave the layer, each head's for itself.
+        calibration: the tensors of the plan's calibration files, stacked over the layers; None where it has none.
+        unrotated: keys come as they were before the rotary embedding.
     """
 
     layer: int
     layers: int
     rotation: Rotation | None = None
+    heads: int | None = None
+    evicts: bool = False
+    calibration: Mapping[str, Tensor] | None = None
+    unrotated: bool = False
 
 
 class Codec(Method, ABC):
@@ -87,9 +95,11 @@ class Codec(Method, ABC):
         """
         return tuple((layer,) for layer in range(layers))
 
-    def mean_bytes_per_token(self, layers: int, key_size: int, value_size: int, element_size: int) -> float:
-        """`bytes_per_token` on average over so many layers."""
-        each = [self.for_layer(LayerFacts(layer=layer, layers=layers)) for layer in range(layers)]
+    def mean_bytes_per_token(
+        self, layers: int, key_size: int, value_size: int, element_size: int, *, heads: int | None = None
+    ) -> float:
+        """`bytes_per_token` on average over so many layers, of so many kv heads."""
+        each = [self.for_layer(LayerFacts(layer=layer, layers=layers, heads=heads)) for layer in range(layers)]
         return sum(codec.bytes_per_token(key_size, value_size, element_size) for codec in each) / layers
 
     @abstractmethod
@@ -251,6 +261,29 @@ class TwoSided(ABC):
     def sizes_coded(self, key_size: int, value_size: int) -> int:
         """Channels of a token that are encoded."""
         return (key_size if self.codes_keys else 0) + (value_size if self.codes_values else 0)
+
+
+def one_sided(asked: str, codec: Codec, side: Sides) -> Codec:
+    """A codec of one side alone, and the codecs inside it.
+
+    Args:
+        asked: the name of the method that has it in `of`.
+        codec: with an argument `only`; one that keeps states as they are needs none.
+        side: that it shall code.
+
+    Raises:
+        ValueError: it has none, or codes the other side.
+    """
+    method: Any = codec
+    changes: dict[str, Any] = {}
+    if isinstance(getattr(method, "of", None), Codec):
+        changes["of"] = one_sided(asked, method.of, side)
+    if hasattr(method, "only") and method.only in ("both", side):
+        changes["only"] = side
+    elif not codec.exact and not changes:
+        raise ValueError(f"{asked}: only={side} leaves {type(codec).__name__} in `of` nothing to code: leave it out")
+    made: Codec = replace(method, **changes)
+    return made
 
 
 def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:

@@ -86,7 +86,7 @@ class Unrotated(Around, Codec):
         return True
 
     def for_layer(self, facts: LayerFacts) -> Unrotated:
-        made = replace(self, of=self.of.for_layer(facts))
+        made = replace(self, of=self.of.for_layer(replace(facts, unrotated=True)))
         object.__setattr__(made, "_rotation", facts.rotation)
         return made
 

@@ -88,6 +88,7 @@ def _calibrate(cache: KvCache, model: Any) -> None:
     by_room = {room: tensors_of(of_room, cache.plan, device) for room, of_room in found.items()}
     cache.route.walk.calibration = by_room.get("allocate")
     for index, state in enumerate(cache.route.states):
+        state.encoding = by_room.get("encode")
         state.calibration = {name: t[index] for name, t in by_room["score"].items()} if "score" in by_room else None
 
 
