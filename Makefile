@@ -1,6 +1,7 @@
 # Each target does all of its own set-up: a virtual environment in .venv with pinned installs, made once.
 PYTHON ?= python3
-PYTEST ?= .venv/bin/pytest -q
+# One thread for each of several processes: what tests compute is small.
+PYTEST ?= OMP_NUM_THREADS=1 .venv/bin/pytest -q -n auto --maxprocesses=8 --dist worksteal
 DEMO_CMD ?= .venv/bin/kvtailor demo --out results/demo
 
 READY := .venv/.ready
