@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from kvtailor.hf.cache import KvCache
 
-__all__ = ["dynamic_cache", "fill", "static_cache"]
+__all__ = ["dynamic_cache", "fill", "quantized_cache", "static_cache"]
 
 
 def static_cache(model: Any, length: int) -> StaticCache:
@@ -21,6 +21,23 @@ def static_cache(model: Any, length: int) -> StaticCache:
 def dynamic_cache(model: Any) -> DynamicCache:
     """transformers' default cache for a model."""
     return DynamicCache(config=model.config)
+
+
+def quantized_cache(model: Any, backend: str, *, bits: int, group: int, tail: int) -> QuantizedCache:
+    """transformers' `QuantizedCache` for a model, with the axes that its documentation gives each backend.
+
+    Args:
+        backend: "quanto" or "hqq".
+        bits: of a code.
+        group: elements that share a scale.
+        tail: newest tokens that wait in full precision.
+
+    Raises:
+        ImportError: the backend's library is not installed.
+    """
+    axis = {"quanto": 0, "hqq": 1}[backend]
+    options = {"nbits": bits, "axis_key": axis, "axis_value": axis, "q_group_size": group, "residual_length": tail}
+    return QuantizedCache(backend, model.config, **options)
 
 
 @torch.no_grad()
