@@ -54,9 +54,9 @@ def _affordable(plan: Plan, heads: int, template: LayerState, window_bytes: int)
     ragged = template.rows > 1 or not (plan.allocate.even_heads and plan.select.exact)
     layers = heads // template.heads
     encoded = plan.encode.mean_bytes_per_token(layers, key_size, value_size, element, heads=template.heads)
-    # Each token carries its column (4 bytes); a ragged lane of s slots carries 12 more, and an owner's last is half
-    # empty.
-    each = encoded + 4
+    # Each token carries its column (4 bytes), and a weight (4) where the merger gives it one; a ragged lane of s slots
+    # carries 12 more, and an owner's last is half empty.
+    each = encoded + (8 if plan.merge.weighted else 4)
     share = plan.bytes / template.rows - window_bytes - heads * recents * (plain + 4)
     mean = share / heads / each
     if ragged:

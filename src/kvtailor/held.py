@@ -141,6 +141,8 @@ class Held:
             needed.
         rotation: None if not needed.
         calibration: this layer's tensors of the file that the scorer was calibrated with; None where it has none.
+        log_weight: (b, h, n) float32 logarithm of how many tokens each stands for in the softmax, from earlier merges;
+            None where each stands for itself.
     """
 
     keys: Tensor
@@ -164,6 +166,7 @@ class Held:
     output: Tensor | None = None
     rotation: Rotation | None = None
     calibration: Mapping[str, Tensor] | None = None
+    log_weight: Tensor | None = None
 
     def counts(self) -> Tensor:
         """(b, h) int64: valid tokens of each row and kv head."""

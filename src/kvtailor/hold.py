@@ -11,6 +11,7 @@ from torch import Tensor
 from kvtailor.layer import LayerState
 from kvtailor.observe import Evidence
 from kvtailor.ops.ragged import slots_of_part
+from kvtailor.ops.weighted import log_weight_of
 from kvtailor.plan import Plan
 from kvtailor.types import Held, Needs, Segment, Visibility
 
@@ -55,6 +56,12 @@ def hold(
     mass = None
     if needs.mass:
         mass = _padded(parts, slots, list(evidence.mass), b * h, longest, 0.0).view(b, h, -1)
+    weights = [log_weight_of(part) for part in parts]
+    log_weight = None
+    if any(weight is not None for weight in weights):
+        each = [torch.zeros(p.layout.lanes, p.layout.size, device=device) for p in parts]
+        each = [zeros if weight is None else weight for zeros, weight in zip(each, weights, strict=True)]
+        log_weight = _padded(parts, slots, each, b * h, longest, 0.0).view(b, h, -1)
     held = Held(
         keys=keys.view(b, h, longest, -1),
         values=values.view(b, h, longest, -1),
@@ -75,6 +82,7 @@ def hold(
         output=state.output if needs.output else None,
         rotation=state.rotation if needs.rotation else None,
         calibration=state.calibration,
+        log_weight=log_weight,
     )
     return _with_memories(held, state, needs), slots
 

@@ -12,6 +12,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.find import name_of
 from kvtailor.ops.kept import place_among_kept
 from kvtailor.ops.ragged import Cut, cut_lanes, gather_held, tokens_of_part
+from kvtailor.ops.weighted import Weighted, without_weight
 from kvtailor.together import join
 from kvtailor.types import Held, PlainSegment, Segment
 
@@ -41,18 +42,17 @@ def keep_only(
     Raises:
         CacheMisuse: what was folded gives NaN or infinity.
     """
+    assert state.tail is not None and plan.score is not None
     codec = state.codec(plan)
-    merged = _merged(state, plan, held, slots, keep)
-    if codec.exact and codec.block == 0:
+    newest = _common_newest(state, held, keep, plan.score.recents)
+    merged = _merged(state, plan, held, slots, keep, newest)
+    if codec.exact and codec.block == 0 and not plan.merge.weighted:
         cut = cut_lanes(keep)
         if cut is not None and cut.owner is None:
-            assert state.tail is not None
             state.tail.replace(_gather(held, keep, merged, cut))
             state.segments = []
             _take_mass(state, held, [cut])
             return
-    assert state.tail is not None and plan.score is not None
-    newest = _common_newest(state, held, keep, plan.score.recents)
     old = keep & ~held.recent(newest) if newest else keep
     cuts: list[Cut] = []
     segments: list[Segment] = []
@@ -63,7 +63,7 @@ def keep_only(
         for segment, slot in zip(parts, slots, strict=True):
             mine, lane_of, slot_of = tokens_of_part(segment.layout, slot, old)
             stored = plan.store.get(segment)
-            if not isinstance(stored, codec.segment_type()):
+            if not isinstance(without_weight(stored), codec.segment_type()):
                 fresh |= mine
                 continue
             cut = cut_lanes(mine, codec.lane_multiple)
@@ -75,10 +75,10 @@ def keep_only(
         old = fresh
     cut = cut_lanes(old, codec.lane_multiple)
     if cut is not None:
-        segment = _gather(held, keep, merged, cut)
-        if encoding and not state.together:
-            segment = codec.encode(segment.layout, segment.keys, segment.values, held.first)
-        segments.append(plan.store.put(segment))
+        plain = _gather(held, keep, merged, cut)
+        now = encoding and not state.together
+        fresh_part = codec.encode(plain.layout, plain.keys, plain.values, held.first) if now else plain
+        segments.append(plan.store.put(_weighed(fresh_part, held, keep, merged, cut)))
         cuts.append(cut)
     state.tail.drop_oldest(state.tail.length - newest)
     if newest:
@@ -100,14 +100,16 @@ def keep_only(
 def waits(state: LayerState, plan: Plan) -> bool:
     """Whether the layer holds segments that are not encoded yet; see `keep_only`."""
     encoded = state.codec(plan).segment_type()
-    return not all(isinstance(plan.store.get(segment), encoded) for segment in state.segments)
+    return not all(isinstance(without_weight(plan.store.get(segment)), encoded) for segment in state.segments)
 
 
-def _merged(state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor) -> Merged | None:
+def _merged(state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor, newest: int) -> Merged | None:
     """What the plan's merger makes of the kept tokens; None where they stay as they are."""
     if not bool((held.valid & ~keep).any()):
         return None
     into = keep & ~_encoded(state, plan, slots, keep)
+    if plan.merge.weighted and newest:
+        into &= ~held.recent(newest)
     merged = plan.merge.merge(held.within(plan.merge.needs), keep, into)
     if merged is not None and not bool(torch.isfinite(merged.keys).all() & torch.isfinite(merged.values).all()):
         raise CacheMisuse(
@@ -124,7 +126,7 @@ def _encoded(state: LayerState, plan: Plan, slots: list[Tensor], keep: Tensor) -
     found = torch.zeros_like(keep)
     if not codec.exact:
         for segment, slot in zip(state.segments, slots, strict=False):
-            if isinstance(plan.store.get(segment), codec.segment_type()):
+            if isinstance(without_weight(plan.store.get(segment)), codec.segment_type()):
                 found |= tokens_of_part(segment.layout, slot, keep)[0]
     return found
 
@@ -136,6 +138,17 @@ def _gather(held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> PlainS
     at = cut.owners[:, None], place_among_kept(keep).flatten(0, 1)[cut.owners[:, None], cut.index]
     layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
     return PlainSegment(layout=layout, keys=merged.keys.flatten(0, 1)[at], values=merged.values.flatten(0, 1)[at])
+
+
+def _weighed(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> Segment:
+    """The segment of a cut with the weights of its tokens, where any token of the layer has one."""
+    weights, index = held.log_weight, cut.index
+    if merged is not None and merged.log_weight is not None:
+        weights, index = merged.log_weight, place_among_kept(keep).flatten(0, 1)[cut.owners[:, None], cut.index]
+    if weights is None:
+        return segment
+    log_weight = weights.flatten(0, 1)[cut.owners[:, None], index]
+    return Weighted(layout=segment.layout, inner=segment, log_weight=log_weight)
 
 
 def _common_newest(state: LayerState, held: Held, keep: Tensor, recents: int) -> int:

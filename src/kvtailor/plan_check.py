@@ -66,7 +66,7 @@ def _settings_faults(settings: Mapping[str, object], evicts: bool | None, recent
 
 def _parts_faults(parts: Mapping[str, object]) -> list[str]:
     faults = []
-    score, encode, attend = parts["score"], parts["encode"], parts["attend"]
+    score, merge, encode, attend = parts["score"], parts["merge"], parts["encode"], parts["attend"]
     if score is None:
         for room, work in (("allocate", "on scores"), ("select", "on scores"), ("merge", "on what is not kept")):
             if not isinstance(parts[room], Broken) and find.name_of(parts[room]) != find.null(room):
@@ -85,6 +85,11 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
             faults.append(
                 f"{find.name_of(encode)} stores slots that stand for several tokens, which {name} would count as one: "
                 f"leave {name} out, or take a codec that merges nothing"
+            )
+        if isinstance(merge, find.Merger) and merge.weighted and not attend.weighs_tokens:
+            faults.append(
+                f"{find.name_of(merge)} lets a token stand for several, which {name} would count as one: leave {name} "
+                "out, or take a merger without weights such as d2o"
             )
         if isinstance(score, find.Scorer) and score.needs.mass and not attend.gives_mass:
             faults.append(
@@ -112,6 +117,8 @@ def _together_faults(parts: Mapping[str, object], settings: Mapping[str, object]
     apart = [] if score.same_on_layers else [f"{find.name_of(score)} keeps other tokens in each"]
     if find.name_of(allocate) != find.null("allocate"):
         apart.append(f"{find.name_of(allocate)} gives each its own budget")
+    if isinstance(parts["merge"], find.Merger) and parts["merge"].weighted:
+        apart.append(f"{find.name_of(parts['merge'])} merges other tokens in each")
     for budget in ("keep", "bytes"):
         if settings.get(budget) is not None:
             apart.append(f"{budget}= may leave one of them a token more")

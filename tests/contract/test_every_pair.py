@@ -1,8 +1,9 @@
-"""Any score goes with any budget: every scorer with every allocator, in a model, on a padded batch."""
+"""Any score goes with any budget, and both with merging: in a model, on a padded batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,6 +61,16 @@ def test_holds_exactly_the_budget(model: torch.nn.Module, scorer: Scorer, alloca
     assert (held <= torch.tensor(LENGTHS)[:, None, None]).all()
     if allocator.even_heads:
         assert (held == held[..., :1]).all()
+
+
+@pytest.mark.parametrize("allocator", list(filter(runnable, ALLOCATORS)), ids=text_of)
+def test_and_any_budget_goes_with_merging(model: torch.nn.Module, allocator: Allocator) -> None:
+    """Tokens with weights, encoded in groups: layers that are cut twice, wait for others, or have ragged heads."""
+    plan = Plan.parse(
+        f"pairs(window=8, sinks=2) + asymkv(window=8) + kivi(bits=4, group=8, residual=8) @ tokens={TOKENS}"
+    )
+    held = held_by(model, replace(plan, allocate=allocator))
+    assert held.sum((1, 2)).tolist() == [min(TOKENS, length) * 3 * 2 for length in LENGTHS]
 
 
 def test_most_methods_are_asked() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch import Tensor
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError
+from kvtailor.merge.asymkv import AsymKV
 from kvtailor.merge.contract import Merger
+from kvtailor.merge.drop import Drop
 from kvtailor.plan import Plan
+from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
-from tests.seam.zoo import build, prompts
+from tests.seam.zoo import build, error, prompts
 
 
 def decoded(cache: kvtailor.KvCache, layer: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
@@ -53,6 +58,28 @@ def test_what_a_codec_has_encoded_never_takes_anything_in(merger: str, monkeypat
     assert before.keys() & after.keys() and after.keys() - before.keys()
     assert len(open_columns) == 6 and all(open_columns)
     assert not any(before.keys() & columns for columns in open_columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstOfRun(Scorer):
+    """Every fourth token, where the prompt says each token four times."""
+
+    def score(self, held: Held) -> Tensor:
+        return (held.positions % 4 == 0).float()
+
+
+@torch.no_grad()
+def test_merging_equal_keys_changes_no_logit() -> None:
+    """One layer without rotation, on which tokens that are said four times have equal keys and values."""
+    model = build("llama", layers=1)
+    model.model.rotary_emb.inv_freq.zero_()
+    ids = prompts((13, 13))[0].repeat_interleave(4, 1)
+    merging = Plan(score=FirstOfRun(), merge=AsymKV(), keep=0.25, slack="never")
+    caches = [kvtailor.cache_for(model, plan) for plan in (merging, "full", replace(merging, merge=Drop()))]
+    for tokens in (ids, *prompts((8, 8), state=2)[0].split(1, 1)):
+        merged, full, dropped = (model(tokens, past_key_values=cache).logits for cache in caches)
+        assert error(merged, full) < 1e-5
+    assert error(dropped, full) > 1e-2 and caches[0].ledger().held == 13 + 8
 
 
 def test_a_plan_that_drops_nothing_has_nothing_to_merge() -> None:

@@ -1,7 +1,8 @@
 """Truth of every preset, as it is: what the model reads is what the preset holds, and nothing else.
 
 Presets are found by themselves. One that evicts or encodes is compared with a full cache in which dropped tokens are
-masked and held ones stand as they are decoded; those that read sparsely or at other positions have their own reference.
+masked and held ones stand as they are decoded, as often as they count; those that read sparsely or at other positions
+have their own reference.
 """
 
 from __future__ import annotations
@@ -32,25 +33,33 @@ class Stored(MaskedReference):
 
     def __init__(self, family: str):
         super().__init__(family)
-        self.states: Mapping[int, tuple[Tensor, Tensor]] = {}
+        self.states: Mapping[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def _attention(self, module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
         if module.layer_idx in self.states:
             held = self.held[module.layer_idx][..., None]
             n = held.shape[2]
-            key, value = key.clone(), value.clone()
-            for states, stored in zip((key, value), self.states[module.layer_idx], strict=True):
+            # A channel that is 1 in each query brings the logarithm of how often a token counts into its logit.
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            query = torch.nn.functional.pad(query, (0, 1), value=1.0)
+            key, value = torch.nn.functional.pad(key, (0, 1)), value.clone()
+            keys, values, log_weight = self.states[module.layer_idx]
+            keys = torch.cat([keys, log_weight / scaling], -1)
+            for states, stored in zip((key, value), (keys, values), strict=True):
                 states[:, :, :n] = torch.where(held, stored, states[:, :, :n])
         return super()._attention(module, query, key, value, mask, scaling, dropout, **kwargs)
 
 
-def decoded(cache) -> dict[int, tuple[Tensor, Tensor]]:
-    """For each compressed layer keys (b, h, seen, d) and values (b, h, seen, dv) of what is held, 0 elsewhere."""
+def decoded(cache) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    """For each compressed layer keys (b, h, seen, d), values (b, h, seen, dv) and log weights (b, h, seen, 1) of what
+    is held, 0 elsewhere."""
     found = {}
     for layer, state in zip(cache.geometry.compressed, cache.route.states, strict=True):
         whole: list[Tensor] = []
         for part in state.parts(cache.plan.store):
-            layout, both = part.layout, part.decode()
+            layout, both = part.layout, [*part.decode()]
+            weights = part.reading().log_weight
+            both.append(torch.zeros(*both[0].shape[:2], 1) if weights is None else weights[..., None])
             whole = whole or [x.new_zeros(state.rows * state.heads, state.seen, x.shape[-1]) for x in both]
             columns = layout.columns(both[0].device).expand(layout.lanes, -1)
             filled = layout.filled(both[0].device)
@@ -58,8 +67,8 @@ def decoded(cache) -> dict[int, tuple[Tensor, Tensor]]:
             owner = layout.owners(both[0].device)[:, None].expand_as(columns)
             for into, states in zip(whole, both, strict=True):
                 into[owner[filled], columns[filled]] = states[filled]
-        keys, values = (x.unflatten(0, (state.rows, state.heads)) for x in whole)
-        found[layer] = keys, values
+        keys, values, log_weight = (x.unflatten(0, (state.rows, state.heads)) for x in whole)
+        found[layer] = keys, values, log_weight
     return found
 
 

@@ -13,14 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvtailor.encode.contract import Codec
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache, cache_for
 from kvtailor.hf.layers import CompressedLayer
 from kvtailor.layer import LayerState
 from kvtailor.observe import Evidence
+from kvtailor.ops.weighted import Weighted
 from kvtailor.plan import Plan
 from kvtailor.store.tail import Tail
-from kvtailor.types import Layout, PlainSegment
+from kvtailor.types import Layout, PlainSegment, Segment
 
 __all__ = ["load_cache", "save"]
 
@@ -178,12 +180,24 @@ def _restore(state: LayerState, fields: Mapping[str, Any], tensors: Mapping[str,
             owner=own.get("owner"),
             lengths=own.get("lengths"),
         )
-        restore = PlainSegment.from_state if saved["codec"] == "plain" else state.codec(plan).restore
-        state.segments.append(plan.store.put(restore(layout, saved["fields"], mine)))
+        segment = _segment(saved["codec"], layout, saved["fields"], mine, state.codec(plan))
+        state.segments.append(plan.store.put(segment))
     state.evidence = Evidence.from_tensors(_under("evidence.", tensors))
     state.carry = _under("carry.", tensors)
     for name, tensor in _under("memory.", tensors).items():
         setattr(state, name, tensor)
+
+
+def _segment(
+    name: str, layout: Layout, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], codec: Codec
+) -> Segment:
+    """The segment that `Segment.state` described."""
+    if name == Weighted.codec:
+        inner = _segment(fields["codec"], layout, fields["fields"], _under("inner.", tensors), codec)
+        return Weighted(layout=layout, inner=inner, log_weight=tensors["log_weight"])
+    if name == PlainSegment.codec:
+        return PlainSegment.from_state(layout, fields, tensors)
+    return codec.restore(layout, fields, tensors)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

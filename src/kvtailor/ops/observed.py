@@ -12,7 +12,14 @@ from kvtailor.types import Held
 __all__ = ["lane_attention", "mean_attention", "window_attention", "window_means"]
 
 
-def lane_attention(queries: Tensor, columns: Tensor, keys: Tensor, positions: Tensor, scaling: float) -> Tensor:
+def lane_attention(
+    queries: Tensor,
+    columns: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    scaling: float,
+    log_weight: Tensor | None = None,
+) -> Tensor:
     """Causal attention probabilities of some queries over one lane.
 
     Args:
@@ -21,6 +28,7 @@ def lane_attention(queries: Tensor, columns: Tensor, keys: Tensor, positions: Te
         keys: (n, d).
         positions: (n,) int64 columns of the keys.
         scaling: factor before the softmax.
+        log_weight: (n,) see `Held.log_weight`.
 
     Returns:
         (g, m, n) float32; rows sum to 1, those of a query that sees no key are zeros.
@@ -28,6 +36,8 @@ def lane_attention(queries: Tensor, columns: Tensor, keys: Tensor, positions: Te
     group, count, size = queries.shape
     rows = (queries.float() * scaling).reshape(group * count, size)
     given = (rows @ keys.float().t()).view(group, count, keys.shape[0])
+    if log_weight is not None:
+        given += log_weight
     unseen = positions > columns[:, None]
     given.masked_fill_(unseen, torch.finfo(torch.float32).min)
     torch.softmax(given, -1, out=given)
@@ -54,7 +64,8 @@ def window_attention(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
     own = torch.isin(held.query_columns, held.positions[row][held.valid[row]])
     keys, positions = held.keys[row, head][there], held.positions[row, head][there]
     queries = held.queries[row, head * group : (head + 1) * group][:, own]
-    given = lane_attention(queries, held.query_columns[own], keys, positions, held.scaling)
+    weight = None if held.log_weight is None else held.log_weight[row, head][there]
+    given = lane_attention(queries, held.query_columns[own], keys, positions, held.scaling, weight)
     return given, positions < held.query_columns[0]
 
 
@@ -99,10 +110,11 @@ def mean_attention(held: Held, row: int) -> Tensor:
     for head in range(heads):
         there = held.valid[row, head]
         keys, positions = held.keys[row, head][there].float(), held.positions[row, head][there]
+        weight = None if held.log_weight is None else held.log_weight[row, head][there]
         # Heads hold the same tokens until they are given different budgets; their columns then need no search.
         place = None if positions.shape == tokens.shape else torch.searchsorted(tokens, positions)
         for query in range(head * group, (head + 1) * group):
-            given = lane_attention(queries[query : query + 1], columns, keys, positions, held.scaling)[0]
+            given = lane_attention(queries[query : query + 1], columns, keys, positions, held.scaling, weight)[0]
             total = total.add_(given) if place is None else total.index_add_(1, place, given)
             del given
     return total.div_(query_heads)

@@ -16,6 +16,7 @@ def window_votes(
     positions: Tensor,
     valid: Tensor,
     scaling: float,
+    log_weight: Tensor | None = None,
 ) -> Tensor:
     """Attention probability that a window's queries give to the tokens of one kv head, summed over the window.
 
@@ -27,6 +28,7 @@ def window_votes(
         positions: (b, n) int64 columns of the keys.
         valid: (b, n) bool: a real token sits here.
         scaling: factor before the softmax.
+        log_weight: (b, n) see `Held.log_weight`.
 
     Returns:
         (b, g, n) float32, 0 where `valid` is False for a query that sees anything. Scratch: (b, g * w, n) float32.
@@ -34,6 +36,8 @@ def window_votes(
     rows, _, window, _ = queries.shape
     logits = (queries.float().flatten(1, 2) * scaling) @ keys.float().transpose(1, 2)
     logits = logits.view(rows, -1, window, keys.shape[1])
+    if log_weight is not None:
+        logits += log_weight[:, None, None]
     seen = valid[:, None] & (positions[:, None] <= query_columns[None, :, None])
     # A finite fill: a padding query sees nothing, and its row must not turn into NaN before it is left out.
     logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)

@@ -113,6 +113,7 @@ class SnapKV(Scorer):
             held.positions[:, head],
             held.valid[:, head],
             held.scaling,
+            None if held.log_weight is None else held.log_weight[:, head],
         )
         if self.reduce == "max":
             return votes.amax(1)

@@ -77,6 +77,8 @@ class TOVA(Scorer):
         group = held.queries.shape[1] // held.keys.shape[1]
         queries = held.queries[:, head * group : (head + 1) * group, -1].float()
         logits = (queries * held.scaling) @ held.keys[:, head].float().transpose(1, 2)
+        if held.log_weight is not None:
+            logits += held.log_weight[:, head, None]
         seen = held.valid[:, head] & (held.positions[:, head] <= held.query_columns[-1])
         # A finite fill: a row that sees nothing must not turn into NaN.
         logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)

@@ -1,0 +1,157 @@
+"""AsymKV (merging): a dropped token joins the kept one before it; keys are averaged, values add up.
+
+*Idea*: keys of neighbours are alike, values are not. Where keys are equal, tokens can be merged without loss: the
+values add up, and the token counts in the softmax as often as there are tokens in it. Where they are only alike, each
+channel of the merged key is the mean in which a token weighs as much as the output depends on that channel of its key.
+
+*Paper*: cui2025asymkv, "Homogeneous Keys, Heterogeneous Values: Exploiting Local KV Cache Asymmetry for Long-Context
+LLMs", arXiv 2506.05410. k = sum h_i k_i / sum h_i for each channel, with h the diagonal of the Fisher information;
+v = sum v_i, l = sum l_i, and the output is sum exp(q k_j) v_j / sum l_j exp(q k_j). We store the mean v / l and log l,
+with which a softmax over q k_j + log l_j gives the same.
+
+*Source*: the paper and a description of its repository; nothing was taken.
+
+*Departs*: h comes from the layer's own output instead of the gradient of the loss, so that no backward pass is needed.
+With o = sum_j a_j v_j, and a_j the share of token j, multiplicity counted, the derivative of o by channel c of k_j is
+a_j (v_j - o) s q_c (s: the scaling), so over the window's queries h_jc = sum (a_j s q_c)^2 |v_j - o|^2. Multiplicities
+are not clipped at 5 as in the repository, where what is above it adds to the values and counts no more. Pairs that
+share a token become one, where the repository loses a part. The paper numbers tokens anew by their multiplicities; here
+a token keeps its position, and keys are turned to that of the kept one before they are averaged (`turned`; set it false
+for a model without rotary embedding). A token whose neighbour is encoded by a lossy codec, and can take nothing in, is
+dropped; those before the first kept token join that one. Each kv head merges by itself.
+
+*Cost*: the last `window` queries; scratch (g * window, n) float32 and some blocks, one kv head at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.merge.contract import Merged, Merger
+from kvtailor.ops.kept import kept_first, kept_states
+from kvtailor.ops.observed import window_attention
+from kvtailor.ops.rotate import turn
+from kvtailor.types import Held, Needs
+
+__all__ = ["AsymKV"]
+
+_BLOCK = 2048
+# A token that nobody looked at weighs as much as the others that nobody looked at.
+_UNSEEN = 1e-30
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsymKV(Merger):
+    """Merges neighbours.
+
+    Attributes:
+        window: newest queries that say how much the output depends on a key.
+        turned: keys are turned to the position of the kept token before they are averaged; else they are averaged as
+            they are stored, so that stored keys that are equal merge without loss.
+    """
+
+    window: int = 32
+    turned: bool = True
+    weighted: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("asymkv", "asymkv(turned=false)")
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"asymkv: window must be at least 1 query, found {self.window}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.window, rotation=self.turned)
+
+    def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged:
+        """See the contract.
+
+        Raises:
+            ValueError: no queries, or no rotation where keys are to be turned, were gathered.
+        """
+        if held.queries is None or (self.turned and held.rotation is None):
+            raise ValueError(
+                f"asymkv needs the last {self.window} queries{' and the rotation' if self.turned else ''}, and did not "
+                f"get them; observe with {self.needs}"
+            )
+        index, filled = kept_first(keep)
+        keys, values = kept_states(held.keys, index, filled), kept_states(held.values, index, filled)
+        before = torch.zeros_like(keep, dtype=torch.float32) if held.log_weight is None else held.log_weight
+        log_weight = before.gather(-1, index).masked_fill_(~filled, 0.0)
+        for row in range(keep.shape[0]):
+            for head in range(keep.shape[1]):
+                tokens = held.valid[row, head].nonzero()[:, 0]
+                here = keep[row, head][tokens]
+                # The number, among the kept ones, of the token that each token joins.
+                joined = (here.cumsum(0) - 1).clamp(min=0)
+                counts = torch.bincount(joined, minlength=int(here.sum()))
+                places = index[row, head][: counts.shape[0]]
+                some = (into[row, head][places] & (counts > 1))[joined]
+                if not bool(some.any()):
+                    continue
+                at, target = tokens[some], joined[some]
+                weighing = before[row, head][at].exp()
+                total = torch.zeros_like(log_weight[row, head]).index_add_(0, target, weighing)
+                takes = total > 0
+                log_weight[row, head, takes] = total[takes].log()
+                mass = _averaged(held.values[row, head], at, target, weighing[:, None], total.shape[0])
+                values[row, head, takes] = mass[takes].to(values.dtype)
+                mixed = self._keys(held, row, head, at, target, places, total.shape[0])
+                keys[row, head, takes] = mixed[takes].to(keys.dtype)
+        return Merged(keys=keys, values=values, log_weight=log_weight)
+
+    def flops(self, *, tokens: int, kept: int, group: int, size: int) -> int:
+        """g w n (2 d + 6) for the attention, 4 d for each query and token for h, 12 d for each token that is merged."""
+        if tokens == kept:
+            return 0
+        seen = group * min(self.window, tokens) * tokens
+        return seen * (2 * size + 6) + seen * (4 * size + 3) + 12 * size * tokens
+
+    def _keys(self, held: Held, row: int, head: int, at: Tensor, target: Tensor, places: Tensor, kept: int) -> Tensor:
+        """(k, d) float32 means of the keys at `at` (e,), of those that join the same of the kept tokens at `places`."""
+        assert held.queries is not None and held.query_columns is not None
+        group, size = held.queries.shape[1] // held.keys.shape[1], held.keys.shape[-1]
+        there, positions = held.valid[row, head], held.positions[row, head]
+        given, _ = window_attention(held, row, head)
+        own = torch.isin(held.query_columns, held.positions[row][held.valid[row]])
+        queries = held.queries[row, head * group : (head + 1) * group][:, own].float() * held.scaling
+        given, squares = given.flatten(0, 1), queries.flatten(0, 1) ** 2
+        number = there.cumsum(0) - 1
+        # A token that has nearly all of the attention is nearly the output, and single precision would lose the rest.
+        output = _summed_up(given, held.values[row, head], there).double()
+        sums = torch.zeros((kept, size), dtype=torch.float32, device=given.device)
+        total = torch.zeros_like(sums)
+        for some, where in zip(at.split(_BLOCK), target.split(_BLOCK), strict=True):
+            states, keys = held.values[row, head][some].double(), held.keys[row, head][some].float()
+            apart = (states**2).sum(-1) - 2 * output @ states.t() + (output**2).sum(-1, keepdim=True)
+            fisher = (given[:, number[some]] ** 2 * apart.clamp_min_(0.0).float()).t() @ squares
+            fisher = fisher.clamp_min_(_UNSEEN)
+            if self.turned:
+                assert held.rotation is not None
+                keys = turn(keys, positions[places[where]] - positions[some], held.rotation)
+            sums.index_add_(0, where, keys * fisher)
+            total.index_add_(0, where, fisher)
+        return sums / total.clamp_min(_UNSEEN)
+
+
+def _averaged(states: Tensor, at: Tensor, target: Tensor, weighing: Tensor, kept: int) -> Tensor:
+    """(k, d) float32 means of the states at `at` (e,) that join the same kept token, weighed with (e, 1)."""
+    sums = torch.zeros((kept, states.shape[-1]), dtype=torch.float32, device=states.device)
+    total = torch.zeros((kept, 1), dtype=torch.float32, device=states.device)
+    for some, where, weight in zip(at.split(_BLOCK), target.split(_BLOCK), weighing.split(_BLOCK), strict=True):
+        sums.index_add_(0, where, states[some].float() * weight)
+        total.index_add_(0, where, weight)
+    return sums / total.clamp_min(1e-30)
+
+
+def _summed_up(given: Tensor, values: Tensor, there: Tensor) -> Tensor:
+    """(v, dv) float32 attention output, of shares (v, n) and the values of the n tokens that are there."""
+    output = given.new_zeros((given.shape[0], values.shape[-1]))
+    at = there.nonzero()[:, 0]
+    for first, some in zip(range(0, at.shape[0], _BLOCK), at.split(_BLOCK), strict=True):
+        output += given[:, first : first + _BLOCK] @ values[some].float()
+    return output
