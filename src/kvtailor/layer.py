@@ -250,6 +250,10 @@ class LayerState:
         self.carry = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.carry.items()}
         self.segments = [segment.rows(index) for segment in self.segments]
         self.tail.select_rows(index)
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Lets layers that are encoded together share again, once the same has been done to the last of them."""
         if self.completes and self._codec is not None:
             join([state.segments for state in self.together], self._codec)
 

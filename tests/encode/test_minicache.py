@@ -195,6 +195,32 @@ def test_the_inner_codec_holds_the_directions() -> None:
             assert bool(((x - y).abs() <= half * 1.0001).all()) and not torch.allclose(x, y, atol=1e-3)
 
 
+@pytest.mark.parametrize("of", [Plain(), Vector(bits=4), Kivi(bits=4)], ids=["plain", "vector", "kivi"])
+def test_one_side_alone(of: Plain | Vector | Kivi) -> None:
+    """What is merged is what is merged of both; the other side is each layer's own, bit for bit and byte for byte."""
+    pair = near_pair((6, 128, 32, 16), 3)
+    layout = Layout(rows=2, heads=3, size=128, start=0)
+    both = [half.decode() for half in pair_of(MiniCache(of=of), layout, pair)]
+    for side, only, size in ((0, "keys", 32), (1, "values", 16)):
+        codec = MiniCache(of=of, only=only)  # type: ignore[arg-type]
+        halves = pair_of(codec, layout, pair)
+        for half, together, given in zip(halves, both, pair, strict=True):
+            assert torch.equal(half.decode()[side], together[side]) and torch.equal(
+                half.decode()[1 - side], given[1 - side]
+            )
+        stored = storage_bytes(tensor for half in halves for tensor in half.tensors().values())
+        assert stored == sum(half.closed_form_bytes() for half in halves)
+        # Seven of 128 tokens, a twentieth rounded up, in both layers; a magnitude in both; a 4-byte index once.
+        own = 2 * 6 * (128 * 4 + 7 * size * 4) + 6 * 7 * 4 + 2 * 6 * 128 * (48 - size) * 4
+        assert stored == halves[0].shared.closed_form_bytes() + own
+        if of == Plain():
+            assert stored == 6 * 128 * size * 4 + own
+    with pytest.raises(PlanError, match="minicache: only=keys leaves Vector in `of` nothing to code"):
+        Plan.parse("minicache(of=vector(only=values), only=keys)")
+    with pytest.raises(PlanError, match="minicache: only=values merges no keys"):
+        Plan.parse("minicache(of=unrotated(of=vector), only=values)")
+
+
 def test_which_layers_are_pairs() -> None:
     assert MiniCache().layers_together(5) == ((0,), (1,), (2, 3), (4,))
     assert MiniCache(start=0.0).layers_together(4) == ((0, 1), (2, 3))

@@ -17,6 +17,7 @@ PLANS = (
     "hadamard(of=vector(bits=3, block_size=8, symmetric=false), only=values)",
     "bit_table(of=kivi(group=8, residual=8), keys=1, values=0, high=8, low=3)",
     "unrotated(of=nuq(bits=4, group=8, block_size=8))",
+    "minicache(start=0.0, of=unrotated(of=vector(block_size=8)))",
     "snapkv(window=6) + d2o + kivi(bits=4, group=8, residual=8) @ tokens=24, slack=6",
     "pairs(window=6, sinks=2) + asymkv(window=6) + kivi(bits=4, group=8, residual=8) @ tokens=24, slack=6",
     "pairs(window=6, sinks=2) + adakv + asymkv(window=6) @ tokens=24, slack=6",

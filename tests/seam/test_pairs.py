@@ -17,7 +17,12 @@ from tests.seam.test_modes import decoded
 from tests.seam.zoo import build, error, held_columns, prompts
 
 PLAN = "minicache(block_size=8, retained=0.1)"
-PLANS = (PLAN, "minicache(start=0.0, of=kivi(bits=4, group=8, residual=8))")
+PLANS = (
+    PLAN,
+    "minicache(start=0.0, of=kivi(bits=4, group=8, residual=8))",
+    "minicache(start=0.0, of=vector(block_size=8), only=values)",
+    "minicache(start=0.0, of=lowrank(rank=1.0, heads=2, basis=random, block_size=8))",
+)
 
 
 def merged_by_hand(cache: DynamicCache, first: int, end: int) -> None:

@@ -95,6 +95,8 @@ PRESETS = [name for name in find.presets() if name != "full"]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_read_is_what_the_preset_holds(family: str, preset: str) -> None:
     plan = Plan.parse(text_of(preset))
+    if family == "gemma3" and preset.startswith("minicache"):
+        pytest.skip("this tiny model has two layers that see all, and from the middle on there is no pair of them")
     if find.name_of(plan.attend) == "rolling":
         check_rolling(family, text_of(preset).replace("=40", "=12"))
     else:

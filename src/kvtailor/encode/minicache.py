@@ -7,8 +7,8 @@ farthest apart are not merged, and both layers keep theirs.
 *Source* The paper; kvtailor's own code.
 *Departs* The paper retains tokens by a threshold, the share gamma of the range of angles that it observed, so one
 outlier decides how many; here `retained` is their exact share, rounded up, for each kv head, keys and values apart. One
-of an odd number of layers from `start` on stays alone. Angles near 0 and
-pi are interpolated along the straight line. While decoding, tokens are merged `block_size` at a time.
+of an odd number of layers from `start` on stays alone. Angles near 0 and pi are interpolated along the straight line.
+While decoding, tokens are merged `block_size` at a time. `only` is kvtailor's addition.
 *Cost* For each layer of a pair (d + dv) / 2 elements, 2 for the magnitudes, and for the retained share d + dv elements
 and 4 bytes of index; layers below `start` cost what they do in `of`. A lower layer waits uncompressed for the deeper
 one, so a prefill holds two layers as they are instead of one. Attention restores the segment at every step.
@@ -24,11 +24,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Around, Codec, LayerFacts, refuse_non_finite
+from kvtailor.encode.contract import Around, Codec, LayerFacts, Sides, one_sided, refuse_non_finite
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.coded import under
-from kvtailor.ops.slerp import Own, angle, far_places, slerp, split
+from kvtailor.ops.pair_sides import Merged, Side, Unmerged, side_of
+from kvtailor.ops.slerp import angle, far_places, slerp, split
 from kvtailor.types import Layout, Segment
 
 __all__ = ["MiniCache", "MiniCacheSegment"]
@@ -47,8 +48,8 @@ class MiniCacheSegment(Segment):
 
     layout: Layout
     shared: Segment
-    keys: Own
-    values: Own
+    keys: Side
+    values: Side
     lower: bool
     codec = "minicache"
 
@@ -57,7 +58,7 @@ class MiniCacheSegment(Segment):
         return self.keys.restore(keys), self.values.restore(values)
 
     def rows(self, index: Tensor) -> MiniCacheSegment:
-        device = self.keys.magnitudes.device
+        device = next(iter(self.keys.tensors().values())).device
         lanes = self.layout.lanes_of_rows(index)[0].to(device)
         slot = torch.arange(self.layout.size, device=device)
         return self._moved(self.shared.rows(index), lanes[:, None], slot[None].expand(lanes.shape[0], -1))
@@ -73,7 +74,7 @@ class MiniCacheSegment(Segment):
         own = sum(side.closed_form_bytes(self.layout.lanes, self.layout.size) for side in sides)
         if not self.lower:
             return own
-        return own + self.shared.closed_form_bytes() + sum(side.index_bytes() for side in sides)
+        return own + self.shared.closed_form_bytes() + sum(side.shared_bytes() for side in sides)
 
     def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
         fields, tensors = self.shared.state()
@@ -87,7 +88,7 @@ class MiniCacheSegment(Segment):
                 f"tokens and {lower.layout.lanes} of {lower.layout.size}; their rows can only change together, as "
                 "the cache's own methods do it"
             )
-        keys, values = replace(self.keys, places=lower.keys.places), replace(self.values, places=lower.values.places)
+        keys, values = self.keys.of_pair(lower.keys), self.values.of_pair(lower.values)
         return replace(self, layout=lower.layout, shared=lower.shared, keys=keys, values=values)
 
     def _moved(self, shared: Segment, lane: Tensor, slot: Tensor) -> MiniCacheSegment:
@@ -95,7 +96,7 @@ class MiniCacheSegment(Segment):
         return replace(self, layout=shared.layout, shared=shared, keys=keys, values=values)
 
     def _own(self) -> dict[str, Tensor]:
-        return {**_named("keys", vars(self.keys)), **_named("values", vars(self.values))}
+        return {**_named("keys", self.keys.tensors()), **_named("values", self.values.tensors())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,7 @@ class MiniCache(Around, Codec):
         of: how the directions are stored, and the layers that are in no pair; what is retained and the magnitudes stay
             in full precision.
         block_size: tokens that are merged at once; the block of `of` goes before it.
+        only: what is merged, and encoded by `of`; the other side stays as it is.
     """
 
     start: float = 0.5
@@ -116,12 +118,15 @@ class MiniCache(Around, Codec):
     retained: float = 0.05
     of: Codec = Plain()
     block_size: int = 128
+    only: Sides = "both"
     across: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = (
         "minicache(block_size=100)",
         "minicache(of=vector(bits=4, block_size=40), retained=0.1)",
         "minicache(of=kivi(bits=4, group=20, residual=40), start=0.0, t=0.5)",
         "minicache(of=hadamard(of=fp8), retained=0.0)",
+        "minicache(only=keys, block_size=40)",
+        "minicache(of=kivi(bits=4, group=20, residual=40), only=values)",
     )
 
     def __post_init__(self) -> None:
@@ -133,6 +138,10 @@ class MiniCache(Around, Codec):
                 "minicache: of must be a codec that stores each token of one layer by itself, and "
                 f"{type(self.of).__name__} does not; vector and kivi do"
             )
+        if self.only == "values" and self.of.needs_rotation:
+            raise ValueError("minicache: only=values merges no keys that `of` could turn back; leave unrotated out")
+        if self.only != "both":
+            one_sided("minicache", self.of, self.only)
         if self.block_size < 1:
             raise ValueError(f"minicache: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
 
@@ -148,6 +157,11 @@ class MiniCache(Around, Codec):
         """The inner codec's, or `block_size` where that encodes nothing."""
         return self.of.block or self.block_size
 
+    @property
+    def lane_multiple(self) -> int:
+        """That of what is merged."""
+        return self._of.lane_multiple
+
     def layers_together(self, layers: int) -> tuple[tuple[int, ...], ...]:
         """Pairs from `start` on, the lowest first; the layers below are alone, and the last of an odd number."""
         first = int(Fraction(str(self.start)) * layers)
@@ -157,7 +171,7 @@ class MiniCache(Around, Codec):
     def for_layer(self, facts: LayerFacts) -> Codec:
         """The inner codec on a layer that is in no pair. A pair has what that is on its lower layer."""
         pair = next(each for each in self.layers_together(facts.layers) if facts.layer in each)
-        of = self.of.for_layer(replace(facts, layer=pair[0]))
+        of = self._of.for_layer(replace(facts, layer=pair[0]))
         return of if len(pair) == 1 else replace(self, of=of)
 
     def segment_type(self) -> type[MiniCacheSegment]:
@@ -191,10 +205,11 @@ class MiniCache(Around, Codec):
             )
         for keys, values in states:
             refuse_non_finite("minicache", keys, values, "which have no direction")
-        sides = [self._merged(lower, upper, layout) for lower, upper in zip(*states, strict=True)]
-        (keys, key_halves), (values, value_halves) = sides
-        shared = self.of.encode(layout, keys, values, first)
-        halves = zip(key_halves, value_halves, (True, False), strict=True)
+        below, above = states
+        keys, key_sides = self._merged(below[0], above[0], layout, merging=self.only != "values")
+        values, value_sides = self._merged(below[1], above[1], layout, merging=self.only != "keys")
+        shared = self._of.encode(layout, keys, values, first)
+        halves = zip(key_sides, value_sides, (True, False), strict=True)
         return [
             MiniCacheSegment(layout=layout, shared=shared, keys=key, values=value, lower=lower)
             for key, value, lower in halves
@@ -207,33 +222,49 @@ class MiniCache(Around, Codec):
         return [lower, upper.of_pair(lower)]
 
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> MiniCacheSegment:
-        shared = self.of.restore(layout, under("shared.", fields), under("shared.", tensors))
-        keys, values = Own(**under("keys.", tensors)), Own(**under("values.", tensors))
+        shared = self._of.restore(layout, under("shared.", fields), under("shared.", tensors))
+        keys, values = side_of(under("keys.", tensors)), side_of(under("values.", tensors))
         return MiniCacheSegment(layout=layout, shared=shared, keys=keys, values=values, lower=bool(fields["lower"]))
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
-        """On average over a pair: half of the shared direction, two magnitudes, the retained share of both vectors and
-        half of its two indices. A share that leaves a remainder is rounded up in each lane."""
-        shared = self.of.bytes_per_token(key_size, value_size, element_size) / 2
-        return shared + 2 * element_size + self.retained * ((key_size + value_size) * element_size + 4)
+        """On average over a pair: half of the shared direction, and for each side that is merged a magnitude, the
+        retained share of its vector and half of a 4-byte index. A share that leaves a remainder is rounded up for each
+        row and kv head."""
+        merged = self._sizes(key_size, value_size)
+        shared = self._of.bytes_per_token(*merged, element_size) / 2
+        own = sum(element_size + self.retained * (size * element_size + 2) for size in merged if size)
+        return shared + own + (key_size + value_size - sum(merged)) * element_size
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
         """Those of the inner codec for one direction of two, and for each channel 4 for its own direction, 3 for the
         angle's half and 2 for the arc's half of the pair."""
-        inner = self.of.encode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
-        return None if inner is None else inner // 2 + 9 * tokens * (key_size + value_size)
+        key, value = self._sizes(key_size, value_size)
+        inner = self._of.encode_flops(tokens=tokens, key_size=key, value_size=value)
+        return None if inner is None else inner // 2 + 9 * tokens * (key + value)
 
     def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
         """Those of the inner codec, and a product for each channel."""
-        inner = self.of.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
-        return None if inner is None else inner + tokens * (key_size + value_size)
+        key, value = self._sizes(key_size, value_size)
+        inner = self._of.decode_flops(tokens=tokens, key_size=key, value_size=value)
+        return None if inner is None else inner + tokens * (key + value)
 
-    def _merged(self, lower: Tensor, upper: Tensor, layout: Layout) -> tuple[Tensor, list[Own]]:
-        """Directions (m, s, c) of states (m, s, c) of two layers, and what each keeps beside them."""
+    @property
+    def _of(self) -> Codec:
+        """The inner codec, of which a side that is not merged asks nothing."""
+        return self.of if self.only == "both" else one_sided("minicache", self.of, self.only)
+
+    def _sizes(self, key_size: int, value_size: int) -> tuple[int, int]:
+        """Channels that are merged."""
+        return 0 if self.only == "values" else key_size, 0 if self.only == "keys" else value_size
+
+    def _merged(self, lower: Tensor, upper: Tensor, layout: Layout, *, merging: bool) -> tuple[Tensor, Sequence[Side]]:
+        """Directions (m, s, c) of states (m, s, c) of two layers, or (m, s, 0), and what each keeps beside them."""
+        if not merging:
+            return lower.new_empty((*lower.shape[:2], 0)), [Unmerged.of(lower), Unmerged.of(upper)]
         (below, below_magnitudes), (above, above_magnitudes) = split(lower), split(upper)
         between = angle(below, above)
         places = far_places(between, self.retained, layout)
-        own = [Own.of(lower, below_magnitudes, places), Own.of(upper, above_magnitudes, places)]
+        own = [Merged.of(lower, below_magnitudes, places), Merged.of(upper, above_magnitudes, places)]
         return slerp(below, above, self.t, between).to(lower.dtype), own
 
 

@@ -182,6 +182,7 @@ def _restore(state: LayerState, fields: Mapping[str, Any], tensors: Mapping[str,
         )
         segment = _segment(saved["codec"], layout, saved["fields"], mine, state.codec(plan))
         state.segments.append(plan.store.put(segment))
+    state.rejoin()
     state.evidence = Evidence.from_tensors(_under("evidence.", tensors))
     state.carry = _under("carry.", tensors)
     for name, tensor in _under("memory.", tensors).items():

@@ -1,4 +1,4 @@
-"""Vectors of two layers as one direction, and what each layer keeps of its own beside it.
+"""Vectors of two layers as one direction: the arc between theirs, and which tokens are too far apart for it.
 
 A vector is its direction, of root mean square 1, times its magnitude, its root mean square: sqrt(c) times the unit
 vector, and the norm over sqrt(c), for c channels. So a direction's entries are near 1, where float16 is fine, and no
@@ -8,7 +8,6 @@ magnitude is above the vector's largest entry.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from kvtailor.ops.topk import keep_top
 from kvtailor.types import Layout
 
-__all__ = ["Own", "angle", "far_places", "slerp", "split"]
+__all__ = ["angle", "far_places", "slerp", "split"]
 
 # Below this sine the quotients of the formula cancel, and the straight line is the arc to within rounding.
 _STRAIGHT = 1e-3
@@ -87,48 +86,3 @@ def far_places(between: Tensor, share: float, layout: Layout) -> Tensor:
     kept = keep_top(rows[:, None], torch.tensor(counts, dtype=torch.int64)[:, None])
     kept = kept.view(-1, pages, layout.size)[owner, page]
     return kept.flatten().nonzero().flatten().to(torch.int32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Own:
-    """What one layer keeps of its keys, or of its values, beside directions (m, s, c) that it shares.
-
-    Attributes:
-        magnitudes: (m, s, 1) of the cache's dtype.
-        places: (r,) int32 ascending: lane * s + slot of tokens that were not merged; the same for the layers of a pair.
-        whole: (r, c) the vectors of these tokens.
-    """
-
-    magnitudes: Tensor
-    places: Tensor
-    whole: Tensor
-
-    @classmethod
-    def of(cls, states: Tensor, magnitudes: Tensor, places: Tensor) -> Own:
-        """Of states (m, s, c) and the magnitudes that `split` gave."""
-        whole = states.flatten(0, 1)[places.to(torch.int64)]
-        return cls(magnitudes=magnitudes.to(states.dtype), places=places, whole=whole)
-
-    def restore(self, directions: Tensor) -> Tensor:
-        """(m, s, c)."""
-        states = directions * self.magnitudes
-        states.flatten(0, 1)[self.places.to(torch.int64)] = self.whole
-        return states
-
-    def moved(self, lane: Tensor, slot: Tensor) -> Own:
-        """Of the tokens at these lanes and slots, (m', s') int64 each."""
-        slots = self.magnitudes.shape[1]
-        which = torch.full((self.magnitudes.shape[0] * slots,), -1, dtype=torch.int64, device=lane.device)
-        which[self.places.to(torch.int64)] = torch.arange(self.places.shape[0], device=lane.device)
-        found = which[lane * slots + slot].flatten()
-        places = (found >= 0).nonzero().flatten()
-        magnitudes = self.magnitudes[lane, slot]
-        return Own(magnitudes=magnitudes, places=places.to(torch.int32), whole=self.whole[found[places]])
-
-    def closed_form_bytes(self, lanes: int, slots: int) -> int:
-        """Bytes of magnitudes and vectors, from counts and element sizes; `index_bytes` come on top."""
-        return (lanes * slots + self.places.shape[0] * self.whole.shape[-1]) * self.whole.element_size()
-
-    def index_bytes(self) -> int:
-        """Bytes of `places`."""
-        return 4 * self.places.shape[0]
