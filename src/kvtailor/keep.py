@@ -77,7 +77,8 @@ def keep_only(
     if cut is not None:
         plain = _gather(held, keep, merged, cut)
         now = encoding and not state.together
-        fresh_part = codec.encode(plain.layout, plain.keys, plain.values, held.first) if now else plain
+        seeing = state.encoder(plan, held.first)
+        fresh_part = seeing.encode(plain.layout, plain.keys, plain.values, held.first) if now else plain
         segments.append(plan.store.put(_weighed(fresh_part, held, keep, merged, cut)))
         cuts.append(cut)
     state.tail.drop_oldest(state.tail.length - newest)

@@ -114,6 +114,14 @@ class LayerState:
             self._codec = plan.encode.for_layer(facts)
         return self._codec
 
+    def encoder(self, plan: Plan, first: Tensor | None) -> Codec:
+        """The same with the queries that it needs; `first` (b,) is the column of each row's first real token."""
+        codec, queries, columns = self.codec(plan), self.evidence.queries, self.evidence.columns
+        if not codec.needs.window or queries is None or columns is None:
+            return codec
+        valid = None if first is None else columns >= first.to(columns.device)[:, None]
+        return codec.seeing(queries, self.heads, valid)
+
     def sizes(self) -> tuple[int, int, int]:
         """d, dv and the bytes of an element, of the newest token."""
         assert self.tail is not None
@@ -172,7 +180,7 @@ class LayerState:
         first = None if real is None else real.to(torch.int8).argmax(-1)
         leaving = [state._oldest(count, real, codec.lane_multiple) for state in group]
         if leaving[-1] is not None:
-            segments = encoded([each for each in leaving if each is not None], codec, first)
+            segments = encoded([each for each in leaving if each is not None], self.encoder(plan, first), first)
             for state, segment in zip(group, segments, strict=True):
                 state.segments.append(plan.store.put(segment))
         for state in group:

@@ -112,6 +112,12 @@ def _together_faults(parts: Mapping[str, object], settings: Mapping[str, object]
                 f"{inner} stores two layers' tokens together, and {name} encodes one layer at a time: write {inner} "
                 f"outside, as in {inner}(of={name})"
             )
+        if isinstance(each, find.Codec) and each.needs.window:
+            inner = find.name_of(each)
+            faults.append(
+                f"{inner} ranks what it stores by the queries, and inside {name} it would not get them: name {inner} "
+                "as the codec itself"
+            )
     if not (encode.across and isinstance(score, find.Scorer)) or isinstance(allocate, Broken):
         return faults
     apart = [] if score.same_on_layers else [f"{find.name_of(score)} keeps other tokens in each"]

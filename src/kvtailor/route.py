@@ -191,7 +191,7 @@ class Route:
                     self.walk.run(self.states[: state.index + 1], visible)
             elif state is self.states[-1] and any(s.due for s in self.states):
                 self.walk.run(self.states, visible)
-        if new == 1 and self.plan.slack_tokens is None:
+        if new == 1 and self.plan.slack_tokens is None and not self.plan.encode.needs.window:
             state.evidence = state.evidence.without_queries()
         self._close(state, visible)
 

@@ -11,6 +11,7 @@ from tests.segments_of import encoded, encoded_group, moved, states, uneven
 from torch import Tensor
 
 import kvtailor.encode
+from kvtailor.encode.channels import Channels
 from kvtailor.encode.contract import Codec, LayerFacts
 from kvtailor.encode.lowrank import LowRank
 from kvtailor.encode.plain import Plain
@@ -250,8 +251,9 @@ def test_state_makes_the_same_segment(codec: Codec, dtype: torch.dtype) -> None:
 @every_dtype
 def test_equal_values_stay_finite_and_what_they_were(codec: Codec, value: float, dtype: torch.dtype) -> None:
     x = torch.full((2, 63, 24), value).to(dtype)
-    # Turned by their positions or into other directions, equal values are not equal any more.
+    # Turned by their positions or into other directions, equal values are not equal any more; dropped ones are 0.
     allowed = 0.5 if codec.needs_rotation or isinstance(codec, LowRank) else 4 * torch.finfo(dtype).eps
+    allowed = 1.0 if isinstance(codec, Channels) else allowed
     for found in encoded(codec, Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
         assert bool(found.isfinite().all())
         assert bool(((found - x).double().abs() <= allowed * x.double().abs()).all())

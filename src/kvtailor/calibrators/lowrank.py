@@ -93,13 +93,13 @@ def squared_gradients(
     """
     found = {side: [_projection(module, names) for module in modules] for side, names in _PROJECTIONS.items()}
     weights = [weight for side in found.values() for weight in side if weight is not None]
-    sums = {side: torch.zeros(len(modules), dtype=torch.float64) for side in found}
     if len(weights) < 2 * len(modules):
         for _ in passages:
             advance("gradients")
         return {side: torch.ones(len(modules), dtype=torch.float64) for side in found}
     device = next(model.parameters()).device
     with torch.inference_mode(False), torch.enable_grad(), _wanting(model, weights):
+        sums = {side: torch.zeros(len(modules), dtype=torch.float64) for side in found}
         for passage in passages:
             ids = passage.ids[None].to(device)
             loss = model(ids, labels=ids, use_cache=False).loss

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Method
 from kvtailor.ops.coded import Coded, PairSegment, Whole, alone
-from kvtailor.types import Layout, Rotation, Segment
+from kvtailor.types import Layout, Needs, Rotation, Segment
 
-__all__ = ["Around", "Codec", "LayerFacts", "Sides", "TwoSided", "one_sided", "refuse_non_finite"]
+__all__ = ["Around", "Codec", "LayerFacts", "Sides", "TwoSided", "refuse_non_finite"]
 
 Sides = Literal["both", "keys", "values"]
 
@@ -82,6 +82,18 @@ class Codec(Method, ABC):
     def weighs_tokens(self) -> bool:
         """Whether a slot may stand for several tokens, so that `Segment.reading` has weights."""
         return False
+
+    @property
+    def needs(self) -> Needs:
+        """The evidence to gather for `seeing`: a window of queries, or none."""
+        return Needs()
+
+    def seeing(self, queries: Tensor, heads: int, valid: Tensor | None) -> Codec:
+        """This codec with the newest queries (b, q, w, d), of so many kv heads; asked where `needs` has a window.
+
+        `valid` (b, w) bool is False for queries of padding; None: there are none.
+        """
+        return self
 
     def for_layer(self, facts: LayerFacts) -> Codec:
         """This codec as it is on one layer, and the codecs inside it."""
@@ -261,29 +273,6 @@ class TwoSided(ABC):
     def sizes_coded(self, key_size: int, value_size: int) -> int:
         """Channels of a token that are encoded."""
         return (key_size if self.codes_keys else 0) + (value_size if self.codes_values else 0)
-
-
-def one_sided(asked: str, codec: Codec, side: Sides) -> Codec:
-    """A codec of one side alone, and the codecs inside it.
-
-    Args:
-        asked: the name of the method that has it in `of`.
-        codec: with an argument `only`; one that keeps states as they are needs none.
-        side: that it shall code.
-
-    Raises:
-        ValueError: it has none, or codes the other side.
-    """
-    method: Any = codec
-    changes: dict[str, Any] = {}
-    if isinstance(getattr(method, "of", None), Codec):
-        changes["of"] = one_sided(asked, method.of, side)
-    if hasattr(method, "only") and method.only in ("both", side):
-        changes["only"] = side
-    elif not codec.exact and not changes:
-        raise ValueError(f"{asked}: only={side} leaves {type(codec).__name__} in `of` nothing to code: leave it out")
-    made: Codec = replace(method, **changes)
-    return made
 
 
 def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:

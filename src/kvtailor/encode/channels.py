@@ -1,0 +1,172 @@
+"""Channels: keys without the channels that matter least to the newest queries.
+
+*Idea* The logit is a sum over channels, and most of it comes from few of them. For each kv head the channels are ranked
+by the length of the newest queries in them times the length of the keys in them; the least are dropped from the keys
+that are stored, and count as 0. Values stay as they are.
+*Paper* `xu2025think` (arXiv 2407.21018), section 3: keep = 1 - its pruning ratio, window = its observation window,
+residual = its recent tokens.
+*Source* The paper; kvtailor's own code.
+*Departs* A group's query heads count together, as one longer window. Decoded tokens are encoded too, each block with
+channels of its own, where the paper leaves them as they are. Keys are read with zeros in place, where the paper drops
+the query's channels.
+*Cost* keep of the keys' bytes, so (1 + keep) / 2 of the cache, and 1 byte for each channel that stays and 128 tokens;
+`window` queries of each query head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvtailor.encode.contract import Codec, refuse_non_finite
+from kvtailor.ops.coded import PairSegment, TimeGrouped, Whole, alone
+from kvtailor.types import Layout, Needs
+
+__all__ = ["Channels", "ChannelsSegment", "KeptChannels"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptChannels(TimeGrouped):
+    """States of which each lane has some channels.
+
+    Attributes:
+        size: c, channels that there were.
+        states: (m, s, k) of the cache's dtype.
+        kept: (m, ceil(s / group), k) uint8 or int16 their channels, ascending; with `row` (rows, k).
+    """
+
+    size: int
+    states: Tensor
+    kept: Tensor
+    of_tokens = ("states",)
+    shared = ("kept",)
+
+    def decode(self) -> Tensor:
+        # Until tokens move, all groups of a lane have the same channels.
+        kept = self.kept[:, :1] if self.row is None else self.per_token("kept")
+        whole = self.states.new_zeros((*self.states.shape[:2], self.size))
+        return whole.scatter_(2, kept.to(torch.int64).expand_as(self.states), self.states)
+
+    def closed_form_bytes(self, lanes: int, slots: int) -> int:
+        count = self.states.shape[-1]
+        codes = lanes * slots * count * self.states.element_size()
+        return codes + self.groups(lanes, slots) * count * _index_bytes(self.size) + self.index_bytes(lanes, slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelsSegment(PairSegment):
+    """Keys of fewer channels, and values as they are."""
+
+    codec = "channels"
+    kinds = (KeptChannels, Whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channels(Codec):
+    """Thinner keys.
+
+    Attributes:
+        keep: share of a key's channels that stay.
+        window: newest queries that rank the channels.
+        residual: newest tokens whose keys keep all of them.
+        block_size: tokens that are encoded at once while decoding.
+    """
+
+    keep: float = 0.6
+    window: int = 32
+    residual: int = 32
+    block_size: int = 128
+    _lengths: Tensor | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ValueError(
+                f"channels: keep must be a share above 0 and at most 1, found {self.keep}; the paper uses 0.6"
+            )
+        if self.window < 1:
+            raise ValueError(f"channels: window must be at least 1 query, found {self.window}; the paper uses 32")
+        if self.residual < 0 or self.block_size < 1:
+            raise ValueError(
+                f"channels: residual must be 0 or more tokens and block_size 1 or more, found {self.residual} and "
+                f"{self.block_size}"
+            )
+
+    @property
+    def tail(self) -> int:
+        """The residual."""
+        return self.residual
+
+    @property
+    def block(self) -> int:
+        """`block_size` tokens."""
+        return self.block_size
+
+    @property
+    def needs(self) -> Needs:
+        """The queries of the window."""
+        return Needs(window=self.window)
+
+    def seeing(self, queries: Tensor, heads: int, valid: Tensor | None) -> Channels:
+        """Ranks channels by these queries, see `Codec.seeing`."""
+        made, grouped = copy.copy(self), queries[:, :, -self.window :].float().unflatten(1, (heads, -1))
+        if valid is not None:
+            grouped = grouped * valid[:, None, None, -self.window :, None]
+        object.__setattr__(made, "_lengths", grouped.square().sum((2, 3)).sqrt().flatten(0, 1))
+        return made
+
+    def segment_type(self) -> type[ChannelsSegment]:
+        return ChannelsSegment
+
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> ChannelsSegment:
+        """Some channels of keys (m, s, d), and values (m, s, dv); without queries the channels of the longest keys.
+
+        Raises:
+            CacheMisuse: NaN or infinity.
+        """
+        refuse_non_finite("channels", keys, values, "by which no channels can be ranked")
+        lanes, slots, size = keys.shape
+        owner = layout.owners(keys.device)
+        filled = layout.filled(keys.device)
+        squares = keys.float().square()
+        squares = squares if filled is None else squares * filled[..., None]
+        lengths = squares.new_zeros((layout.rows * layout.heads, size)).index_add_(0, owner, squares.sum(1)).sqrt()
+        if self._lengths is not None:
+            lengths = lengths * self._lengths.to(lengths.device)
+        kept = lengths.topk(self._count(size), sorted=False).indices.sort(-1).values[owner]
+        states = keys.gather(2, kept[:, None].expand(-1, slots, -1))
+        table = kept.to(torch.uint8 if _index_bytes(size) == 1 else torch.int16)
+        groups = -(-slots // self.block_size)
+        return ChannelsSegment(
+            layout=layout,
+            keys=KeptChannels(
+                group=self.block_size, size=size, states=states, kept=table[:, None].repeat(1, groups, 1)
+            ),
+            values=Whole(states=alone(values)),
+        )
+
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> ChannelsSegment:
+        return ChannelsSegment.from_state(layout, fields, tensors)
+
+    def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
+        """The kept channels, their numbers shared by a block of tokens, and the value."""
+        each = element_size + _index_bytes(key_size) / self.block_size
+        return self._count(key_size) * each + value_size * element_size
+
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
+        """2 for each element of a key: its square, and the sum."""
+        return 2 * tokens * key_size
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
+        """0: channels are put in their places."""
+        return 0
+
+    def _count(self, size: int) -> int:
+        return max(1, round(self.keep * size))
+
+
+def _index_bytes(size: int) -> int:
+    return 1 if size <= 256 else 2
