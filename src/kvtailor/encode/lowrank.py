@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvtailor.calibration import CalibratedMethod
 from kvtailor.encode.contract import Codec, LayerFacts, Sides, refuse_non_finite
+from kvtailor.encode.one_side import one_sided
 from kvtailor.ops.coded import alone
 from kvtailor.ops.joined import group_layout, hold_the_same, members, together
 from kvtailor.ops.latents import LatentSegment, inner_state
@@ -213,7 +214,7 @@ class LowRank(CalibratedMethod, Codec):
     def _latents(self) -> Codec | None:
         """The codec of the coordinates, of the projected side alone where there is one."""
         codec = self.coordinates
-        return codec if codec is None or self.only == "both" else _one_sided(codec, self.only)
+        return codec if codec is None or self.only == "both" else one_sided("lowrank", codec, self.only)
 
     def _of_layer(self) -> Codec | None:
         codec = self._latents
@@ -276,17 +277,3 @@ class LowRank(CalibratedMethod, Codec):
     @property
     def _known_heads(self) -> int:
         return (self._facts.heads if self._facts is not None else None) or max(1, self.heads)
-
-
-def _one_sided(codec: Codec, side: Sides) -> Codec:
-    """A codec of one side alone, and the codecs inside it."""
-    method: Any = codec
-    changes: dict[str, Any] = {}
-    if isinstance(getattr(method, "of", None), Codec):
-        changes["of"] = _one_sided(method.of, side)
-    if hasattr(method, "only") and method.only in ("both", side):
-        changes["only"] = side
-    elif not codec.exact and not changes:
-        raise ValueError(f"lowrank: only={side} leaves {type(codec).__name__} in `of` nothing to code: leave it out")
-    made: Codec = replace(method, **changes)
-    return made

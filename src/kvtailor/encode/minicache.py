@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Around, Codec, LayerFacts, Sides, one_sided, refuse_non_finite
+from kvtailor.encode.contract import Around, Codec, LayerFacts, Sides, refuse_non_finite
+from kvtailor.encode.one_side import one_sided
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.coded import under
