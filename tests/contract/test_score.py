@@ -143,4 +143,4 @@ def test_what_is_the_same_on_all_layers_follows_from_the_columns_alone(kind: typ
     one, other = (held_by(scorer, rows_of(LENGTHS, seed=seed)) for seed in (1, 2))
     other = dataclasses.replace(other, layer=one.layer + 1)
     same = torch.equal(scorer.score(one)[one.valid], scorer.score(other)[other.valid])
-    assert same == scorer.same_on_layers
+    assert same or not scorer.same_on_layers

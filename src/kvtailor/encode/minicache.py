@@ -126,7 +126,7 @@ class MiniCache(Around, Codec):
         "minicache(of=vector(bits=4, block_size=40), retained=0.1)",
         "minicache(of=kivi(bits=4, group=20, residual=40), start=0.0, t=0.5)",
         "minicache(of=hadamard(of=fp8), retained=0.0)",
-        "minicache(only=keys, block_size=40)",
+        "minicache(block_size=40, only=keys)",
         "minicache(of=kivi(bits=4, group=20, residual=40), only=values)",
     )
 
