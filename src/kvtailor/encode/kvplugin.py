@@ -37,8 +37,8 @@ class KvPlugin(LowRank, Codec):
     centred: bool = True
     bits: int | None = None
     examples: ClassVar[tuple[str, ...]] = (
-        "kvplugin(rank=1.0, bits=8, only=values, basis=random, centred=false)",
-        "kvplugin(rank=1.0, basis=random, centred=false)",
+        "kvplugin(rank=1.0, centred=false, only=values, basis=random, bits=8)",
+        "kvplugin(rank=1.0, centred=false, basis=random)",
     )
 
     def __post_init__(self) -> None:

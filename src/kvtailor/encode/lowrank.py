@@ -73,8 +73,8 @@ class LowRank(CalibratedMethod, Codec):
     examples: ClassVar[tuple[str, ...]] = (
         "lowrank(rank=1.0, basis=random)",
         "lowrank(rank=1.0, heads=0, basis=random)",
-        "lowrank(rank=1.0, heads=2, basis=random, of=vector(bits=8), only=values)",
-        "lowrank(rank=1.0, heads=0, basis=random, of=hadamard(of=kivi(bits=4, group=16, residual=16)), only=keys)",
+        "lowrank(rank=1.0, heads=2, only=values, of=vector, basis=random)",
+        "lowrank(rank=1.0, heads=0, only=keys, of=hadamard(of=kivi(bits=4, group=16, residual=16)), basis=random)",
     )
     _facts: LayerFacts | None = field(init=False, repr=False, compare=False, default=None)
 
