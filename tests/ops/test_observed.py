@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvtailor.ops.attention import reference
 from kvtailor.ops.observed import lane_attention, mean_attention, window_attention, window_means
+from kvtailor.score.snapkv import SnapKV
+from kvtailor.score.tova import TOVA
 from kvtailor.types import Held, Needs
 
 LENGTHS = (63, 40, 5)
@@ -116,3 +118,35 @@ def test_one_method_sees_what_it_declared_whatever_others_declare(window: int, r
         assert (one is None) == (other is None), name
         if one is not None:
             assert torch.equal(one, other), name
+
+
+def test_a_token_that_stands_for_three_is_looked_at_as_often_as_three_equal_ones() -> None:
+    """For all that looks at a window: the tokens 10, 11 and 12 are one key, said three times or once with a weight."""
+    row = rows_of(4, (40,))[0]
+    keys = row.keys.clone()
+    keys[:, 11:13] = keys[:, 10:11]
+    needs = Needs(window=6)
+    thrice = held_of([replace(row, keys=keys)], needs)
+    single = torch.ones(40, dtype=torch.bool)
+    single[11:13] = False
+    once = replace(
+        thrice,
+        keys=thrice.keys[:, :, single],
+        values=thrice.values[:, :, single],
+        positions=thrice.positions[:, :, single],
+        valid=thrice.valid[:, :, single],
+        log_weight=torch.where(torch.arange(40) == 10, 3.0, 1.0).log()[single].expand(1, 3, -1),
+    )
+
+    def joined(of_three: Tensor) -> Tensor:
+        whole = of_three.clone()
+        whole[..., 10] = of_three[..., 10:13].sum(-1)
+        return whole[..., single]
+
+    for head in range(3):
+        given = window_attention(once, 0, head)[0]
+        assert torch.allclose(given, joined(window_attention(thrice, 0, head)[0]), atol=1e-6)
+    assert torch.allclose(mean_attention(once, 0), joined(mean_attention(thrice, 0)), atol=1e-6)
+    for scorer in (SnapKV(window=6, kernel=1), TOVA()):
+        scores = [scorer.score(each.within(scorer.needs)) for each in (once, thrice)]
+        assert torch.allclose(scores[0], joined(scores[1]), atol=1e-5)

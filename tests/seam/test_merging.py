@@ -82,6 +82,42 @@ def test_merging_equal_keys_changes_no_logit() -> None:
     assert error(dropped, full) > 1e-2 and caches[0].ledger().held == 13 + 8
 
 
+@torch.no_grad()
+def test_the_newest_tokens_stay_in_the_tail_and_take_nothing_in() -> None:
+    """Where only they are kept, merging with weights is dropping."""
+    model = build("llama")
+    plan = Plan.parse("pairs(window=6, sinks=0) + asymkv(window=6) @ tokens=6")
+    caches = [kvtailor.cache_for(model, each) for each in (plan, replace(plan, merge=Drop()))]
+    for tokens in (prompts((40,))[0], *prompts((4,), state=2)[0].split(1, 1)):
+        assert torch.equal(*(model(tokens, past_key_values=cache).logits for cache in caches))
+
+
+@pytest.mark.parametrize("tokens", [20, 33, 64])
+@torch.no_grad()
+def test_a_token_with_a_weight_costs_its_states_its_column_and_its_weight(tokens: int) -> None:
+    """The closed form: (2 d) * 4 + 4 + 4 bytes for each of 2 heads on 3 layers, and the newest 6 without the last 4."""
+    model = build("llama")
+    cache = kvtailor.cache_for(model, f"pairs(window=6, sinks=2) + asymkv(window=6) @ tokens={tokens}")
+    for length in (100, 150):
+        cache.reset()
+        model(prompts((length,))[0], past_key_values=cache)
+        ledger = cache.ledger()
+        assert ledger.by_room["encode"] == 3 * 2 * (tokens - 6) * (2 * 16 * 4 + 8)
+        assert ledger.total == ledger.closed_form
+    charged = sum(part.log_weight.untyped_storage().nbytes() for s in cache.route.states for part in s.segments)
+    assert charged == 3 * 2 * (tokens - 6) * 4
+
+
+@torch.no_grad()
+def test_a_budget_of_bytes_pays_for_the_weights() -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, "pairs(window=6, sinks=2) + asymkv(window=6) @ bytes=48KiB")
+    model(prompts((300,))[0], past_key_values=cache)
+    ledger = cache.ledger()
+    stored = ledger.total - ledger.by_room["observe"]
+    assert 0.97 * 48 * 1024 < stored <= 48 * 1024
+
+
 def test_a_plan_that_drops_nothing_has_nothing_to_merge() -> None:
     with pytest.raises(PlanError, match="cam works on what is not kept, but there is no scorer"):
         Plan.parse("kivi4 + cam")
