@@ -162,7 +162,8 @@ class LayerState:
         Layers that are encoded together all do it at the call of the last one.
 
         After a prompt, a chunk or a turn: all but what the codec leaves in full precision, so that a row of a padded
-        batch is encoded as it would be alone. While decoding: a whole block, once there is one.
+        batch is encoded as it would be alone. While decoding, also several tokens at a time: a whole block, once there
+        is one.
 
         Args:
             plan: whose codec encodes.
@@ -170,10 +171,11 @@ class LayerState:
             real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
         """
         codec, tail, group = self.codec(plan), self.tail, self.together or (self,)
-        if tail is None or codec.block == 0 or self.due or self.recording or (self.together and not self.completes):
+        waits = self.due or self.pending is not None or (self.together and not self.completes)
+        if tail is None or codec.block == 0 or waits:
             return
         count = tail.length - codec.tail
-        if new_tokens == 1:
+        if new_tokens == 1 or self.recording:
             count = count // codec.block * codec.block
         if count <= 0:
             return

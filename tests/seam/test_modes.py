@@ -183,6 +183,20 @@ def test_prompt_lookup_with_plans_that_bind(plan: str) -> None:
         assert float(cache.held().double().mean()) < cache.seen
 
 
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if "kivi" in plan])
+def test_what_a_crop_accepts_is_encoded_in_whole_blocks(plan: str) -> None:
+    """Under assisted decoding the tail stays as short as it does token by token, and no crumbs are encoded."""
+    model = build("llama")
+    ids = prompts((14,))[0].repeat(1, 4)
+    cache = kvtailor.cache_for(model, plan)
+    model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=40, do_sample=False)
+    for state in cache.route.states:
+        codec = state.codec(cache.plan)
+        # The last forward waits for a crop that never came.
+        assert state.segments and state.tail.length <= codec.tail + codec.block + 4
+        assert len(state.segments) <= 2 + 40 // codec.block
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @torch.no_grad()
 def test_a_rejected_draft_leaves_no_trace(plan: str) -> None:
