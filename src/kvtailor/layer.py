@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +13,10 @@ from kvtailor.encode.contract import Codec, LayerFacts
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry
 from kvtailor.observe import Evidence
-from kvtailor.ops.ragged import cut_lanes
 from kvtailor.store.contract import Placement
 from kvtailor.store.tail import Tail
-from kvtailor.together import encoded, join
-from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
+from kvtailor.together import join
+from kvtailor.types import Rotation, Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
@@ -155,72 +154,6 @@ class LayerState:
         for segment in self.segments:
             total += segment.layout.counts()
         return total
-
-    def flush(self, plan: Plan, new_tokens: int, real: Tensor | None) -> None:
-        """Encodes the oldest tokens of the tail.
-
-        Layers that are encoded together all do it at the call of the last one.
-
-        After a prompt, a chunk or a turn: all but what the codec leaves in full precision, so that a row of a padded
-        batch is encoded as it would be alone. While decoding, also several tokens at a time: a whole block, once there
-        is one.
-
-        Args:
-            plan: whose codec encodes.
-            new_tokens: of the forward that has just ended.
-            real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
-        """
-        codec, tail, group = self.codec(plan), self.tail, self.together or (self,)
-        waits = self.due or self.pending is not None or (self.together and not self.completes)
-        if tail is None or codec.block == 0 or waits:
-            return
-        count = tail.length - codec.tail
-        if new_tokens == 1 or self.recording:
-            count = count // codec.block * codec.block
-        if count <= 0:
-            return
-        first = None if real is None else real.to(torch.int8).argmax(-1)
-        leaving = [state._oldest(count, real, codec.lane_multiple) for state in group]
-        if leaving[-1] is not None:
-            segments = encoded([each for each in leaving if each is not None], self.encoder(plan, first), first)
-            for state, segment in zip(group, segments, strict=True):
-                state.segments.append(plan.store.put(segment))
-        for state in group:
-            state._drop_oldest(count)
-
-    def _oldest(self, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
-        """The oldest tokens of the tail, padding left out, whose evidence is a part of its own from now on."""
-        assert self.tail is not None
-        whole = self.tail.as_segment()
-        layout = whole.layout
-        keys, values = whole.keys[:, :count], whole.values[:, :count]
-        positions = None if layout.positions is None else layout.positions[:, :count].clone()
-        block = Layout(rows=self.rows, heads=self.heads, size=count, start=layout.start, positions=positions)
-        mass = list(self.evidence.mass)
-        if mass:
-            last = mass.pop()
-            mass += [last[:, :count].clone(), last[:, count:].clone()]
-        if real is not None:
-            columns = block.columns(keys.device).expand(block.lanes, -1).view(self.rows, self.heads, -1)
-            row = torch.arange(self.rows, device=keys.device)[:, None, None]
-            cut = cut_lanes(real.to(keys.device)[row, columns], multiple)
-            if cut is None:
-                if mass:
-                    del mass[-2]
-                self.evidence = replace(self.evidence, mass=tuple(mass))
-                return None
-            at = cut.owners[:, None], cut.index
-            block, keys, values = cut.layout(self.rows, self.heads, columns), keys[at], values[at]
-            if mass:
-                mass[-2] = mass[-2][at]
-        self.evidence = replace(self.evidence, mass=tuple(mass))
-        return PlainSegment(layout=block, keys=keys, values=values)
-
-    def _drop_oldest(self, count: int) -> None:
-        assert self.tail is not None
-        self.tail.drop_oldest(count)
-        if self.evidence.mass and not self.tail.length:
-            self.evidence = replace(self.evidence, mass=self.evidence.mass[:-1])
 
     def crop(self, count: int, *, exact: bool) -> None:
         """Takes back the newest tokens outside of a recorded forward, where that leaves no trace."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtailor.attend.contract import Attended, LayerFacts
 from kvtailor.errors import CacheMisuse
+from kvtailor.flush import flush
 from kvtailor.layer import LayerState, Pending
 from kvtailor.observe import observe
 from kvtailor.plan import Plan
@@ -160,7 +161,7 @@ class Route:
 
     def _close(self, state: LayerState, visible: Visibility) -> None:
         """Encodes what leaves the tail, and lets the attention look at what is held now."""
-        state.flush(self.plan, visible.new_tokens, visible.real)
+        flush(state, self.plan, visible.new_tokens, visible.real)
         if state.moved and not state.due:
             state.moved = False
             state.carry = self.plan.attend.index(state.parts(self.plan.store), visible, self._facts(state))

@@ -9,6 +9,7 @@ from tests.segments_of import group_of, states
 
 import kvtailor.encode
 from kvtailor.encode.contract import Codec
+from kvtailor.flush import flush
 from kvtailor.layer import LayerState
 from kvtailor.plan import Plan
 from kvtailor.store.device import Device
@@ -31,7 +32,7 @@ def test_no_segment_changes_over_a_thousand_decoded_tokens(codec: Codec, dtype: 
     for end in [PROMPT, *range(PROMPT + 1, PROMPT + DECODED + 1)]:
         for state in group:
             state.append(keys[:, :, state.seen : end], values[:, :, state.seen : end], exactly=False)
-            state.flush(plan, PROMPT if end == PROMPT else 1, None)
+            flush(state, plan, PROMPT if end == PROMPT else 1, None)
         assert len(state.segments) >= len(first_seen)
         for segment in state.segments[len(first_seen) :]:
             storages = {name: (t.untyped_storage().data_ptr(), t.clone()) for name, t in segment.tensors().items()}

@@ -26,6 +26,7 @@ LEVELS = {
     "plan_text": 3,
     "budget": 3,
     "hold": 3,
+    "flush": 3,
     "keep": 3,
     "layer": 3,
     "repeat": 3,
