@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.ops.pieces import pieces
 from kvtailor.types import Lift
 
 __all__ = ["Lanes", "joint"]
@@ -157,13 +158,8 @@ def _mix(weights: Tensor, values: Tensor, shared: Tensor | None = None) -> Tenso
 def _widened(states: Tensor) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor]]:
     """Pieces of states (m, s, d) as float32 in one scratch: their lanes (first, end), their slots (first, end)."""
     lanes, slots, size = states.shape
-    deep = min(slots, max(1, _SCRATCH // size))
-    broad = min(lanes, max(1, _SCRATCH // (deep * size)))
-    scratch = torch.empty(broad * deep * size, dtype=torch.float32, device=states.device)
-    for lane in range(0, lanes, broad):
-        last = min(lane + broad, lanes)
-        for slot in range(0, slots, deep):
-            end = min(slot + deep, slots)
-            shape = (last - lane, end - slot, size)
-            wide = scratch[: shape[0] * shape[1] * size].view(shape)
-            yield (lane, last), (slot, end), wide.copy_(states[lane:last, slot:end])
+    scratch = torch.empty(min(lanes * slots * size, _SCRATCH + size), dtype=torch.float32, device=states.device)
+    for lane, slot in pieces(lanes, slots, size, _SCRATCH):
+        piece = states[lane, slot]
+        wide = scratch[: piece.numel()].view(piece.shape)
+        yield (lane.start, lane.stop), (slot.start, slot.stop), wide.copy_(piece)
