@@ -25,8 +25,8 @@ from kvtailor.ops.quant import (
 __all__ = ["ChannelCodes", "FloatCodes", "TokenCodes", "padded_groups"]
 
 # Elements that are decoded at once on a CPU. Whole tensors of codes, casts and sums are page-faulted anew at every
-# token: keys of 8 heads x 8192 x 128 in 4 bits took 27 ms that way and take 11, values 44 ms and 14 (one thread).
-_PIECE = 1 << 19
+# token: keys of 8 heads x 8192 x 128 in 4 bits took 27 ms that way and take 10, values 44 ms and 15 (one thread).
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
