@@ -267,3 +267,11 @@ def test_bad_numbers_and_mass_are_refused() -> None:
     made = case(SIZES[2], "tail", 1)
     with pytest.raises(CacheMisuse, match="attend=segments"):
         Rocket().attend(made.query, made.parts, made.visible, 0.3, want_mass=True)
+
+
+def test_what_a_step_costs_where_no_chunk_has_bounds() -> None:
+    """Capacity within the budget: each token stands for itself, in all channels."""
+    rocket = Rocket(tokens=16, expect=4)
+    facts = LayerFacts(carry={"capacity": torch.tensor([12])})
+    held = torch.tensor([[12, 10]])
+    assert rocket.flops([], group=2, size=8, held=held, facts=facts) == (12 + 10) * (2 * 2 * 8 + 5 * 2)

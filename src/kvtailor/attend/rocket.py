@@ -130,9 +130,9 @@ class Rocket(Attention):
         if int(held.max()) <= self.tokens // 2:
             return 0
         _, kept = self._sizes(facts.carry["capacity"], size)
-        chunks = _covered(facts.carry)
         heads = held.shape[1]
-        loose = (held.cpu() - chunks.cpu().view(-1, heads)).clamp(min=0).sum(1)
+        chunks = _covered(facts.carry).cpu().view(-1, heads) if "columns" in facts.carry else 0
+        loose = (held.cpu() - chunks).clamp(min=0).sum(1)
         number = loose + (facts.carry["bounds"].shape[-1] * heads if "bounds" in facts.carry else 0)
         return int((number * (2 * group * kept.cpu() + 5 * group)).sum())
 
