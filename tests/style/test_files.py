@@ -84,6 +84,14 @@ def test_all_is_there_and_true(path: Path) -> None:
     assert [name for name in names if not hasattr(module, name)] == []
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Outside of packages pytest imports a file by its bare name, and stops at the second of one name."""
+    tests = ROOT.parents[1] / "tests"
+    bare = [path for path in tests.rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    twice = {name for name, count in Counter(path.name for path in bare).items() if count > 1}
+    assert bare and not twice
+
+
 def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
     for text, name in (("def my_helper(): ...", "my_helper"), ("class CacheManager: ...", "CacheManager")):
         path = tmp_path / "bad.py"
