@@ -69,6 +69,7 @@ def test_answers_and_nothing_else_weigh_most(work):
     assert found > 100
 
 
+@pytest.mark.long
 def test_training_in_pieces_gives_what_training_at_once_gives(work, monkeypatch):
     for name in demo.NAMES:
         train_with(monkeypatch, work, model=name, run=f"{name}-once")
@@ -83,6 +84,7 @@ def test_training_in_pieces_gives_what_training_at_once_gives(work, monkeypatch)
         assert [line["step"] for line in log] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_two_processes_train_what_one_does(work, monkeypatch):
     train_with(monkeypatch, work, run="alone")
     train_with(monkeypatch, work, run="together", processes=2)

@@ -88,7 +88,9 @@ t.run(t.subject(t.CountingModel(), **t.CACHES), t.PLANS, t.tasks(), out=out, ban
 """
 
 
-@pytest.mark.parametrize("after", [3, 20, 40])
+@pytest.mark.parametrize(
+    "after", [pytest.param(3, marks=pytest.mark.long), 20, pytest.param(40, marks=pytest.mark.long)]
+)
 def test_after_a_kill_nothing_is_lost_or_doubled(tmp_path, after):
     whole = go(None)
     root = Path(__file__).resolve().parents[2]
