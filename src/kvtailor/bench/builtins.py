@@ -33,7 +33,7 @@ from torch import Tensor
 
 from kvtailor.bench.foundation import Measured, interleaved, random_llama, report
 from kvtailor.bench.machine import describe
-from kvtailor.bench.statistics import mean_difference, spread
+from kvtailor.bench.statistics import Estimate, mean_difference, spread
 from kvtailor.bench.texts import generated_text, read_text
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.cache import cache_for
@@ -140,6 +140,11 @@ def lost(
     return found
 
 
+def _said(found: Estimate) -> str:
+    interval = "too few windows" if found.low is None else f"{found.low:+.4f} to {found.high:+.4f}"
+    return f"{found.value:+.4f} ({interval})"
+
+
 def _nats(logits: Tensor, targets: Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits.double(), targets))
 
@@ -193,11 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"\nnats per token of {options.continuation} after {options.context} tokens, {options.windows} windows")
         for name, values in nats.items():
             own = mean_difference(values, nats["full"])
-            print(f"  {name:34s} {sum(values) / len(values):.4f}  to full {own.value:+.4f} ({own.low} to {own.high})")
+            print(f"  {name:34s} {sum(values) / len(values):.4f}  to full {_said(own)}")
         for b in options.bits:
             for backend in backends:
                 gap = mean_difference(nats[_ours(b)], nats[f"QuantizedCache {backend} {b} bits"])
-                print(f"  ours less {backend}, {b} bits: {gap.value:+.4f} ({gap.low} to {gap.high})")
+                print(f"  ours less {backend}, {b} bits: {_said(gap)}")
         tables["nats"] = nats
     sys.stdout.flush()
     print(json.dumps({"machine": describe(bandwidth=False), "tables": tables}))
