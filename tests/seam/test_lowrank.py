@@ -10,7 +10,7 @@ import torch
 import kvtailor
 from kvtailor.types import Lift
 from tests.calibrated import shipped_for
-from tests.seam.test_modes import decoded
+from tests.seam.test_codecs import check_rows_and_bytes, check_saved
 from tests.seam.zoo import build, error, prompts
 
 PLANS = (
@@ -32,33 +32,12 @@ def _calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.parametrize(("family", "plan"), [*(("llama", plan) for plan in PLANS), ("gpt_neox", PLANS[1])])
 def test_batched_equals_solo_and_bytes_are_the_closed_form(family: str, plan: str) -> None:
-    model, lengths = build(family), (48, 31)
-    ids, mask = prompts(lengths)
-    forced = prompts((12, 12), state=3)[0]
-    together, batch = decoded(model, ids, mask, plan, steps=12, forced=forced)
-    ledger = batch.ledger()
-    assert ledger.total == ledger.closed_form and ledger.by_room["encode"] > 0
-    for row, length in enumerate(lengths):
-        one = slice(row, row + 1)
-        alone, _ = decoded(model, ids[one, -length:], mask[one, -length:], plan, steps=12, forced=forced[one])
-        assert error(together[row], alone[0]) < 1e-4, f"row {row}"
+    check_rows_and_bytes(family, plan, steps=12, most=1e-4)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@torch.no_grad()
 def test_a_saved_cache_goes_on_where_it_stopped(plan: str, tmp_path) -> None:
-    model = build("llama")
-    ids, mask = prompts((40, 33))
-    cache = kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    cache.save(tmp_path / "cache.safetensors")
-    again = kvtailor.load_cache(tmp_path / "cache.safetensors", model)
-    for step in range(6):
-        token = prompts((1, 1), state=step)[0]
-        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-        logits = [model(token, attention_mask=mask, past_key_values=each).logits for each in (cache, again)]
-        assert torch.equal(*logits)
-    assert again.ledger().total == cache.ledger().total == again.ledger().closed_form
+    check_saved(plan, tmp_path / "cache.safetensors", steps=6)
 
 
 @pytest.mark.parametrize("plan", PLANS[:4])
