@@ -56,7 +56,7 @@ def ask(kind, *arguments):
 
 def answers_are_equal(ours, theirs):
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
-    assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], rel=1e-6)
+    assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], rel=1e-5, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_the_full_plan_gives_the_numbers_of_hf(task, metrics, fewshot, subject, 
     if task == "gsm8k":
         assert flat[0] == flat[1] and any(flat[0])
     elif task == "pages":
-        assert flat[0] == pytest.approx(flat[1], rel=1e-6)
+        assert flat[0] == pytest.approx(flat[1], rel=1e-5, abs=1e-5)
     else:
         answers_are_equal(*flat)
 
@@ -148,8 +148,8 @@ def test_continuations_are_scored_on_the_compressed_cache(plan, subject):
         for (value, greedy), (whole, _), continuation in zip(found, full, continuations, strict=True):
             head, tail = ours._encode_pair(context, continuation)
             scores = session.score(torch.tensor([head]), torch.tensor([tail]))
-            # `score` takes logarithms in float32.
-            assert value == pytest.approx(float(scores.double().sum()), rel=1e-5)
+            # `score` takes logarithms in float32: each rounds to about a millionth, however near to 0 it is.
+            assert value == pytest.approx(float(scores.double().sum()), rel=1e-5, abs=1e-5 * len(tail))
             assert (abs(value - whole) > 1e-4) is (len(tail) > 1)
             assert isinstance(greedy, bool)
     assert (ours.held.contexts, ours.held.compressed, ours.held.read) == (1, 1, 1)
@@ -173,12 +173,12 @@ def test_tokens_held_back_are_fed_on_the_compressed_cache(subject):
     inside, late = model(subject, PLANS[0]), model(subject, PLANS[0], outside=1)
     [(first, _)], [(held_back, _)] = inside.loglikelihood(pair, True), late.loglikelihood(pair, True)
     [(full, _)] = model(subject, outside=3).loglikelihood(pair, True)
-    assert first == pytest.approx(full, rel=1e-6) and abs(held_back - full) > 1e-6
+    assert first == pytest.approx(full, rel=1e-5, abs=1e-5) and abs(held_back - full) > 1e-6
     assert (inside.held.read, late.held.read) == (0, 1)
     head, tail = late._encode_pair(context, " a")
     with kvtailor.session(subject.model, PLANS[0]) as session:
         scores = session.score(torch.tensor([head[:-1]]), torch.tensor([head[-1:] + tail]))
-    assert held_back == pytest.approx(float(scores[0, -1]), rel=1e-5)
+    assert held_back == pytest.approx(float(scores[0, -1]), rel=1e-5, abs=1e-5)
 
 
 def test_a_window_of_a_text_is_cut_in_the_middle(subject, hf):
@@ -196,7 +196,7 @@ def test_a_window_of_a_text_is_cut_in_the_middle(subject, hf):
     with torch.inference_mode():
         logits = [subject.model(piece, past_key_values=cache).logits for piece in (fed[:, :half], fed[:, half:])]
     scores = torch.cat(logits, 1).log_softmax(-1)[0].gather(1, torch.tensor(ids)[:, None])
-    assert found == pytest.approx(float(scores.sum()), rel=1e-6)
+    assert found == pytest.approx(float(scores.sum()), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("plan", ("reference", *PLANS[:3]))
