@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtailor.calibrators.run import calibrate
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.cache import KvCache, cache_for
+    from kvtailor.hf.generate import Generated, generate
     from kvtailor.hf.prefill import prefill
     from kvtailor.hf.saving import load_cache
     from kvtailor.hf.session import Session, session
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
 __all__ = [
+    "Generated",
     "KvCache",
     "KvtailorError",
     "Ledger",
@@ -34,6 +36,7 @@ __all__ = [
     "__version__",
     "cache_for",
     "calibrate",
+    "generate",
     "load_cache",
     "prefill",
     "session",
@@ -42,6 +45,7 @@ __version__ = "0.1.0"
 
 # Importing transformers takes seconds; `import kvtailor` and the command line's help do not wait for it.
 _HOMES = {
+    "Generated": "hf.generate",
     "KvCache": "hf.cache",
     "KvtailorError": "errors",
     "Ledger": "ledger",
@@ -49,6 +53,7 @@ _HOMES = {
     "Session": "hf.session",
     "cache_for": "hf.cache",
     "calibrate": "calibrators.run",
+    "generate": "hf.generate",
     "load_cache": "hf.saving",
     "prefill": "hf.prefill",
     "session": "hf.session",

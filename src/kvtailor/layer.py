@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,11 +26,21 @@ __all__ = ["LayerState", "Pending"]
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A forward whose last tokens may yet be taken back: its queries, and what the attention had carried before it."""
+    """Forwards whose last tokens may yet be taken back: their queries, and what the attention had carried before."""
 
     query: Tensor
     visible: Visibility
     carry: Mapping[str, Tensor]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens may be taken back."""
+        return self.query.shape[2]
+
+    def followed_by(self, query: Tensor, visible: Visibility) -> Pending:
+        """The same and the next forward, with queries (b, q, t, d), as if all had come at once."""
+        joined = visible.with_earlier(self.tokens)
+        return replace(self, query=torch.cat([self.query, query], 2), visible=joined)
 
 
 class LayerState:
@@ -167,6 +177,18 @@ class LayerState:
             )
         self.forget_newest(count)
         self.carry = {}
+
+    def room(self, plan: Plan) -> int | None:
+        """New tokens after which the plan acts next while it decodes, the last of them included; None: never.
+
+        So many tokens at once are attended to as they would be one by one.
+        """
+        codec, rooms = self.codec(plan), []
+        if codec.block and self.tail is not None:
+            rooms.append(codec.tail + codec.block - self.tail.length)
+        if plan.slack_tokens is not None:
+            rooms.append(1 if self.walk_at is None else self.walk_at - self.tail_growth + 1)
+        return max(1, min(rooms)) if rooms else None
 
     def forget_newest(self, count: int) -> None:
         """Drops the newest tokens, of which nothing but the tail has heard."""

@@ -8,6 +8,7 @@ select, merge, encode, store. Prefill, every chunk of a chunked prefill, a later
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -37,6 +38,8 @@ class Route:
         opened: a plan whose context must be read twice has begun to, or there is none.
         repeating: the forwards of now repeat a piece of the context, and leave no trace but what they say of it.
         passing: keys and values of such a forward, of the layer whose attention comes next.
+        speculating: recorded forwards join until `settle`, `take_back` shortens them, and their tokens are then taken
+            as decoded ones, however many came at once.
     """
 
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
@@ -46,7 +49,7 @@ class Route:
         for group in plan.encode.layers_together(layers):
             for index in group if len(group) > 1 else ():
                 self.states[index].together = tuple(self.states[each] for each in group)
-        self.holding = self.opened = False
+        self.holding = self.opened = self.speculating = False
         self.repeating: Piece | None = None
         self.passing: PlainSegment | None = None
         self.walk = Walk(plan, self.states, self._close, window_elements)
@@ -57,7 +60,7 @@ class Route:
             layout = Layout(rows=keys.shape[0], heads=keys.shape[1], size=keys.shape[2], start=state.seen)
             self.passing = PlainSegment(layout=layout, keys=keys.flatten(0, 1), values=values.flatten(0, 1))
             return
-        if state.pending is not None:
+        if state.pending is not None and not self.speculating:
             self.commit(state, rejected=0)
             state.recording = False
         will_walk = self.plan.evicts and keys.shape[2] > 1 and not state.recording
@@ -83,9 +86,11 @@ class Route:
         attended = self._attended(state, query, visible, want_mass=self.needs.mass and not state.recording)
         state.read = attended.read
         state.carry = attended.carry
-        if query.shape[2] > 1 or self.holding:
+        if (query.shape[2] > 1 and not self.speculating) or self.holding:
             state.moved = True
-        if state.recording:
+        if state.recording and state.pending is not None:
+            state.pending = state.pending.followed_by(query.detach(), visible)
+        elif state.recording:
             state.pending = Pending(query=query.detach().clone(), visible=visible, carry=before)
         else:
             self._settle(state, query, visible, attended.mass)
@@ -118,6 +123,48 @@ class Route:
             state.carry, mass = attended.carry, attended.mass
         self._settle(state, query, visible, mass)
 
+    def take_back(self, state: LayerState, count: int) -> None:
+        """Forgets the newest tokens of recorded forwards, and waits for what follows; see `speculating`."""
+        pending = state.pending
+        if count == 0:
+            return
+        if pending is None or count > pending.tokens:
+            came = 0 if pending is None else pending.tokens
+            raise CacheMisuse(f"asked to take back {count} tokens, and {came} have come since the cache settled")
+        left = pending.tokens - count
+        state.forget_newest(count)
+        if not left:
+            state.pending, state.carry = None, pending.carry
+            return
+        shorter = replace(pending, query=pending.query[:, :, :left], visible=pending.visible.without_last(count))
+        if state.carry:
+            state.carry = pending.carry
+            state.carry = self._attended(state, shorter.query, shorter.visible, want_mass=False).carry
+        state.pending = shorter
+
+    def speculate(self) -> None:
+        """From now on forwards can be taken back; see `speculating`."""
+        self.speculating = True
+        for state in self.states:
+            state.recording = True
+
+    def settle(self) -> None:
+        """Does what was put off for all tokens that were not taken back."""
+        for state in self.states:
+            self.commit(state, rejected=0)
+
+    def stop_speculating(self) -> None:
+        """Settles, and takes what comes as it comes again."""
+        self.settle()
+        self.speculating = False
+        for state in self.states:
+            state.recording = False
+
+    def room(self) -> int | None:
+        """See `LayerState.room`, of all layers."""
+        rooms = [room for state in self.states if (room := state.room(self.plan)) is not None]
+        return min(rooms) if rooms else None
+
     def release(self, visible: Visibility) -> None:
         """Ends `holding`: walks all layers. `visible` describes all that came meanwhile, as if it had come at once."""
         self.holding = False
@@ -135,7 +182,7 @@ class Route:
         """Forgets everything."""
         for state in self.states:
             state.reset()
-        self.holding = self.opened = False
+        self.holding = self.opened = self.speculating = False
         self.repeating = self.passing = None
         self.walk.forget()
 
@@ -161,7 +208,7 @@ class Route:
 
     def _close(self, state: LayerState, visible: Visibility) -> None:
         """Encodes what leaves the tail, and lets the attention look at what is held now."""
-        flush(state, self.plan, visible.new_tokens, visible.real)
+        flush(state, self.plan, 1 if self.speculating else visible.new_tokens, visible.real)
         if state.moved and not state.due:
             state.moved = False
             state.carry = self.plan.attend.index(state.parts(self.plan.store), visible, self._facts(state))
@@ -176,7 +223,7 @@ class Route:
             real=visible.real,
             rotation=state.rotation,
         )
-        new = query.shape[2]
+        new = 1 if self.speculating else query.shape[2]
         if self.holding:
             return
         if self.plan.evicts:

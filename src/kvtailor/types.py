@@ -249,6 +249,10 @@ class Visibility(Protocol):
         """The same without the last `count` new tokens (rejected drafts)."""
         ...
 
+    def with_earlier(self, count: int) -> Visibility:
+        """The same with the `count` tokens before the new ones among them (forwards that are judged together)."""
+        ...
+
     def at(self, rows: Tensor, columns: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """Whether queries first..last of this forward see the given columns.
 

@@ -67,6 +67,7 @@ class Attention(Method, ABC):
         weighs_tokens: `attend` honours `Reading.log_weight`.
         needs_rotation: `attend` needs `LayerFacts.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
+        reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
     """
 
     needs_codec: ClassVar[str | None] = None
@@ -74,6 +75,7 @@ class Attention(Method, ABC):
     weighs_tokens: ClassVar[bool] = False
     needs_rotation: ClassVar[bool] = False
     in_cache_positions: ClassVar[bool] = False
+    reads_alike: ClassVar[bool] = True
 
     def held_tokens(self, tokens: Tensor) -> Tensor | None:
         """Tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,) int64, both on the CPU.

@@ -62,6 +62,7 @@ class Quest(Attention):
     """
 
     needs_codec: ClassVar[str | None] = "indexed"
+    reads_alike: ClassVar[bool] = False
     tokens: int = 1024
     least: int = 3
     dense_layers: int = 2

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class Rocket(Attention):
         window, kernel: of that choice; see `snapkv`.
     """
 
+    reads_alike: ClassVar[bool] = False
     tokens: int = 1024
     expect: int = 256
     turns: bool = False

@@ -141,7 +141,10 @@ class CompressedLayer(CacheLayerMixin):
         count = -int(tokens_to_remove)
         if count < 0:
             raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
-        self.cache.route.commit(self.state, rejected=count)
+        if self.cache.route.speculating:
+            self.cache.route.take_back(self.state, count)
+        else:
+            self.cache.route.commit(self.state, rejected=count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
@@ -161,9 +164,11 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     Attributes:
         passing: new tokens are only passing: they see the window and each other, and it stays what it was.
+        speculating: what leaves the window stays until `settle`, so that `crop` may come several times before.
     """
 
     passing = False
+    speculating = False
     keys: Tensor
     values: Tensor
 
@@ -175,3 +180,17 @@ class WindowLayer(DynamicSlidingWindowLayer):
         if self.keys.untyped_storage().nbytes() > self.keys.numel() * self.keys.element_size():
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See transformers' `DynamicSlidingWindowLayer`."""
+        count = -int(tokens_to_remove)
+        if not self.speculating:
+            super().crop(tokens_to_remove)
+        elif count:
+            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
+            self.cumulative_length -= count
+
+    def settle(self) -> None:
+        """Forgets what has left the window for good."""
+        if self.is_initialized:
+            super().crop(0)

@@ -86,6 +86,11 @@ class LazyMask:
             self, new_tokens=new, kv_length=self.kv_length - count, padding=padding, _dense=None, _is_dense=False
         )
 
+    def with_earlier(self, count: int) -> LazyMask:
+        """See `Visibility.with_earlier`."""
+        new, first = self.new_tokens + count, self.first_column - count
+        return replace(self, new_tokens=new, first_column=first, _dense=None, _is_dense=False)
+
     def at(self, rows: Tensor, columns: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """See `Visibility.at`: (m, t', s) bool."""
         device = columns.device
@@ -162,6 +167,13 @@ class TensorMask:
         """See `Visibility.without_last`."""
         end = self.new_tokens - count
         return replace(self, allowed=self.allowed[:, :end], new_tokens=end)
+
+    def with_earlier(self, count: int) -> TensorMask:
+        """Refused: this mask says nothing of the forward before it."""
+        raise CacheMisuse(
+            f"a 4-D attention_mask is for one forward, and {count} tokens of the one before it may still be taken "
+            "back; pass a 2-D mask"
+        )
 
 
 def lazy_mask(

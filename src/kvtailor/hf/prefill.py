@@ -19,7 +19,7 @@ from kvtailor.plan import Plan
 from kvtailor.repeat import Piece
 from kvtailor.types import Repetition
 
-__all__ = ["INSTRUCTION", "begin", "instruction_of", "prefill", "read", "repetitions"]
+__all__ = ["INSTRUCTION", "begin", "fed", "instruction_of", "prefill", "read", "repetitions"]
 
 INSTRUCTION = "\n\nNow repeat all of the text above, word for word:\n"
 """What the model is told before it repeats a piece of its context, where a tokenizer is at hand."""
@@ -114,12 +114,12 @@ def read(
         logits = []
         for first, last in _pieces(ids.shape[1], chunk):
             seen = None if mask is None else mask[:, : before + last]
-            logits.append(_fed(model, cache, ids[:, first:last], seen, last_only))
+            logits.append(fed(model, cache, ids[:, first:last], seen, keep=int(last_only)))
             if last_only:
                 logits = logits[-1:]
         for piece, new in passes:
             with cache.repeating(piece):
-                _fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), True)
+                fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
         if hold:
             rows, tokens = ids.shape
             route.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))
@@ -212,9 +212,9 @@ def _joined(mask: Tensor | None, real: Tensor, columns: int) -> Tensor | None:
     return torch.cat([before, real], 1).to(torch.int64)
 
 
-def _fed(model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, last_only: bool) -> Tensor:
-    """Logits of new tokens (b, t), at the positions that `generate()` would give them."""
-    options: dict[str, Any] = {"logits_to_keep": 1} if last_only else {}
+def fed(model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, *, keep: int = 0) -> Tensor:
+    """Logits of new tokens (b, t), or the last `keep` of them, at the positions that `generate()` would give them."""
+    options: dict[str, Any] = {"logits_to_keep": keep} if keep else {}
     if mask is not None:
         options["attention_mask"] = mask
         if "position_ids" in inspect.signature(model.forward).parameters:

@@ -1,0 +1,87 @@
+"""Retrieval: the chunks whose mean key the last query of the prompt looks at.
+
+*Idea*: a small part of a long context is what a model reads while it goes on writing, and it lies in runs. Each chunk
+of held tokens is scored by its mean key with the last queries, and the best chunks stay whole; the first one, which
+holds the sinks, outranks all. Made for the cache of a draft: what it misses costs speed and no token.
+
+*Paper*: "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical Speculative Decoding", arXiv
+2404.11912, section 4.1; our `chunk` = its chunk size, 8; `window` = 1 is its last query.
+
+*Source*: the paper and a description of its implementation.
+
+*Departs*: the implementation has one query head for each kv head; here a group's queries are averaged, which ranks as
+the sum of their logits does. Budgets are exact, so of the last chunk that fits in part the earliest tokens stay. The
+newest `window` tokens always stay. Tokens that are written later are added, where the implementation lets them take the
+place of the lowest chunks: give a slack, or refresh the cache.
+
+*Cost*: the last `window` queries; one pass over the keys and a scratch of one key for each chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtailor.score.contract import Scorer
+from kvtailor.types import Held, Needs
+
+__all__ = ["Retrieval"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieval(Scorer):
+    """Logit of a chunk's mean key.
+
+    Attributes:
+        chunk: tokens of a chunk.
+        window: newest queries whose mean asks, and newest tokens that always stay.
+    """
+
+    chunk: int = 8
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"retrieval: chunk must be at least 1 token, found {self.chunk}; the paper uses 8")
+        if self.window < 1:
+            raise ValueError(f"retrieval: window must be at least 1 query, found {self.window}; the paper uses 1")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.window)
+
+    @property
+    def recents(self) -> int:
+        return self.window
+
+    def score(self, held: Held) -> Tensor:
+        """(b, h, n) float32, the same for all tokens of a chunk. Chunks are counted from each row's first held token.
+
+        Raises:
+            ValueError: no queries were gathered.
+        """
+        if held.queries is None or held.query_columns is None:
+            raise ValueError(
+                f"retrieval scores by the last {self.window} queries, but none were gathered; "
+                f"observe with Needs(window={self.window})"
+            )
+        b, h, n, d = held.keys.shape
+        own = held.positions[:, 0, None] == held.query_columns[None, :, None]
+        asks = (own & held.valid[:, 0, None]).any(-1).float()
+        queries = held.queries.float().unflatten(1, (h, -1)).mean(2)
+        asked = (queries * asks[:, None, :, None]).sum(2) / asks.sum(-1).clamp(min=1)[:, None, None]
+        # Each token's chunk; what is no token goes to one more, which nobody looks at.
+        last = -(-n // self.chunk)
+        place = torch.div(held.valid.cumsum(-1) - 1, self.chunk, rounding_mode="floor").masked_fill(~held.valid, last)
+        keys = held.keys.float().masked_fill(~held.valid[..., None], 0.0)
+        mean = keys.new_zeros((b, h, last + 1, d)).scatter_add(2, place[..., None].expand(-1, -1, -1, d), keys)
+        count = keys.new_zeros((b, h, last + 1)).scatter_add(2, place, held.valid.float())
+        scores: Tensor = (mean / count.clamp(min=1)[..., None] * asked[:, :, None]).sum(-1)
+        scores[..., 0] = scores[..., :last].masked_fill(count[..., :last] == 0, -torch.inf).amax(-1) + 1
+        return scores.gather(2, place)
+
+    def flops(self, *, tokens: int, group: int, size: int) -> int:
+        """d for each token to sum its chunk, and 3 d for each chunk: the division, and the product with the query."""
+        return size * tokens + 3 * size * -(-tokens // self.chunk)

@@ -1,0 +1,142 @@
+"""The room `speculate`: who drafts, how drafts are judged, and how many tokens are drafted at once.
+
+Shape letters are those of `types`; `k` is the number of drafted tokens and `v` the size of the vocabulary. `ids` (b, n)
+are all columns of the text, padding included. Their last column was chosen but not read by any model yet, so a reader
+has seen at most n - 1.
+
+The rows of a batch go in step: what is taken of a round is what the row with the shortest accepted run takes. The
+others take accepted tokens alone, which are as good as any, and draft anew what they had beyond.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Draft", "Judged", "Lookahead", "Measured", "Proposal", "Reader", "Rule"]
+
+
+class Reader(Protocol):
+    """A model over a cache that can be taken back."""
+
+    @property
+    def seen(self) -> int:
+        """Columns read."""
+        ...
+
+    def read(self, tokens: Tensor, keep: int) -> Tensor:
+        """Reads new tokens (b, t) and gives the logits (b, keep, v) after the last `keep` of them."""
+        ...
+
+    def retract(self, length: int) -> None:
+        """Forgets what it has read beyond so many columns, which must have come since `settle`."""
+        ...
+
+    def settle(self) -> None:
+        """What has been read stays: the plan may now evict and encode it."""
+        ...
+
+    def room(self) -> int | None:
+        """Tokens that, read at once, are read as they would be one by one; None: any number."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when the device has done what it was asked, so that clocks tell the truth."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Drafted tokens (b, k), and what the draft said before it chose each, as its rule keeps it (b, k, ...)."""
+
+    tokens: Tensor
+    said: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What became of a proposal: (b,) int64 how many tokens were accepted, and (b,) the token that follows them."""
+
+    accepted: Tensor
+    following: Tensor
+
+
+class Rule(ABC):
+    """How tokens are chosen, and drafted ones judged. A subclass is a frozen, keyword-only dataclass."""
+
+    @abstractmethod
+    def said(self, logits: Tensor) -> Tensor:
+        """What is kept of logits (..., v) until a token is judged."""
+
+    @abstractmethod
+    def pick(self, said: Tensor) -> Tensor:
+        """(...) int64 a token for each."""
+
+    @abstractmethod
+    def judge(self, target: Tensor, proposal: Proposal) -> Judged:
+        """Accepts a run of drafted tokens from the first on, so that what is emitted is distributed as the target's.
+
+        Args:
+            target: (b, k + 1, ...) what the target says at each drafted token's place, and after all of them.
+            proposal: the k tokens, drawn from `proposal.said`.
+        """
+
+
+class Draft(ABC):
+    """Somebody who guesses what comes next. It has a state: what it has read."""
+
+    @abstractmethod
+    def propose(self, ids: Tensor, count: int) -> Proposal:
+        """At most `count` tokens, at least one, to follow the columns `ids`; each drawn from what it says."""
+
+    @abstractmethod
+    def retract(self, length: int) -> None:
+        """So many columns are right of what it has read, and the rest is to be forgotten."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """What it has read stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run has measured so far; costs in seconds, None where nothing was measured yet.
+
+    Attributes:
+        plain: a token of plain decoding.
+        draft: a drafted token.
+        verify: a verification, all included.
+        verified: drafted tokens of such a verification, on average.
+        acceptance: share of drafted tokens that were accepted, counted up to the first rejection.
+    """
+
+    plain: float | None = None
+    draft: float | None = None
+    verify: float | None = None
+    verified: float = 0.0
+    acceptance: float | None = None
+
+    def gain(self, count: int) -> float | None:
+        """Speed over plain decoding with so many drafted tokens at once; None where a cost is not known.
+
+        A run of geometrically distributed length: (1 - a^(k+1)) / (1 - a) tokens for k drafts and a verification,
+        whose cost grows linearly from that of a plain token.
+        """
+        if self.plain is None or self.draft is None or self.verify is None or self.acceptance is None:
+            return None
+        slope = max(0.0, self.verify - self.plain) / self.verified if self.verified else 0.0
+        start = min(self.plain, self.verify)
+        a = min(self.acceptance, 0.999)
+        tokens = (1 - a ** (count + 1)) / (1 - a)
+        return tokens * self.plain / (count * self.draft + start + slope * count)
+
+
+class Lookahead(ABC):
+    """How many tokens to draft at once. A subclass is a frozen, keyword-only dataclass."""
+
+    @abstractmethod
+    def length(self, measured: Measured) -> int:
+        """k, at least 1."""

@@ -1,0 +1,129 @@
+"""The loop: rounds and plain tokens until enough was said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from kvtailor.speculate.contract import Draft, Reader, Rule
+from kvtailor.speculate.controller import Controller
+from kvtailor.speculate.rounds import next_token, verified
+from kvtailor.speculate.statistics import Level, Statistics
+
+__all__ = ["Decoding"]
+
+
+class Decoding:
+    """One run of a batch.
+
+    Args:
+        target: has read all columns of the prompt.
+        draft: None: plain decoding.
+        rule: chooses and judges.
+        controller: how many tokens to draft; asked only where there is a draft.
+        levels: counts; the first of them is the target's. Empty without a draft.
+        eos: tokens that end a row.
+        pad: what ended rows emit; needed where there are several.
+        refresh: emitted tokens after which the draft makes anew what it remembers; None: never.
+        renew: how it does so, from the columns so far, of which it reads all but the last.
+        emit: called with (b, t) tokens as soon as they are certain, in order.
+    """
+
+    def __init__(
+        self,
+        target: Reader,
+        draft: Draft | None,
+        rule: Rule,
+        controller: Controller,
+        levels: tuple[Level, ...],
+        *,
+        eos: Collection[int] = (),
+        pad: int = 0,
+        refresh: int | None = None,
+        renew: Callable[[Tensor], None] | None = None,
+        emit: Callable[[Tensor], None] | None = None,
+    ):
+        self.target, self.draft, self.rule, self.controller = target, draft, rule, controller
+        self.pad, self.refresh, self.renew, self.emit = pad, refresh, renew, emit
+        self.eos = torch.tensor(sorted(eos), dtype=torch.int64)
+        self.statistics = Statistics(levels=levels)
+        self._stale = self._told = 0
+
+    def run(self, ids: Tensor, first: Tensor, count: int) -> Tensor:
+        """The columns `ids` (b, n) of the prompt, and `count` or fewer tokens after them, of which `first` (b,) is one.
+
+        It stops after the token with which the last row ends.
+        """
+        self.live = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)
+        ids = self._taken(ids, first[:, None])
+        end = ids.shape[1] + count - 1
+        started = perf_counter()
+        while ids.shape[1] < end and bool(self.live.any()):
+            ids = self._advanced(ids, end - ids.shape[1])
+        self.target.wait()
+        self.statistics.seconds = perf_counter() - started
+        self.statistics.plain_seconds = self.controller.measured.plain
+        return ids
+
+    def _advanced(self, ids: Tensor, most: int) -> Tensor:
+        room = self.target.room()
+        # A verification reads the last token too, and gives one more than was drafted.
+        longest = min(most - 1, most if room is None else room - 1)
+        count = min(self.controller.length(), longest) if self.draft is not None and longest > 0 else 0
+        if self.draft is None or count < 1:
+            return self._plain(ids)
+        return self._round(self.draft, ids, count)
+
+    def _plain(self, ids: Tensor) -> Tensor:
+        started = perf_counter()
+        tokens = next_token(self.target, self.rule, ids).tokens
+        self.target.settle()
+        self.target.wait()
+        self.controller.plain_took(perf_counter() - started)
+        ids = self._taken(ids, tokens)
+        self.statistics.tokens += 1
+        self.statistics.plain_tokens += 1
+        return ids
+
+    def _round(self, draft: Draft, ids: Tensor, count: int) -> Tensor:
+        before, started = ids.shape[1], perf_counter()
+        if self.refresh is not None and self.renew is not None and self._stale >= self.refresh:
+            self.renew(ids)
+            self._stale = 0
+        proposal = draft.propose(ids, count)
+        self.target.wait()
+        drafted = perf_counter()
+        level = self.statistics.levels[0]
+        given = verified(self.target, self.rule, ids, proposal, self.live, level)
+        ids = self._taken(ids, given.tokens)
+        # Of an accepted run that goes on after the text's end, nothing stays.
+        for each in (self.target, draft):
+            each.retract(ids.shape[1] - 1)
+            each.settle()
+        self.target.wait()
+        self.controller.round_took(
+            proposal.tokens.shape[1], drafted - started, perf_counter() - drafted, given.accepted, given.judged
+        )
+        emitted = ids.shape[1] - before
+        level.emitted += self._told
+        self.statistics.tokens += emitted
+        self._stale += emitted
+        return ids
+
+    def _taken(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """The text with new tokens (b, t), as far as any row still goes on."""
+        ends = torch.isin(tokens, self.eos.to(tokens.device)) & self.live[:, None]
+        ended = ends.to(torch.int64).cumsum(1)
+        over = (ended - ends.to(torch.int64) > 0) | ~self.live[:, None]
+        tokens = tokens.masked_fill(over, self.pad)
+        alive = (self.live[:, None] & (ended == 0)).any(0)
+        length = tokens.shape[1] if bool(alive.all()) else int(alive.to(torch.int64).argmin()) + 1
+        self.live = self.live & (ended[:, length - 1] == 0)
+        tokens = tokens[:, :length]
+        self._told = int((~over[:, :length]).sum())
+        if self.emit is not None:
+            self.emit(tokens)
+        return torch.cat([ids, tokens], 1)

@@ -1,0 +1,24 @@
+"""Fixed: the same number of drafted tokens in every round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtailor.speculate.contract import Lookahead, Measured
+
+__all__ = ["Fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Lookahead):
+    """Always `tokens`."""
+
+    tokens: int = 4
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"gamma must be at least 1 drafted token, found {self.tokens}")
+
+    def length(self, measured: Measured) -> int:
+        """See `Lookahead.length`."""
+        return self.tokens
