@@ -34,7 +34,7 @@ cost: $(READY)
 	.venv/bin/python docs/write_cost.py results/scoring
 	.venv/bin/python docs/write_methods.py
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/kvtailor/ops/cpu/*.cpp src/kvtailor/ops/cpu/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'
 	@echo "setting up .venv (downloads a few hundred MB, once)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv

@@ -93,12 +93,20 @@ def test_check_without_faults() -> None:
     assert read["faults"] == [] and read["compressed_layers"] == list(range(read["layers"]))
 
 
+def test_check_says_what_runs_on_this_machine() -> None:
+    (few, *_) = last_object(call("check", "kivi4", "--json"))["twins"]
+    assert few["operation"].startswith("attention of up to") and few["why"]
+    (forced,) = last_object(call("--twins", "reference", "check", "kivi4", "--json"))["twins"]
+    assert forced["why"] == "the reference is forced" and forced["twin"] != few["twin"]
+    assert last_object(call("check", "kivi4", "--json"))["twins"][0] == few
+
+
 def test_check_says_all_faults() -> None:
     found = call("check", "snapk + adakv(floor=7) @ tokens=3, keep=1", "--json")
     assert found.exit_code == 2
     read = last_object(found)
     assert len(read["faults"]) == 3 and read["plan"] is None and read["hash"] is None
-    assert found.stderr.count("fault: ") == 3 and "fault" not in found.stdout.rsplit("{", 1)[0]
+    assert found.stderr.count("fault: ") == 3 and "fault" not in "".join(found.stdout.splitlines()[:-1])
 
 
 @pytest.fixture

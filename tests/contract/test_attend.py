@@ -259,7 +259,8 @@ def test_sixteen_bits(kind: type[Attention], dtype: torch.dtype, mix: str, new: 
     made = case(SIZES[0], mix, new, dtype=dtype, padded=True, seed=11)
     got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1, facts=STILL)
     assert got.output.dtype == dtype
-    tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
+    # `naive` decodes, which rounds to 16 bits; codes that are read as they are stored are rounded once, in the end.
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-2
     assert close(got.output, naive(made, 0.1)[0], tolerance)
 
 

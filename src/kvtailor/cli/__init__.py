@@ -69,7 +69,13 @@ class Refusal(click.ClickException):
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(kvtailor.__version__, prog_name="kvtailor")
-def main() -> None:
+@click.option(
+    "--twins",
+    type=click.Choice(["auto", "reference"]),
+    help="reference: no compiled kernels, only the plain forms that they are tested against.",
+)
+@click.pass_context
+def main(ctx: click.Context, twins: str | None) -> None:
     """kvtailor cuts an LLM's KV cache to measure.
 
     \b
@@ -78,3 +84,7 @@ def main() -> None:
     kvtailor run --plan "snapkv @ tokens=256" ...    text from a compressed cache
     kvtailor bench                                   what each plan costs and buys
     """
+    if twins is not None:
+        from kvtailor.ops.twins import using
+
+        ctx.with_resource(using(twins))

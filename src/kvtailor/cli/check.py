@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -27,9 +28,12 @@ __all__ = ["command"]
 def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_json: bool) -> None:
     """Check PLAN, a line or a TOML file. Exit code 0: no fault; 2: faults, each a sentence on standard error.
 
-    A model's weights are not loaded, only its configuration.
+    A model's weights are not loaded, only its configuration. Also says which kernels run on this machine, and why.
     """
+    import torch
+
     from kvtailor.errors import PlanError
+    from kvtailor.ops.twins import explained
 
     parsed, geometry = None, None
     faults: list[str] = []
@@ -54,8 +58,12 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_jso
         click.echo(f"fault: {fault}", err=True)
     if not faults:
         click.echo(f"no fault: {parsed}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choices = explained(device, torch.bfloat16)
     for note in notes:
         click.echo(note)
+    for choice in choices:
+        click.echo(f"{choice.operation} on {device.type}: {choice.twin} ({choice.why})")
     if as_json:
         click.echo(
             json.dumps(
@@ -67,6 +75,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_jso
                     "layers": None if geometry is None else geometry.layers,
                     "compressed_layers": None if geometry is None else list(geometry.compressed),
                     "notes": notes,
+                    "twins": [{"device": device.type, **asdict(choice)} for choice in choices],
                 }
             )
         )

@@ -1,6 +1,7 @@
 """Attention over segments: chooses the fast form for what is held, the number of new tokens and the dtype.
 
-Many queries on one uniform part go through `ops.prompt`; everything else is lanes (`ops.lanes`, `ops.folded`).
+Many queries on one uniform part go through `ops.prompt`; few queries read each part as it is stored where `ops.twins`
+knows how; everything else is decoded lanes (`ops.lanes`, `ops.folded`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.ops import twins
+from kvtailor.ops.coded import Coded, PairSegment, Whole
 from kvtailor.ops.folded import folded, merge, suits
 from kvtailor.ops.lanes import Lanes, joint
 from kvtailor.ops.prompt import causal, masked, query_blocks, with_mass
-from kvtailor.types import Layout, Reading, Segment, Visibility
+from kvtailor.types import Layout, PlainSegment, Reading, Segment, Visibility
 
 __all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes"]
 
@@ -50,6 +53,10 @@ def read_all(
         weight: (b, t) float32: how much each query counts for the mass, see `counting`; None: no mass.
     """
     layout = parts[-1].layout
+    if weight is None and query.shape[2] <= twins.MOST_QUERIES:
+        stored = [_stored(part) for part in parts]
+        if any(sides and twins.coded_attention(query, *sides) for sides in stored):
+            return _as_stored(query, parts, stored, visible, scaling)
     readings = [part.reading() for part in parts]
     plain = len(parts) == 1 and layout.owner is None and layout.lengths is None and readings[0].plain
     if plain and query.shape[2] >= _PROMPT and (weight is not None or visible.causal_only or layout.start is not None):
@@ -93,6 +100,61 @@ def _prompt(
     if visible.causal_only and n == t:
         return Read(output=causal(cast, keys, values, scaling).to(query.dtype))
     return Read(output=masked(cast, keys, values, scaling, sees).to(query.dtype))
+
+
+def _stored(part: Segment) -> tuple[Coded, Coded] | None:
+    """The two sides of a part as they are stored, where they say all that attention has to know."""
+    if isinstance(part, PlainSegment):
+        return Whole(states=part.keys), Whole(states=part.values)
+    # A codec with a reading of its own gives attention other values than those it decodes.
+    if isinstance(part, PairSegment) and type(part).reading is Segment.reading:
+        return part.keys, part.values
+    return None
+
+
+def _as_stored(
+    query: Tensor,
+    parts: Sequence[Segment],
+    stored: Sequence[tuple[Coded, Coded] | None],
+    visible: Visibility,
+    scaling: float,
+) -> Read:
+    """Attention that decodes only those parts which nothing reads as they are stored."""
+    b, q, t, d = query.shape
+    h, device = parts[-1].layout.heads, query.device
+    grouped = query.reshape(b * h, q // h, t, d)
+    found, rest = [], []
+    for part, sides in zip(parts, stored, strict=True):
+        layout, newest = part.layout, part is parts[-1]
+        reading = None
+        if sides is None:
+            reading = part.reading()
+            if reading.shared is None:
+                sides = Whole(states=reading.keys), Whole(states=reading.values)
+        attend = None if sides is None else twins.coded_attention(grouped, *sides)
+        if attend is None or sides is None:
+            mask = lane_sees(layout, visible, 0, t, newest=newest, device=device)
+            rest.append(lanes_of(layout, reading or part.reading(), mask))
+            continue
+        # Filler at a lane's end needs no mask: a kernel stops there.
+        full = visible.causal_only and (not newest or t == 1)
+        out, lse = attend(
+            grouped,
+            *sides,
+            scaling=scaling,
+            owner=layout.owner,
+            lengths=layout.lengths,
+            visible=None if full else lane_sees(layout, visible, 0, t, newest=newest, device=device),
+            log_weight=None if reading is None else reading.log_weight,
+        )
+        if reading is not None and reading.lift is not None:
+            seen = (lse > -torch.inf).to(out.dtype).flatten(1)
+            out = reading.lift.of_sums(out.flatten(1, 2), seen).unflatten(1, (q // h, t))
+        found.append((out, lse))
+    if rest:
+        found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling)[:2])
+    out, lse = merge(found)
+    return Read(output=out.to(query.dtype).reshape(b, q, t, -1), lse=lse.reshape(b, q, t))
 
 
 def _few(
@@ -160,6 +222,17 @@ def read_lanes(query: Tensor, heads: int, lanes: Sequence[Lanes], scaling: float
     """
     b, q, t, d = query.shape
     grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
+    if weight is None and all(part.lift is None and part.shared is None for part in lanes):
+        sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
+        how = [twins.coded_attention(grouped, *each) for each in sides]
+        if all(how):
+            found = [
+                attend(grouped, *each, scaling=scaling, owner=p.owner, visible=p.visible, log_weight=p.log_weight)
+                for p, each, attend in zip(lanes, sides, how, strict=True)
+                if attend is not None
+            ]
+            out, lse = merge(found)
+            return Read(output=out.to(query.dtype).reshape(b, q, t, -1), lse=lse.reshape(b, q, t))
     fused = [part for part in lanes if weight is None and suits(grouped, part)]
     if fused:
         rest = [part for part in lanes if not suits(grouped, part)]

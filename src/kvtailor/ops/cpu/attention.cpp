@@ -1,0 +1,367 @@
+// Attention of a few queries over lanes in any of the layouts, in one pass over their bytes.
+//
+// A piece of work is a run of slots of one lane. Its tokens are taken a block at a time: logits of all query rows, a
+// running softmax, weighted sums. What each piece found (its highest logit, its sum, its outputs) is merged by owner in
+// the end. Sums are float32.
+#include "codes.h"
+#include "plain.h"
+
+typedef void (*Body)(int64_t begin, int64_t end, void* context);
+// torch_parallel_for of torch's stable C interface (torch/csrc/stable/c/shim.h).
+typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
+
+// Mirrored field by field in library.py.
+struct Call {
+  const float* query;  // (owners, rows, keys.size)
+  Side keys, values;
+  const int64_t* owner;     // (m,) ascending; null: lane i belongs to owner i
+  const int32_t* lengths;   // (m,) filled slots; null: all
+  const uint8_t* visible;   // null: all slots are seen
+  const float* log_weight;  // (m, s); null: none
+  float* out;               // (owners, rows, values.size)
+  float* lse;               // (owners, rows)
+  float* found;             // kvtailor_found() floats
+  float* room;              // kvtailor_room() floats
+  ParallelFor parallel_for;
+  int64_t visible_lane, visible_query, visible_slot;  // strides in bytes, 0 where it is broadcast
+  int64_t owners, lanes, slots, rows, queries, chunk, threads;
+  double scaling;
+};
+
+namespace {
+
+constexpr int64_t TILE = 16;  // tokens that are decoded at once
+
+int64_t padded(int64_t size) { return (size + 2 * W - 1) / (2 * W) * (2 * W); }
+
+int64_t groups_of(const Side& side) { return side.kind == TOKEN_CODES ? side.size / side.group : 1; }
+
+// Whether logits of codes, or sums of coded values, are taken from the codes as they lie.
+bool keys_fused(const Side& side) {
+  return whole_words(side) && (side.kind == CHANNEL_CODES || groups_of(side) == 1);
+}
+
+bool values_fused(const Side& side) {
+  const int64_t groups = groups_of(side);
+  return whole_words(side) && side.kind == TOKEN_CODES && (groups == 1 || (groups <= W && side.group % 4 == 0));
+}
+
+// Where channel c comes to lie when the side's tokens are read as they are.
+int64_t place(const Side& side, bool fused, int64_t c) {
+  if (fused) return place_of_code(side, c);
+  if (side.kind != BFLOAT16 || side.size % (2 * W)) return c;
+  return c / (2 * W) * (2 * W) + BF16::place((int)(c % (2 * W)));
+}
+
+// What all pieces of a call know, and how much room each thread has.
+struct Tables {
+  const Call& call;
+  int64_t wide_keys = padded(call.keys.size), wide_values = padded(call.values.size);
+  bool fused_keys = keys_fused(call.keys), fused_values = values_fused(call.values);
+  int32_t* key_place = (int32_t*)call.room;            // of each channel
+  int32_t* key_channel = key_place + wide_keys;        // at each place
+  int32_t* value_place = key_channel + wide_keys;
+  int32_t* scale_lanes = value_place + wide_values;    // see Scales
+  float* rooms = (float*)(scale_lanes + wide_values + W);
+
+  int64_t own() const { return 2 * wide_keys + 2 * wide_values + W; }
+
+  int64_t widest() const { return wide_keys > wide_values ? wide_keys : wide_values; }
+
+  // Scaled queries, the same times scales, their sums; logits; hidden columns; decoded tokens; scales.
+  int64_t each() const {
+    const int64_t queries = call.rows * (2 * wide_keys + 1), logits = (call.rows + call.queries) * BLOCK;
+    const int64_t of_keys = 4 * wide_keys + 2 * BLOCK, of_values = 2 * (BLOCK * groups_of(call.values) + W);
+    return queries + logits + (TILE + 3) * widest() + of_keys + of_values + W;
+  }
+
+  void fill() const {
+    for (int64_t c = 0; c < wide_keys; c++) key_channel[c] = 0;
+    for (int64_t c = 0; c < wide_keys; c++)
+      key_channel[key_place[c] = (int32_t)(c < call.keys.size ? place(call.keys, fused_keys, c) : c)] = (int32_t)c;
+    for (int64_t c = 0; c < call.values.size; c++) value_place[c] = (int32_t)place(call.values, fused_values, c);
+    if (!fused_values) return;
+    const int64_t kinds = 8 / call.values.bits, bytes = call.values.size / kinds, words = W / folds(call.values);
+    for (int64_t v = 0; v * 4 * words < bytes; v++)
+      for (int64_t kind = 0; kind < kinds; kind++)
+        for (int64_t i = 0; i < W; i++)
+          scale_lanes[(v * kinds + kind) * W + i] =
+              (int32_t)((v * 4 * words + i % words * 4 + kind * bytes) / call.values.group);
+  }
+};
+
+// Logits become weights relative to the highest so far; what was found before is scaled to it.
+void soften(float* logits, int64_t count, float* top, float* total, float* out, int64_t size) {
+  const int64_t wide = padded(count);
+  for (int64_t t = count; t < wide; t++) logits[t] = NOTHING;
+  F high = all(NOTHING);
+  for (int64_t t = 0; t < wide; t += W) high = larger(load<F>(logits + t), high);
+  const float now = highest(high);
+  if (now > *top) {
+    const float fade = *top == NOTHING ? 0.f : exponential(all(*top - now))[0];
+    *total *= fade;
+    for (int64_t c = 0; c < size; c += W) store(out + c, load<F>(out + c) * fade);
+    *top = now;
+  }
+  const float shift = *top == NOTHING ? 0.f : *top;
+  F added{};
+  for (int64_t t = 0; t < wide; t += W) {
+    const F weight = exponential(load<F>(logits + t) - shift);
+    store(logits + t, weight);
+    added += weight;
+  }
+  *total += sum(added);
+}
+
+struct Piece {
+  const Call& call;
+  const Tables& tables;
+  int64_t lane, rows = call.rows;
+  float *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales;
+
+  Piece(const Call& call, const Tables& tables, int64_t lane, float* room) : call(call), tables(tables), lane(lane) {
+    query = room, folded = query + rows * tables.wide_keys, sums_at = folded + rows * tables.wide_keys;
+    logits_at = sums_at + rows, hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
+    scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
+    value_scales = key_scales + 4 * tables.wide_keys + 2 * BLOCK;
+    const int64_t size = call.keys.size;
+    const float* from = call.query + (call.owner ? call.owner[lane] : lane) * rows * size;
+    for (int64_t r = 0; r < rows; r++, from += size) {
+      float* mine = query + r * tables.wide_keys;
+      sums_at[r] = 0;
+      for (int64_t c = size; c < tables.wide_keys; c++) mine[c] = 0;
+      for (int64_t c = 0; c < size; c++) {
+        const float scaled = from[c] * (float)call.scaling;
+        mine[tables.key_place[c]] = scaled;
+        sums_at[r] += scaled;
+      }
+    }
+  }
+
+  const char* data(const Side& side, int64_t first) const {
+    return (const char*)side.data + lane * side.lane_bytes + first * side.slot_bytes;
+  }
+
+  static void widen_table(const Side& side, const void* table, int64_t at, int64_t size, float* to) {
+    widen(side.scales, (const char*)table + at * (side.scales == FLOAT32 ? 4 : 2), size, to);
+  }
+
+  // Whether any of the block's tokens is seen; `hidden` then is what their logits are to be raised by.
+  bool look(int64_t first, int64_t count) const {
+    if (!call.visible) return true;
+    bool any = false;
+    for (int64_t i = 0; i < call.queries; i++) {
+      const uint8_t* sees = call.visible + lane * call.visible_lane + i * call.visible_query + first * call.visible_slot;
+      for (int64_t t = 0; t < count; t++) {
+        hidden[i * BLOCK + t] = sees[t * call.visible_slot] ? 0.f : NOTHING;
+        any |= sees[t * call.visible_slot] != 0;
+      }
+    }
+    return any;
+  }
+
+  void raise(int64_t first, int64_t count) const {
+    for (int64_t r = 0; r < rows; r++) {
+      float* mine = logits_at + r * BLOCK;
+      const float* blind = hidden + r % call.queries * BLOCK;
+      if (call.visible)
+        for (int64_t t = 0; t < count; t++) mine[t] += blind[t];
+      if (call.log_weight)
+        for (int64_t t = 0; t < count; t++) mine[t] += call.log_weight[lane * call.slots + first + t];
+    }
+  }
+
+  // Calls `each` with tokens of one plain type, their stride, their place and number, until all were seen.
+  template <class Each> void over(const Side& side, int64_t wide, int64_t first, int64_t count, Each each) const {
+    const char* from = data(side, first);
+    if (side.size == wide && side.kind == FLOAT32) return each(F32(), from, side.slot_bytes, 0, count);
+    if (side.size == wide && side.kind == BFLOAT16) return each(BF16(), from, side.slot_bytes, 0, count);
+    if (side.size == wide && side.kind == FLOAT16) return each(F16(), from, side.slot_bytes, 0, count);
+    for (int64_t i = 0; i < count; i += TILE) {
+      const int64_t part = count - i < TILE ? count - i : TILE;
+      decode(side, lane, call.slots, first + i, part, wide, tile, scales);
+      each(F32(), (const char*)tile, wide * 4, i, part);
+    }
+  }
+
+  // Scales of a run of tokens go into the queries, minima into what is added to its logits.
+  void logits_by_run(int64_t first, int64_t count) const {
+    const Side& keys = call.keys;
+    const int64_t wide = tables.wide_keys;
+    float *natural = key_scales, *step = natural + wide, *low = step + wide;
+    for (int64_t t = first; t < first + count;) {
+      const int64_t run = t / keys.group, end = (run + 1) * keys.group < first + count ? (run + 1) * keys.group : first + count;
+      const int64_t at = (lane * keys.runs + run) * keys.size;
+      widen_table(keys, keys.step, at, keys.size, natural);
+      for (int64_t c = 0; c < wide; c++) step[c] = natural[tables.key_channel[c]];
+      widen_table(keys, keys.low, at, keys.size, natural);
+      for (int64_t c = 0; c < wide; c++) low[c] = natural[tables.key_channel[c]];
+      float* to = logits_at + (t - first);
+      for (int64_t r = 0; r < rows; r++) {
+        F added{};
+        for (int64_t c = 0; c < wide; c += W) {
+          const F mine = load<F>(query + r * wide + c);
+          store(folded + r * wide + c, mine * load<F>(step + c));
+          added += mine * load<F>(low + c);
+        }
+        sums_at[r] = sum(added);
+      }
+      with_codes(keys, [&](auto codes) {
+        products<decltype(codes)>(Rows{folded, wide}, rows, data(keys, t), keys.slot_bytes, end - t, to, BLOCK);
+      });
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < end - t; i++) to[r * BLOCK + i] += sums_at[r];
+      t = end;
+    }
+  }
+
+  void logits_by_token(int64_t first, int64_t count) const {
+    const Side& keys = call.keys;
+    with_codes(keys, [&](auto codes) {
+      products<decltype(codes)>(Rows{query, tables.wide_keys}, rows, data(keys, first), keys.slot_bytes, count, logits_at,
+                                BLOCK);
+    });
+    float *step = key_scales, *low = step + BLOCK;
+    widen_table(keys, keys.step, lane * call.slots + first, count, step);
+    if (keys.low) widen_table(keys, keys.low, lane * call.slots + first, count, low);
+    else
+      for (int64_t t = 0; t < count; t++) low[t] = step[t] * -(float)((1 << (keys.bits - 1)) - 1);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t t = 0; t < count; t++)
+        logits_at[r * BLOCK + t] = logits_at[r * BLOCK + t] * step[t] + sums_at[r] * low[t];
+  }
+
+  void sum_codes(int64_t first, int64_t count, float* out) const {
+    const Side& values = call.values;
+    const int64_t groups = groups_of(values), at = (lane * call.slots + first) * groups;
+    float *step = value_scales, *low = step + BLOCK * groups + W;
+    widen_table(values, values.step, at, count * groups, step);
+    if (values.low) widen_table(values, values.low, at, count * groups, low);
+    const float zero = (float)((1 << (values.bits - 1)) - 1);
+    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, groups, zero};
+    with_codes(values, [&](auto codes) {
+      weighted<decltype(codes)>(logits_at, BLOCK, rows, data(values, first), values.slot_bytes, count, found, out,
+                                tables.wide_values);
+    });
+  }
+
+  void block(int64_t first, int64_t count, float* tops, float* totals, float* out) const {
+    if (!look(first, count)) return;
+    const int64_t wide = tables.wide_keys, width = tables.wide_values;
+    if (tables.fused_keys && call.keys.kind == CHANNEL_CODES) logits_by_run(first, count);
+    else if (tables.fused_keys) logits_by_token(first, count);
+    else
+      over(call.keys, wide, first, count, [&](auto type, const char* keys, int64_t stride, int64_t at, int64_t n) {
+        logits<decltype(type)>(query, rows, wide, keys, stride, n, logits_at + at);
+      });
+    raise(first, count);
+    for (int64_t r = 0; r < rows; r++)
+      soften(logits_at + r * BLOCK, count, tops + r, totals + r, out + r * width, width);
+    if (tables.fused_values) return sum_codes(first, count, out);
+    over(call.values, width, first, count, [&](auto type, const char* values, int64_t stride, int64_t at, int64_t n) {
+      mix<decltype(type)>(logits_at + at, rows, values, stride, n, out, width);
+    });
+  }
+};
+
+int64_t chunks(const Call& call) { return (call.slots + call.chunk - 1) / call.chunk; }
+
+void piece(const Call& call, const Tables& tables, int64_t index, float* room) {
+  const int64_t lane = index / chunks(call), first = index % chunks(call) * call.chunk;
+  const int64_t filled = call.lengths ? call.lengths[lane] : call.slots;
+  const int64_t end = first + call.chunk < filled ? first + call.chunk : filled;
+  float* tops = call.found + index * call.rows * (2 + tables.wide_values);
+  float *totals = tops + call.rows, *out = totals + call.rows;
+  for (int64_t r = 0; r < call.rows; r++) tops[r] = NOTHING, totals[r] = 0;
+  for (int64_t i = 0; i < call.rows * tables.wide_values; i++) out[i] = 0;
+  if (first >= end) return;
+  const Piece work(call, tables, lane, room);
+  for (int64_t t = first; t < end; t += BLOCK)
+    work.block(t, end - t < BLOCK ? end - t : BLOCK, tops, totals, out);
+}
+
+void merge(const Call& call, const Tables& tables, int64_t owner, int64_t first, int64_t last) {
+  const int64_t rows = call.rows, size = call.values.size, each = rows * (2 + tables.wide_values);
+  for (int64_t r = 0; r < rows; r++) {
+    float top = NOTHING, total = 0;
+    for (int64_t i = first; i < last; i++) top = call.found[i * each + r] > top ? call.found[i * each + r] : top;
+    float* out = call.out + (owner * rows + r) * size;
+    for (int64_t c = 0; c < size; c++) out[c] = 0;
+    for (int64_t i = first; i < last; i++) {
+      const float* tops = call.found + i * each;
+      if (tops[r] == NOTHING) continue;
+      const float share = exponential(all(tops[r] - top))[0];
+      total += share * tops[rows + r];
+      const float* mine = tops + 2 * rows + r * tables.wide_values;
+      for (int64_t c = 0; c < size; c++) out[c] += share * mine[tables.value_place[c]];
+    }
+    call.lse[owner * rows + r] = total > 0 ? top + __builtin_logf(total) : NOTHING;
+    if (total > 0)
+      for (int64_t c = 0; c < size; c++) out[c] /= total;
+  }
+}
+
+struct Shared {
+  const Call& call;
+  const Tables& tables;
+  int64_t next, thread;
+};
+
+// Whoever is free takes the next piece: a thread that a neighbour holds up holds up no other.
+void pieces(int64_t, int64_t, void* context) {
+  Shared& shared = *(Shared*)context;
+  const int64_t mine = __atomic_fetch_add(&shared.thread, 1, __ATOMIC_RELAXED);
+  float* room = shared.tables.rooms + mine * shared.tables.each();
+  const int64_t count = shared.call.lanes * chunks(shared.call);
+  for (int64_t i; (i = __atomic_fetch_add(&shared.next, 1, __ATOMIC_RELAXED)) < count;)
+    piece(shared.call, shared.tables, i, room);
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t kvtailor_room(const Call* call) {
+  const Tables tables{*call};
+  return tables.own() + call->threads * tables.each();
+}
+
+int64_t kvtailor_found(const Call* call) {
+  return call->lanes * chunks(*call) * call->rows * (2 + padded(call->values.size));
+}
+
+int32_t kvtailor_attend(const Call* call) {
+  const Tables tables{*call};
+  tables.fill();
+  Shared shared{*call, tables, 0, 0};
+  if (call->threads == 1) {
+    pieces(0, 1, &shared);
+  } else {
+    const int32_t wrong = call->parallel_for(0, call->threads, 1, pieces, &shared);
+    if (wrong) return wrong;
+  }
+  const int64_t each = chunks(*call);
+  for (int64_t owner = 0, lane = 0; owner < call->owners; owner++) {
+    const int64_t first = lane;
+    while (lane < call->lanes && (call->owner ? call->owner[lane] : lane) == owner) lane++;
+    merge(*call, tables, owner, first * each, lane * each);
+  }
+  return 0;
+}
+
+// Whether this machine has the instructions that this variant was compiled for.
+int32_t kvtailor_runs() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_cpu_init();
+#if defined(__AVX512F__)
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+    return 0;
+#endif
+#if defined(__AVX2__)
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+#endif
+#endif
+  return 1;
+}
+}

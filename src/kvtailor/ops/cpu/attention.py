@@ -1,0 +1,154 @@
+"""Attention of few queries over coded lanes, in C++: reads the small bytes once, and writes nothing but the answer."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.coded import Coded, Whole
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.cpu.library import Call, Library, Side, library
+
+__all__ = ["attend_coded", "unsuited"]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TOKEN_CODES, _CHANNEL_CODES = 3, 4
+# Slots of a piece of work: below, what a piece finds is as large as what it reads.
+_LEAST = 256
+_PIECES = 8
+# Below so many multiplications a barrier costs more than a second thread brings.
+_SMALL = 1 << 19
+
+
+def unsuited(keys: Coded, values: Coded) -> str | None:
+    """Why these two sides cannot be read here, a clause; None where they can."""
+    for side in (keys, values):
+        if not isinstance(side, Whole | TokenCodes | ChannelCodes):
+            return f"no C++ kernel reads {type(side).__name__}"
+        states = side.states if isinstance(side, Whole) else side.step
+        if states.device.type != "cpu" or states.dtype not in _DTYPES:
+            return (
+                f"the C++ kernels read float32, bfloat16 and float16 on the CPU, not {states.dtype} on {states.device}"
+            )
+    return None
+
+
+def attend_coded(
+    query: Tensor,
+    keys: Coded,
+    values: Coded,
+    *,
+    scaling: float,
+    owner: Tensor | None = None,
+    lengths: Tensor | None = None,
+    visible: Tensor | None = None,
+    log_weight: Tensor | None = None,
+    using: Library | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over all slots of one part.
+
+    Args:
+        query: (n, g, t, d), any dtype, on the CPU; n = b * h.
+        keys, values: (m, s, d) and (m, s, r); see `unsuited`.
+        scaling: factor before the softmax.
+        owner: (m,) int64 ascending row * h + head of each lane; None: lane i belongs to owner i.
+        lengths: (m,) int32 filled slots of each lane; None: all.
+        visible: bool that broadcasts to (m, t, s); None: every query sees every slot.
+        log_weight: (m, s) float32 added to the logits; None: nothing.
+        using: the variant; None: the best.
+
+    Returns:
+        out (n, g, t, r) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
+    """
+    used = using or library()
+    assert used is not None, "asked for a kernel that was not built"
+    owners, group, new, size = query.shape
+    asked = query.reshape(owners, group * new, size).to(torch.float32).contiguous()
+    held = [asked]
+    call = Call(query=asked.data_ptr(), keys=_side(keys, held), values=_side(values, held))
+    lanes, slots, width = _shape(values)
+    call.owners, call.lanes, call.slots = owners, lanes, slots
+    call.rows, call.queries, call.scaling = group * new, new, scaling
+    if owner is not None:
+        call.owner = _pointer(owner, torch.int64, held)
+    if lengths is not None:
+        call.lengths = _pointer(lengths, torch.int32, held)
+    if log_weight is not None:
+        call.log_weight = _pointer(log_weight, torch.float32, held)
+    if visible is not None:
+        seen = visible.expand(lanes, new, slots)
+        held.append(seen)
+        call.visible = seen.data_ptr()
+        call.visible_lane, call.visible_query, call.visible_slot = seen.stride()
+    threads = 1
+    if used.parallel_for is not None and lanes * slots * group * new * size > _SMALL:
+        threads = torch.get_num_threads()
+        call.parallel_for = used.parallel_for
+    call.threads = threads
+    each = -(-lanes * slots // (_PIECES * threads))
+    call.chunk = max(_LEAST, -(-min(each, slots) // 64) * 64)
+    out = torch.empty((owners, group, new, width), dtype=torch.float32)
+    lse = torch.empty((owners, group, new), dtype=torch.float32)
+    at = ctypes.byref(call)
+    functions = used.functions
+    found = torch.empty(functions.kvtailor_found(at), dtype=torch.float32)
+    room = torch.empty(functions.kvtailor_room(at), dtype=torch.float32)
+    call.out, call.lse, call.found, call.room = (each.data_ptr() for each in (out, lse, found, room))
+    if functions.kvtailor_attend(at):
+        raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
+    return out, lse
+
+
+def _shape(side: Coded) -> tuple[int, int, int]:
+    if isinstance(side, Whole):
+        lanes, slots, size = side.states.shape
+        return lanes, slots, size
+    assert isinstance(side, TokenCodes | ChannelCodes)
+    return side.codes.shape[0], side.codes.shape[1], side.size
+
+
+def _side(side: Coded, held: list[Tensor]) -> Side:
+    """The side as C++ sees it; what it points to joins `held`."""
+    if isinstance(side, Whole):
+        states = side.states if side.states.stride(-1) == 1 else side.states.contiguous()
+        held.append(states)
+        element = states.element_size()
+        lane, slot, _ = states.stride()
+        kind = _DTYPES[states.dtype]
+        return Side(
+            data=states.data_ptr(),
+            lane_bytes=lane * element,
+            slot_bytes=slot * element,
+            kind=kind,
+            size=states.shape[2],
+        )
+    assert isinstance(side, TokenCodes | ChannelCodes)
+    codes = side.codes if side.codes.stride(-1) == 1 else side.codes.contiguous()
+    lane, slot, _ = codes.stride()
+    dtype = side.step.dtype
+    found = Side(
+        data=codes.data_ptr(),
+        step=_pointer(side.step, dtype, held),
+        low=None if side.low is None else _pointer(side.low, dtype, held),
+        lane_bytes=lane,
+        slot_bytes=slot,
+        scales=_DTYPES[dtype],
+        bits=side.bits,
+        size=side.size,
+    )
+    held.append(codes)
+    if isinstance(side, TokenCodes):
+        found.kind, found.group = _TOKEN_CODES, side.size // side.step.shape[-1]
+        return found
+    found.kind, found.group, found.runs = _CHANNEL_CODES, side.group, side.step.shape[1]
+    if side.row is not None:
+        found.row = _pointer(side.row, torch.int32, held)
+    return found
+
+
+def _pointer(tensor: Tensor, dtype: torch.dtype, held: list[Tensor]) -> int:
+    own = tensor.to(dtype=dtype).contiguous()
+    held.append(own)
+    return own.data_ptr()

@@ -1,0 +1,120 @@
+"""The compiled kernels: which variant this machine runs, how it is called, and on whose threads.
+
+The extension is plain C functions on pointers, so that one file serves every Python and every torch; its threads are
+torch's own, by `torch_parallel_for` of torch's stable C interface (torch >= 2.10). See docs/decisions/0011-cpu.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["VARIANTS", "Call", "Library", "Side", "built", "library", "load", "why_none"]
+
+# Best first.
+VARIANTS = ("avx512", "avx2", "portable")
+_FOLDER = Path(__file__).parent
+
+
+class Side(ctypes.Structure):
+    """`Side` of layouts.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("data", "step", "low", "row")),
+        *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind", "scales")),
+        *((name, ctypes.c_int64) for name in ("bits", "size", "group", "runs")),
+    ]
+
+
+class Call(ctypes.Structure):
+    """`Call` of attention.cpp."""
+
+    _fields_ = [
+        ("query", ctypes.c_void_p),
+        ("keys", Side),
+        ("values", Side),
+        *((name, ctypes.c_void_p) for name in ("owner", "lengths", "visible", "log_weight")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "found", "room", "parallel_for")),
+        *((name, ctypes.c_int64) for name in ("visible_lane", "visible_query", "visible_slot")),
+        *((name, ctypes.c_int64) for name in ("owners", "lanes", "slots", "rows", "queries", "chunk", "threads")),
+        ("scaling", ctypes.c_double),
+    ]
+
+
+@dataclass(frozen=True)
+class Library:
+    """One loaded variant.
+
+    Attributes:
+        variant: its name, one of `VARIANTS`.
+        functions: the shared library.
+        parallel_for: address of torch's `torch_parallel_for`.
+    """
+
+    variant: str
+    functions: Any
+    parallel_for: int | None
+
+
+@cache
+def library() -> Library | None:
+    """The best variant that was built and that this machine runs; None where there is none, see `why_none`.
+
+    `KVTAILOR_CPU` names another one of `VARIANTS`.
+
+    Raises:
+        ValueError: `KVTAILOR_CPU` names what was not built or does not run here.
+    """
+    asked = os.environ.get("KVTAILOR_CPU")
+    found = (load(path) for name, path in built().items() if asked in (None, "", name))
+    loaded = next((each for each in found if each is not None), None)
+    if asked and loaded is None:
+        raise ValueError(
+            f"KVTAILOR_CPU={asked}: no such variant was built or runs here; built are {', '.join(built()) or 'none'}"
+        )
+    if loaded is None:
+        warnings.warn(f"{why_none()}: attention of single tokens on the CPU is slower", stacklevel=2)
+    return loaded
+
+
+def why_none() -> str:
+    """Why `library()` gives None, as a sentence without its end."""
+    if not built():
+        return "kvtailor's C++ kernels were not built (no C++ compiler was found at installation)"
+    return "kvtailor's C++ kernels do not load on this machine"
+
+
+def built() -> dict[str, Path]:
+    """The variants that were built, best first, and their files."""
+    paths = {name: _FOLDER / f"kernels_{name}.so" for name in VARIANTS}
+    return {name: path for name, path in paths.items() if path.exists()}
+
+
+def load(path: Path) -> Library | None:
+    """The variant in a file; None where this machine cannot load or run it."""
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    if not functions.kvtailor_runs():
+        return None
+    for name in ("kvtailor_room", "kvtailor_found"):
+        getattr(functions, name).restype = ctypes.c_int64
+    return Library(path.stem.removeprefix("kernels_"), functions, _parallel_for())
+
+
+@cache
+def _parallel_for() -> int | None:
+    """Address of torch's `torch_parallel_for`; None where this torch has none: one thread then."""
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,181 @@
+// Vectors of floats as GCC and Clang have them on every machine; how wide they are is all that the variants differ in.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+
+typedef float F __attribute__((vector_size(W * 4)));
+typedef int32_t I __attribute__((vector_size(W * 4)));
+typedef uint32_t U __attribute__((vector_size(W * 4)));
+typedef uint16_t H __attribute__((vector_size(W * 2)));
+typedef uint8_t B __attribute__((vector_size(W)));
+
+constexpr float NOTHING = -__builtin_inff();
+
+// Arrays of vectors become registers only where loops over them are taken apart.
+#define UNROLLED _Pragma("GCC unroll 16")
+
+template <class V> static inline V load(const void* from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+template <class V> static inline void store(void* to, V v) { memcpy(to, &v, sizeof v); }
+
+static inline F all(float x) { return F{} + x; }
+static inline F larger(F a, F b) { return a > b ? a : b; }
+
+// Lane i of the result is the lane i + by of v.
+static inline F turned(F v, int by) {
+  F to;
+  UNROLLED for (int i = 0; i < W; i++) to[i] = v[(i + by) % W];
+  return to;
+}
+
+static inline float highest(F v) {
+  UNROLLED for (int by = W / 2; by; by /= 2) v = larger(v, turned(v, by));
+  return v[0];
+}
+
+static inline float sum(F v) {
+  UNROLLED for (int by = W / 2; by; by /= 2) v += turned(v, by);
+  return v[0];
+}
+
+// Lane i of the result is the lane from[i] of v.
+static inline F picked(F v, I from) {
+#if defined(__clang__)
+  F to;
+  for (int i = 0; i < W; i++) to[i] = v[from[i]];
+  return to;
+#else
+  return __builtin_shuffle(v, from);
+#endif
+}
+
+constexpr int64_t AHEAD = 4096;  // bytes that are asked for before they are read
+
+static inline void soon(const void* at) { __builtin_prefetch((const char*)at + AHEAD); }
+
+// Sums of two vectors' neighbours: those of a, then those of b.
+static inline F paired(F a, F b) {
+#if defined(__clang__)
+  F even, odd;
+  for (int j = 0; j < W; j++) {
+    even[j] = j < W / 2 ? a[2 * j] : b[2 * j - W];
+    odd[j] = j < W / 2 ? a[2 * j + 1] : b[2 * j + 1 - W];
+  }
+  return even + odd;
+#else
+  I even, odd;
+  UNROLLED for (int i = 0; i < W; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+#endif
+}
+
+// Lane j of the result is the sum of the vector v[j]; v is lost.
+static inline F sums(F* v) {
+  UNROLLED for (int n = W / 2; n; n /= 2)
+    UNROLLED for (int i = 0; i < n; i++) v[i] = paired(v[2 * i], v[2 * i + 1]);
+  return v[0];
+}
+
+// e^x for x <= 0, 0 below -87: relative error below 2e-7, as Cephes' expf (range reduction in two steps, degree 6).
+static inline F exponential(F x) {
+  const F whole = (F)(x * 1.44269504f + 12582912.f);
+  const F n = whole - 12582912.f;
+  const F f = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  F p = all(1.9875691500e-4f);
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.f;
+  const F power = (F)((((I)whole - (I)all(12582912.f)) + 127) << 23);
+  return x < -87.f ? F{} : p * power;
+}
+
+// GCC 12 takes __builtin_convertvector apart into halves, hence the instructions by name.
+static inline U widened(H h) {
+#if defined(__AVX512F__)
+  return (U)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  return (U)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, U);
+#endif
+}
+
+static inline F floats_of(const uint8_t* codes) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(load<B>(codes), I), F);
+#endif
+}
+
+// Plain types. `pair` reads 2 W numbers in an order of its own, which `place` says: where number i of them comes to lie.
+struct F32 {
+  static constexpr int BYTES = 4;
+  static F at(const void* p) { return load<F>(p); }
+  static float one(const void* p) { return *(const float*)p; }
+  static void pair(const void* p, F& a, F& b) { a = at(p), b = at((const float*)p + W); }
+  static int place(int i) { return i; }
+};
+
+struct BF16 {
+  static constexpr int BYTES = 2;
+  static F at(const void* p) { return (F)(widened(load<H>(p)) << 16); }
+  static float one(const void* p) {
+    const uint32_t bits = (uint32_t) * (const uint16_t*)p << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+  }
+  // Two in each 32 bits: one operation a vector, and none of those that only one unit of the core can do.
+  static void pair(const void* p, F& a, F& b) {
+    const U both = load<U>(p);
+    a = (F)(both << 16), b = (F)(both & 0xffff0000u);
+  }
+  static int place(int i) { return i / 2 + i % 2 * W; }
+};
+
+struct F16 {
+  static constexpr int BYTES = 2;
+  static float one(const void* p) {
+    const uint16_t h = *(const uint16_t*)p;
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
+    // Infinities and NaNs have the largest exponent in both formats; all else is the same number over 2^112.
+    const uint32_t bits = (h & 0x7c00) == 0x7c00 ? rest | 0x7f800000 : rest;
+    float x;
+    memcpy(&x, &bits, 4);
+    if ((h & 0x7c00) != 0x7c00) x *= 5.192296858534828e33f;
+    return sign ? -x : x;
+  }
+  static F at(const void* p) {
+#if defined(__AVX512F__)
+    return (F)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    F v;
+    for (int i = 0; i < W; i++) v[i] = one((const uint16_t*)p + i);
+    return v;
+#endif
+  }
+  static void pair(const void* p, F& a, F& b) { a = at(p), b = at((const uint16_t*)p + W); }
+  static int place(int i) { return i; }
+};

@@ -1,0 +1,227 @@
+"""The C++ kernels against attention in float64 over what the codes stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtailor.ops.attention import reference
+from kvtailor.ops.coded import Coded, Whole
+from kvtailor.ops.codes import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.cpu import attention
+from kvtailor.ops.cpu.attention import attend_coded, unsuited
+from kvtailor.ops.cpu.library import Library, built, load
+from kvtailor.ops.quant import largest_divisor
+
+LOADED = [each for each in map(load, built().values()) if each is not None]
+every_variant = pytest.mark.parametrize("library", LOADED, ids=lambda each: each.variant)
+pytestmark = pytest.mark.skipif(not LOADED, reason="the C++ kernels were not built: no compiler")
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
+    "plain": lambda states: Whole(states=states),
+    **{f"vector{bits}": partial(TokenCodes.symmetric, bits=bits) for bits in (2, 3, 4, 5, 8)},
+    **{
+        f"tokens{bits}": lambda states, bits=bits: TokenCodes.of(states, bits, largest_divisor(states.shape[-1], 32))
+        for bits in (1, 2, 4, 8)
+    },
+    "tokens4x8": lambda states: TokenCodes.of(states, 4, 8),
+    **{f"channels{bits}": partial(ChannelCodes.of, bits=bits, group=32) for bits in (2, 3, 4, 8)},
+    "channels4x5": partial(ChannelCodes.of, bits=4, group=5),
+}
+# (b, h, g, t, s, d): 63 slots, odd heads, sizes that no vector divides, several blocks and pieces.
+SIZES = [
+    (1, 2, 4, 1, 63, 128),
+    (3, 1, 1, 1, 600, 64),
+    (2, 3, 3, 5, 130, 24),
+    (1, 1, 7, 2, 1030, 80),
+    (1, 2, 4, 16, 300, 96),
+]
+
+
+def states_of(seed: int, dtype: torch.dtype, lanes: int, slots: int, size: int) -> tuple[Tensor, Tensor]:
+    state = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn((lanes, slots, size), generator=state).to(dtype) for _ in range(2))
+    return keys, values
+
+
+def exact(side: Coded) -> Tensor:
+    """What the side stands for, in float64: the tables widened before they are used."""
+    if isinstance(side, Whole):
+        return side.states.double()
+    wide = {name: tensor.double() for name, tensor in side.tensors().items() if tensor.is_floating_point()}
+    return replace(side, **wide).decode()
+
+
+def truth(
+    query: Tensor, keys: Coded, values: Coded, visible: Tensor | None = None, log_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """By owner, (n, g, t, dv) and (n, g, t)."""
+    owners, group, new, size = query.shape
+    mask = None if visible is None else visible[None]
+    weight = None if log_weight is None else log_weight[None].double()
+    rows = query.double().reshape(1, owners * group, new, size)
+    out, lse, _ = reference(rows, exact(keys)[None], exact(values)[None], mask, 0.1, weight)
+    return out.view(owners, group, new, -1), lse.view(owners, group, new)
+
+
+def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 1e-5) -> bool:
+    out, lse = (each.double() for each in found)
+    blind = expected[1] == -torch.inf
+    if not (torch.equal(lse == -torch.inf, blind) and bool((out[blind] == 0).all())):
+        return False
+    error = (out - expected[0]).norm() / expected[0].norm().clamp_min(1e-30)
+    return bool(error <= tolerance) and torch.allclose(lse[~blind], expected[1][~blind], atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not written is NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(attention.torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(torch.nan))
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(library: Library, dtype: torch.dtype, layout: str) -> None:
+    for index, (b, h, g, t, s, d) in enumerate(SIZES if dtype == torch.bfloat16 else SIZES[1:4]):
+        keys, values = (LAYOUTS[layout](states) for states in states_of(index, dtype, b * h, s, d))
+        query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
+        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        assert same(found, truth(query, keys, values)), (layout, s, d)
+
+
+@every_variant
+@pytest.mark.parametrize("of_keys", ["plain", "vector8", "channels4"])
+@pytest.mark.parametrize("of_values", ["plain", "tokens4", "channels2"])
+def test_each_side_has_its_own_layout_and_width(library: Library, of_keys: str, of_values: str) -> None:
+    states, _ = states_of(1, torch.bfloat16, 3, 70, 64)
+    keys, values = LAYOUTS[of_keys](states), LAYOUTS[of_values](states_of(2, torch.bfloat16, 3, 70, 40)[1])
+    query = torch.randn(3, 2, 1, 64)
+    assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values))
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["plain", "vector4", "tokens2", "channels4"])
+@pytest.mark.parametrize("shape", [(4, 3, 300), (4, 1, 300), (1, 3, 300), (1, 1, 300), (4, 3, 1)], ids=str)
+def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str, shape: tuple[int, ...]) -> None:
+    keys, values = (LAYOUTS[layout](states) for states in states_of(3, torch.float32, 4, 300, 64))
+    state = torch.Generator().manual_seed(5)
+    query = torch.randn((4, 2, 3, 64), generator=state)
+    visible = torch.rand(shape, generator=state) < 0.2
+    if visible.shape[:2].numel() > 1:
+        visible[0, 0] = False
+    log_weight = torch.rand((4, 300), generator=state) * 3
+    found = attend_coded(query, keys, values, scaling=0.1, visible=visible, log_weight=log_weight, using=library)
+    full = visible.expand(4, 3, 300)
+    assert same(found, truth(query, keys, values, full, log_weight))
+    assert not same(found, truth(query, keys, values, full))
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["plain", "vector8", "tokens4", "channels2"])
+def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(library: Library, layout: str) -> None:
+    pages, lengths = [3, 0, 1, 5], torch.tensor([64, 64, 7, 1, 64, 64, 64, 64, 33], dtype=torch.int32)
+    owner = torch.repeat_interleave(torch.arange(4), torch.tensor(pages))
+    keys, values = (LAYOUTS[layout](states) for states in states_of(4, torch.bfloat16, 9, 64, 32))
+    query = torch.randn(4, 3, 2, 32)
+    if isinstance(keys, Whole) and isinstance(values, Whole):
+        for lane, length in enumerate(lengths.tolist()):
+            keys.states[lane, length:] = values.states[lane, length:] = torch.nan
+    out, lse = attend_coded(query, keys, values, scaling=0.1, owner=owner, lengths=lengths, using=library)
+    for mine in range(4):
+        lanes = [lane for lane in range(9) if owner[lane] == mine]
+        if not lanes:
+            assert (lse[mine] == -torch.inf).all() and (out[mine] == 0).all()
+            continue
+        k, v = (torch.cat([exact(side)[lane, : lengths[lane]] for lane in lanes])[None] for side in (keys, values))
+        alone = truth(query[mine : mine + 1], Whole(states=k), Whole(states=v))
+        assert same((out[mine : mine + 1], lse[mine : mine + 1]), alone)
+
+
+@every_variant
+def test_moved_tokens_use_the_scales_they_were_coded_with(library: Library) -> None:
+    state = torch.Generator().manual_seed(6)
+    keys, values = (ChannelCodes.of(states, 4, 32) for states in states_of(7, torch.bfloat16, 3, 100, 64))
+    lane, slot = torch.randint(0, 3, (2, 50), generator=state), torch.randint(0, 100, (2, 50), generator=state)
+    keys, values = keys.regather(lane, slot), values.regather(lane, slot)
+    query = torch.randn((2, 4, 1, 64), generator=state)
+    assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values))
+
+
+@every_variant
+@every_dtype
+def test_a_part_of_a_larger_buffer(library: Library, dtype: torch.dtype) -> None:
+    keys, values = states_of(8, dtype, 4, 90, 64)
+    inside = Whole(states=keys[:, 3:70]), Whole(states=values[:, 3:70])
+    query = torch.randn(4, 2, 1, 64)
+    assert same(attend_coded(query, *inside, scaling=0.1, using=library), truth(query, *inside))
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["plain", "vector4", "channels4"])
+def test_threads_share_the_work_and_change_nothing(library: Library, layout: str) -> None:
+    before = torch.get_num_threads()
+    keys, values = (LAYOUTS[layout](states) for states in states_of(10, torch.bfloat16, 3, 3000, 64))
+    query = torch.randn(3, 4, 1, 64)
+    assert keys.decode().numel() * 4 > attention._SMALL
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(attend_coded(query, keys, values, scaling=0.1, using=library))
+    finally:
+        torch.set_num_threads(before)
+    assert all(same(each, truth(query, keys, values)) for each in found)
+
+
+@every_variant
+def test_numbers_that_overflow_are_not_swallowed(library: Library) -> None:
+    keys, values = states_of(11, torch.float16, 1, 40, 32)
+    keys[0, 5, 3] = torch.nan
+    out, _ = attend_coded(
+        torch.randn(1, 1, 1, 32), Whole(states=keys), Whole(states=values), scaling=0.1, using=library
+    )
+    assert out.isnan().any()
+    values[0, 6, 7] = torch.inf
+    keys[0, 5, 3] = 0
+    out, _ = attend_coded(
+        torch.randn(1, 1, 1, 32), Whole(states=keys), Whole(states=values), scaling=0.1, using=library
+    )
+    assert not out[..., 7].isfinite().all() and out[..., 8].isfinite().all()
+
+
+@every_variant
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_shape(library: Library, data: st.DataObject) -> None:
+    draw = data.draw
+    h, g, t, s = (draw(st.integers(1, most)) for most in (3, 9, 5, 300))
+    d, dv = draw(st.integers(1, 9)) * 8, draw(st.integers(1, 9)) * 8
+    of_keys, of_values = (draw(st.sampled_from(sorted(LAYOUTS))) for _ in range(2))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    seed = draw(st.integers(0, 10**6))
+    keys, values = (
+        LAYOUTS[of_keys](states_of(seed, dtype, h, s, d)[0]),
+        LAYOUTS[of_values](states_of(seed, dtype, h, s, dv)[1]),
+    )
+    state = torch.Generator().manual_seed(seed)
+    query, visible = torch.randn((h, g, t, d), generator=state), torch.rand((h, t, s), generator=state) < 0.8
+    found = attend_coded(query, keys, values, scaling=0.1, visible=visible, using=library)
+    assert same(found, truth(query, keys, values, visible))
+
+
+def test_what_is_unsuited_is_said() -> None:
+    states = torch.randn(1, 8, 16)
+    plain = Whole(states=states)
+    assert unsuited(plain, TokenCodes.symmetric(states, 4)) is None
+    assert "FloatCodes" in str(unsuited(plain, FloatCodes.of(states, 8)))
+    assert "float64" in str(unsuited(plain, Whole(states=states.double())))

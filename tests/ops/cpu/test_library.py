@@ -1,0 +1,80 @@
+"""Which variant is loaded, and what is said where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtailor.ops.cpu import library as module
+from kvtailor.ops.cpu.library import Call, Side, built, library, load, why_none
+
+FOLDER = Path(module.__file__).parent
+needs_built = pytest.mark.skipif(not built(), reason="the C++ kernels were not built: no compiler")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    library.cache_clear()
+    yield
+    library.cache_clear()
+
+
+@needs_built
+def test_the_best_that_runs_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTAILOR_CPU", raising=False)
+    loaded = library()
+    assert loaded is not None
+    assert loaded.variant == next(name for name, path in built().items() if load(path) is not None)
+
+
+@needs_built
+def test_another_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTAILOR_CPU", "portable")
+    loaded = library()
+    assert loaded is not None and loaded.variant == "portable"
+
+
+def test_a_name_that_was_not_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTAILOR_CPU", "avx1024")
+    with pytest.raises(ValueError, match="KVTAILOR_CPU=avx1024: no such variant"):
+        library()
+
+
+def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KVTAILOR_CPU", raising=False)
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    with pytest.warns(UserWarning, match=re.escape("no C++ compiler was found at installation")) as said:
+        assert library() is None and library() is None
+    assert len(said) == 1
+
+
+def test_a_file_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kernels_portable.so").write_bytes(b"no library")
+    monkeypatch.setattr(module, "_FOLDER", tmp_path)
+    assert load(built()["portable"]) is None
+    assert why_none() == "kvtailor's C++ kernels do not load on this machine"
+
+
+@pytest.mark.parametrize(("structure", "header"), [(Side, "layouts.h"), (Call, "attention.cpp")], ids=["Side", "Call"])
+def test_structures_have_the_fields_of_their_cpp(structure: type[ctypes.Structure], header: str) -> None:
+    source = (FOLDER / header).read_text(encoding="utf-8")
+    body = re.search(rf"struct {structure.__name__} \{{(.*?)\n\}};", source, re.DOTALL)
+    assert body is not None
+    fields: list[str] = []
+    for line in body.group(1).splitlines():
+        declared = re.match(r"\s*(?:const )?\w+\*? +\*?([\w, ]+);", line) or re.match(
+            r"\s*(?:const )?\w+\* ([\w, ]+);", line
+        )
+        fields += [name.strip() for name in declared.group(1).split(",")] if declared else []
+    assert fields == [name for name, *_ in structure._fields_]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sizes of the shared libraries of Linux")
+@needs_built
+def test_all_variants_together_are_below_a_megabyte() -> None:
+    assert sum(path.stat().st_size for path in built().values()) < 1 << 20

@@ -1,0 +1,61 @@
+"""What runs where, and that the reference can be forced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtailor.ops import twins
+from kvtailor.ops.coded import Whole
+from kvtailor.ops.cpu.library import built
+from kvtailor.ops.twins import coded_attention, explained, forced, using
+
+CPU = torch.device("cpu")
+SIDE = Whole(states=torch.randn(2, 8, 16))
+needs_built = pytest.mark.skipif(not built(), reason="the C++ kernels were not built: no compiler")
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTAILOR_TWINS", raising=False)
+
+
+@needs_built
+def test_few_tokens_on_the_cpu_have_a_kernel() -> None:
+    assert coded_attention(torch.randn(2, 1, 1, 16), SIDE, SIDE) is not None
+    assert coded_attention(torch.randn(2, 1, twins.MOST_QUERIES, 16), SIDE, SIDE) is not None
+    assert coded_attention(torch.randn(2, 1, twins.MOST_QUERIES + 1, 16), SIDE, SIDE) is None
+    wide = Whole(states=SIDE.states.double())
+    assert coded_attention(torch.randn(2, 1, 1, 16), wide, wide) is None
+    elsewhere = Whole(states=SIDE.states.to("meta"))
+    assert coded_attention(torch.randn(2, 1, 1, 16, device="meta"), elsewhere, elsewhere) is None
+
+
+def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.randn(2, 1, 1, 16)
+    with using("reference"):
+        assert coded_attention(query, SIDE, SIDE) is None
+        assert [each.why for each in explained(CPU, torch.float32)] == ["the reference is forced"]
+        with using("auto"):
+            assert forced() == "auto"
+    monkeypatch.setenv("KVTAILOR_TWINS", "reference")
+    assert coded_attention(query, SIDE, SIDE) is None
+    with using("auto"):
+        assert (coded_attention(query, SIDE, SIDE) is None) is not built()
+
+
+def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="'fast' is none of auto, reference"), using("fast"):
+        pass
+    monkeypatch.setenv("KVTAILOR_TWINS", "slow")
+    with pytest.raises(ValueError, match="KVTAILOR_TWINS='slow'"):
+        forced()
+
+
+def test_what_runs_is_explained() -> None:
+    few, prompt = explained(CPU, torch.bfloat16)
+    assert few.twin.startswith("C++, ") is bool(built())
+    assert "torch" in prompt.twin
+    assert "no kernels for cuda" in explained(torch.device("cuda"), torch.bfloat16)[0].why
+    if built():
+        assert "float64" in explained(CPU, torch.float64)[0].why
