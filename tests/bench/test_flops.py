@@ -19,6 +19,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.weights import Weights
 from kvtailor.encode.kivi import Kivi
 from kvtailor.hf.geometry import Geometry
+from kvtailor.ops.twins import using
 from kvtailor.score.contract import Scorer
 from kvtailor.score.snapkv import SnapKV
 
@@ -45,7 +46,8 @@ def work(plan: str, tokens: int = 4, model=None, prompt: int = PROMPT) -> Work:
 
 
 def counted(model: torch.nn.Module, ids: torch.Tensor, cache=None) -> tuple[int, object]:
-    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+    # The counter sees torch's own operations alone.
+    with torch.inference_mode(), using("reference"), FlopCounterMode(display=False) as counter:
         cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
     # Until 5.2x transformers makes the angles of the positions by a product, which no weight has a part in.
     angles = sum(
