@@ -78,9 +78,13 @@ def test_all_is_there_and_true(path: Path) -> None:
         return
     names = ast.literal_eval(said[0])
     assert len(set(names)) == len(names)
-    module = importlib.import_module(
-        ".".join(["kvtailor", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
-    )
+    dotted = ".".join(["kvtailor", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+    try:
+        module = importlib.import_module(dotted)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        pytest.skip("triton is not installed")
     assert [name for name in names if not hasattr(module, name)] == []
 
 

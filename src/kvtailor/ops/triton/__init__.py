@@ -1,0 +1,4 @@
+"""Twins of `ops` for NVIDIA GPUs, in Triton: attention over the compressed bytes, sums over queries, packing.
+
+Importing this package imports nothing; each of its modules needs triton. `installed.missing()` says why one cannot.
+"""

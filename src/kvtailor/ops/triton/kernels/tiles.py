@@ -1,0 +1,116 @@
+"""Tiles of one side of a segment, as the kernels read them: bytes, the scales that go with them, and what they say.
+
+How scales enter the sums (`FOLD` below; `sides.fold_of` chooses):
+
+- PLAIN: there are none; the states are as the model made them.
+- TOKEN: one scale for all channels of a token. It multiplies a logit, or a weight.
+- RUN: one for each channel and run of tokens, and a tile lies in one run. It multiplies the query, or the output.
+- VALUE: anything else. The tile is decoded in registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvtailor.ops.triton.kernels.unpack import offset, unpack
+
+__all__ = ["PLAIN", "RUN", "TOKEN", "VALUE"]
+
+PLAIN = tl.constexpr(0)
+TOKEN = tl.constexpr(1)
+RUN = tl.constexpr(2)
+VALUE = tl.constexpr(3)
+
+
+@triton.jit
+def run_of(ROW, row_lane, lane, token, ok, GROUP: tl.constexpr):
+    """Row of the tables that each token of a tile uses, within its lane's or, with ROW, among all."""
+    if ROW is not None:
+        return tl.load(ROW + lane * row_lane + token, mask=ok, other=0)
+    else:
+        return token // GROUP
+
+
+@triton.jit
+def bytes_of(CODES, code_lane, code_slot, lane, token, ok, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """(tokens, PAD) bytes, or plain states, of a lane's tokens; zeros where there are none."""
+    at = tl.arange(0, PAD)
+    mask = ok[:, None]
+    if PAD != WIDTH:
+        mask = mask & (at < WIDTH)[None, :]
+    return tl.load(CODES + lane * code_lane + token[:, None] * code_slot + at[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def of_run(TABLE, lane_stride, run_stride, lane, run, part: tl.constexpr, SIZE, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """(PAD,) float32 of a table for one part's channels in one run; zeros past the last channel."""
+    at = tl.arange(0, PAD)
+    channel = part * WIDTH + at
+    mask = (at < WIDTH) & (channel < SIZE)
+    return tl.load(TABLE + lane * lane_stride + run * run_stride + channel, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def of_token(TABLE, lane_stride, run_stride, lane, run, ok, other):
+    """(tokens,) float32 of a table with one number for each row."""
+    return tl.load(TABLE + lane * lane_stride + run * run_stride, mask=ok, other=other).to(tl.float32)
+
+
+@triton.jit
+def decoded(
+    packed,
+    STEP,
+    LOW,
+    lane_stride,
+    run_stride,
+    lane,
+    run,
+    ok,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    PER: tl.constexpr,
+    ZERO: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """The parts of a tile as float16 states, whatever its scales are shared by; zeros past the last channel."""
+    at = tl.arange(0, PAD)
+    codes = unpack(packed, BITS, False, ASM, False)
+    parts = ()
+    # Channels of a part that share scales, where they fill it: then scales are loaded once for all of them.
+    SHARED: tl.constexpr = PER if PER < WIDTH else WIDTH
+    FULL: tl.constexpr = PAD == WIDTH and WIDTH % SHARED == 0 and PER % SHARED == 0 and SIZE == 8 // BITS * WIDTH
+    for part in tl.static_range(8 // BITS):
+        number = codes[part] - (offset(part, BITS, False) + ZERO)
+        if FULL and PER > 1:
+            column = part * WIDTH // PER + tl.arange(0, PAD // SHARED)
+            where = lane * lane_stride + run[:, None] * run_stride + column[None, :]
+            number = tl.reshape(number.to(tl.float16), (BLOCK, PAD // SHARED, SHARED))
+            states = number * tl.load(STEP + where, mask=ok[:, None], other=0.0).to(tl.float16)[:, :, None]
+            if LOW is not None:
+                states += tl.load(LOW + where, mask=ok[:, None], other=0.0).to(tl.float16)[:, :, None]
+            states = tl.reshape(states, (BLOCK, PAD))
+        else:
+            channel = part * WIDTH + at
+            mask = ok[:, None] & ((at < WIDTH) & (channel < SIZE))[None, :]
+            where = lane * lane_stride + run[:, None] * run_stride + (channel // PER)[None, :]
+            states = number.to(tl.float32) * tl.load(STEP + where, mask=mask, other=0.0).to(tl.float32)
+            if LOW is not None:
+                states = states + tl.load(LOW + where, mask=mask, other=0.0).to(tl.float32)
+        parts = parts + (states.to(tl.float16),)
+    return parts
+
+
+@triton.jit
+def power_of_two(x, ASM: tl.constexpr):
+    """2^x, 0 where that is below 2^-126."""
+    if ASM:
+        # What the compiler writes for exp2 keeps such small numbers, at four instructions for one.
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)

@@ -1,0 +1,146 @@
+"""Codes in bytes as float16 numbers, without a conversion: the bits of a code are the low mantissa bits of a float.
+
+A float16 from 2^(10 - i) on counts in steps of 2^-i, so the bits of code * 2^i below it say that number plus the code.
+A code that sits i bits up in its byte needs a mask and a constant high byte then, and no shift; what is added is taken
+off where sums are at hand.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["offset", "unpack"]
+
+
+@triton.jit
+def offset(part: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
+    """What `unpack` adds to the codes of a part; 0 for 8-bit floats."""
+    if FLOAT:
+        return 0.0
+    else:
+        return (1 << (10 - part * BITS)) * 1.0
+
+
+@triton.jit
+def unpack(packed, BITS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr, MOVABLE: tl.constexpr):
+    """The 8 / BITS parts of packed bytes (see `ops.quant.pack`), each a float16 tensor of the bytes' shape.
+
+    Args:
+        packed: uint8 tile.
+        BITS: of a code, 2, 4 or 8.
+        FLOAT: the bytes are 8-bit floats (e4m3), which come out as 1 / 256 of what they stand for.
+        ASM: write PTX; not for the interpreter.
+        MOVABLE: let the compiler bring bytes into the order of the matrix unit before they are unpacked. That is best
+            for keys. Values would have to be transposed byte by byte (three times the instructions); as float16 they
+            are transposed by the load from shared memory.
+    """
+    if ASM:
+        if FLOAT:
+            return _floats_ptx(packed, MOVABLE)
+        elif BITS == 8:
+            return _eights_ptx(packed, MOVABLE)
+        elif BITS == 4:
+            return _fours_ptx(packed, MOVABLE)
+        else:
+            return _twos_ptx(packed, MOVABLE)
+    elif FLOAT:
+        wide = packed.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return (bits.to(tl.float16, bitcast=True),)
+    else:
+        wide = packed.to(tl.uint16)
+        parts = ()
+        for part in tl.static_range(8 // BITS):
+            bits = (wide & (((1 << BITS) - 1) << (part * BITS))) | ((25 - part * BITS) << 10)
+            parts = parts + (bits.to(tl.uint16).to(tl.float16, bitcast=True),)
+        return parts
+
+
+@triton.jit
+def _floats_ptx(packed, MOVABLE: tl.constexpr):
+    halves = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x, y;
+        prmt.b32 x, $2, 0, 0x1404;
+        shr.b32 y, x, 1;
+        and.b32 y, y, 0x3F803F80;
+        lop3.b32 $0, x, 0x80008000, y, 0xEA;
+        prmt.b32 x, $2, 0, 0x3424;
+        shr.b32 y, x, 1;
+        and.b32 y, y, 0x3F803F80;
+        lop3.b32 $1, x, 0x80008000, y, 0xEA;
+        }""",
+        "=r,=r,r",
+        [packed],
+        dtype=tl.float16,
+        is_pure=MOVABLE,
+        pack=4,
+    )
+    return (halves,)
+
+
+@triton.jit
+def _eights_ptx(packed, MOVABLE: tl.constexpr):
+    halves = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 c;
+        mov.b32 c, 0x64646464;
+        prmt.b32 $0, $2, c, 0x4140;
+        prmt.b32 $1, $2, c, 0x4342;
+        }""",
+        "=r,=r,r",
+        [packed],
+        dtype=tl.float16,
+        is_pure=MOVABLE,
+        pack=4,
+    )
+    return (halves,)
+
+
+@triton.jit
+def _fours_ptx(packed, MOVABLE: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, c;
+        mov.b32 c, 0x54546464;
+        and.b32 t, $4, 0x0F0F0F0F;
+        prmt.b32 $0, t, c, 0x4140;
+        prmt.b32 $1, t, c, 0x4342;
+        and.b32 t, $4, 0xF0F0F0F0;
+        prmt.b32 $2, t, c, 0x6160;
+        prmt.b32 $3, t, c, 0x6362;
+        }""",
+        "=r,=r,=r,=r,r",
+        [packed],
+        dtype=(tl.float16, tl.float16),
+        is_pure=MOVABLE,
+        pack=4,
+    )
+
+
+@triton.jit
+def _twos_ptx(packed, MOVABLE: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, c;
+        mov.b32 c, 0x4C545C64;
+        and.b32 t, $8, 0x03030303;
+        prmt.b32 $0, t, c, 0x4140;
+        prmt.b32 $1, t, c, 0x4342;
+        and.b32 t, $8, 0x0C0C0C0C;
+        prmt.b32 $2, t, c, 0x5150;
+        prmt.b32 $3, t, c, 0x5352;
+        and.b32 t, $8, 0x30303030;
+        prmt.b32 $4, t, c, 0x6160;
+        prmt.b32 $5, t, c, 0x6362;
+        and.b32 t, $8, 0xC0C0C0C0;
+        prmt.b32 $6, t, c, 0x7170;
+        prmt.b32 $7, t, c, 0x7372;
+        }""",
+        "=r,=r,=r,=r,=r,=r,=r,=r,r",
+        [packed],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=MOVABLE,
+        pack=4,
+    )

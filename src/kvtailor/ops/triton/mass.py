@@ -1,0 +1,93 @@
+"""How much attention each slot of a prompt received, from the log-sum-exp of its queries.
+
+Slots are outermost: a program holds some keys of one kv head, walks the queries that may see them, and adds
+exp(logit - lse) up in registers. So nothing of n x n is ever held, and no two programs write to the same place.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from kvtailor.ops.triton.call import LOG2E, Call
+from kvtailor.ops.triton.installed import interpreting
+from kvtailor.ops.triton.kernels.mass import mass_kernel
+
+__all__ = ["column_mass", "mass_call"]
+
+
+def column_mass(
+    query: Tensor,
+    keys: Tensor,
+    lse: Tensor,
+    scaling: float,
+    *,
+    weight: Tensor | None = None,
+    start: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Sums over queries of the attention that each slot received.
+
+    Args:
+        query: (b, q, t, d). keys: (b, h, n, d) of the query's dtype. Channels lie side by side in memory.
+        lse: (b, q, t) float32 log-sum-exp of each query's logits over the slots that it sees, -inf where there is none.
+        scaling: factor before the softmax.
+        weight: (b, t) float32 how much each query counts; None: all by 1.
+        start: (b,) int32 first slot of each row that anybody sees, for prompts padded on the left; None: 0.
+        causal: query i sees the slots up to n - t + i.
+
+    Returns:
+        (b, h, n) float32, summed over the queries of the new tokens and over the heads of a group.
+    """
+    call, out = mass_call(query, keys, lse, scaling, weight=weight, start=start, causal=causal)
+    call()
+    return out
+
+
+def mass_call(
+    query: Tensor,
+    keys: Tensor,
+    lse: Tensor,
+    scaling: float,
+    *,
+    weight: Tensor | None = None,
+    start: Tensor | None = None,
+    causal: bool = True,
+) -> tuple[Call, Tensor]:
+    """The launch of `column_mass`, and what it writes."""
+    rows, heads, slots, size = keys.shape
+    new = query.shape[2]
+    out = torch.empty((rows, heads, slots), dtype=torch.float32, device=query.device)
+    if query.dtype != keys.dtype or query.stride(-1) != 1 or keys.stride(-1) != 1:
+        found = f"{query.dtype} of strides {query.stride()} and {keys.dtype} of strides {keys.stride()}"
+        raise ValueError(f"queries and keys need one dtype and channels side by side in memory, found {found}")
+    block = 128 if slots >= 128 and size <= 128 and query.dtype != torch.float32 else 32
+    call = Call(
+        kernel=mass_kernel,
+        grid=(triton.cdiv(slots, block), rows * heads),
+        arguments={
+            "Q": query,
+            "K": keys,
+            "LSE": lse.contiguous(),
+            "COUNTS": None if weight is None else weight.contiguous(),
+            "START": start,
+            "OUT": out,
+            "new": new,
+            "slots": slots,
+            "factor": scaling * LOG2E,
+            **dict(zip(("q_row", "q_head", "q_new"), query.stride()[:3], strict=True)),
+            **dict(zip(("k_row", "k_head", "k_slot"), keys.stride()[:3], strict=True)),
+            "HEADS": heads,
+            "GROUP": query.shape[1] // heads,
+            "SIZE": size,
+            "PAD": max(16, triton.next_power_of_2(size)),
+            "BLOCK": block,
+            "QUERIES": 64 if block == 128 else 32,
+            "CAUSAL": causal,
+            "ASM": not interpreting(),
+        },
+        warps=4,
+        stages=3 if block == 128 else 2,
+    )
+    return call, out

@@ -1,0 +1,165 @@
+"""One side of a segment as arguments of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvtailor.ops.coded import Coded, Whole
+from kvtailor.ops.codes import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.triton.kernels.tiles import PLAIN, RUN, TOKEN, VALUE
+
+__all__ = ["Side", "block_of", "side_of", "why_not"]
+
+_STATES = (torch.float32, torch.float16, torch.bfloat16)
+# Tokens of a tile: with 4 warps 128 need no spilling for heads of 128 channels, 64 none for heads of 256.
+_BLOCK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """Keys or values of a segment.
+
+    Attributes:
+        codes: (m, s, bytes), or (m, s, c) plain states.
+        step, low: tables of scales and minima, or None.
+        row: (m, s) row of the tables of each token; None where it is slot // group.
+        size: c.
+        bits: of a code; 8 where states are plain.
+        group: tokens that share scales.
+        per: channels that share scales.
+        zero: the code of zero where there are no minima.
+        float8: codes are 8-bit floats.
+    """
+
+    codes: Tensor
+    size: int
+    bits: int = 8
+    step: Tensor | None = None
+    low: Tensor | None = None
+    row: Tensor | None = None
+    group: int = 1
+    per: int = 1
+    zero: int = 0
+    float8: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of one part: the bytes of a token, or all channels where states are plain."""
+        return int(self.codes.shape[-1])
+
+    def fold(self, block: int, page: int | None) -> int:
+        """How scales enter the sums (see `tiles`) where a tile is `block` tokens, of pages of `page` tokens."""
+        if self.step is None:
+            return int(PLAIN.value)
+        if self.per >= self.size:
+            return int(TOKEN.value)
+        together = self.group % block == 0 and (page is None or page % block == 0)
+        if self.per == 1 and self.low is not None and self.row is None and together:
+            return int(RUN.value)
+        return int(VALUE.value)
+
+    def arguments(self, name: str, block: int, page: int | None) -> dict[str, Any]:
+        """Arguments of `split_kernel` for this side; `name` is K or V."""
+        table = None if self.step is None else self.step
+        flat = table is None or self.row is not None
+        strides = {
+            "lane": self.codes.stride(0),
+            "slot": self.codes.stride(1),
+            "table": 0 if flat or table is None else table.stride(0),
+            "run": 0 if table is None else table.stride(0 if flat else 1),
+            "row": 0 if self.row is None else self.row.stride(0),
+        }
+        return {
+            name: self.codes,
+            f"{name}_STEP": self.step,
+            f"{name}_LOW": self.low,
+            f"{name}_ROW": self.row,
+            **{f"{name.lower()}_{key}": each for key, each in strides.items()},
+            f"{name}_FOLD": self.fold(block, page),
+            f"{name}_SIZE": self.size,
+            f"{name}_BITS": self.bits,
+            f"{name}_WIDTH": self.width,
+            f"{name}_PAD": max(16, triton.next_power_of_2(self.width)),
+            f"{name}_GROUP": self.group,
+            f"{name}_PER": self.per,
+            f"{name}_ZERO": self.zero,
+            f"{name}_FLOAT": self.float8,
+        }
+
+
+def side_of(coded: Coded) -> Side:
+    """What the kernels read of a side that `why_not` found nothing against."""
+    if isinstance(coded, Whole):
+        return Side(codes=coded.states, size=coded.states.shape[-1])
+    if isinstance(coded, TokenCodes):
+        zero = 2 ** (coded.bits - 1) - 1 if coded.low is None else 0
+        per = coded.size // coded.step.shape[-1]
+        return Side(
+            codes=coded.codes, size=coded.size, bits=coded.bits, step=coded.step, low=coded.low, per=per, zero=zero
+        )
+    if isinstance(coded, ChannelCodes):
+        return Side(
+            codes=coded.codes,
+            size=coded.size,
+            bits=coded.bits,
+            step=coded.step,
+            low=coded.low,
+            row=coded.row,
+            group=coded.group,
+        )
+    if isinstance(coded, FloatCodes):
+        size = coded.codes.shape[-1]
+        return Side(
+            codes=coded.codes, size=size, step=coded.scale, row=coded.row, group=coded.group, per=size, float8=True
+        )
+    raise TypeError(f"no kernel reads {type(coded).__name__}")
+
+
+def why_not(coded: Coded) -> str | None:
+    """Why the kernels cannot read this side; None where they can."""
+    if not isinstance(coded, Whole | TokenCodes | ChannelCodes | FloatCodes):
+        return f"no kernel reads {type(coded).__name__}"
+    if isinstance(coded, TokenCodes | ChannelCodes) and coded.bits not in (2, 4, 8):
+        return f"codes of 2, 4 or 8 bits are read, found {coded.bits}"
+    side = side_of(coded)
+    states = side.codes if side.step is None else side.step
+    if states.dtype not in _STATES:
+        return f"states of 32 or 16 bits are read, found {states.dtype}"
+    if side.width > 256:
+        return f"heads of at most 256 channels are read, found {side.size}"
+    if any(x is not None and x.stride(-1) != 1 for x in (side.codes, side.step, side.low, side.row)):
+        return "the channels of a token must lie side by side in memory"
+    if side.step is not None and side.low is not None and side.step.stride() != side.low.stride():
+        return "steps and minima must have the same strides"
+    return None
+
+
+def block_of(keys: Side, values: Side, rows: int, page: int | None) -> int:
+    """Tokens of a tile: as many as share scales, so that scales can be folded, within what registers hold."""
+    wide = max(keys.width * (8 // keys.bits), values.width * (8 // values.bits))
+    most = _BLOCK if wide <= 128 and rows <= 16 else 32
+    for side in (keys, values):
+        if side.step is None and side.codes.dtype == torch.float32:
+            # Three products for one, on parts of the numbers.
+            most = min(most, 32)
+        if side.step is not None and side.per == 1 and side.row is None:
+            power = side.group & -side.group
+            if page is not None:
+                power = min(power, page & -page)
+            if power >= 16:
+                most = min(most, power)
+    return most
+
+
+def warps_of(block: int, keys: Side, values: Side) -> int:
+    """Warps of a program: one for 32 tokens of codes, so that each keeps the order of the matrix unit in registers.
+
+    From 4 warps and 64 tokens on the compiler takes Hopper's larger products, whose operands lie in another order: that
+    is best for plain states, and costs codes half as many instructions again.
+    """
+    return 4 if keys.step is None and values.step is None else max(1, block // 32)

@@ -1,0 +1,102 @@
+"""Attention over some pages, and over a cache that grows in place, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_triton
+
+from kvtailor.ops.coded import Whole
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
+
+pytestmark = needs_triton
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "group"), [("whole", 4, 0), ("whole", 16, 0), ("kivi", 16, 32), ("kivi", 32, 16), ("kivi", 4, 16)]
+)
+def test_only_the_named_pages_are_read(name: str, page: int, group: int) -> None:
+    from kvtailor.ops.triton.attend import attend_pages
+
+    generator = torch.Generator().manual_seed(page)
+    query, k, v = (torch.randn(shape, generator=generator) for shape in ((2, 3, 1, 24), (2, 63, 24), (2, 63, 24)))
+    count = -(-63 // page)
+    pages = torch.stack([torch.randperm(count, generator=generator)[: max(2, count - 1)] for _ in range(2)])
+    pages[0, 0] = -1
+    named = torch.zeros((2, 1, 64), dtype=torch.bool)
+    for lane in range(2):
+        for each in pages[lane].tolist():
+            if each >= 0:
+                named[lane, 0, each * page : (each + 1) * page] = True
+    named = named[..., :63]
+    if name == "whole":
+        # What is not named must not be read.
+        k, v = (x.masked_fill(~named[:, 0, :, None], torch.nan) for x in (k, v))
+        keys, values = Whole(states=k.to(DEVICE)), Whole(states=v.to(DEVICE))
+        decoded = k.nan_to_num(), v.nan_to_num()
+    else:
+        coded, other = ChannelCodes.of(k.to(DEVICE), 4, group), TokenCodes.of(v.to(DEVICE), 4, 24)
+        keys, values, decoded = coded, other, (coded.decode().cpu(), other.decode().cpu())
+    wanted, lse = exactly(query, *decoded, 0.2, None, named)
+    found, found_lse = attend_pages(
+        query.to(DEVICE), keys, values, pages.to(DEVICE, torch.int32), page, scaling=0.2, splits=2
+    )
+    assert error(found, wanted) < (1e-6 if name == "whole" else 2e-3)
+    assert (found_lse.cpu() - lse).abs().max() < (1e-5 if name == "whole" else 6e-3)
+
+
+def test_refuses_pages_that_are_no_power_of_two() -> None:
+    from kvtailor.ops.triton.attend import attend_pages
+
+    side = Whole(states=torch.zeros(1, 8, 24))
+    with pytest.raises(ValueError, match="a power of two of slots, found 6"):
+        attend_pages(torch.zeros(1, 1, 1, 24), side, side, torch.zeros(1, 1), 6, scaling=1.0)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_a_cache_grows_in_place(new: int) -> None:
+    grows(new, "cpu" if DEVICE == "cpu" else DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device is here to capture a graph on")
+def test_a_graph_is_replayed_as_a_cache_grows() -> None:
+    from kvtailor.ops.triton.growing import Growing
+
+    state = torch.zeros((1, 64, 64), device=DEVICE)
+    growing = Growing(state, state.clone(), torch.zeros(1, dtype=torch.int32, device=DEVICE), group=1, new=1, scaling=1)
+    token = torch.ones((1, 1, 64), device=DEVICE)
+    places = set()
+    for count in range(1, 5):
+        out, lse = growing.step(token[:, None] / 64, token, token * count)
+        places.add(out.data_ptr())
+        assert growing.lengths.tolist() == [count]
+        assert torch.allclose(out, torch.full_like(out, (count + 1) / 2), atol=1e-3)
+        assert torch.allclose(lse.exp(), torch.full_like(lse, count * 2.718281828), rtol=1e-3)
+    assert len(places) == 1
+
+
+def grows(new: int, device: str) -> None:
+    from kvtailor.ops.triton.growing import Growing
+
+    generator = torch.Generator().manual_seed(new)
+    lengths = [5, 17]
+    buffers = [torch.full((2, 40, 24), torch.nan, device=device) for _ in range(2)]
+    held = [[torch.randn((length, 24), generator=generator) for length in lengths] for _ in range(2)]
+    for buffer, side in zip(buffers, held, strict=True):
+        for lane, states in enumerate(side):
+            buffer[lane, : len(states)] = states
+    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+    growing = Growing(*buffers, counts, group=3, new=new, scaling=0.3, splits=3)
+    for _ in range(2):
+        query = torch.randn((2, 3, new, 24), generator=generator)
+        fresh = [torch.randn((2, new, 24), generator=generator) for _ in range(2)]
+        out, lse = growing.step(query.to(device), *(each.to(device) for each in fresh))
+        for lane in range(2):
+            for side, states in zip(held, fresh, strict=True):
+                side[lane] = torch.cat([side[lane], states[lane]])
+            count = len(held[0][lane])
+            sees = torch.arange(count) <= torch.arange(new)[:, None] + count - new
+            wanted, its = exactly(query[lane : lane + 1], held[0][lane][None], held[1][lane][None], 0.3, None, sees)
+            assert error(out[lane : lane + 1], wanted) < 2e-6
+            assert (lse[lane].cpu() - its[0]).abs().max() < 2e-6
+    assert growing.lengths.tolist() == [length + 2 * new for length in lengths]
