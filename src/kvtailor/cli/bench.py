@@ -33,6 +33,7 @@ _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "bey
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
+@click.argument("what", required=False, type=click.Choice(["kernels"]))
 @click.option(
     "--model",
     default="demo",
@@ -110,7 +111,13 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     kvtailor bench --suite rankkv --model demo --data FOLDER --out results
 
     Everything is measured against 'full' on the same tokens, and 'full' against the model's own cache.
+
+    
+    kvtailor bench kernels --contexts 8192,32768     attention kernels alone, against torch's and transformers'
     """
+    if options["what"] == "kernels":
+        _kernels(ctx, options)
+        return
     from rich.console import Console
 
     from kvtailor.bench.subject import Subject
@@ -232,6 +239,16 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
         "unavailable": list(prepared.unavailable),
         "pages": asdict(pages) if pages is not None else None,
     }
+
+
+def _kernels(ctx: click.Context, options: dict[str, Any]) -> None:
+    from kvtailor.bench.kernels import main
+
+    mine = ("what", "contexts", "rounds", "as_json")
+    for name in options:
+        if name not in mine and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} is not for kernels: they have --contexts and --rounds.")
+    main(numbers(options["contexts"], int, "--contexts") if options["contexts"] else (8192, 32768), options["rounds"])
 
 
 def _list_suites() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
 
 from kvtailor.hf.cache import KvCache
 
-__all__ = ["dynamic_cache", "fill", "quantized_cache", "static_cache"]
+__all__ = ["dynamic_cache", "fill", "layer_makers", "quantized_cache", "static_cache"]
 
 
 def static_cache(model: Any, length: int) -> StaticCache:
@@ -38,6 +40,20 @@ def quantized_cache(model: Any, backend: str, *, bits: int, group: int, tail: in
     axis = {"quanto": 0, "hqq": 1}[backend]
     options = {"nbits": bits, "axis_key": axis, "axis_value": axis, "q_group_size": group, "residual_length": tail}
     return QuantizedCache(backend, model.config, **options)
+
+
+def layer_makers(*, bits: int, group: int, tail: int) -> dict[str, Callable[[], Any]]:
+    """By name of the cache, what makes one layer of it without a model: ImportError where a library is missing.
+
+    Args:
+        bits, group, tail: of the quantised ones, see `quantized_cache`.
+    """
+    options = {"nbits": bits, "q_group_size": group, "residual_length": tail}
+    return {
+        "DynamicCache": DynamicLayer,
+        f"QuantizedCache quanto, {bits} bits": lambda: QuantoQuantizedLayer(axis_key=0, axis_value=0, **options),
+        f"QuantizedCache hqq, {bits} bits": lambda: HQQQuantizedLayer(axis_key=1, axis_value=1, **options),
+    }
 
 
 @torch.no_grad()

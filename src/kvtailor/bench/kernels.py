@@ -1,0 +1,271 @@
+"""Does attention read the small bytes, and nothing else? One layer's decode attention, against what a user has instead.
+
+    kvtailor bench kernels [--contexts 8192,32768] [--rounds 11] [--json]
+
+A decoded token must read each held byte once. So the floor comes first: a plain read of the bytes of a bfloat16 cache,
+in the same rounds as everything else. How far above it a kernel lies is what the kernel is worth, on any machine. What
+a compressed cache is worth is its time over that of our bfloat16 kernel, and not over a slow path of ours.
+
+1. *Grouped heads* (32 query heads on 8 kv heads of 128) and *single heads* (32 on 32): our kernel over bfloat16, int8,
+   int4, KIVI in 4 and 2 bits. Beside them torch's attention as transformers calls it (with `enable_gqa`), the same with
+   the heads of a group folded into query rows, which is the best that torch has; our plain form, which decodes first;
+   and a step of transformers' `DynamicCache`, which copies the cache to append to it, and, where their libraries are
+   installed, of `QuantizedCache`.
+2. *Ragged heads*: lengths from a quarter to four times the mean, the same tokens in all, over the uniform cache.
+3. *Query blocks* of 4 and 16, as speculation asks them, over a single query.
+
+Correctness comes before time: each contestant's answer is compared with attention in float64 over what it stores, and
+one that is off gets no time. Every round runs everything once, layers in turns, so that no layer is still in a cache of
+the processor. Samples that other programs disturbed are left out and counted; with one thread they may use the other
+cores. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtailor.bench.foundation import Measured, interleaved, report
+from kvtailor.bench.machine import describe, read_bandwidth
+from kvtailor.hf.stock import layer_makers
+from kvtailor.ops.attention import reference
+from kvtailor.ops.coded import Coded, Whole
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.cpu.attention import attend_coded
+from kvtailor.ops.cpu.library import library, why_none
+from kvtailor.ops.lanes import Lanes, joint
+
+__all__ = ["main", "measure"]
+
+_SIZE, _SCALE, _GROUP = 128, 128**-0.5, 64
+# Layers are rotated over until so many bytes of bfloat16 lie between two visits: several times any last-level cache.
+_APART = 1 << 28
+# Relative error that is right: bfloat16 sums, and a rounded probability where torch takes one.
+_RIGHT = 2e-2
+_Attend = Callable[[int], Tensor]
+
+
+@dataclass
+class _Contestant:
+    """One way to attend: over layer i gives (rows, ...) outputs; `exact` are the keys and values that it stands for."""
+
+    name: str
+    attend: _Attend
+    keys: Tensor
+    values: Tensor
+
+    def error(self, query: Tensor) -> float:
+        """Relative error of the first layer."""
+        rows = query.double().flatten(0, 1)[None]
+        out, _, _ = reference(rows, self.keys.double()[None], self.values.double()[None], None, _SCALE)
+        found = self.attend(0).double().reshape(out.shape)
+        return float((found - out).norm() / out.norm())
+
+
+def _sides(dtype: torch.dtype) -> dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]]:
+    def whole(states: Tensor) -> Coded:
+        return Whole(states=states)
+
+    made: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] = {str(dtype)[6:]: (whole, whole)}
+    for bits in (8, 4):
+        made[f"int{bits}"] = (partial(TokenCodes.symmetric, bits=bits),) * 2
+    for bits in (4, 2):
+        made[f"kivi {bits} bits"] = (
+            partial(ChannelCodes.of, bits=bits, group=_GROUP),
+            partial(TokenCodes.of, bits=bits, group=_GROUP),
+        )
+    return made
+
+
+def _exact(side: Coded) -> Tensor:
+    """What a side stands for, without the rounding to 16 bits that decoding it ends with."""
+    wide = {name: tensor.double() for name, tensor in side.tensors().items() if tensor.is_floating_point()}
+    return replace(side, **wide).decode()
+
+
+def _plain(query: Tensor, keys: Coded, values: Coded) -> Tensor:
+    return joint(query.to(torch.bfloat16), [Lanes(keys=keys.decode(), values=values.decode())], _SCALE)[0]
+
+
+def _torch_attention(query: Tensor, states: Sequence[tuple[Tensor, Tensor]], *, fold: bool) -> _Attend:
+    heads, group, new, size = query.shape
+    asked = query.to(torch.bfloat16)
+
+    def attend(layer: int) -> Tensor:
+        keys, values = (each[None] for each in states[layer])
+        if fold:
+            return scaled_dot_product_attention(asked.view(1, heads, group * new, size), keys, values, scale=_SCALE)
+        rows = asked.view(1, heads * group, new, size)
+        return scaled_dot_product_attention(rows, keys, values, scale=_SCALE, enable_gqa=group > 1)
+
+    return attend
+
+
+def _stock_step(query: Tensor, caches: Sequence[Any]) -> _Attend:
+    """One decoded token through a cache of transformers: it takes the new token, and attention reads what it gives."""
+    heads, group, _, size = query.shape
+    new = torch.zeros((1, heads, 1, size), dtype=torch.bfloat16)
+
+    def attend(layer: int) -> Tensor:
+        keys, values = caches[layer].update(new, new)
+        rows = query.to(torch.bfloat16).view(1, heads * group, 1, size)
+        return scaled_dot_product_attention(rows, keys, values, scale=_SCALE, enable_gqa=group > 1)
+
+    return attend
+
+
+def _contestants(heads: int, group: int, tokens: int, layers: int) -> tuple[list[_Contestant], Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn((heads, group, 1, _SIZE), generator=generator)
+    half = [
+        tuple(torch.randn((heads, tokens, _SIZE), generator=generator).bfloat16() for _ in range(2))
+        for _ in range(layers)
+    ]
+    found = []
+    for name, (of_keys, of_values) in _sides(torch.bfloat16).items():
+        sides = [(of_keys(keys), of_values(values)) for keys, values in half]
+        exact = [_exact(side) for side in sides[0]]
+
+        def ours(layer: int, sides: list[tuple[Coded, Coded]] = sides) -> Tensor:
+            return attend_coded(query, *sides[layer], scaling=_SCALE)[0]
+
+        found.append(_Contestant(f"kvtailor {name}", ours, *exact))
+        if name in ("int4", "kivi 4 bits"):
+
+            def plain(layer: int, sides: list[tuple[Coded, Coded]] = sides) -> Tensor:
+                return _plain(query, *sides[layer])
+
+            found.append(_Contestant(f"plain form, {name}", plain, *exact))
+    states = [(keys, values) for keys, values in half]
+    for name, fold in (("sdpa, heads folded", True), ("sdpa as transformers calls it", False)):
+        found.append(_Contestant(name, _torch_attention(query, states, fold=fold), *states[0]))
+    return found, query
+
+
+def _stock(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, _Attend]]:
+    """Steps of transformers' own caches; those whose library is missing are left out."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn((heads, group, 1, _SIZE), generator=generator)
+    made: list[tuple[str, _Attend]] = []
+    for name, make in layer_makers(bits=4, group=_GROUP, tail=128).items():
+        try:
+            caches = [make() for _ in range(layers)]
+        except ImportError as missing:
+            print(f"{name} is left out: {missing}")
+            continue
+        for cache in caches:
+            cache.update(*(torch.randn((1, heads, tokens, _SIZE), generator=generator).bfloat16() for _ in range(2)))
+        made.append((f"{name} + sdpa", _stock_step(query, caches)))
+    return made
+
+
+def _ragged(heads: int, group: int, tokens: int, layers: int) -> list[_Contestant]:
+    """Pages of 256 slots: the same tokens in all, each head its own number of them, and all the same number."""
+    generator = torch.Generator().manual_seed(4)
+    query = torch.randn((heads, group, 1, _SIZE), generator=generator)
+    pages = heads * tokens // 256
+    shares = 4.0 ** torch.linspace(-1, 1, heads)
+    each = (shares / shares.sum() * pages).long().clamp_min(1)
+    each[-1] += pages - int(each.sum())
+    found = []
+    for name, counts in (("uniform", torch.full((heads,), pages // heads)), ("ragged", each)):
+        owner = torch.repeat_interleave(torch.arange(heads), counts)
+        lengths = torch.full((len(owner),), 256, dtype=torch.int32)
+        sides = [
+            tuple(Whole(states=torch.randn((len(owner), 256, _SIZE), generator=generator).bfloat16()) for _ in range(2))
+            for _ in range(layers)
+        ]
+
+        def attend(layer: int, sides: Any = sides, owner: Tensor = owner, lengths: Tensor = lengths) -> Tensor:
+            return attend_coded(query, *sides[layer], scaling=_SCALE, owner=owner, lengths=lengths)[0]
+
+        found.append(_Contestant(f"{name} heads, bfloat16", attend, torch.empty(0), torch.empty(0)))
+    return found
+
+
+def _blocks(heads: int, group: int, tokens: int, layers: int) -> list[_Contestant]:
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for name, (of_keys, of_values) in _sides(torch.bfloat16).items():
+        if name not in ("bfloat16", "int4"):
+            continue
+        half = [torch.randn((2, heads, tokens, _SIZE), generator=generator).bfloat16() for _ in range(layers)]
+        sides = [(of_keys(keys), of_values(values)) for keys, values in half]
+        for new in (1, 4, 16):
+            query = torch.randn((heads, group, new, _SIZE), generator=generator)
+
+            def attend(layer: int, query: Tensor = query, sides: Any = sides) -> Tensor:
+                return attend_coded(query, *sides[layer], scaling=_SCALE)[0]
+
+            found.append(_Contestant(f"{name}, {new} queries", attend, torch.empty(0), torch.empty(0)))
+    return found
+
+
+def _timed(work: Sequence[tuple[str, _Attend]], layers: int, rounds: int, floor_bytes: int) -> list[Measured]:
+    """Each contestant once a round, every round on the next layer; a plain read of `floor_bytes` first."""
+    turn = {"layer": 0}
+    probe = torch.ones((layers, floor_bytes // 4), dtype=torch.float32)
+
+    def turned(attend: _Attend) -> Callable[[], object]:
+        return lambda: attend(turn["layer"] % layers)
+
+    def read() -> object:
+        turn["layer"] += 1
+        return probe[turn["layer"] % layers].sum().item()
+
+    measured: list[tuple[Measured, Callable[[], object]]] = [(Measured("a plain read of the bfloat16 bytes"), read)]
+    measured += [(Measured(name), turned(attend)) for name, attend in work]
+    interleaved(measured, rounds, warmup=2)
+    return [each for each, _ in measured]
+
+
+@torch.no_grad()
+def measure(contexts: Sequence[int], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Prints the tables, and gives them by title."""
+    tables = {}
+    for tokens in contexts:
+        for title, heads, group in (("grouped heads, 32 on 8", 8, 4), ("single heads, 32 on 32", 32, 1)):
+            floor = 2 * heads * tokens * _SIZE * 2
+            layers = max(1, min(8, _APART // floor))
+            contestants, query = _contestants(heads, group, tokens, layers)
+            right = []
+            for each in contestants:
+                error = each.error(query)
+                print(f"  {each.name:34s} relative error {error:.1e}{'' if error <= _RIGHT else '  RED: not timed'}")
+                if error <= _RIGHT:
+                    right.append((each.name, each.attend))
+            work = right + _stock(heads, group, tokens, layers)
+            results = _timed(work, layers, rounds, floor)
+            tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, "kvtailor bfloat16")
+        layers = max(1, min(8, _APART // (2 * 8 * tokens * _SIZE * 2)))
+        for title, made, base in (
+            ("ragged heads", _ragged(8, 4, tokens, layers), "uniform heads, bfloat16"),
+            ("query blocks", _blocks(8, 4, tokens, layers), "bfloat16, 1 queries"),
+        ):
+            results = _timed([(each.name, each.attend) for each in made], layers, rounds, 2 * 8 * tokens * _SIZE * 2)
+            tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, base)
+    return tables
+
+
+def main(contexts: Sequence[int] = (8192, 32768), rounds: int = 11) -> None:
+    """Runs the bench.
+
+    Args:
+        contexts: tokens held.
+        rounds: timed rounds.
+    """
+    built = library()
+    if built is None:
+        sys.exit(f"{why_none()}, and this bench is about them")
+    bandwidth = read_bandwidth()
+    print(f"{built.variant}, {torch.get_num_threads()} threads; a plain read gives {bandwidth / 1e9:.1f} GB/s")
+    tables = measure(contexts, rounds)
+    print(json.dumps({"machine": describe(), "variant": built.variant, "read_bandwidth": bandwidth, "tables": tables}))
