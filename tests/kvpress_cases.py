@@ -187,7 +187,7 @@ def left(plan: Plan, geometry: Geometry) -> Tensor:
     kept = torch.zeros(geometry.layers, geometry.rows * geometry.heads, geometry.tokens, dtype=torch.bool)
     cpu = torch.device("cpu")
     for layer, state in enumerate(route.states):
-        for part in state.parts(plan.store):
+        for part in state.parts():
             owner = part.layout.owners(cpu)[:, None].expand(-1, part.layout.size)
             columns = part.layout.columns(cpu).expand(part.layout.lanes, -1)
             filled = part.layout.filled(cpu)

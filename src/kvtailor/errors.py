@@ -10,6 +10,7 @@ __all__ = [
     "CalibrationError",
     "KvtailorError",
     "PlanError",
+    "TierError",
     "UnknownName",
     "UnsupportedModel",
     "suggest",
@@ -51,6 +52,10 @@ class CalibrationError(KvtailorError, ValueError):
 
 class CacheMisuse(KvtailorError, RuntimeError):
     """A cache used in a way that would give a silently wrong answer."""
+
+
+class TierError(KvtailorError, RuntimeError):
+    """A tier that cannot hold what it was given, or cannot give back what it holds; names the file."""
 
 
 def suggest(name: str, known: Iterable[str], limit: int = 3) -> str:

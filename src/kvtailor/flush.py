@@ -48,7 +48,7 @@ def flush(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None) -
     if leaving[-1] is not None:
         segments = encoded([part for part in leaving if part is not None], state.encoder(plan, first), first)
         for each, segment in zip(group, segments, strict=True):
-            each.segments.append(plan.store.put(segment))
+            each.segments.append(segment)
     for each in group:
         _drop_oldest(each, count)
 

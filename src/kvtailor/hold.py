@@ -31,7 +31,7 @@ def hold(
         plan: whose tiers hold the segments.
         budget: (b,) int64 tokens that each row may hold per kv head, on average.
     """
-    parts = state.parts(plan.store)
+    parts = state.parts()
     b, h, seen = state.rows, state.heads, state.seen
     device = parts[-1].decode()[0].device
     before = torch.zeros(b * h, dtype=torch.int64, device=device)

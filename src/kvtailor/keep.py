@@ -59,10 +59,8 @@ def keep_only(
     if not codec.exact:
         # What is encoded moves as codes; only what waits or still is in the tail is encoded now.
         fresh = torch.zeros_like(old)
-        parts = state.segments if not state.tail.length else [*state.segments, state.tail.as_segment()]
-        for segment, slot in zip(parts, slots, strict=True):
-            mine, lane_of, slot_of = tokens_of_part(segment.layout, slot, old)
-            stored = plan.store.get(segment)
+        for stored, slot in zip(state.parts(), slots, strict=True):
+            mine, lane_of, slot_of = tokens_of_part(stored.layout, slot, old)
             if not isinstance(without_weight(stored), codec.segment_type()):
                 fresh |= mine
                 continue
@@ -70,7 +68,7 @@ def keep_only(
             if cut is not None:
                 layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
                 lane, place = lane_of[cut.owners[:, None], cut.index], slot_of[cut.owners[:, None], cut.index]
-                segments.append(plan.store.put(stored.regather(lane, place, layout)))
+                segments.append(stored.regather(lane, place, layout))
                 cuts.append(cut)
         old = fresh
     cut = cut_lanes(old, codec.lane_multiple)
@@ -79,7 +77,7 @@ def keep_only(
         now = encoding and not state.together
         seeing = state.encoder(plan, held.first)
         fresh_part = seeing.encode(plain.layout, plain.keys, plain.values, held.first) if now else plain
-        segments.append(plan.store.put(_weighed(fresh_part, held, keep, merged, cut)))
+        segments.append(_weighed(fresh_part, held, keep, merged, cut))
         cuts.append(cut)
     state.tail.drop_oldest(state.tail.length - newest)
     if newest:
@@ -91,17 +89,17 @@ def keep_only(
             state.tail.rewrite(taken.keys, taken.values)
     state.segments = segments
     if encoding and state.completes:
-        everything = [[plan.store.get(segment) for segment in each.segments] for each in state.together]
+        everything = [each.here() for each in state.together]
         join(everything, codec, held.first)
         for each, own in zip(state.together, everything, strict=True):
-            each.segments = [plan.store.put(segment) for segment in own]
+            each.segments = own
     _take_mass(state, held, cuts)
 
 
 def waits(state: LayerState, plan: Plan) -> bool:
     """Whether the layer holds segments that are not encoded yet; see `keep_only`."""
     encoded = state.codec(plan).segment_type()
-    return not all(isinstance(without_weight(plan.store.get(segment)), encoded) for segment in state.segments)
+    return not all(isinstance(without_weight(segment), encoded) for segment in state.here())
 
 
 def _merged(state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor, newest: int) -> Merged | None:
@@ -126,8 +124,8 @@ def _encoded(state: LayerState, plan: Plan, slots: list[Tensor], keep: Tensor) -
     codec = state.codec(plan)
     found = torch.zeros_like(keep)
     if not codec.exact:
-        for segment, slot in zip(state.segments, slots, strict=False):
-            if isinstance(without_weight(plan.store.get(segment)), codec.segment_type()):
+        for segment, slot in zip(state.here(), slots, strict=False):
+            if isinstance(without_weight(segment), codec.segment_type()):
                 found |= tokens_of_part(segment.layout, slot, keep)[0]
     return found
 

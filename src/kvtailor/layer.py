@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, LayerFacts
 from kvtailor.errors import CacheMisuse
-from kvtailor.ledger import Entry
+from kvtailor.ledger import Entry, storage_bytes
 from kvtailor.observe import Evidence
-from kvtailor.store.contract import Placement
+from kvtailor.ops.weighted import Weighted
+from kvtailor.store.contract import Shelves
 from kvtailor.store.tail import Tail
 from kvtailor.together import join
-from kvtailor.types import Rotation, Segment, Visibility
+from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
@@ -49,7 +50,8 @@ class LayerState:
     Attributes:
         index: 0-based among the layers that the plan compresses.
         seen: tokens seen, padding included.
-        segments: encoded parts in time order; the tail comes after them.
+        segments: encoded parts in time order, `Placed` where they are on a tier; the tail comes after them.
+        shelves: where the cache's segments live.
         evidence: what the scorer needs.
         recording: forwards wait for a crop before anything is evicted or encoded (assisted decoding).
         walk_at: tokens since the last walk after which it is due again; None before the first walk.
@@ -69,8 +71,8 @@ class LayerState:
         layers: how many layers the plan compresses.
     """
 
-    def __init__(self, index: int, layers: int = 1):
-        self.index, self.layers = index, layers
+    def __init__(self, index: int, layers: int = 1, shelves: Shelves | None = None):
+        self.index, self.layers, self.shelves = index, layers, shelves
         self._codec: Codec | None = None
         self.together: tuple[LayerState, ...] = ()
         self.recording = False
@@ -150,12 +152,36 @@ class LayerState:
         self.seen += keys.shape[2]
         self.tail_growth += keys.shape[2]
 
-    def parts(self, placement: Placement) -> list[Segment]:
+    def parts(self) -> list[Segment]:
         """All that is held, in time order, where attention can read it."""
-        parts = [placement.get(segment) for segment in self.segments]
+        parts = self.here()
         if self.tail is not None and self.tail.length:
             parts.append(self.tail.as_segment())
         return parts
+
+    def here(self, segments: Sequence[Segment] | None = None) -> list[Segment]:
+        """The segments where they can be read; of this layer at an earlier time where they are given."""
+        asked = self.segments if segments is None else segments
+        return list(asked) if self.shelves is None else self.shelves.get(self.index, asked, self.restored)
+
+    def put_away(self) -> None:
+        """Nobody changes the segments any more: they go where they live, with those of the layers in its group."""
+        group = self.together or (self,)
+        if self.shelves is not None and self is group[-1]:
+            kept = self.shelves.put([each.index for each in group], [each.segments for each in group])
+            for each, own in zip(group, kept, strict=True):
+                each.segments = own
+
+    def restored(self, name: str, layout: Layout, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
+        """The segment of this layer that `Segment.state` described; `name` is its codec's."""
+        if name == Weighted.codec:
+            inner = {key.removeprefix("inner."): t for key, t in tensors.items() if key.startswith("inner.")}
+            held = self.restored(fields["codec"], layout, fields["fields"], inner)
+            return Weighted(layout=layout, inner=held, log_weight=tensors["log_weight"])
+        if name == PlainSegment.codec:
+            return PlainSegment.from_state(layout, fields, tensors)
+        assert self._codec is not None
+        return self._codec.restore(layout, fields, tensors)
 
     def counts(self) -> Tensor:
         """(b, h) int64 on the CPU: tokens held."""
@@ -204,7 +230,8 @@ class LayerState:
             raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
         if self.tail is None:
             return
-        parts = [*self.segments, *([self.tail.as_segment()] if self.tail.length else [])]
+        segments = self.here()
+        parts = [*segments, *([self.tail.as_segment()] if self.tail.length else [])]
         mass = [
             m.index_select(0, part.layout.lanes_of_rows(index)[0].to(m.device))
             for part, m in zip(parts, self.evidence.mass, strict=False)
@@ -213,14 +240,19 @@ class LayerState:
         for name, tensor in self.memories().items():
             setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
         self.carry = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.carry.items()}
-        self.segments = [segment.rows(index) for segment in self.segments]
+        self.segments = [segment.rows(index) for segment in segments]
         self.tail.select_rows(index)
         self.rejoin()
 
     def rejoin(self) -> None:
-        """Lets layers that are encoded together share again, once the same has been done to the last of them."""
-        if self.completes and self._codec is not None:
+        """Puts the segments away; those of layers that are encoded together once the last of them is there to share."""
+        if self.together and not self.completes:
+            return
+        if self.together and self._codec is not None:
             join([state.segments for state in self.together], self._codec)
+        self.put_away()
+        if self.shelves is not None:
+            self.shelves.rest()
 
     @property
     def completes(self) -> bool:
@@ -232,15 +264,23 @@ class LayerState:
         named = {name: getattr(self, name) for name in ("scored", "scored_columns", "reconstruction")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def entries(self, layer: int, placement: Placement) -> list[Entry]:
+    def device_bytes(self) -> int:
+        """What this layer takes on the device, but for segments that are on a shelf."""
+        return storage_bytes(tensor for entry in self._own_entries(0) for tensor in entry.tensors.values())
+
+    def entries(self, layer: int) -> list[Entry]:
         """What the ledger lists for this layer, `layer` of the model."""
+        shelved = [] if self.shelves is None else self.shelves.entries(self.index)
+        return self._own_entries(layer) + [replace(entry, layer=layer) for entry in shelved]
+
+    def _own_entries(self, layer: int) -> list[Entry]:
         entries = []
         if self.tail is not None:
             form = self.tail.closed_form_bytes()
             entries.append(Entry(layer=layer, room="tail", tensors=self.tail.tensors(), closed_form=form))
         for segment in self.segments:
-            form, tier = segment.closed_form_bytes(), placement.tier(segment)
-            entries.append(Entry(layer=layer, room="encode", tier=tier, tensors=segment.tensors(), closed_form=form))
+            form = segment.closed_form_bytes()
+            entries.append(Entry(layer=layer, room="encode", tensors=segment.tensors(), closed_form=form))
         seen = self.evidence.tensors() | self.memories()
         if self.pending is not None:
             seen = {**seen, "pending": self.pending.query}

@@ -24,9 +24,10 @@ class Entry:
 
     Attributes:
         layer: layer of the model.
-        room: "tail", "encode", "window", "observe", "attend": who keeps them.
+        room: "tail", "encode", "store", "window", "observe", "attend": who keeps them.
         tier: "device", "host" or "disk".
         tensors: by name.
+        stored: bytes that are no tensors of this process: files, as the file system counts them.
         closed_form: the bytes they must have, from counts and element sizes; None where no form is known.
     """
 
@@ -34,6 +35,7 @@ class Entry:
     room: str
     tensors: Mapping[str, Tensor]
     tier: str = "device"
+    stored: int = 0
     closed_form: int | None = None
 
 
@@ -42,10 +44,11 @@ class Ledger:
     """What a cache costs at this moment, in bytes.
 
     Attributes:
-        total: all unique storages.
-        by_room: the same split by who keeps them: "tail" (full precision), "encode" (segments), "window" (layers on
-            which the model itself has a sliding window), "observe" (evidence for the scorer), "attend" (what the
-            attention carries along).
+        total: all unique storages, and files on a tier.
+        by_room: the same split by who keeps them: "tail" (full precision), "encode" (segments), "store" (copies on the
+            device of segments that are on another tier: resident, or on their way), "window" (layers on which the model
+            itself has a sliding window), "observe" (evidence for the scorer), "attend" (what the attention carries
+            along).
         by_tier: split by where they live.
         by_layer: split by layer of the model.
         closed_form: `total` as it must be by arithmetic; None if some part has no closed form.
@@ -84,7 +87,7 @@ class Ledger:
         by_layer = [0] * layers
         closed: int | None = 0
         for entry in entries:
-            own = _charge(entry.tensors.values(), charged)
+            own = _charge(entry.tensors.values(), charged) + entry.stored
             by_room[entry.room] = by_room.get(entry.room, 0) + own
             by_tier[entry.tier] = by_tier.get(entry.tier, 0) + own
             by_layer[entry.layer] += own

@@ -44,7 +44,7 @@ class Plan:
         allocate: splits the budget over layers and kv heads.
         select: turns scores and budget into the kept set.
         merge: what becomes of tokens that are not kept.
-        encode: how kept tokens are stored.
+        encode: how kept tokens are encoded; in blocks where they live elsewhere, see `Placement.block`.
         store: where they live.
         attend: how they are read.
         tokens: budget: tokens per kv head, on average over heads and layers, an observation window included.
@@ -76,6 +76,8 @@ class Plan:
         faults = wrong or all_faults(self.parts, self._settings)
         if faults:
             raise PlanError(repr(self) if wrong else str(self), faults)
+        if self.store.block:
+            object.__setattr__(self, "encode", self.encode.in_blocks(self.store.block))
         if self.keep is not None:
             object.__setattr__(self, "keep", float(self.keep))
 

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtailor.ops.sizes import bytes_of, write_bytes
+
 __all__ = [
     "Line",
     "Value",
@@ -38,7 +40,6 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][+-]?[0-9]+)?")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?)?B?", re.IGNORECASE)
 _KEYWORDS: dict[str, bool | float | None] = {
     "true": True,
     "false": False,
@@ -47,7 +48,6 @@ _KEYWORDS: dict[str, bool | float | None] = {
     "+inf": math.inf,
     "-inf": -math.inf,
 }
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _CLOSING = {"(": ")", "[": "]"}
 
 
@@ -129,27 +129,6 @@ def toml_value(value: object) -> str:
 def write_settings(settings: Mapping[str, object]) -> str:
     """`name=value, name=value` in the order given."""
     return ", ".join(f"{name}={write_value(value)}" for name, value in settings.items())
-
-
-def bytes_of(text: str) -> int:
-    """The number of bytes that `64MiB`, `1.5G` or `4096` says: K, M, G are powers of 1000, KiB, MiB, GiB of 1024.
-
-    Raises:
-        ValueError: not a size, or not a whole number of bytes.
-    """
-    hit = _SIZE.fullmatch(text.strip())
-    number = float(hit[1]) * _UNITS[(hit[2] or "").lower()] if hit else math.nan
-    if not number.is_integer():
-        raise ValueError(f"{text!r} is not a whole number of bytes: write for example 64MiB, 1.5G or 4096")
-    return int(number)
-
-
-def write_bytes(count: int) -> str:
-    """The shortest exact spelling that `bytes_of` reads back: 67108864 is `64MiB`."""
-    for unit in ("Gi", "Mi", "Ki"):
-        if count > 0 and count % _UNITS[unit.lower()] == 0:
-            return f"{count // _UNITS[unit.lower()]}{unit}B"
-    return str(count)
 
 
 def _read_word(text: str, faults: list[str]) -> Word | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvtailor.attend.contract import Attended, LayerFacts
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import CacheMisuse, TierError
 from kvtailor.flush import flush
 from kvtailor.layer import LayerState, Pending
 from kvtailor.observe import observe
@@ -45,11 +45,14 @@ class Route:
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
         self.plan = plan
         self.needs = plan.needs
-        self.states = [LayerState(index, layers) for index in range(layers)]
-        for group in plan.encode.layers_together(layers):
+        groups = plan.encode.layers_together(layers)
+        self.shelves = plan.store.open(groups)
+        self.states = [LayerState(index, layers, self.shelves) for index in range(layers)]
+        for group in groups:
             for index in group if len(group) > 1 else ():
                 self.states[index].together = tuple(self.states[each] for each in group)
         self.holding = self.opened = self.speculating = False
+        self._taken: dict[int, int] = {}
         self.repeating: Piece | None = None
         self.passing: PlainSegment | None = None
         self.walk = Walk(plan, self.states, self._close, window_elements)
@@ -94,6 +97,7 @@ class Route:
             state.pending = Pending(query=query.detach().clone(), visible=visible, carry=before)
         else:
             self._settle(state, query, visible, attended.mass)
+        self._leave(state)
         return attended.output
 
     def commit(self, state: LayerState, rejected: int) -> None:
@@ -122,6 +126,7 @@ class Route:
             attended = self._attended(state, query, visible, want_mass=self.needs.mass)
             state.carry, mass = attended.carry, attended.mass
         self._settle(state, query, visible, mass)
+        self._leave(state)
 
     def take_back(self, state: LayerState, count: int) -> None:
         """Forgets the newest tokens of recorded forwards, and waits for what follows; see `speculating`."""
@@ -140,6 +145,7 @@ class Route:
         if state.carry:
             state.carry = pending.carry
             state.carry = self._attended(state, shorter.query, shorter.visible, want_mass=False).carry
+            self._leave(state)
         state.pending = shorter
 
     def speculate(self) -> None:
@@ -177,19 +183,25 @@ class Route:
             if self.plan.slack_tokens is None:
                 state.reconstruction = None
             self._close(state, visible)
+            self._leave(state)
 
     def reset(self) -> None:
         """Forgets everything."""
         for state in self.states:
             state.reset()
         self.holding = self.opened = self.speculating = False
+        self.shelves.reset()
+        self._taken = {}
         self.repeating = self.passing = None
         self.walk.forget()
 
     def _attended(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
+        parts = state.parts()
+        self.shelves.prefetch(state.index)
+        self._check_limit(state)
         return self.plan.attend.attend(
             query,
-            state.parts(self.plan.store),
+            parts,
             visible,
             state.scaling,
             want_mass=want_mass,
@@ -211,7 +223,27 @@ class Route:
         flush(state, self.plan, 1 if self.speculating else visible.new_tokens, visible.real)
         if state.moved and not state.due:
             state.moved = False
-            state.carry = self.plan.attend.index(state.parts(self.plan.store), visible, self._facts(state))
+            state.carry = self.plan.attend.index(state.parts(), visible, self._facts(state))
+        if not state.due:
+            state.put_away()
+
+    def _leave(self, state: LayerState) -> None:
+        """Nobody reads this layer any more, nor those that it is encoded together with."""
+        if not state.together or state.completes:
+            self.shelves.rest()
+
+    def _check_limit(self, state: LayerState) -> None:
+        limit = self.plan.store.limit
+        if limit is None:
+            return
+        self._taken[state.index] = state.device_bytes()
+        taken = sum(self._taken.values()) + self.shelves.device_bytes()
+        if taken > limit:
+            raise TierError(
+                f"{self.plan} allows {limit} bytes on the device, and after {state.seen} tokens, at layer "
+                f"{state.index} of the compressed layers, the cache takes {taken}; allow more, hold less, feed a long "
+                "prompt in chunks, or let more layers leave the device"
+            )
 
     def _settle(self, state: LayerState, query: Tensor, visible: Visibility, mass: Sequence[Tensor] | None) -> None:
         state.evidence = observe(

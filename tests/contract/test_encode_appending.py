@@ -12,7 +12,6 @@ from kvtailor.encode.contract import Codec
 from kvtailor.flush import flush
 from kvtailor.layer import LayerState
 from kvtailor.plan import Plan
-from kvtailor.store.device import Device
 from kvtailor.types import Rotation
 
 SAMPLES: list[Codec] = [each for kind in methods_of(kvtailor.encode, Codec) for each in samples_of(kind)]
@@ -47,5 +46,5 @@ def test_no_segment_changes_over_a_thousand_decoded_tokens(codec: Codec, dtype: 
     assert int(state.counts().sum()) == 6 * (PROMPT + DECODED)
     if codec.block:
         assert len(first_seen) > 1 and heaviest_tail < codec.tail + codec.block + 1
-    order = torch.cat([part.layout.columns(torch.device("cpu")) for part in state.parts(Device())], 1)
+    order = torch.cat([part.layout.columns(torch.device("cpu")) for part in state.parts()], 1)
     assert torch.equal(order[0], torch.arange(PROMPT + DECODED))

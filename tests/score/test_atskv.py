@@ -149,7 +149,7 @@ def test_sinks_and_window_stay_while_it_is_asked_again_and_again(tmp_path) -> No
         token = model(token, past_key_values=cache).logits.argmax(-1)
         sizes.append(int(cache.held().max()))
         for state in cache.route.states:
-            held = torch.cat([p.layout.columns(torch.device("cpu"))[:1] for p in state.parts(cache.plan.store)], 1)
+            held = torch.cat([p.layout.columns(torch.device("cpu"))[:1] for p in state.parts()], 1)
             assert {0, 1, 2, 3} <= set(held[0].tolist()), f"a sink is gone after {step + 1} tokens"
             assert set(range(60 + step + 1 - 8, 60 + step + 1)) <= set(held[0].tolist())
     assert min(sizes) == 24 and max(sizes) == 24 + 32

@@ -89,8 +89,8 @@ def test_the_kept_tokens_are_those_along_the_filters(tmp_path: Path) -> None:
     cache = kvtailor.cache_for(model, f"qfilters(file='{path}') @ tokens=9")
     model(ids, past_key_values=cache)
     for layer, (whole, cut) in enumerate(zip(full.route.states, cache.route.states, strict=True)):
-        keys = whole.parts(full.plan.store)[0].decode()[0]
-        kept = cut.parts(cache.plan.store)[0].layout.positions
+        keys = whole.parts()[0].decode()[0]
+        kept = cut.parts()[0].layout.positions
         for head in range(2):
             along = [float(key @ tensors["filters"][layer, head]) for key in keys[head]]
             best = sorted(range(40), key=lambda token: -along[token])[:9]

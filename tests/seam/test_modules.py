@@ -24,7 +24,7 @@ def test_keys_turned_back_are_the_same_at_every_position(family: str) -> None:
     cache = kvtailor.cache_for(model, "full")
     model(torch.full((1, 24), 7), past_key_values=cache)
     state = cache.route.states[0]
-    keys = state.parts(cache.plan.store)[0].decode()[0]
+    keys = state.parts()[0].decode()[0]
     geometry = Geometry.of(model.config)
     layer = geometry.compressed[0]
     rotation = rotation_of(model, attention_modules(model)[layer], geometry.layer_types[layer], geometry.head_dim)

@@ -80,9 +80,7 @@ def test_pairs_hold_what_sinks_and_recents_leave(tokens: int) -> None:
 
 
 def layer_bytes(cache: KvCache, layer: int) -> int:
-    return sum(
-        e.closed_form or 0 for e in cache.route.states[layer].entries(layer, cache.plan.store) if e.room == "encode"
-    )
+    return sum(e.closed_form or 0 for e in cache.route.states[layer].entries(layer) if e.room == "encode")
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ def assert_same_state(found, expected) -> None:
         assert mine.pending is None and not mine.recording
         assert (mine.tail_growth, mine.walk_at) == (other.tail_growth, other.walk_at)
         assert len(mine.segments) == len(other.segments)
-        for one, two in zip(mine.parts(found.plan.store), other.parts(found.plan.store), strict=True):
+        for one, two in zip(mine.parts(), other.parts(), strict=True):
             for a, b in zip(one.decode(), two.decode(), strict=True):
                 assert error(a, b) < 1e-3
         for one, two in zip(mine.evidence.mass, other.evidence.mass, strict=True):

@@ -56,7 +56,7 @@ def decoded(cache) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
     found = {}
     for layer, state in zip(cache.geometry.compressed, cache.route.states, strict=True):
         whole: list[Tensor] = []
-        for part in state.parts(cache.plan.store):
+        for part in state.parts():
             layout, both = part.layout, [*part.decode()]
             weights = part.reading().log_weight
             both.append(torch.zeros(*both[0].shape[:2], 1) if weights is None else weights[..., None])

@@ -97,7 +97,7 @@ def held_columns(cache) -> dict[int, Tensor]:
     found = {}
     for layer, state in zip(cache.geometry.compressed, cache.route.states, strict=True):
         mask = torch.zeros(state.rows * state.heads, state.seen, dtype=torch.bool)
-        for part in state.parts(cache.plan.store):
+        for part in state.parts():
             columns = part.layout.columns(torch.device("cpu")).expand(part.layout.lanes, -1)
             filled = part.layout.filled(torch.device("cpu"))
             filled = torch.ones_like(columns, dtype=torch.bool) if filled is None else filled

@@ -182,7 +182,8 @@ class _Step:
         held = before.encoded + before.tail + new
         parts = [_each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes))]
         if new == 1:
-            parts.append(plan.attend.flops(before.segments, group=group, size=size, held=held, facts=before.facts))
+            encoded = state.here(before.segments)
+            parts.append(plan.attend.flops(encoded, group=group, size=size, held=held, facts=before.facts))
         if plan.score is not None:
             pairs = held.double() if new == 1 else torch.full_like(held, twice_pairs(new, None)).double() / 2
             parts.append(_evidence(plan.needs, group, float(pairs.sum())))

@@ -51,7 +51,7 @@ def contents(cache: Any) -> list[Contents]:
     """Every compressed layer of a `KvCache` of one row, decoded."""
     found = []
     for state in cache.route.states:
-        parts = state.parts(cache.plan.store)
+        parts = state.parts()
         decoded = [part.decode() for part in parts]
         keys, values = (torch.zeros(state.heads, state.seen, x.shape[-1]) for x in decoded[0])
         held = torch.zeros(state.heads, state.seen, dtype=torch.bool)

@@ -57,7 +57,7 @@ def watched(cache: KvCache, see: Callable[[LayerStates], None]) -> Iterator[None
 
     def watching(index: int, layer: Any, original: Any) -> Any:
         def attend(query: Tensor, mask: Any, scaling: float) -> Tensor:
-            keys, values = layer.state.parts(cache.plan.store)[0].decode()
+            keys, values = layer.state.parts()[0].decode()
             see(LayerStates(index, query[0].float(), keys.float(), values.float(), scaling))
             result: Tensor = original(query, mask, scaling)
             return result

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -97,6 +97,13 @@ class Codec(Method, ABC):
 
     def for_layer(self, facts: LayerFacts) -> Codec:
         """This codec as it is on one layer, and the codecs inside it."""
+        return self
+
+    def in_blocks(self, tokens: int) -> Codec:
+        """This codec, with blocks of so many tokens where it would leave all of them in the tail.
+
+        Asked where segments live elsewhere and tails do not.
+        """
         return self
 
     def layers_together(self, layers: int) -> tuple[tuple[int, ...], ...]:
@@ -193,6 +200,10 @@ class Around(Method):
     @property
     def block(self) -> int:
         return self.of.block
+
+    def in_blocks(self, tokens: int) -> Self:
+        """The inner codec's blocks, where it has none, are this one's or of so many tokens."""
+        return replace(self, of=self.of.in_blocks(self.block or tokens))
 
     @property
     def lane_multiple(self) -> int:

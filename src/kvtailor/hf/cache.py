@@ -18,7 +18,7 @@ from transformers import Cache
 from kvtailor.calibration import Calibration
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
-from kvtailor.hf.calibrations import calibrations_of, tensors_of
+from kvtailor.hf.calibrations import calibrate
 from kvtailor.hf.geometry import Geometry, check
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.hf.modules import attention_modules, output_weight, rotation_of
@@ -26,6 +26,7 @@ from kvtailor.ledger import Entry, Ledger
 from kvtailor.plan import Plan
 from kvtailor.repeat import Piece
 from kvtailor.route import Route
+from kvtailor.store.contract import Traffic
 from kvtailor.types import Visibility
 
 __all__ = ["KvCache", "cache_for"]
@@ -55,6 +56,9 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     check(model, NAME)
     register()
     config = model.config.get_text_config(decoder=True)
+    refusal = parsed.store.refusal(next(model.parameters()).device)
+    if refusal is not None:
+        raise PlanError(str(parsed), [refusal])
     cache = KvCache(parsed, Geometry.of(model.config), config)
     _equip(cache, model)
     if config._attn_implementation != NAME:
@@ -65,7 +69,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
 def _equip(cache: KvCache, model: Any) -> None:
     """Gives the layers what their plan needs of calibration files and of the model's own modules."""
     needs, geometry = cache.plan.needs, cache.geometry
-    _calibrate(cache, model)
+    calibrate(cache, model)
     if not (needs.output or needs.rotation):
         return
     modules = attention_modules(model)
@@ -79,17 +83,6 @@ def _equip(cache: KvCache, model: Any) -> None:
             state.output = output_weight(modules[layer], geometry.q_heads)
         if needs.rotation:
             state.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
-
-
-def _calibrate(cache: KvCache, model: Any) -> None:
-    found = calibrations_of(cache.plan, model) if cache.geometry.compressed else {}
-    cache.calibrations = tuple(each for of_room in found.values() for each in of_room)
-    device = next(model.parameters()).device if found else None
-    by_room = {room: tensors_of(of_room, cache.plan, device) for room, of_room in found.items()}
-    cache.route.walk.calibration = by_room.get("allocate")
-    for index, state in enumerate(cache.route.states):
-        state.encoding = by_room.get("encode")
-        state.calibration = {name: t[index] for name, t in by_room["score"].items()} if "score" in by_room else None
 
 
 class _Same:
@@ -154,7 +147,7 @@ class KvCache(Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CompressedLayer):
                 state = next(states)
-                entries += state.entries(index, self.plan.store)
+                entries += state.entries(index)
                 if state.tail is not None and layer.is_initialized:
                     rows, element = state.rows, layer.dtype.itemsize
             elif layer.is_initialized and layer.keys is not None:
@@ -172,6 +165,10 @@ class KvCache(Cache):
             seen=self.seen,
             held=float(counts.double().mean()) if counts.numel() else None,
         )
+
+    def traffic(self) -> Traffic:
+        """What has moved between tiers since this cache was made."""
+        return self.route.shelves.traffic()
 
     def save(self, path: Any) -> None:
         """Writes the compressed cache to one safetensors file; see `kvtailor.load_cache`."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,26 @@ from kvtailor.hf.geometry import Geometry
 from kvtailor.plan import Plan
 from kvtailor.plan_arguments import with_nested
 
-__all__ = ["UNTRAINED", "calibrations_of", "tensors_of"]
+if TYPE_CHECKING:
+    from kvtailor.hf.cache import KvCache
+
+__all__ = ["UNTRAINED", "calibrate", "calibrations_of", "tensors_of"]
 
 UNTRAINED = "kvtailor_untrained"
 """The attribute that `hf.loading` puts on a model of random weights, which nothing can be measured on."""
 _NO_VERDICT = "random numbers stand for a calibration, since the model is not trained"
+
+
+def calibrate(cache: KvCache, model: Any) -> None:
+    """Gives the layers of a cache the tensors of the calibration files that its plan reads."""
+    found = calibrations_of(cache.plan, model) if cache.geometry.compressed else {}
+    cache.calibrations = tuple(each for of_room in found.values() for each in of_room)
+    device = next(model.parameters()).device if found else None
+    by_room = {room: tensors_of(of_room, cache.plan, device) for room, of_room in found.items()}
+    cache.route.walk.calibration = by_room.get("allocate")
+    for index, state in enumerate(cache.route.states):
+        state.encoding = by_room.get("encode")
+        state.calibration = {name: t[index] for name, t in by_room["score"].items()} if "score" in by_room else None
 
 
 def calibrations_of(plan: Plan, model: Any) -> dict[str, list[Calibration]]:

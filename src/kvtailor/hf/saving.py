@@ -13,16 +13,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache, cache_for
 from kvtailor.hf.layers import CompressedLayer
 from kvtailor.layer import LayerState
 from kvtailor.observe import Evidence
-from kvtailor.ops.weighted import Weighted
 from kvtailor.plan import Plan
 from kvtailor.store.tail import Tail
-from kvtailor.types import Layout, PlainSegment, Segment
+from kvtailor.types import Layout
 
 __all__ = ["load_cache", "save"]
 
@@ -149,7 +147,7 @@ def _layer_state(state: LayerState) -> tuple[dict[str, Any], dict[str, Tensor]]:
         fields["tail"], kept = state.tail.state()
         tensors |= {f"tail.{name}": t for name, t in kept.items()}
     fields["segments"] = []
-    for i, segment in enumerate(state.segments):
+    for i, segment in enumerate(state.here()):
         own, kept = segment.state()
         layout = {"size": segment.layout.size, "start": segment.layout.start}
         fields["segments"].append({"codec": segment.codec, "layout": layout, "fields": own})
@@ -180,25 +178,14 @@ def _restore(state: LayerState, fields: Mapping[str, Any], tensors: Mapping[str,
             owner=own.get("owner"),
             lengths=own.get("lengths"),
         )
-        segment = _segment(saved["codec"], layout, saved["fields"], mine, state.codec(plan))
-        state.segments.append(plan.store.put(segment))
+        state.codec(plan)
+        segment = state.restored(saved["codec"], layout, saved["fields"], mine)
+        state.segments.append(segment)
     state.rejoin()
     state.evidence = Evidence.from_tensors(_under("evidence.", tensors))
     state.carry = _under("carry.", tensors)
     for name, tensor in _under("memory.", tensors).items():
         setattr(state, name, tensor)
-
-
-def _segment(
-    name: str, layout: Layout, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], codec: Codec
-) -> Segment:
-    """The segment that `Segment.state` described."""
-    if name == Weighted.codec:
-        inner = _segment(fields["codec"], layout, fields["fields"], _under("inner.", tensors), codec)
-        return Weighted(layout=layout, inner=inner, log_weight=tensors["log_weight"])
-    if name == PlainSegment.codec:
-        return PlainSegment.from_state(layout, fields, tensors)
-    return codec.restore(layout, fields, tensors)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,26 +1,154 @@
-"""The room `store`: where segments live."""
+"""The room `store`: where segments live between two looks at them.
+
+A `Placement` is what a plan names; it holds nothing. For each cache it opens `Shelves`, which hold that cache's
+segments. Layers put their segments away when a forward is done with them, and get them when the next one comes: what a
+layer keeps in between is a `Placed` segment, which knows its layout and nothing else.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NoReturn
 
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.ledger import Entry
 from kvtailor.method import Method
-from kvtailor.types import Segment
+from kvtailor.types import Layout, Segment
 
-__all__ = ["Placement"]
+__all__ = ["Placed", "Placement", "Restore", "Shelves", "Traffic"]
+
+Restore = Callable[[str, Layout, Mapping[str, object], Mapping[str, Tensor]], Segment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What has moved since a cache was made.
+
+    Attributes:
+        hits: looks at a layer (or at layers that are encoded together) all of whose segments were resident.
+        misses: looks at one of which something had to come.
+        bytes_read: that came from the tier.
+        bytes_written: that went there.
+        seconds_waited: that the computation waited for what came.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds_waited: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return asdict(self)
+
+
+class Placed(Segment):
+    """A segment that is on a shelf: it says which tokens it has, and nothing of what they are."""
+
+    def __init__(self, layout: Layout, codec: str):
+        self.layout, self.codec = layout, codec
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        self._refuse()
+
+    def rows(self, index: Tensor) -> Segment:
+        self._refuse()
+
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Segment:
+        self._refuse()
+
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        self._refuse()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the layout, which stays with the layer."""
+        return self.layout.tensors()
+
+    def closed_form_bytes(self) -> int:
+        return self.layout.closed_form_bytes()
+
+    def _refuse(self) -> NoReturn:
+        raise CacheMisuse(f"this {self.codec} segment is on a tier; read it through LayerState.here() or parts()")
+
+
+class Shelves(ABC):
+    """The segments of one cache."""
+
+    @abstractmethod
+    def get(self, layer: int, segments: Sequence[Segment], restore: Restore) -> list[Segment]:
+        """The segments of a layer where attention can read them, encoded as they were.
+
+        Args:
+            layer: 0-based among the layers that the plan compresses.
+            segments: as the layer keeps them; those that are not `Placed` come back as they are.
+            restore: makes a segment of its codec's name, its layout, and its `Segment.state()`.
+
+        Raises:
+            TierError: the tier cannot give one back as it was.
+        """
+
+    @abstractmethod
+    def put(self, layers: Sequence[int], held: Sequence[list[Segment]]) -> list[list[Segment]]:
+        """All segments of layers that are encoded together (or of one that is not), as the layers keep them.
+
+        What was held for these layers before and is not among these is forgotten.
+
+        Raises:
+            TierError: the tier cannot take them; nothing is lost then.
+        """
+
+    @abstractmethod
+    def prefetch(self, layer: int) -> None:
+        """Begins to fetch what will be read after a layer."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Nobody reads now: what does not stay on the device leaves it."""
+
+    def entries(self, layer: int) -> list[Entry]:
+        """What the ledger lists for a layer's `Placed` segments, their layouts left out."""
+        return []
+
+    def device_bytes(self) -> int:
+        """Bytes on the device of what is `Placed`, and of what is on its way there."""
+        return 0
+
+    def traffic(self) -> Traffic:
+        """What has moved so far."""
+        return Traffic()
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forgets all segments."""
 
 
 class Placement(Method, ABC):
-    """One way to place encoded segments on tiers. A subclass is a frozen, keyword-only dataclass."""
+    """One way to place segments on tiers. A subclass is a frozen, keyword-only dataclass."""
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that a cache may take on the device; None: as many as there are."""
+        return None
+
+    @property
+    def block(self) -> int:
+        """Tokens that leave a full-precision tail together where the plan names no codec (0: they stay)."""
+        return 0
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Why a model on a device cannot be served, as a sentence that begins with the method's name; None: it can."""
+        return None
 
     @abstractmethod
-    def put(self, segment: Segment) -> Segment:
-        """The segment on its tier, after it was encoded."""
+    def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
+        """Empty shelves for one cache.
 
-    @abstractmethod
-    def get(self, segment: Segment) -> Segment:
-        """The segment where attention reads it. Encoded as it was: what travels is codes."""
-
-    @abstractmethod
-    def tier(self, segment: Segment) -> str:
-        """The name under which the ledger lists the segment's bytes: "device", "host" or "disk"."""
+        Args:
+            groups: the layers that the plan compresses, ascending; those that are encoded together in one group.
+        """

@@ -1,0 +1,51 @@
+"""Numbers of bytes as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = ["asked_bytes", "bytes_of", "write_bytes"]
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?)?B?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def bytes_of(text: str) -> int:
+    """The number of bytes that `64MiB`, `1.5G` or `4096` says: K, M, G are powers of 1000, KiB, MiB, GiB of 1024.
+
+    Raises:
+        ValueError: not a size, or not a whole number of bytes.
+    """
+    hit = _SIZE.fullmatch(text.strip())
+    number = float(hit[1]) * _UNITS[(hit[2] or "").lower()] if hit else math.nan
+    if not number.is_integer():
+        raise ValueError(f"{text!r} is not a whole number of bytes: write for example 64MiB, 1.5G or 4096")
+    return int(number)
+
+
+def write_bytes(count: int) -> str:
+    """The shortest exact spelling that `bytes_of` reads back: 67108864 is `64MiB`."""
+    for unit in ("Gi", "Mi", "Ki"):
+        if count > 0 and count % _UNITS[unit.lower()] == 0:
+            return f"{count // _UNITS[unit.lower()]}{unit}B"
+    return str(count)
+
+
+def asked_bytes(asked: int | str | None, what: str) -> int | None:
+    """The number that an argument of a method says; None: it was not given.
+
+    Args:
+        asked: a number, or text for `bytes_of`.
+        what: which argument of which method, such as "disk: resident_bytes"; the sentence of an error begins with it.
+
+    Raises:
+        ValueError: no size, or below 0.
+    """
+    try:
+        size = bytes_of(asked) if isinstance(asked, str) else asked
+    except ValueError as error:
+        raise ValueError(f"{what} is not a size: {error}") from error
+    if size is not None and size < 0:
+        raise ValueError(f"{what} must be 0 bytes or more, found {size}; write for example 64MiB")
+    return size

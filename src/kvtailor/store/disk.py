@@ -1,0 +1,125 @@
+"""Segments live in files, and come back layer by layer while the layers before them compute.
+
+*Idea* A forward reads one layer after the other. So a layer's segments can be on the disk, encoded, until the layer
+before it is read: a thread reads ahead while the model computes. What stays on the device all the time is chosen once,
+spread evenly over the layers, so that each layer that must come has its neighbours' time to do it in.
+*Paper* None.
+*Source* kvtailor's own; the offloading cache of TriForce (arXiv 2404.11912) reads ahead in this way from host memory.
+*Departs* Segments travel as they are encoded and are written once. The resident set is fixed, where the offloading
+caches of others evict the least recently used layer, which on a cyclic scan is always the one that is needed next.
+*Cost* On the device: the resident layers, the one that is read, the next one, tails and layouts. Each forward reads
+what is not resident: a step takes at least these bytes over the disk's rate. Other rows (beams) are written anew.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtailor.ops.sizes import asked_bytes
+from kvtailor.store.bundle import Stored, Tier
+from kvtailor.store.contract import Placement, Shelves
+from kvtailor.store.folder import Folder
+from kvtailor.store.residency import Policy, Residency
+from kvtailor.store.segment_file import SegmentFile
+from kvtailor.store.shelves import TieredShelves
+
+__all__ = ["Disk"]
+
+
+class _File(Stored):
+    def __init__(self, file: SegmentFile):
+        self.file, self.packing = file, file.packing
+
+    @property
+    def overhead(self) -> int:
+        return self.file.header_bytes + self.packing.padding
+
+    def entry(self) -> tuple[Mapping[str, Tensor], int]:
+        return {}, self.file.size()
+
+
+class _Files(Tier):
+    """A folder, made when the first file is written, and a thread that reads ahead."""
+
+    name = "disk"
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._folder: Folder | None = None
+        self._reader: ThreadPoolExecutor | None = None
+
+    def store(self, tensors: Mapping[str, Tensor], about: object) -> _File:
+        if self._folder is None:
+            self._folder = Folder(self.root)
+        return _File(SegmentFile(self._folder, tensors, about))
+
+    def fetch(self, stored: Sequence[Stored]) -> Future[list[Tensor]]:
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtailor-disk")
+        files = [each.file for each in stored if isinstance(each, _File)]
+        return self._reader.submit(lambda: [file.read() for file in files])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk(Placement):
+    """Two tiers: the device, and files.
+
+    Attributes:
+        folder: where the cache makes a subfolder of its own, which goes when the cache goes; what dead processes left
+            there goes when the next cache is made. None: `kvtailor-<user>` in the system's folder for temporary files,
+            which on some systems is memory.
+        on_device_layers: layers, from the first on, that never leave the device.
+        resident_layers: of the others, how many stay on the device as well.
+        resident_bytes: bytes that these may take; fewer layers stay where they grow. Where both are None, none does.
+        policy: "fixed": which layers stay never changes but where they no longer fit; "mru" and "lru": each layer that
+            was read stays, and the most or least recently read of the others goes.
+        device_bytes: what the cache may take on the device; one that needs more raises `TierError`.
+        disk_bytes: what segments may take on the disk, likewise.
+        block: tokens that leave a full-precision tail together where the plan names no codec.
+    """
+
+    folder: str | None = None
+    on_device_layers: int = 0
+    resident_layers: int | None = None
+    resident_bytes: int | str | None = None
+    policy: Policy = "fixed"
+    device_bytes: int | str | None = None
+    disk_bytes: int | str | None = None
+    block: int = 128
+    examples: ClassVar[tuple[str, ...]] = (
+        "disk",
+        "disk(on_device_layers=1, resident_layers=1)",
+        "disk(resident_bytes=4096, policy=mru)",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("on_device_layers", "resident_layers"):
+            count = getattr(self, name)
+            if count is not None and count < 0:
+                raise ValueError(f"disk: {name} must be 0 layers or more, found {count}")
+        if self.block < 1:
+            raise ValueError(f"disk: block must be 1 token or more, found {self.block}; 128 is usual")
+        for name in ("resident_bytes", "device_bytes", "disk_bytes"):
+            object.__setattr__(self, name, asked_bytes(getattr(self, name), f"disk: {name}"))
+
+    @property
+    def limit(self) -> int | None:
+        return asked_bytes(self.device_bytes, "disk: device_bytes")
+
+    def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
+        """The folder is made when the first segment leaves the device."""
+        own = Path(tempfile.gettempdir()) / f"kvtailor-{os.getuid()}"
+        root = own if self.folder is None else Path(os.path.expanduser(self.folder)).absolute()
+        moving = [unit for unit, layers in enumerate(groups) if layers[-1] >= self.on_device_layers]
+        most_bytes = asked_bytes(self.resident_bytes, "disk: resident_bytes")
+        residency = Residency(self.policy, moving, self.resident_layers, most_bytes)
+        most = asked_bytes(self.disk_bytes, "disk: disk_bytes")
+        return TieredShelves(_Files(root), groups, self.on_device_layers, residency, most)
