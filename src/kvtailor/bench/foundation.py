@@ -9,7 +9,8 @@ Three questions, each asked as a ratio of two things that ran in turns in this o
    `DynamicCache`, the default, copies the whole cache at every step; it is shown beside and never divided by.
 2. *Does evicting pay?* The same for caches that hold an eighth: `snapkv` (every head the same number), and
    `snapkv + adakv` (every head its own number), which must not be slower than `snapkv` at the same number of tokens.
-   What no cache can save is beside it: `full` after a single token, which is the rest of the model.
+   Codes of 8 and 4 bits hold every token, and are read as they are stored. What no cache can save is beside it: `full`
+   after a single token, which is the rest of the model.
 3. *What does scoring cost?* A prefill under `snapkv` and under `h2o` over a prefill under `full`.
 
 The model is random and Llama-shaped: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024. Random weights say
@@ -42,7 +43,13 @@ from kvtailor.hf.stock import dynamic_cache, fill, static_cache
 __all__ = ["Measured", "decode", "main", "prefill", "random_llama"]
 
 _QUESTION = 64
-_EIGHTH = ("snapkv @ tokens={budget}", "snapkv + adakv @ tokens={budget}")
+_SMALLER = (
+    "snapkv @ tokens={budget}",
+    "snapkv + adakv @ tokens={budget}",
+    "vector(bits=8)",
+    "vector(bits=4)",
+    "kivi(bits=4, group=64, residual=128)",
+)
 
 
 @dataclass
@@ -115,7 +122,7 @@ def decode(dtype: torch.dtype, context: int, rounds: int) -> list[Measured]:
     fill(full, states)
     contestant("full", model, full, full.ledger().total)
     ids = torch.randint(0, 512, (1, _QUESTION), generator=generator)
-    for line in _EIGHTH:
+    for line in _SMALLER:
         plan = line.format(budget=context // 8)
         cache = cache_for(model, plan)
         fill(cache, states)
