@@ -71,8 +71,8 @@ class Refusal(click.ClickException):
 @click.version_option(kvtailor.__version__, prog_name="kvtailor")
 @click.option(
     "--twins",
-    type=click.Choice(["auto", "reference"]),
-    help="reference: no compiled kernels, only the plain forms that they are tested against.",
+    type=click.Choice(["auto", "reference", "triton"]),
+    help="reference: no compiled kernels, only the plain forms that they are tested against; triton: GPU kernels too.",
 )
 @click.pass_context
 def main(ctx: click.Context, twins: str | None) -> None:

@@ -55,7 +55,9 @@ def read_all(
     layout = parts[-1].layout
     if weight is None and query.shape[2] <= twins.MOST_QUERIES:
         stored = [_stored(part) for part in parts]
-        if any(sides and twins.coded_attention(query, *sides) for sides in stored):
+        b, q, t, d = query.shape
+        grouped = query.reshape(b * layout.heads, q // layout.heads, t, d)
+        if any(sides and twins.coded_attention(grouped, *sides) for sides in stored):
             return _as_stored(query, parts, stored, visible, scaling)
     readings = [part.reading() for part in parts]
     plain = len(parts) == 1 and layout.owner is None and layout.lengths is None and readings[0].plain

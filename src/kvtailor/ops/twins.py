@@ -1,7 +1,9 @@
 """Which form of an operation runs: the one place where device, dtype, layout and what is installed are looked at.
 
 Each operation has a plain form in torch, the reference of its tests, and may have faster ones.
-`KVTAILOR_TWINS=reference`, or `using("reference")`, leaves the plain form alone in use.
+`KVTAILOR_TWINS=reference`, or `using("reference")`, leaves the plain form alone in use. `triton` asks for the kernels
+of GPUs: they agree with the reference in Triton's interpreter and compile for sm_80 and sm_90, but have not been timed
+on a GPU, and until they have "auto" does not take them.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from torch import Tensor
 from kvtailor.ops.coded import Coded
 from kvtailor.ops.cpu.attention import attend_coded, unsuited
 from kvtailor.ops.cpu.library import library, why_none
+from kvtailor.ops.triton.installed import missing
 
 __all__ = ["MOST_QUERIES", "Choice", "coded_attention", "explained", "forced", "using"]
 
 # New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
 MOST_QUERIES = 16
-_WHICH = ("auto", "reference")
+_WHICH = ("auto", "reference", "triton")
 _FORCED: ContextVar[str | None] = ContextVar("twins", default=None)
 
 
@@ -56,10 +59,10 @@ def forced() -> str:
 
 @contextmanager
 def using(which: str) -> Iterator[None]:
-    """Within it, `which` runs: "auto", the fastest that there is, or "reference", the plain forms.
+    """Within it, `which` runs: "auto", what is known to be fastest; "reference", the plain forms; "triton", on a GPU.
 
     Raises:
-        ValueError: `which` is neither.
+        ValueError: `which` is none of them.
     """
     if which not in _WHICH:
         raise ValueError(f"twins={which!r} is none of {', '.join(_WHICH)}")
@@ -74,10 +77,17 @@ def coded_attention(query: Tensor, keys: Coded, values: Coded) -> Callable[..., 
     """What reads these sides as they are stored (see `ops.cpu.attention.attend_coded`); None: they must be decoded.
 
     Args:
-        query: (..., t, d) new tokens.
+        query: (n, g, t, d) new tokens; the devices and dtypes of all are looked at.
         keys, values: the two sides of a part.
     """
-    if query.device.type != "cpu" or query.shape[-2] > MOST_QUERIES or forced() == "reference":
+    asked = forced()
+    if query.shape[-2] > MOST_QUERIES or asked == "reference":
+        return None
+    if asked == "triton" and query.device.type == "cuda" and missing() is None:
+        from kvtailor.ops.triton import attend as on_gpu
+
+        return on_gpu.attend_coded if on_gpu.suits(query, keys, values) is None else None
+    if query.device.type != "cpu":
         return None
     if library() is None or unsuited(keys, values) is not None:
         return None
@@ -92,11 +102,15 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     if asked == "reference":
         return [Choice(operation=few, twin="torch, decoded parts", why="the reference is forced")]
     prompt = Choice(operation=many, twin="torch's fused attention", why="its tiles are filled")
+    if device.type == "cuda":
+        without = missing()
+        if asked == "triton" and without is None:
+            return [Choice(operation=few, twin="Triton", why="it was asked for"), prompt]
+        why = without or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_TWINS=triton asks for them"
+        return [Choice(operation=few, twin="torch, decoded parts", why=why), prompt]
     if device.type != "cpu":
-        return [
-            Choice(operation=few, twin="torch, decoded parts", why=f"there are no kernels for {device.type}"),
-            prompt,
-        ]
+        why = f"there are no kernels for {device.type}"
+        return [Choice(operation=few, twin="torch, decoded parts", why=why), prompt]
     built = library()
     if built is None:
         return [Choice(operation=few, twin="torch, heads folded", why=why_none()), prompt]
