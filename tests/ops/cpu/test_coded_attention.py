@@ -72,6 +72,10 @@ def truth(
     return out.view(owners, group, new, -1), lse.view(owners, group, new)
 
 
+# Where a cache of codes has 16 bits, one variant gives queries 16 bits too: half of what int8 may lose.
+COARSE = 5e-4
+
+
 def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 1e-5) -> bool:
     out, lse = (each.double() for each in found)
     blind = expected[1] == -torch.inf
@@ -96,7 +100,8 @@ def test_every_layout(library: Library, dtype: torch.dtype, layout: str) -> None
         keys, values = (LAYOUTS[layout](states) for states in states_of(index, dtype, b * h, s, d))
         query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
         found = attend_coded(query, keys, values, scaling=0.1, using=library)
-        assert same(found, truth(query, keys, values)), (layout, s, d)
+        tolerance = 1e-5 if dtype == torch.float32 or layout == "plain" else COARSE
+        assert same(found, truth(query, keys, values), tolerance), (layout, s, d)
 
 
 @every_variant
@@ -106,7 +111,7 @@ def test_each_side_has_its_own_layout_and_width(library: Library, of_keys: str, 
     states, _ = states_of(1, torch.bfloat16, 3, 70, 64)
     keys, values = LAYOUTS[of_keys](states), LAYOUTS[of_values](states_of(2, torch.bfloat16, 3, 70, 40)[1])
     query = torch.randn(3, 2, 1, 64)
-    assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values))
+    assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), COARSE)
 
 
 @every_variant
@@ -144,7 +149,18 @@ def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(library: Libr
             continue
         k, v = (torch.cat([exact(side)[lane, : lengths[lane]] for lane in lanes])[None] for side in (keys, values))
         alone = truth(query[mine : mine + 1], Whole(states=k), Whole(states=v))
-        assert same((out[mine : mine + 1], lse[mine : mine + 1]), alone)
+        assert same((out[mine : mine + 1], lse[mine : mine + 1]), alone, COARSE)
+
+
+@every_variant
+@pytest.mark.parametrize("rows", [1, 4])
+def test_runs_that_no_vector_divides_stay_within_their_block(library: Library, rows: int) -> None:
+    """The last run of a block of 256 tokens has 1 token: what is computed for a whole vector must not be written."""
+    keys, values = states_of(12, torch.float32, 2, 511, 32)
+    coded = ChannelCodes.of(keys, 4, 15), Whole(states=values)
+    query, visible = torch.randn(2, rows, 1, 32), torch.rand(2, 1, 511) < 0.8
+    found = attend_coded(query, *coded, scaling=0.1, visible=visible, using=library)
+    assert same(found, truth(query, *coded, visible))
 
 
 @every_variant
@@ -154,7 +170,7 @@ def test_moved_tokens_use_the_scales_they_were_coded_with(library: Library) -> N
     lane, slot = torch.randint(0, 3, (2, 50), generator=state), torch.randint(0, 100, (2, 50), generator=state)
     keys, values = keys.regather(lane, slot), values.regather(lane, slot)
     query = torch.randn((2, 4, 1, 64), generator=state)
-    assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values))
+    assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), COARSE)
 
 
 @every_variant
@@ -180,7 +196,7 @@ def test_threads_share_the_work_and_change_nothing(library: Library, layout: str
             found.append(attend_coded(query, keys, values, scaling=0.1, using=library))
     finally:
         torch.set_num_threads(before)
-    assert all(same(each, truth(query, keys, values)) for each in found)
+    assert all(same(each, truth(query, keys, values), COARSE) for each in found)
 
 
 @every_variant
@@ -216,7 +232,7 @@ def test_any_shape(library: Library, data: st.DataObject) -> None:
     state = torch.Generator().manual_seed(seed)
     query, visible = torch.randn((h, g, t, d), generator=state), torch.rand((h, t, s), generator=state) < 0.8
     found = attend_coded(query, keys, values, scaling=0.1, visible=visible, using=library)
-    assert same(found, truth(query, keys, values, visible))
+    assert same(found, truth(query, keys, values, visible), 1e-5 if dtype == torch.float32 else COARSE)
 
 
 def test_what_is_unsuited_is_said() -> None:

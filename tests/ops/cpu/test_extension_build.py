@@ -68,7 +68,12 @@ def test_no_byte_is_read_that_is_not_ours(variant: str, tmp_path: Path) -> None:
     """The tests of the kernels, run once more against a build with AddressSanitizer and UBSan."""
     if variant not in built():
         pytest.skip(f"{variant} was not built")
-    flags = {"avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-march=skylake-avx512"], "portable": []}[variant]
+    flags = {
+        "avx512vnni": ["-march=cascadelake"],
+        "avx512": ["-march=skylake-avx512"],
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "portable": [],
+    }[variant]
     made = tmp_path / f"kernels_{variant}.so"
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-sanitize=vptr"]
     always = ["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"]

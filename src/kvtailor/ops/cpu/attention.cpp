@@ -207,7 +207,7 @@ struct Piece {
         sums_at[r] = sum(added);
       }
       with_codes(keys, [&](auto codes) {
-        products<decltype(codes)>(Rows{folded, wide}, rows, data(keys, t), keys.slot_bytes, end - t, to, BLOCK);
+        products<decltype(codes)>(Rows{folded, wide, keys.scales != FLOAT32}, rows, data(keys, t), keys.slot_bytes, end - t, to, BLOCK);
       });
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < end - t; i++) to[r * BLOCK + i] += sums_at[r];
@@ -218,8 +218,8 @@ struct Piece {
   void logits_by_token(int64_t first, int64_t count) const {
     const Side& keys = call.keys;
     with_codes(keys, [&](auto codes) {
-      products<decltype(codes)>(Rows{query, tables.wide_keys}, rows, data(keys, first), keys.slot_bytes, count, logits_at,
-                                BLOCK);
+      const Rows mine{query, tables.wide_keys, keys.scales != FLOAT32};
+      products<decltype(codes)>(mine, rows, data(keys, first), keys.slot_bytes, count, logits_at, BLOCK);
     });
     float *step = key_scales, *low = step + BLOCK;
     widen_table(keys, keys.step, lane * call.slots + first, count, step);
@@ -353,6 +353,9 @@ int32_t kvtailor_attend(const Call* call) {
 int32_t kvtailor_runs() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_cpu_init();
+#if defined(__AVX512VNNI__)
+  if (!__builtin_cpu_supports("avx512vnni")) return 0;
+#endif
 #if defined(__AVX512F__)
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))

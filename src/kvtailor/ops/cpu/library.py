@@ -19,7 +19,7 @@ import torch
 __all__ = ["VARIANTS", "Call", "Library", "Side", "built", "library", "load", "why_none"]
 
 # Best first.
-VARIANTS = ("avx512", "avx2", "portable")
+VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")
 _FOLDER = Path(__file__).parent
 
 

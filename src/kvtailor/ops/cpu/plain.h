@@ -25,7 +25,8 @@ inline void logits_of(const float* query, int64_t size, const char* keys, int64_
     }
   float all_of[W];
   store(all_of, sums(sum_of));
-  for (int r = 0; r < R; r++) memcpy(to + r * BLOCK, all_of + r * N, N * sizeof(float));
+  const int64_t filled = count < N ? count : N;
+  for (int r = 0; r < R; r++) memcpy(to + r * BLOCK, all_of + r * N, (size_t)filled * sizeof(float));
 }
 
 template <class T, int R>

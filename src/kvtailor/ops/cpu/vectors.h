@@ -68,9 +68,9 @@ constexpr int64_t AHEAD = 4096;  // bytes that are asked for before they are rea
 static inline void soon(const void* at) { __builtin_prefetch((const char*)at + AHEAD); }
 
 // Sums of two vectors' neighbours: those of a, then those of b.
-static inline F paired(F a, F b) {
+template <class V> static inline V paired(V a, V b) {
 #if defined(__clang__)
-  F even, odd;
+  V even, odd;
   for (int j = 0; j < W; j++) {
     even[j] = j < W / 2 ? a[2 * j] : b[2 * j - W];
     odd[j] = j < W / 2 ? a[2 * j + 1] : b[2 * j + 1 - W];
@@ -84,7 +84,7 @@ static inline F paired(F a, F b) {
 }
 
 // Lane j of the result is the sum of the vector v[j]; v is lost.
-static inline F sums(F* v) {
+template <class V> static inline V sums(V* v) {
   UNROLLED for (int n = W / 2; n; n /= 2)
     UNROLLED for (int i = 0; i < n; i++) v[i] = paired(v[2 * i], v[2 * i + 1]);
   return v[0];
