@@ -106,12 +106,12 @@ VARIANTS: dict[str, Callable[[], Call]] = {
     "kivi2_32": lambda: decoding(channels(2, 32), tokens(2, groups=4))[0],
     "kivi4_mha": lambda: decoding(channels(4, 64), tokens(4), group=1)[0],
     "kivi4_16_rows": lambda: decoding(channels(4, 64), tokens(4), new=4)[0],
-    "kivi4_64_rows": lambda: decoding(channels(4, 64), tokens(4), new=16)[0],
+    "kivi4_32_rows": lambda: decoding(channels(4, 64), tokens(4), new=8)[0],
     "kivi4_head_256": lambda: decoding(channels(4, 64, head=256), tokens(4, head=256), head=256)[0],
     "kivi4_head_80": lambda: decoding(channels(4, 64, head=80), tokens(4, head=80), head=80)[0],
     "kivi4_pages": lambda: decoding(channels(4, 64), tokens(4), pages=pages(64), page=16)[0],
     "kivi4_masked": lambda: decoding(channels(4, 64), tokens(4), **masked())[0],
-    "bf16_64_rows": lambda: decoding(whole(), whole(), new=16)[0],
+    "bf16_32_rows": lambda: decoding(whole(), whole(), new=8)[0],
     "bf16_head_256": lambda: decoding(whole(head=256), whole(head=256), head=256)[0],
     "bf16_pages": lambda: decoding(whole(), whole(), pages=pages(64), page=16)[0],
     "bf16_growing": lambda: decoding(whole(), whole(), lengths=empty(LANES, dtype=torch.int32))[0],
@@ -147,8 +147,7 @@ def compiled(call: Call, architecture: int) -> dict[str, Any]:
             if value % 16 == 0 and name not in general:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=call.kernel, signature=signature, constexprs=values, attrs=attributes)
-    options = {"num_warps": call.warps, "num_stages": call.stages}
-    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=call.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
         usage, listing = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
@@ -165,6 +164,7 @@ def compiled(call: Call, architecture: int) -> dict[str, Any]:
         "shared": made.metadata.shared,
         "warps": call.warps,
         "block": call.arguments.get("BLOCK"),
+        "instructions": len(instructions),
         "loop": len(loop),
         "mma": count["HMMA"] + count["HGMMA"],
         "asynchronous": count["LDGSTS"],

@@ -16,6 +16,7 @@ if __name__ == "__main__":
         assert made["stack"] == made["local"] == 0, made
         ceilings[f"{made['name']} {made['sm']}"] = {
             "registers": min(255, math.ceil(1.1 * made["registers"])),
+            "instructions": math.ceil(1.1 * made["instructions"]),
             "loop": math.ceil(1.1 * made["loop"]),
             "mma": made["mma"],
             "asynchronous": made["asynchronous"],

@@ -43,7 +43,7 @@ def check(name: str) -> None:
         ceiling = RECORDED["ceilings"][f"{name} {made['sm']}"]
         assert made["stack"] == 0 and made["local"] == 0, f"{name} spills on sm_{made['sm']}"
         assert made["registers"] <= 255
-        for what in ("registers", "loop"):
+        for what in ("registers", "instructions", "loop"):
             assert made[what] <= ceiling[what], (
                 f"{name} on sm_{made['sm']}: {made[what]} {what}, at most {ceiling[what]}"
             )
@@ -60,3 +60,14 @@ def test_is_no_larger_than_recorded(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("vector8", "kivi4")])
 def test_is_no_larger_than_recorded_for_every_variant(name: str) -> None:
     check(name)
+
+
+def test_every_variant_has_a_ceiling() -> None:
+    listed = subprocess.run(
+        [sys.executable, "-m", "tests.ops.gpu.compiled", "--list"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        check=True,
+    )
+    assert sorted(listed.stdout.split()) == VARIANTS

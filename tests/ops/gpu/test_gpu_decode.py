@@ -56,7 +56,8 @@ def check(
     decoded = keys.decode().float(), values.decode().float()
     wanted, lse = exactly(query, *decoded, scaling, owner, visible, log_weight)
     there = [type(side)(**{**side.numbers(), **moved(side.tensors())}) for side in (keys, values)]
-    assert suits(query.to(DEVICE), *there) is None
+    reason = suits(query.to(DEVICE), *there)
+    assert reason is None or (DEVICE == "cpu" and reason == "Triton's kernels run on a CUDA device, found cpu")
     found, found_lse = attend_coded(
         query.to(DEVICE),
         *there,
@@ -175,7 +176,7 @@ def test_says_what_it_cannot_read() -> None:
 
     query, side = torch.zeros((2, 5, 13, 24), device=DEVICE), Whole(states=torch.zeros((2, 8, 24), device=DEVICE))
     assert suits(query, side, side) == (
-        "at most 64 query rows for each kv head are read at once, found 5 heads x 13 tokens"
+        "at most 32 query rows for each kv head are read at once, found 5 heads x 13 tokens"
     )
     odd = TokenCodes.of(torch.randn(2, 8, 24), 3, 24)
     assert suits(query[:, :, :1], odd, side) == "keys: codes of 2, 4 or 8 bits are read, found 3"

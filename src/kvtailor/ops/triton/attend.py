@@ -18,7 +18,7 @@ from kvtailor.ops.triton.sides import block_of, side_of, warps_of, why_not
 __all__ = ["Plan", "attend_coded", "attend_pages", "plan_of", "suits"]
 
 # The most query rows (query heads of a kv head times new tokens) of a program.
-_ROWS = 64
+_ROWS = 32
 # Tokens that a program should read at least, so that what it leaves behind is small beside them.
 _SHARE = 256
 
@@ -171,13 +171,15 @@ def plan_of(
     lanes, slots = left.codes.shape[:2]
     held = slots if pages is None or page is None else pages.shape[1] * page
     block = block_of(left, right, rows, page)
+    warps = warps_of(block, left, right, rows)
     if splits is None:
-        splits = _splits(lanes, held, processors or _processors(query.device))
+        splits = _splits(lanes, held, warps, processors or _processors(query.device))
     new_empty = lambda *shape: query.new_empty(shape, dtype=torch.float32)  # noqa: E731
     sums = new_empty(lanes, splits, rows, right.size)
     tops, totals = new_empty(lanes, splits, rows), new_empty(lanes, splits, rows)
     out, lse = new_empty(owners, group, new, right.size), new_empty(owners, group, new)
     seen = None if visible is None else visible.expand(lanes, new, slots).view(torch.uint8)
+    masked = visible is not None or log_weight is not None
     strides = (0, 0, 0) if seen is None else seen.stride()
     split = Call(
         kernel=split_kernel,
@@ -209,8 +211,9 @@ def plan_of(
             **left.arguments("K", block, page),
             **right.arguments("V", block, page),
         },
-        warps=warps_of(block, left, right),
+        warps=warps,
         stages=3,
+        registers=255 if rows > 16 or masked or 8 in (left.bits, right.bits) else None,
     )
     merge = Call(
         kernel=merge_kernel,
@@ -238,9 +241,9 @@ def _first_lanes(owner: Tensor, owners: int) -> Tensor:
     return torch.searchsorted(owner, torch.arange(owners + 1, device=owner.device)).to(torch.int32)
 
 
-def _splits(lanes: int, slots: int, processors: int) -> int:
-    """Programs for each lane: about three for each processor in all, and none for less than `_SHARE` slots."""
-    return max(1, min(-(-3 * processors // lanes), slots // _SHARE))
+def _splits(lanes: int, slots: int, warps: int, processors: int) -> int:
+    """Programs for each lane: about eight warps for each processor in all, and none for less than `_SHARE` slots."""
+    return max(1, min(-(-8 * processors // (warps * lanes)), slots // _SHARE))
 
 
 def _processors(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,21 +66,22 @@ class Side:
 
     def arguments(self, name: str, block: int, page: int | None) -> dict[str, Any]:
         """Arguments of `split_kernel` for this side; `name` is K or V."""
-        table = None if self.step is None else self.step
-        flat = table is None or self.row is not None
-        strides = {
-            "lane": self.codes.stride(0),
-            "slot": self.codes.stride(1),
-            "table": 0 if flat or table is None else table.stride(0),
-            "run": 0 if table is None else table.stride(0 if flat else 1),
-            "row": 0 if self.row is None else self.row.stride(0),
-        }
+        table, run = 0, 0
+        if self.step is not None:
+            table, run = (self.step.stride(0), self.step.stride(1)) if self.row is None else (0, self.step.stride(0))
+        lane, slot = self.codes.stride(0), self.codes.stride(1)
         return {
             name: self.codes,
             f"{name}_STEP": self.step,
             f"{name}_LOW": self.low,
             f"{name}_ROW": self.row,
-            **{f"{name.lower()}_{key}": each for key, each in strides.items()},
+            f"{name.lower()}_lane": lane,
+            f"{name.lower()}_table": table,
+            f"{name.lower()}_row": 0 if self.row is None else self.row.stride(0),
+            f"{name}_SLOT": slot,
+            f"{name}_RUN": run,
+            f"{name}_ALIGN": _shared_power(lane, slot),
+            f"{name}_TABLE_ALIGN": _shared_power(table, run),
             f"{name}_FOLD": self.fold(block, page),
             f"{name}_SIZE": self.size,
             f"{name}_BITS": self.bits,
@@ -156,10 +158,17 @@ def block_of(keys: Side, values: Side, rows: int, page: int | None) -> int:
     return most
 
 
-def warps_of(block: int, keys: Side, values: Side) -> int:
+def warps_of(block: int, keys: Side, values: Side, rows: int) -> int:
     """Warps of a program: one for 32 tokens of codes, so that each keeps the order of the matrix unit in registers.
 
     From 4 warps and 64 tokens on the compiler takes Hopper's larger products, whose operands lie in another order: that
     is best for plain states, and costs codes half as many instructions again.
     """
-    return 4 if keys.step is None and values.step is None else max(1, block // 32)
+    if rows > 16 or (keys.step is None and values.step is None):
+        return 4
+    return max(1, block // 32) * (2 if max(keys.size, values.size) > 128 else 1)
+
+
+def _shared_power(*strides: int) -> int:
+    """The largest power of two up to 16 that divides all of them."""
+    return math.gcd(16, *strides)

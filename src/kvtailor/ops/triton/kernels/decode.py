@@ -52,15 +52,17 @@ def split_kernel(
     K, K_STEP, K_LOW, K_ROW, V, V_STEP, V_LOW, V_ROW,
     SUM, TOP, TOTAL,
     slots, capacity, factor,
-    k_lane, k_slot, k_table, k_run, k_row,
-    v_lane, v_slot, v_table, v_run, v_row,
+    k_lane, k_table, k_row,
+    v_lane, v_table, v_row,
     seen_lane, seen_new, seen_slot, weight_lane, pages_lane,
     ROWS: tl.constexpr, M: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     SEEN_NEW: tl.constexpr, CAUSAL: tl.constexpr, ASM: tl.constexpr,
     K_FOLD: tl.constexpr, K_SIZE: tl.constexpr, K_BITS: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr,
     K_GROUP: tl.constexpr, K_PER: tl.constexpr, K_ZERO: tl.constexpr, K_FLOAT: tl.constexpr,
+    K_SLOT: tl.constexpr, K_RUN: tl.constexpr, K_ALIGN: tl.constexpr, K_TABLE_ALIGN: tl.constexpr,
     V_FOLD: tl.constexpr, V_SIZE: tl.constexpr, V_BITS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr,
     V_GROUP: tl.constexpr, V_PER: tl.constexpr, V_ZERO: tl.constexpr, V_FLOAT: tl.constexpr,
+    V_SLOT: tl.constexpr, V_RUN: tl.constexpr, V_ALIGN: tl.constexpr, V_TABLE_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One (lane, split).
 
@@ -87,6 +89,12 @@ def split_kernel(
     share = tl.cdiv(end, tl.num_programs(1) * BLOCK) * BLOCK
     first = split * share
     last = tl.minimum(first + share, end)
+
+    # Said here, since the compiler knows of no divisor of a stride below 16.
+    k_start = tl.multiple_of(lane * k_lane, K_ALIGN)
+    v_start = tl.multiple_of(lane * v_lane, V_ALIGN)
+    k_tables = tl.multiple_of(lane * k_table, K_TABLE_ALIGN)
+    v_tables = tl.multiple_of(lane * v_table, V_TABLE_ALIGN)
 
     K_PARTS: tl.constexpr = 1 if K_FOLD == PLAIN else 8 // K_BITS
     V_PARTS: tl.constexpr = 1 if V_FOLD == PLAIN else 8 // V_BITS
@@ -132,13 +140,13 @@ def split_kernel(
                 token = pages * PAGE + index % PAGE
             ok = ok & (token < length) & (token >= 0)
 
-        packed = bytes_of(K, k_lane, k_slot, lane, token, ok, K_WIDTH, K_PAD)
+        packed = bytes_of(K, k_start, token, ok, K_SLOT, K_WIDTH, K_PAD)
         if K_FOLD == PLAIN:
             logits = tl.dot(packed, queries[0], input_precision="tf32x3") * factor
         elif K_FOLD == VALUE:
             run = run_of(K_ROW, k_row, lane, token, ok, K_GROUP)
             states = decoded(
-                packed, K_STEP, K_LOW, k_table, k_run, lane, run, ok,
+                packed, K_STEP, K_LOW, k_table, K_RUN, lane, run, ok,
                 BLOCK, K_SIZE, K_BITS, K_WIDTH, K_PAD, K_PER, K_ZERO, ASM,
             )  # fmt: skip
             logits = tl.zeros([BLOCK, M], tl.float32)
@@ -154,16 +162,16 @@ def split_kernel(
                     logits = tl.dot(codes[part], queries[part], logits)
                 # 8-bit floats come out as 1 / 256 of themselves.
                 unit = factor * 256.0 if K_FLOAT else factor
-                logits = logits * (of_token(K_STEP, k_table, k_run, lane, run, ok, 0.0) * unit)[:, None]
+                logits = logits * (of_token(K_STEP, k_table, K_RUN, lane, run, ok, 0.0) * unit)[:, None]
                 if K_LOW is not None:
-                    low = of_token(K_LOW, k_table, k_run, lane, run, ok, 0.0) * factor
+                    low = of_token(K_LOW, k_table, K_RUN, lane, run, ok, 0.0) * factor
                     logits = logits + whole[None, :] * low[:, None]
             else:
                 folded = ()
                 bias = tl.zeros([M], tl.float32)
                 for part in tl.static_range(K_PARTS):
-                    step = of_run(K_STEP, k_table, k_run, lane, tile // K_GROUP, part, K_SIZE, K_WIDTH, K_PAD)
-                    low = of_run(K_LOW, k_table, k_run, lane, tile // K_GROUP, part, K_SIZE, K_WIDTH, K_PAD)
+                    step = of_run(K_STEP, k_tables, tile // K_GROUP, part, K_RUN, K_SIZE, K_WIDTH, K_PAD)
+                    low = of_run(K_LOW, k_tables, tile // K_GROUP, part, K_RUN, K_SIZE, K_WIDTH, K_PAD)
                     scaled = (queries[part] * step[:, None]).to(tl.float16)
                     excess_of = offset(part, K_BITS, K_FLOAT)
                     bias += tl.sum(queries[part] * low[:, None] - scaled.to(tl.float32) * excess_of, 0)
@@ -186,11 +194,11 @@ def split_kernel(
         else:
             logits = tl.where(ok[:, None], logits, float("-inf"))
 
-        packed = bytes_of(V, v_lane, v_slot, lane, token, ok, V_WIDTH, V_PAD)
+        packed = bytes_of(V, v_start, token, ok, V_SLOT, V_WIDTH, V_PAD)
         run = run_of(V_ROW, v_row, lane, token, ok, V_GROUP)
         if V_FOLD == TOKEN:
             # Steps go into the exponents, so that what is rounded to float16 is what the sum is made of.
-            step = of_token(V_STEP, v_table, v_run, lane, run, ok, 1.0)
+            step = of_token(V_STEP, v_table, V_RUN, lane, run, ok, 1.0)
             logits = logits + tl.log2(step)[:, None]
         highest = tl.maximum(top, tl.max(logits, 0))
         fade = power_of_two(top - highest, ASM)
@@ -211,7 +219,7 @@ def split_kernel(
             added = (tl.dot(tl.trans(packed), rounded, sums[0] * fade[None, :], input_precision="tf32x3"),)
         elif V_FOLD == VALUE:
             states = decoded(
-                packed, V_STEP, V_LOW, v_table, v_run, lane, run, ok,
+                packed, V_STEP, V_LOW, v_table, V_RUN, lane, run, ok,
                 BLOCK, V_SIZE, V_BITS, V_WIDTH, V_PAD, V_PER, V_ZERO, ASM,
             )  # fmt: skip
             for part in tl.static_range(V_PARTS):
@@ -222,14 +230,14 @@ def split_kernel(
             if V_FOLD == TOKEN:
                 weights = weights * fade + now
                 if V_LOW is not None:
-                    low = of_token(V_LOW, v_table, v_run, lane, run, ok, 0.0)
+                    low = of_token(V_LOW, v_table, V_RUN, lane, run, ok, 0.0)
                     lows = lows * fade + tl.sum(share_of * (low / step)[:, None], 0)
                 for part in tl.static_range(V_PARTS):
                     added = added + (tl.dot(tl.trans(codes[part]), rounded, sums[part] * fade[None, :]),)
             else:
                 for part in tl.static_range(V_PARTS):
-                    step = of_run(V_STEP, v_table, v_run, lane, tile // V_GROUP, part, V_SIZE, V_WIDTH, V_PAD)
-                    low = of_run(V_LOW, v_table, v_run, lane, tile // V_GROUP, part, V_SIZE, V_WIDTH, V_PAD)
+                    step = of_run(V_STEP, v_tables, tile // V_GROUP, part, V_RUN, V_SIZE, V_WIDTH, V_PAD)
+                    low = of_run(V_LOW, v_tables, tile // V_GROUP, part, V_RUN, V_SIZE, V_WIDTH, V_PAD)
                     low = low - step * offset(part, V_BITS, V_FLOAT)
                     product = tl.dot(tl.trans(codes[part]), rounded) * step[:, None] + now[None, :] * low[:, None]
                     added = added + (sums[part] * fade[None, :] + product,)

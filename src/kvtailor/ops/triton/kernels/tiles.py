@@ -33,22 +33,24 @@ def run_of(ROW, row_lane, lane, token, ok, GROUP: tl.constexpr):
 
 
 @triton.jit
-def bytes_of(CODES, code_lane, code_slot, lane, token, ok, WIDTH: tl.constexpr, PAD: tl.constexpr):
-    """(tokens, PAD) bytes, or plain states, of a lane's tokens; zeros where there are none."""
+def bytes_of(CODES, start, token, ok, SLOT: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """(tokens, PAD) bytes, or plain states, of the lane that begins at `start`; zeros where there are no tokens."""
     at = tl.arange(0, PAD)
     mask = ok[:, None]
     if PAD != WIDTH:
         mask = mask & (at < WIDTH)[None, :]
-    return tl.load(CODES + lane * code_lane + token[:, None] * code_slot + at[None, :], mask=mask, other=0)
+    return tl.load(CODES + start + token[:, None] * SLOT + at[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def of_run(TABLE, lane_stride, run_stride, lane, run, part: tl.constexpr, SIZE, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def of_run(
+    TABLE, start, run, part: tl.constexpr, RUN_STRIDE: tl.constexpr, SIZE, WIDTH: tl.constexpr, PAD: tl.constexpr
+):
     """(PAD,) float32 of a table for one part's channels in one run; zeros past the last channel."""
     at = tl.arange(0, PAD)
     channel = part * WIDTH + at
     mask = (at < WIDTH) & (channel < SIZE)
-    return tl.load(TABLE + lane * lane_stride + run * run_stride + channel, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(TABLE + start + run * RUN_STRIDE + channel, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
