@@ -38,8 +38,9 @@ class Route:
         opened: a plan whose context must be read twice has begun to, or there is none.
         repeating: the forwards of now repeat a piece of the context, and leave no trace but what they say of it.
         passing: keys and values of such a forward, of the layer whose attention comes next.
-        speculating: recorded forwards join until `settle`, `take_back` shortens them, and their tokens are then taken
-            as decoded ones, however many came at once.
+        speculating: recorded forwards join until they settle, `take_back` shortens them, and their tokens are then
+            taken as decoded ones, however many came at once.
+        keeps_queries: the newest queries stay in the evidence, though no walk of this plan will ask for them.
     """
 
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
@@ -51,7 +52,7 @@ class Route:
         for group in groups:
             for index in group if len(group) > 1 else ():
                 self.states[index].together = tuple(self.states[each] for each in group)
-        self.holding = self.opened = self.speculating = False
+        self.holding = self.opened = self.speculating = self.keeps_queries = False
         self._taken: dict[int, int] = {}
         self.repeating: Piece | None = None
         self.passing: PlainSegment | None = None
@@ -100,6 +101,16 @@ class Route:
         self._leave(state)
         return attended.output
 
+    def overhear(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> None:
+        """What `attend` does about new tokens, where nobody asks for the output. Of a prompt or a part of it."""
+        if self.needs.mass or not self.plan.attend.reads_alike:
+            self.attend(state, query, visible, scaling)
+            return
+        state.scaling = scaling
+        state.moved = True
+        self._settle(state, query, visible, None)
+        self._leave(state)
+
     def commit(self, state: LayerState, rejected: int) -> None:
         """Ends a recorded forward: forgets its last `rejected` tokens, then does what was put off for the rest."""
         pending, state.pending = state.pending, None
@@ -129,7 +140,7 @@ class Route:
         self._leave(state)
 
     def take_back(self, state: LayerState, count: int) -> None:
-        """Forgets the newest tokens of recorded forwards, and waits for what follows; see `speculating`."""
+        """Forgets the newest tokens of recorded forwards, and waits for what follows; see `rollback`."""
         pending = state.pending
         if count == 0:
             return
@@ -147,29 +158,6 @@ class Route:
             state.carry = self._attended(state, shorter.query, shorter.visible, want_mass=False).carry
             self._leave(state)
         state.pending = shorter
-
-    def speculate(self) -> None:
-        """From now on forwards can be taken back; see `speculating`."""
-        self.speculating = True
-        for state in self.states:
-            state.recording = True
-
-    def settle(self) -> None:
-        """Does what was put off for all tokens that were not taken back."""
-        for state in self.states:
-            self.commit(state, rejected=0)
-
-    def stop_speculating(self) -> None:
-        """Settles, and takes what comes as it comes again."""
-        self.settle()
-        self.speculating = False
-        for state in self.states:
-            state.recording = False
-
-    def room(self) -> int | None:
-        """See `LayerState.room`, of all layers."""
-        rooms = [room for state in self.states if (room := state.room(self.plan)) is not None]
-        return min(rooms) if rooms else None
 
     def release(self, visible: Visibility) -> None:
         """Ends `holding`: walks all layers. `visible` describes all that came meanwhile, as if it had come at once."""
@@ -271,7 +259,8 @@ class Route:
                     self.walk.run(self.states[: state.index + 1], visible)
             elif state is self.states[-1] and any(s.due for s in self.states):
                 self.walk.run(self.states, visible)
-        if new == 1 and self.plan.slack_tokens is None and not self.plan.encode.needs.window:
+        asked_again = self.plan.slack_tokens is not None or self.plan.encode.needs.window or self.keeps_queries
+        if new == 1 and not asked_again:
             state.evidence = state.evidence.without_queries()
         self._close(state, visible)
 

@@ -185,6 +185,8 @@ def test_equals_the_definition(kind: type[Attention], size: tuple[int, ...], mix
     assert close(got.output, out)
     if got.lse is not None:
         assert close(got.lse, lse)
+    # What says of itself that several tokens are read as each would be alone never chooses.
+    assert got.read is None or not kind.reads_alike
 
 
 @every_method

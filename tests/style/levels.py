@@ -30,6 +30,7 @@ LEVELS = {
     "keep": 3,
     "layer": 3,
     "repeat": 3,
+    "rollback": 3,
     "route": 3,
     "together": 3,
     "walk": 3,

@@ -103,7 +103,10 @@ class KvCache(Cache):
         geometry: of the model that it was made for.
         route: the walk and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
+        followers: caches of the same model that overhear each layer; see `hf.sharing`.
     """
+
+    followers: tuple[KvCache, ...] = ()
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any):
         misfits = plan.misfits(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)

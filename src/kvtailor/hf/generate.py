@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.loading import load
 from kvtailor.hf.reader import CacheReader
+from kvtailor.hf.sharing import can_follow, can_remake, keep_queries
 from kvtailor.plan import Plan
 from kvtailor.speculate.adaptive import Adaptive
 from kvtailor.speculate.contract import Draft, Lookahead, Rule
@@ -88,8 +90,8 @@ def generate(
         gamma: tokens drafted at once; "adaptive": as many as pay by the measured costs and acceptance, at most 16.
         inner_gamma: tokens that the draft model drafts at once inside a hierarchy.
         min_gain: predicted speed over plain decoding below which it decodes plainly. None: it always speculates.
-        refresh: emitted tokens after which the cache of the target's own weights is compressed anew from the whole
-            text, as costly as reading it; None: never.
+        refresh: emitted tokens after which the draft's or middle cache of the target's own weights is compressed anew
+            from all that the target's cache holds; where that has evicted, by reading the text again. None: never.
         max_new_tokens: tokens after the prompt, at most.
         do_sample: False: the likeliest token; True: drawn after `temperature`, `top_k` and `top_p`.
         generator: of random numbers, on the model's device.
@@ -136,7 +138,15 @@ def generate(
         readers.append(CacheReader(model, own_plan, mask, chunk))
         levels.append(Level())
         drafting = Hierarchy(readers[-1], drafting, rule, inner_gamma, levels[-1])
-    logits = [reader.prefill(ids) for reader in readers][0]
+    own = readers[-1] if own_plan is not None else readers[-1] if draft is None and len(readers) > 1 else None
+    sharing = [own] if own is not None and can_follow(own.plan) else []
+    source = target if own is not None and can_remake(target.plan, own.plan) else None
+    if source is not None and own is not None and refresh is not None:
+        keep_queries(source.cache, own.plan)
+    logits = target.prefill(ids, sharing)
+    for reader in readers[1:]:
+        if reader not in sharing:
+            reader.prefill(ids)
     decoding = Decoding(
         target,
         drafting,
@@ -146,7 +156,7 @@ def generate(
         eos=_ids(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id),
         pad=_pad(model, pad_token_id),
         refresh=refresh,
-        renew=readers[-1].renew,
+        renew=None if own is None else partial(own.renew, source=source),
         emit=None if streamer is None else _to(streamer),
     )
     if streamer is not None:

@@ -37,6 +37,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.cache, self.state, self.layer_idx = cache, state, layer_idx
         self._module: weakref.ref[Any] | None = None
+        self._overheard: tuple[Tensor, Tensor] | None = None
 
     @property
     def record_past(self) -> bool:
@@ -70,6 +71,8 @@ class CompressedLayer(CacheLayerMixin):
         self.cache.expect_attention(self.layer_idx)
         before = self.state.seen
         self.cache.route.append(self.state, key_states, value_states)
+        if self.cache.followers and self.cache.route.repeating is None:
+            self._overheard = key_states, value_states
         b, h, t, d = key_states.shape
         keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
         values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, value_states.shape[-1])
@@ -110,7 +113,19 @@ class CompressedLayer(CacheLayerMixin):
             )
         if route.repeating is None:
             self.cache.check_padding(self.layer_idx, visible)
+        if self._overheard is not None:
+            for follower in self.cache.followers:
+                follower.layers[self.layer_idx].overhear(*self._overheard, query, visible, scaling)
+            self._overheard = None
         return route.attend(self.state, query, visible, scaling)
+
+    def overhear(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+        """Takes in what another cache of the same model has just got on this layer; see `hf.sharing`."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self.cache.check_padding(self.layer_idx, visible)
+        self.cache.route.append(self.state, keys, values)
+        self.cache.route.overhear(self.state, query, visible, scaling)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever is held."""

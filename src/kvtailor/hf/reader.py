@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvtailor import rollback
 from kvtailor.hf.cache import KvCache, cache_for
 from kvtailor.hf.layers import WindowLayer
 from kvtailor.hf.prefill import fed, read
+from kvtailor.hf.sharing import forget_queries, overhearing, remake
 from kvtailor.plan import Plan
 
 __all__ = ["CacheReader"]
@@ -33,14 +36,21 @@ class CacheReader:
     def seen(self) -> int:
         return self.cache.seen
 
-    def prefill(self, ids: Tensor) -> Tensor:
-        """Reads a prompt (b, n), lets the plan compress it, and gives its last logits (b, v)."""
-        mask = self._mask(ids.shape[1])
-        logits = read(self.model, self.cache, ids, mask, chunk=self.chunk)
-        self.cache.route.speculate()
+    def prefill(self, ids: Tensor, others: Sequence[CacheReader] = ()) -> Tensor:
+        """Reads a prompt (b, n), lets the plan compress it, and gives its last logits (b, v).
+
+        `others`, of the same model, read it in the same forward; see `hf.sharing.can_follow`.
+        """
+        with overhearing(self.cache, [each.cache for each in others]):
+            logits = read(self.model, self.cache, ids, self._mask(ids.shape[1]), chunk=self.chunk)
+        for each in (self, *others):
+            each._open()
+        return logits[:, -1]
+
+    def _open(self) -> None:
+        rollback.speculate(self.cache.route)
         for layer in self._windows():
             layer.record_past = layer.speculating = True
-        return logits[:, -1]
 
     def read(self, tokens: Tensor, keep: int) -> Tensor:
         return fed(self.model, self.cache, tokens, self._mask(self.seen + tokens.shape[1]), keep=keep)
@@ -50,25 +60,33 @@ class CacheReader:
             self.cache.crop(length - self.seen)
 
     def settle(self) -> None:
-        self.cache.route.settle()
+        rollback.settle(self.cache.route)
         for layer in self._windows():
             layer.settle()
 
     def close(self) -> KvCache:
         """The cache, which takes what comes as any other does from now on."""
         self.settle()
-        self.cache.route.stop_speculating()
+        rollback.stop_speculating(self.cache.route)
+        forget_queries(self.cache)
         for layer in self._windows():
             layer.record_past = layer.speculating = False
         return self.cache
 
-    def renew(self, ids: Tensor) -> None:
-        """A new cache that has read all columns but the last, as if they were a prompt."""
+    def renew(self, ids: Tensor, source: CacheReader | None) -> None:
+        """A new cache that has read all columns but the last, as if they were a prompt.
+
+        `source`: of the same model, holds all of them; None: they are read once more.
+        """
         self.cache = cache_for(self.model, self.plan)
-        self.prefill(ids[:, :-1])
+        if source is None:
+            self.prefill(ids[:, :-1])
+        else:
+            remake(self.cache, source.cache, self._mask(source.seen))
+            self._open()
 
     def room(self) -> int | None:
-        return self.cache.route.room()
+        return rollback.room(self.cache.route)
 
     def wait(self) -> None:
         device = next(self.model.parameters()).device
