@@ -122,6 +122,8 @@ def test_what_is_no_longer_held_is_forgotten(placement: Placement, tmp_path: Pat
     held[1] = shelves.put((1,), [[]])
     assert shelves.entries(1) == []
     assert len(list(tmp_path.rglob("*.segment"))) == max(0, files - 1)
+    shelves.put((0,), [[]])
+    assert shelves.device_bytes() == 0
     shelves.reset()
     assert all(shelves.entries(layer) == [] for layer in range(UNITS))
     del held

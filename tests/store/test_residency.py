@@ -89,3 +89,11 @@ def test_what_is_left_out_lies_evenly(count: int) -> None:
         out = sorted(set(range(count)) - members)
         gaps = {(b - a) % count or count for a, b in zip(out, out[1:] + out[:1], strict=True)}
         assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("policy,hits", [("fixed", 3), ("mru", 2), ("lru", 0)])
+def test_what_is_settled_has_as_many_hits_as_a_cycle(policy: str, hits: int) -> None:
+    residency = Residency(policy, [1, 2, 3, 4, 5], 3, None)
+    assert len(residency.settled(dict.fromkeys(range(1, 6), 7))) == hits
+    assert len(Residency(policy, [1, 2], None, 14).settled({1: 7, 2: 7})) == 2
+    assert Residency(policy, [1, 2], None, None).settled({1: 7, 2: 7}) == frozenset()

@@ -63,6 +63,8 @@ class Record:
         bytes_closed_form: what `bytes_held` must be by arithmetic, of the same sample.
         bytes_by_room: `bytes_held` by what it is spent on.
         bytes_by_tier: `bytes_held` by where it lives.
+        traffic: hits, misses and bytes that moved between tiers, of the same sample, see `store.contract.Traffic`;
+            None where nothing did.
         bytes_by_layer: `bytes_held` by layer of the model.
         bytes_resident: growth of the resident memory of a fresh process per cache that it holds.
         bytes_peak: highest memory of that process during one prefill, above what it held before (weights, mostly);
@@ -112,6 +114,7 @@ class Record:
     bytes_closed_form: int | None = None
     bytes_by_room: Mapping[str, int] | None = None
     bytes_by_tier: Mapping[str, int] | None = None
+    traffic: Mapping[str, float] | None = None
     bytes_by_layer: tuple[int, ...] | None = None
     bytes_resident: int | None = None
     bytes_peak: int | None = None

@@ -29,8 +29,14 @@ def weigh(cache: Any) -> dict[str, Any]:
         "bytes_closed_form": None if ledger.closed_form is None else int(ledger.closed_form),
         "bytes_by_room": dict(ledger.by_room),
         "bytes_by_tier": dict(ledger.by_tier),
+        "traffic": _moved(cache),
         "bytes_by_layer": tuple(ledger.by_layer),
     }
+
+
+def _moved(cache: Any) -> dict[str, float] | None:
+    found: dict[str, float] = cache.traffic().as_dict() if hasattr(cache, "traffic") else {}
+    return found if any(found.values()) else None
 
 
 def tokens_read(cache: Any) -> float | None:

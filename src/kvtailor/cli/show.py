@@ -29,8 +29,22 @@ _LAYERS = 32
 )
 @click.option("--head-size", type=click.IntRange(1), default=128, show_default=True, help="Of a key and of a value.")
 @click.option("--dtype", type=click.Choice(list(ELEMENT_SIZES)), help="Of the cache.  [the model's own, else bfloat16]")
+@click.option(
+    "--tokens", type=click.IntRange(1), help="Held by each kv head; predicts a step where layers live elsewhere."
+)
+@click.option("--link", default="2GiB", show_default=True, help="With --tokens: bytes per second that can come.")
+@click.option("--step-ms", type=float, default=30.0, show_default=True, help="With --tokens: a step with nothing away.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
-def command(plan: tuple[str, ...], model: str | None, head_size: int, dtype: str | None, as_json: bool) -> None:
+def command(
+    plan: tuple[str, ...],
+    model: str | None,
+    head_size: int,
+    dtype: str | None,
+    tokens: int | None,
+    link: str,
+    step_ms: float,
+    as_json: bool,
+) -> None:
     """Show PLAN, a line or a TOML file: the method of each room, its arguments and source, and closed-form bytes.
 
     The bytes are a prediction from the codec's formula; what a cache really holds is measured by `run` and `bench`.
@@ -47,6 +61,7 @@ def command(plan: tuple[str, ...], model: str | None, head_size: int, dtype: str
     _say(parsed, rooms, sizes, cost)
     for word, found in files.items():
         _say_files(word, found, model)
+    step = None if tokens is None else _forecast(parsed, sizes, cost, tokens, link, step_ms)
     if as_json:
         about = {
             "plan": str(parsed),
@@ -58,7 +73,7 @@ def command(plan: tuple[str, ...], model: str | None, head_size: int, dtype: str
             "budget": {name: getattr(parsed, name) for name in BUDGETS if getattr(parsed, name) is not None},
         }
         told = {word: [describe(each) for each in found] for word, found in files.items()}
-        known = {"rooms": rooms, "sizes": sizes, "closed_form": cost, "calibrations": told}
+        known = {"rooms": rooms, "sizes": sizes, "closed_form": cost, "calibrations": told, "forecast": step}
         click.echo(json.dumps({**about, **known}, default=str))
 
 
@@ -147,6 +162,26 @@ def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[st
         click.echo(f"  {both[0]:g} bytes over {copies}, {both[1]:g} without the plan")
     if cost["full_precision_tail_tokens"]:
         click.echo(f"  up to {cost['full_precision_tail_tokens']} of the newest tokens stay in full precision")
+
+
+def _forecast(
+    plan: Plan, sizes: dict[str, Any], cost: dict[str, Any], tokens: int, link: str, step_ms: float
+) -> dict[str, Any]:
+    from kvtailor.cli.tier_words import forecast, say_forecast
+    from kvtailor.ops.sizes import bytes_of
+
+    if "kv_heads" not in sizes:
+        raise click.UsageError("--tokens needs the sizes of a model: give --model as well")
+    try:
+        rate = bytes_of(link)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--link") from error
+    if rate <= 0 or step_ms <= 0:
+        raise click.UsageError("--link and --step-ms must be above 0")
+    encoded = cost["bytes_per_token_and_kv_head"]
+    found = forecast(plan, sizes, encoded, tokens=tokens, rate=rate, step_seconds=step_ms / 1e3)
+    say_forecast(found)
+    return found
 
 
 def _say_files(word: str, found: Sequence[Calibration], model: str | None) -> None:

@@ -119,6 +119,10 @@ class Shelves(ABC):
         """Bytes on the device of what is `Placed`, and of what is on its way there."""
         return 0
 
+    def stays(self, sizes: Sequence[int]) -> frozenset[int]:
+        """Which of the groups would stay on the device all the time, if they took these bytes."""
+        return frozenset(range(len(sizes)))
+
     def traffic(self) -> Traffic:
         """What has moved so far."""
         return Traffic()

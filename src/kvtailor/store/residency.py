@@ -62,6 +62,21 @@ class Residency:
         else:
             self._staying = before
 
+    def settled(self, sizes: Mapping[int, int]) -> frozenset[int]:
+        """Units that find themselves there at each use, in the long run of a cycle over units of these bytes.
+
+        For "mru", where each is there in some turns, as many as there are hits in a turn, which is one less than fit.
+        """
+        if self.most is None and self.most_bytes is None:
+            return frozenset()
+        members = self._spread(sizes)
+        if self.policy == "fixed" or len(members) == len(self._units):
+            return members
+        hits = (
+            (len(members) - 1) * len(self._units) // (len(self._units) - 1) if self.policy == "mru" and members else 0
+        )
+        return frozenset(self._units[i] for i in spread(len(self._units), hits))
+
     def forget(self) -> None:
         """Nothing stays."""
         self._staying, self._known = [], ({}, frozenset())

@@ -134,6 +134,10 @@ class TieredShelves(Shelves):
         coming = [] if self._ahead is None else self._ahead[1]
         return total + sum(bundle.stored_size for bundle in coming)
 
+    def stays(self, sizes: Sequence[int]) -> frozenset[int]:
+        always = frozenset(range(len(sizes))) - frozenset(self._units)
+        return always | self.residency.settled({unit: sizes[unit] for unit in self._units})
+
     def traffic(self) -> Traffic:
         return self._traffic
 

@@ -66,7 +66,7 @@ def _bytes(record: Record) -> Iterator[tuple[str, str]]:
         )
     on_cpu = str(record.device).startswith("cpu")
     device = record.machine.get("memory_bytes" if on_cpu else "accelerator_bytes")
-    here = held if on_cpu or record.bytes_by_tier is None else record.bytes_by_tier.get("device", 0)
+    here = _in_memory(record) if on_cpu or record.bytes_by_tier is None else record.bytes_by_tier.get("device", 0)
     needs = max(here, record.bytes_peak or 0, record.bytes_peak_decode or 0) + (record.weight_bytes or 0)
     if isinstance(device, int) and needs > device:
         yield (
@@ -78,7 +78,7 @@ def _bytes(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _peak(record: Record) -> Iterator[tuple[str, str]]:
-    held, peak, decode = record.bytes_held, record.bytes_peak, record.bytes_peak_decode
+    held, peak, decode = _in_memory(record), record.bytes_peak, record.bytes_peak_decode
     for what, most in (("a prefill", peak), ("decoding", decode)):
         least = max(held or 0, record.bytes_resident or 0) if what == "a prefill" else held or 0
         if most is not None and most < least - _NOISE:
@@ -93,6 +93,11 @@ def _peak(record: Record) -> Iterator[tuple[str, str]]:
             f"prefill and decoding under plan {record.label!r} both peaked at exactly {peak} bytes, where its cache "
             f"holds {held} while it decodes: the counter still shows the prefill",
         )
+
+
+def _in_memory(record: Record) -> int:
+    """What is held, but for files."""
+    return (record.bytes_held or 0) - (record.bytes_by_tier or {}).get("disk", 0)
 
 
 def _tokens(record: Record) -> Iterator[tuple[str, str]]:

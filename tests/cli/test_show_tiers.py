@@ -1,0 +1,37 @@
+"""`show` predicts a step of a plan whose layers live elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from kvtailor.cli import main
+
+
+def shown(*words: str) -> dict[str, object]:
+    done = CliRunner().invoke(main, ["show", *words, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output.splitlines()[-1])
+
+
+def test_a_step_is_the_longer_of_link_and_computing() -> None:
+    asked = ["--model", "demo", "--tokens", "1000", "--link", "1M", "--step-ms", "8"]
+    away = shown("kivi(bits=4) + disk", *asked)
+    sizes, token = away["sizes"], away["closed_form"]["bytes_per_token"]
+    found = away["forecast"]
+    assert found["bytes_resident"] == 0 and found["bytes_moved"] == pytest.approx(1000 * token, rel=1e-6)
+    assert found["step_seconds"] == pytest.approx(found["link_seconds"]) == pytest.approx(1000 * token / 1e6)
+    layers = sizes["compressed_layers"]
+    some = shown("kivi(bits=4) + disk(resident_layers=1)", *asked)["forecast"]
+    assert some["bytes_moved"] == pytest.approx(1000 * token * (layers - 1) / layers, rel=1e-6)
+    here = shown("kivi(bits=4) + device", *asked)["forecast"]
+    assert here["step_seconds"] == here["best_step_seconds"] == pytest.approx(0.008) and here["bytes_moved"] == 0
+    assert shown("full")["forecast"] is None
+
+
+@pytest.mark.parametrize("words", [["--tokens", "5"], ["--tokens", "5", "--model", "demo", "--link", "much"]])
+def test_what_is_missing_is_said(words: list[str]) -> None:
+    done = CliRunner().invoke(main, ["show", "full", *words])
+    assert done.exit_code == 2 and ("give --model" in done.output or "not a whole number of bytes" in done.output)
