@@ -14,7 +14,7 @@ the sum of their logits does. Budgets are exact, so of the last chunk that fits 
 newest `window` tokens always stay. Tokens that are written later are added, where the implementation lets them take the
 place of the lowest chunks: give a slack, or refresh the cache.
 
-*Cost*: the last `window` queries; one pass over the keys and a scratch of one key for each chunk.
+*Cost*: the last `window` queries; one pass over the keys, widened a piece at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 
 __all__ = ["Retrieval"]
+
+# Tokens whose keys are widened at once.
+_BLOCK = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +78,18 @@ class Retrieval(Scorer):
         # Each token's chunk; what is no token goes to one more, which nobody looks at.
         last = -(-n // self.chunk)
         place = torch.div(held.valid.cumsum(-1) - 1, self.chunk, rounding_mode="floor").masked_fill(~held.valid, last)
-        keys = held.keys.float().masked_fill(~held.valid[..., None], 0.0)
-        mean = keys.new_zeros((b, h, last + 1, d)).scatter_add(2, place[..., None].expand(-1, -1, -1, d), keys)
-        count = keys.new_zeros((b, h, last + 1)).scatter_add(2, place, held.valid.float())
-        scores: Tensor = (mean / count.clamp(min=1)[..., None] * asked[:, :, None]).sum(-1)
+        # The query times a mean of keys is the mean of its products with them, which need no float32 copy of all keys.
+        products = held.keys.new_empty((b, h, n), dtype=torch.float32)
+        for first in range(0, n, _BLOCK):
+            part = slice(first, first + _BLOCK)
+            products[:, :, part] = (held.keys[:, :, part].float() @ asked[..., None])[..., 0]
+        products.masked_fill_(~held.valid, 0.0)
+        total = products.new_zeros((b, h, last + 1)).scatter_add(2, place, products)
+        count = products.new_zeros((b, h, last + 1)).scatter_add(2, place, held.valid.float())
+        scores: Tensor = total / count.clamp(min=1)
         scores[..., 0] = scores[..., :last].masked_fill(count[..., :last] == 0, -torch.inf).amax(-1) + 1
         return scores.gather(2, place)
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
-        """d for each token to sum its chunk, and 3 d for each chunk: the division, and the product with the query."""
-        return size * tokens + 3 * size * -(-tokens // self.chunk)
+        """2 d for each token's product with the query, 1 to sum it, and a division for each chunk."""
+        return (2 * size + 1) * tokens + -(-tokens // self.chunk)
