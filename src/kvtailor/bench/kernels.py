@@ -55,7 +55,7 @@ _Attend = Callable[[int], Tensor]
 
 @dataclass
 class _Contestant:
-    """One way to attend: over layer i gives (rows, ...) outputs; `exact` are the keys and values that it stands for."""
+    """One way to attend: over layer i gives (rows, ...) outputs; `keys` and `values` are what layer 0 stands for."""
 
     name: str
     attend: _Attend
@@ -70,19 +70,21 @@ class _Contestant:
         return float((found - out).norm() / out.norm())
 
 
-def _sides(dtype: torch.dtype) -> dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]]:
-    def whole(states: Tensor) -> Coded:
-        return Whole(states=states)
+def _whole(states: Tensor) -> Coded:
+    return Whole(states=states)
 
-    made: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] = {str(dtype)[6:]: (whole, whole)}
-    for bits in (8, 4):
-        made[f"int{bits}"] = (partial(TokenCodes.symmetric, bits=bits),) * 2
-    for bits in (4, 2):
-        made[f"kivi {bits} bits"] = (
+
+_SIDES: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] = {
+    "bfloat16": (_whole, _whole),
+    **{f"int{bits}": (partial(TokenCodes.symmetric, bits=bits),) * 2 for bits in (8, 4)},
+    **{
+        f"kivi {bits} bits": (
             partial(ChannelCodes.of, bits=bits, group=_GROUP),
             partial(TokenCodes.of, bits=bits, group=_GROUP),
         )
-    return made
+        for bits in (4, 2)
+    },
+}
 
 
 def _exact(side: Coded) -> Tensor:
@@ -122,38 +124,36 @@ def _stock_step(query: Tensor, caches: Sequence[Any]) -> _Attend:
     return attend
 
 
-def _contestants(heads: int, group: int, tokens: int, layers: int) -> tuple[list[_Contestant], Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    query = torch.randn((heads, group, 1, _SIZE), generator=generator)
-    half = [
-        tuple(torch.randn((heads, tokens, _SIZE), generator=generator).bfloat16() for _ in range(2))
-        for _ in range(layers)
-    ]
+def _states(generator: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
+    """Random keys and values (*shape, d) in bfloat16."""
+    keys, values = (torch.randn((*shape, _SIZE), generator=generator).bfloat16() for _ in range(2))
+    return keys, values
+
+
+def _ours(query: Tensor, sides: Sequence[tuple[Coded, Coded]], owner: Tensor | None = None) -> _Attend:
+    return lambda layer: attend_coded(query, *sides[layer], scaling=_SCALE, owner=owner)[0]
+
+
+def _contestants(query: Tensor, tokens: int, layers: int, generator: torch.Generator) -> list[_Contestant]:
+    half = [_states(generator, query.shape[0], tokens) for _ in range(layers)]
     found = []
-    for name, (of_keys, of_values) in _sides(torch.bfloat16).items():
+    for name, (of_keys, of_values) in _SIDES.items():
         sides = [(of_keys(keys), of_values(values)) for keys, values in half]
         exact = [_exact(side) for side in sides[0]]
-
-        def ours(layer: int, sides: list[tuple[Coded, Coded]] = sides) -> Tensor:
-            return attend_coded(query, *sides[layer], scaling=_SCALE)[0]
-
-        found.append(_Contestant(f"kvtailor {name}", ours, *exact))
+        found.append(_Contestant(f"kvtailor {name}", _ours(query, sides), *exact))
         if name in ("int4", "kivi 4 bits"):
 
             def plain(layer: int, sides: list[tuple[Coded, Coded]] = sides) -> Tensor:
                 return _plain(query, *sides[layer])
 
             found.append(_Contestant(f"plain form, {name}", plain, *exact))
-    states = [(keys, values) for keys, values in half]
     for name, fold in (("sdpa, heads folded", True), ("sdpa as transformers calls it", False)):
-        found.append(_Contestant(name, _torch_attention(query, states, fold=fold), *states[0]))
-    return found, query
+        found.append(_Contestant(name, _torch_attention(query, half, fold=fold), *half[0]))
+    return found
 
 
-def _stock(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, _Attend]]:
+def _stock(query: Tensor, tokens: int, layers: int, generator: torch.Generator) -> list[tuple[str, _Attend]]:
     """Steps of transformers' own caches; those whose library is missing are left out."""
-    generator = torch.Generator().manual_seed(3)
-    query = torch.randn((heads, group, 1, _SIZE), generator=generator)
     made: list[tuple[str, _Attend]] = []
     for name, make in layer_makers(bits=4, group=_GROUP, tail=128).items():
         try:
@@ -162,12 +162,12 @@ def _stock(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, 
             print(f"{name} is left out: {missing}")
             continue
         for cache in caches:
-            cache.update(*(torch.randn((1, heads, tokens, _SIZE), generator=generator).bfloat16() for _ in range(2)))
+            cache.update(*_states(generator, 1, query.shape[0], tokens))
         made.append((f"{name} + sdpa", _stock_step(query, caches)))
     return made
 
 
-def _ragged(heads: int, group: int, tokens: int, layers: int) -> list[_Contestant]:
+def _ragged(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, _Attend]]:
     """Pages of 256 slots: the same tokens in all, each head its own number of them, and all the same number."""
     generator = torch.Generator().manual_seed(4)
     query = torch.randn((heads, group, 1, _SIZE), generator=generator)
@@ -178,34 +178,22 @@ def _ragged(heads: int, group: int, tokens: int, layers: int) -> list[_Contestan
     found = []
     for name, counts in (("uniform", torch.full((heads,), pages // heads)), ("ragged", each)):
         owner = torch.repeat_interleave(torch.arange(heads), counts)
-        lengths = torch.full((len(owner),), 256, dtype=torch.int32)
-        sides = [
-            tuple(Whole(states=torch.randn((len(owner), 256, _SIZE), generator=generator).bfloat16()) for _ in range(2))
-            for _ in range(layers)
-        ]
-
-        def attend(layer: int, sides: Any = sides, owner: Tensor = owner, lengths: Tensor = lengths) -> Tensor:
-            return attend_coded(query, *sides[layer], scaling=_SCALE, owner=owner, lengths=lengths)[0]
-
-        found.append(_Contestant(f"{name} heads, bfloat16", attend, torch.empty(0), torch.empty(0)))
+        half = [_states(generator, len(owner), 256) for _ in range(layers)]
+        sides = [(_whole(keys), _whole(values)) for keys, values in half]
+        found.append((f"{name} heads, bfloat16", _ours(query, sides, owner=owner)))
     return found
 
 
-def _blocks(heads: int, group: int, tokens: int, layers: int) -> list[_Contestant]:
+def _blocks(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, _Attend]]:
     generator = torch.Generator().manual_seed(5)
     found = []
-    for name, (of_keys, of_values) in _sides(torch.bfloat16).items():
-        if name not in ("bfloat16", "int4"):
-            continue
-        half = [torch.randn((2, heads, tokens, _SIZE), generator=generator).bfloat16() for _ in range(layers)]
+    for name in ("bfloat16", "int4"):
+        of_keys, of_values = _SIDES[name]
+        half = [_states(generator, heads, tokens) for _ in range(layers)]
         sides = [(of_keys(keys), of_values(values)) for keys, values in half]
         for new in (1, 4, 16):
             query = torch.randn((heads, group, new, _SIZE), generator=generator)
-
-            def attend(layer: int, query: Tensor = query, sides: Any = sides) -> Tensor:
-                return attend_coded(query, *sides[layer], scaling=_SCALE)[0]
-
-            found.append(_Contestant(f"{name}, {new} queries", attend, torch.empty(0), torch.empty(0)))
+            found.append((f"{name}, {new} queries", _ours(query, sides)))
     return found
 
 
@@ -235,14 +223,15 @@ def measure(contexts: Sequence[int], rounds: int) -> dict[str, list[dict[str, An
         for title, heads, group in (("grouped heads, 32 on 8", 8, 4), ("single heads, 32 on 32", 32, 1)):
             floor = 2 * heads * tokens * _SIZE * 2
             layers = max(1, min(8, _APART // floor))
-            contestants, query = _contestants(heads, group, tokens, layers)
+            generator = torch.Generator().manual_seed(3)
+            query = torch.randn((heads, group, 1, _SIZE), generator=generator)
             right = []
-            for each in contestants:
+            for each in _contestants(query, tokens, layers, generator):
                 error = each.error(query)
                 print(f"  {each.name:34s} relative error {error:.1e}{'' if error <= _RIGHT else '  RED: not timed'}")
                 if error <= _RIGHT:
                     right.append((each.name, each.attend))
-            work = right + _stock(heads, group, tokens, layers)
+            work = right + _stock(query, tokens, layers, generator)
             results = _timed(work, layers, rounds, floor)
             tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, "kvtailor bfloat16")
         layers = max(1, min(8, _APART // (2 * 8 * tokens * _SIZE * 2)))
@@ -250,7 +239,7 @@ def measure(contexts: Sequence[int], rounds: int) -> dict[str, list[dict[str, An
             ("ragged heads", _ragged(8, 4, tokens, layers), "uniform heads, bfloat16"),
             ("query blocks", _blocks(8, 4, tokens, layers), "bfloat16, 1 queries"),
         ):
-            results = _timed([(each.name, each.attend) for each in made], layers, rounds, 2 * 8 * tokens * _SIZE * 2)
+            results = _timed(made, layers, rounds, 2 * 8 * tokens * _SIZE * 2)
             tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, base)
     return tables
 

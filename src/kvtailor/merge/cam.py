@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
 from kvtailor.ops.kept import kept_first, kept_states
-from kvtailor.ops.observed import window_attention
+from kvtailor.ops.observed import observed_queries, window_attention
 from kvtailor.types import Held, Needs
 
 __all__ = ["CaM"]
@@ -63,11 +63,7 @@ class CaM(Merger):
         Raises:
             ValueError: no queries were gathered.
         """
-        if held.queries is None:
-            raise ValueError(
-                f"cam looks at the attention of the last {self.window} queries, but none were gathered; observe with "
-                f"Needs(window={self.window})"
-            )
+        observed_queries(held, "cam looks at the attention of", self.window)
         index, filled = kept_first(keep)
         keys, values = kept_states(held.keys, index, filled), kept_states(held.values, index, filled)
         takes = into.gather(-1, index) & filled

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvtailor.types import Held
 
-__all__ = ["lane_attention", "mean_attention", "window_attention", "window_means"]
+__all__ = ["lane_attention", "mean_attention", "observed_queries", "real_queries", "window_attention", "window_means"]
 
 
 def lane_attention(
@@ -42,6 +42,39 @@ def lane_attention(
     given.masked_fill_(unseen, torch.finfo(torch.float32).min)
     torch.softmax(given, -1, out=given)
     return given.masked_fill_(unseen.all(-1)[:, None], 0.0)
+
+
+def observed_queries(held: Held, method: str, window: int) -> tuple[Tensor, Tensor]:
+    """The newest queries of a forward, and their columns.
+
+    Args:
+        held: what a method was given.
+        method: its name and what it does, the first words of an error.
+        window: queries that it declared to need.
+
+    Returns:
+        (b, q, w, d) and (w,) int64.
+
+    Raises:
+        ValueError: none were gathered.
+    """
+    if held.queries is None or held.query_columns is None:
+        raise ValueError(
+            f"{method} the last {window} queries, but none were gathered; observe with Needs(window={window})"
+        )
+    return held.queries, held.query_columns
+
+
+def real_queries(held: Held, columns: Tensor) -> Tensor:
+    """(b, w) bool: the own token of each query is a real one, as the first kv head holds them.
+
+    What padding looks at counts for nothing.
+
+    Args:
+        columns: (w,) int64 of the queries.
+    """
+    own = held.positions[:, 0, None] == columns[None, :, None]
+    return (own & held.valid[:, 0, None]).any(-1)
 
 
 def window_attention(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:

@@ -54,11 +54,9 @@ def read_all(
     """
     layout = parts[-1].layout
     if weight is None and query.shape[2] <= twins.MOST_QUERIES:
-        stored = [_stored(part) for part in parts]
-        b, q, t, d = query.shape
-        grouped = query.reshape(b * layout.heads, q // layout.heads, t, d)
-        if any(sides and twins.coded_attention(grouped, *sides) for sides in stored):
-            return _as_stored(query, parts, stored, visible, scaling)
+        read = _as_stored(query, parts, visible, scaling)
+        if read is not None:
+            return read
     readings = [part.reading() for part in parts]
     plain = len(parts) == 1 and layout.owner is None and layout.lengths is None and readings[0].plain
     if plain and query.shape[2] >= _PROMPT and (weight is not None or visible.causal_only or layout.start is not None):
@@ -114,39 +112,34 @@ def _stored(part: Segment) -> tuple[Coded, Coded] | None:
     return None
 
 
-def _as_stored(
-    query: Tensor,
-    parts: Sequence[Segment],
-    stored: Sequence[tuple[Coded, Coded] | None],
-    visible: Visibility,
-    scaling: float,
-) -> Read:
-    """Attention that decodes only those parts which nothing reads as they are stored."""
+def _as_stored(query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float) -> Read | None:
+    """Attention that decodes only what nothing reads as it is stored; None where that is every part."""
     b, q, t, d = query.shape
     h, device = parts[-1].layout.heads, query.device
     grouped = query.reshape(b * h, q // h, t, d)
+    stored = [_stored(part) for part in parts]
+    kernels = [None if sides is None else twins.coded_attention(grouped, *sides) for sides in stored]
+    if not any(kernels):
+        return None
     found, rest = [], []
-    for part, sides in zip(parts, stored, strict=True):
-        layout, newest = part.layout, part is parts[-1]
-        reading = None
+    for part, sides, attend in zip(parts, stored, kernels, strict=True):
+        layout, reading = part.layout, None
         if sides is None:
             reading = part.reading()
             if reading.shared is None:
                 sides = Whole(states=reading.keys), Whole(states=reading.values)
-        attend = None if sides is None else twins.coded_attention(grouped, *sides)
+                attend = twins.coded_attention(grouped, *sides)
         if attend is None or sides is None:
-            mask = lane_sees(layout, visible, 0, t, newest=newest, device=device)
+            mask = lane_sees(layout, visible, 0, t, newest=part is parts[-1], device=device)
             rest.append(lanes_of(layout, reading or part.reading(), mask))
             continue
-        # Filler at a lane's end needs no mask: a kernel stops there.
-        full = visible.causal_only and (not newest or t == 1)
         out, lse = attend(
             grouped,
             *sides,
             scaling=scaling,
-            owner=layout.owner,
-            lengths=layout.lengths,
-            visible=None if full else lane_sees(layout, visible, 0, t, newest=newest, device=device),
+            owner=None if layout.owner is None else layout.owner.to(device),
+            lengths=None if layout.lengths is None else layout.lengths.to(device),
+            visible=_rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
             log_weight=None if reading is None else reading.log_weight,
         )
         if reading is not None and reading.lift is not None:
@@ -155,8 +148,7 @@ def _as_stored(
         found.append((out, lse))
     if rest:
         found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling)[:2])
-    out, lse = merge(found)
-    return Read(output=out.to(query.dtype).reshape(b, q, t, -1), lse=lse.reshape(b, q, t))
+    return _by_heads(query, *merge(found))
 
 
 def _few(
@@ -226,15 +218,13 @@ def read_lanes(query: Tensor, heads: int, lanes: Sequence[Lanes], scaling: float
     grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
     if weight is None and all(part.lift is None and part.shared is None for part in lanes):
         sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
-        how = [twins.coded_attention(grouped, *each) for each in sides]
-        if all(how):
-            found = [
+        kernels = [attend for each in sides if (attend := twins.coded_attention(grouped, *each)) is not None]
+        if len(kernels) == len(lanes):
+            stored = [
                 attend(grouped, *each, scaling=scaling, owner=p.owner, visible=p.visible, log_weight=p.log_weight)
-                for p, each, attend in zip(lanes, sides, how, strict=True)
-                if attend is not None
+                for p, each, attend in zip(lanes, sides, kernels, strict=True)
             ]
-            out, lse = merge(found)
-            return Read(output=out.to(query.dtype).reshape(b, q, t, -1), lse=lse.reshape(b, q, t))
+            return _by_heads(query, *merge(stored))
     fused = [part for part in lanes if weight is None and suits(grouped, part)]
     if fused:
         rest = [part for part in lanes if not suits(grouped, part)]
@@ -243,7 +233,13 @@ def read_lanes(query: Tensor, heads: int, lanes: Sequence[Lanes], scaling: float
     else:
         counts = None if weight is None else weight.repeat_interleave(heads, 0)
         out, lse, mass = joint(grouped, lanes, scaling, weight=counts)
-    return Read(output=out.to(query.dtype).reshape(b, q, t, -1), lse=lse.reshape(b, q, t), mass=mass)
+    return _by_heads(query, out, lse, mass)
+
+
+def _by_heads(query: Tensor, out: Tensor, lse: Tensor, mass: list[Tensor] | None = None) -> Read:
+    """What was found for (n, g, t), as it is given for the query (b, q, t, d)."""
+    shape = query.shape[:3]
+    return Read(output=out.to(query.dtype).reshape(*shape, -1), lse=lse.reshape(shape), mass=mass)
 
 
 def lane_sees(
@@ -252,8 +248,17 @@ def lane_sees(
     """Which slots of a part the queries first..end see, bool that broadcasts to (m, t', s); None where all see all."""
     filled = layout.filled(device)
     mask = None if filled is None else filled[:, None]
+    sees = _rule_sees(layout, visible, first, end, newest=newest, device=device)
+    if sees is None or mask is None:
+        return mask if sees is None else sees
+    return sees & mask
+
+
+def _rule_sees(
+    layout: Layout, visible: Visibility, first: int, end: int, *, newest: bool, device: torch.device
+) -> Tensor | None:
+    """As `lane_sees`, of slots that are filled."""
     if visible.causal_only and (not newest or visible.new_tokens == 1):
-        return mask
+        return None
     rows = torch.div(layout.owners(device), layout.heads, rounding_mode="floor")
-    sees = visible.at(rows, layout.columns(device), first, end)
-    return sees if mask is None else sees & mask
+    return visible.at(rows, layout.columns(device), first, end)

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
 from kvtailor.calibration import CalibratedMethod
-from kvtailor.ops.observed import window_attention
+from kvtailor.ops.observed import observed_queries, window_attention
 from kvtailor.ops.pool import pool_members
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
@@ -100,8 +100,7 @@ class ATSKV(CalibratedMethod, Scorer):
         Raises:
             ValueError: no queries were gathered, or no network was given.
         """
-        if held.queries is None or held.query_columns is None:
-            raise ValueError(f"atskv reads the last {self.window} queries, but none were gathered; see its `needs`")
+        observed_queries(held, "atskv reads", self.window)
         if held.calibration is None or not set(self.per_head) <= set(held.calibration):
             raise ValueError("atskv scores by a trained network, but none was given; see `kvtailor calibrate`")
         layer = {name: held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head}

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtailor.ops.observed import window_attention
+from kvtailor.ops.observed import observed_queries, window_attention
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 
@@ -72,11 +72,7 @@ class Pairs(Scorer):
         Raises:
             ValueError: no queries were gathered.
         """
-        if held.queries is None or held.query_columns is None:
-            raise ValueError(
-                f"pairs scores by the last {self.window} queries, but none were gathered; observe with "
-                f"Needs(window={self.window})"
-            )
+        observed_queries(held, "pairs scores by", self.window)
         scores = torch.full(held.positions.shape, _LAST, dtype=torch.float32, device=held.keys.device)
         for row in range(scores.shape[0]):
             for head in range(scores.shape[1]):

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.ops.observed import observed_queries, real_queries
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 
@@ -65,16 +66,11 @@ class Retrieval(Scorer):
         Raises:
             ValueError: no queries were gathered.
         """
-        if held.queries is None or held.query_columns is None:
-            raise ValueError(
-                f"retrieval scores by the last {self.window} queries, but none were gathered; "
-                f"observe with Needs(window={self.window})"
-            )
-        b, h, n, d = held.keys.shape
-        own = held.positions[:, 0, None] == held.query_columns[None, :, None]
-        asks = (own & held.valid[:, 0, None]).any(-1).float()
-        queries = held.queries.float().unflatten(1, (h, -1)).mean(2)
-        asked = (queries * asks[:, None, :, None]).sum(2) / asks.sum(-1).clamp(min=1)[:, None, None]
+        queries, columns = observed_queries(held, "retrieval scores by", self.window)
+        b, h, n, _ = held.keys.shape
+        asks = real_queries(held, columns).float()
+        mean = queries.float().unflatten(1, (h, -1)).mean(2)
+        asked = (mean * asks[:, None, :, None]).sum(2) / asks.sum(-1).clamp(min=1)[:, None, None]
         # Each token's chunk; what is no token goes to one more, which nobody looks at.
         last = -(-n // self.chunk)
         place = torch.div(held.valid.cumsum(-1) - 1, self.chunk, rounding_mode="floor").masked_fill(~held.valid, last)

@@ -25,6 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from kvtailor.ops.observed import observed_queries, real_queries
 from kvtailor.ops.pool import pool_members
 from kvtailor.ops.votes import window_votes
 from kvtailor.score.contract import Scorer
@@ -76,17 +77,10 @@ class SnapKV(Scorer):
         Raises:
             ValueError: no queries were gathered.
         """
-        if held.queries is None or held.query_columns is None:
-            raise ValueError(
-                f"snapkv scores by the last {self.window} queries, but none were gathered; "
-                f"observe with Needs(window={self.window})"
-            )
-        heads = held.keys.shape[1]
-        # A query votes if its own token is a real one: what padding looks at counts for nothing.
-        own = held.positions[:, 0, None] == held.query_columns[None, :, None]
-        voters = (own & held.valid[:, 0, None]).any(-1)
-        votes = torch.stack([self._votes(held, head, voters) for head in range(heads)], dim=1)
-        history = held.valid & (held.positions < held.query_columns[0])
+        _, columns = observed_queries(held, "snapkv scores by", self.window)
+        voters = real_queries(held, columns)
+        votes = torch.stack([self._votes(held, head, voters) for head in range(held.keys.shape[1])], dim=1)
+        history = held.valid & (held.positions < columns[0])
         return pool_members(votes, history, self.kernel, self.pooling)
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:

@@ -23,13 +23,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.ops.sizes import asked_bytes
 from kvtailor.store.bundle import Stored, Tier
 from kvtailor.store.contract import Placement, Shelves
 from kvtailor.store.folder import Folder
-from kvtailor.store.residency import Policy, Residency
+from kvtailor.store.residency import Policy
 from kvtailor.store.segment_file import SegmentFile
-from kvtailor.store.shelves import TieredShelves
+from kvtailor.store.tiered import Tiered
 
 __all__ = ["Disk"]
 
@@ -69,7 +68,7 @@ class _Files(Tier):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disk(Placement):
+class Disk(Tiered, Placement):
     """Two tiers: the device, and files.
 
     Attributes:
@@ -100,26 +99,8 @@ class Disk(Placement):
         "disk(resident_bytes=4096, policy=mru)",
     )
 
-    def __post_init__(self) -> None:
-        for name in ("on_device_layers", "resident_layers"):
-            count = getattr(self, name)
-            if count is not None and count < 0:
-                raise ValueError(f"disk: {name} must be 0 layers or more, found {count}")
-        if self.block < 1:
-            raise ValueError(f"disk: block must be 1 token or more, found {self.block}; 128 is usual")
-        for name in ("resident_bytes", "device_bytes", "disk_bytes"):
-            object.__setattr__(self, name, asked_bytes(getattr(self, name), f"disk: {name}"))
-
-    @property
-    def limit(self) -> int | None:
-        return asked_bytes(self.device_bytes, "disk: device_bytes")
-
     def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
         """The folder is made when the first segment leaves the device."""
         own = Path(tempfile.gettempdir()) / f"kvtailor-{os.getuid()}"
         root = own if self.folder is None else Path(os.path.expanduser(self.folder)).absolute()
-        moving = [unit for unit, layers in enumerate(groups) if layers[-1] >= self.on_device_layers]
-        most_bytes = asked_bytes(self.resident_bytes, "disk: resident_bytes")
-        residency = Residency(self.policy, moving, self.resident_layers, most_bytes)
-        most = asked_bytes(self.disk_bytes, "disk: disk_bytes")
-        return TieredShelves(_Files(root), groups, self.on_device_layers, residency, most)
+        return self.shelves(_Files(root), groups)

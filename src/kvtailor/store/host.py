@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.packed import Packing
-from kvtailor.ops.sizes import asked_bytes
 from kvtailor.store.bundle import Arrival, Stored, Tier
 from kvtailor.store.contract import Placement, Shelves
-from kvtailor.store.residency import Policy, Residency
-from kvtailor.store.shelves import TieredShelves
+from kvtailor.store.residency import Policy
+from kvtailor.store.tiered import Tiered
 
 __all__ = ["Host"]
 
@@ -96,7 +95,7 @@ class _Memory(Tier):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host(Placement):
+class Host(Tiered, Placement):
     """Two tiers: the device, and pinned host memory. Only for models whose device is not the host itself.
 
     Attributes:
@@ -118,20 +117,6 @@ class Host(Placement):
     block: int = 128
     examples: ClassVar[tuple[str, ...]] = ("host", "host(on_device_layers=1, resident_layers=1)")
 
-    def __post_init__(self) -> None:
-        for name in ("on_device_layers", "resident_layers"):
-            count = getattr(self, name)
-            if count is not None and count < 0:
-                raise ValueError(f"host: {name} must be 0 layers or more, found {count}")
-        if self.block < 1:
-            raise ValueError(f"host: block must be 1 token or more, found {self.block}; 128 is usual")
-        for name in ("resident_bytes", "device_bytes", "host_bytes"):
-            object.__setattr__(self, name, asked_bytes(getattr(self, name), f"host: {name}"))
-
-    @property
-    def limit(self) -> int | None:
-        return asked_bytes(self.device_bytes, "host: device_bytes")
-
     def refusal(self, device: torch.device) -> str | None:
         """The host itself."""
         if device.type != "cpu":
@@ -142,8 +127,4 @@ class Host(Placement):
         )
 
     def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
-        moving = [unit for unit, layers in enumerate(groups) if layers[-1] >= self.on_device_layers]
-        most_bytes = asked_bytes(self.resident_bytes, "host: resident_bytes")
-        residency = Residency(self.policy, moving, self.resident_layers, most_bytes)
-        most = asked_bytes(self.host_bytes, "host: host_bytes")
-        return TieredShelves(_Memory(), groups, self.on_device_layers, residency, most)
+        return self.shelves(_Memory(), groups)
