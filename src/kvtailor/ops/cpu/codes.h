@@ -157,11 +157,10 @@ inline void products_rows(Rows rows, const char* codes, int64_t stride, int64_t 
 
 template <class C>
 void products(Rows rows, int64_t number, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
-  int64_t r = 0;
-  const auto from = [&](int64_t row) { return Rows{rows.query + row * rows.size, rows.size, rows.coarse}; };
-  for (; r + 4 <= number; r += 4) products_rows<C, 4>(from(r), codes, stride, count, to + r * apart, apart);
-  for (; r + 2 <= number; r += 2) products_rows<C, 2>(from(r), codes, stride, count, to + r * apart, apart);
-  if (r < number) products_rows<C, 1>(from(r), codes, stride, count, to + r * apart, apart);
+  in_rows(number, [&](auto some, int64_t r) {
+    const Rows mine{rows.query + r * rows.size, rows.size, rows.coarse};
+    products_rows<C, decltype(some)::ROWS>(mine, codes, stride, count, to + r * apart, apart);
+  });
 }
 
 // Scales of the tokens of a block as floats, and which of them each lane of a vector uses.
@@ -223,12 +222,9 @@ void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t s
 template <class C>
 void weighted(const float* weights, int64_t apart, int64_t number, const char* codes, int64_t stride, int64_t count,
               const Scales& scales, float* out, int64_t size) {
-  int64_t r = 0;
-  for (; r + 4 <= number; r += 4)
-    sums_rows<C, 4>(weights + r * apart, apart, codes, stride, count, scales, out + r * size, size);
-  for (; r + 2 <= number; r += 2)
-    sums_rows<C, 2>(weights + r * apart, apart, codes, stride, count, scales, out + r * size, size);
-  if (r < number) sums_rows<C, 1>(weights + r * apart, apart, codes, stride, count, scales, out + r * size, size);
+  in_rows(number, [&](auto some, int64_t r) {
+    sums_rows<C, decltype(some)::ROWS>(weights + r * apart, apart, codes, stride, count, scales, out + r * size, size);
+  });
 }
 
 // Calls `each` with the type of a side's codes.

@@ -38,10 +38,9 @@ inline void logits_rows(const float* query, int64_t size, const char* keys, int6
 template <class T>
 void logits(const float* query, int64_t rows, int64_t size, const char* keys, int64_t stride, int64_t count,
             float* to) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) logits_rows<T, 4>(query + r * size, size, keys, stride, count, to + r * BLOCK);
-  for (; r + 2 <= rows; r += 2) logits_rows<T, 2>(query + r * size, size, keys, stride, count, to + r * BLOCK);
-  if (r < rows) logits_rows<T, 1>(query + r * size, size, keys, stride, count, to + r * BLOCK);
+  in_rows(rows, [&](auto some, int64_t r) {
+    logits_rows<T, decltype(some)::ROWS>(query + r * size, size, keys, stride, count, to + r * BLOCK);
+  });
 }
 
 // Adds the weighted values of `count` tokens to 2 N vectors of channels of R rows.
@@ -76,8 +75,7 @@ void mix_rows(const float* weights, const char* values, int64_t stride, int64_t 
 template <class T>
 void mix(const float* weights, int64_t rows, const char* values, int64_t stride, int64_t count, float* out,
          int64_t size) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) mix_rows<T, 4>(weights + r * BLOCK, values, stride, count, out + r * size, size);
-  for (; r + 2 <= rows; r += 2) mix_rows<T, 2>(weights + r * BLOCK, values, stride, count, out + r * size, size);
-  if (r < rows) mix_rows<T, 1>(weights + r * BLOCK, values, stride, count, out + r * size, size);
+  in_rows(rows, [&](auto some, int64_t r) {
+    mix_rows<T, decltype(some)::ROWS>(weights + r * BLOCK, values, stride, count, out + r * size, size);
+  });
 }

@@ -25,6 +25,18 @@ constexpr float NOTHING = -__builtin_inff();
 // Arrays of vectors become registers only where loops over them are taken apart.
 #define UNROLLED _Pragma("GCC unroll 16")
 
+template <int R> struct Some {
+  static constexpr int ROWS = R;
+};
+
+// Calls `each` with a few rows and the first of them, 4 at a time while there are as many, until all were seen.
+template <class Each> static inline void in_rows(int64_t rows, Each each) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) each(Some<4>(), r);
+  for (; r + 2 <= rows; r += 2) each(Some<2>(), r);
+  if (r < rows) each(Some<1>(), r);
+}
+
 template <class V> static inline V load(const void* from) {
   V v;
   memcpy(&v, from, sizeof v);
