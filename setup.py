@@ -18,8 +18,7 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", *AVX2]
 VNNI = [*AVX512, "-mavx512vnni"]
 INTEL = platform.machine().lower() in ("x86_64", "amd64")
-# Portable code is as large as the rest together where it is made for speed.
-VARIANTS = {"portable": ["-Os"], **({"avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI} if INTEL else {})}
+VARIANTS = {"portable": [], **({"avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI} if INTEL else {})}
 
 
 class Kernels(build_ext):

@@ -10,8 +10,10 @@
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
-#else
+#elif defined(__AVX2__)
 constexpr int W = 8;
+#else
+constexpr int W = 4;
 #endif
 
 typedef float F __attribute__((vector_size(W * 4)));
