@@ -13,7 +13,7 @@ PLAN = f"snapkv @ tokens={KEEP}"
 VERSIONS = {"python": "3", "torch": "2", "transformers": "5", "kvtailor": "0", "commit": "abc"}
 SUITE = """
 title = "A | small one"
-awaits = ["tomorrow", "speculation"]
+awaits = ["tomorrow", "telepathy"]
 [settings.default]
 keep = 32
 [tasks.ppl]
@@ -30,7 +30,7 @@ lengths = [200]
 depths = [0.0, 1.0]
 documents = 2
 [tasks.guess]
-run = "speculation"
+run = "telepathy"
 gamma = 8
 [[tables]]
 name = "loss"
@@ -65,7 +65,7 @@ columns = [
 rows = [{ Method = "full", plan = "full", Text = "FILE" }]
 [[tables]]
 name = "guess"
-title = "Speculation"
+title = "Telepathy"
 labels = ["Method"]
 columns = [{ label = "rate", task = "guess", value = "metrics.rate" }]
 rows = [{ Method = "snap", plan = "snapkv @ tokens={keep}" }]

@@ -3,7 +3,15 @@ import math
 import pytest
 import torch
 
-from kvtailor.bench.statistics import FEWEST, mean_difference, quantile, spread, student_quantile, wilson
+from kvtailor.bench.statistics import (
+    FEWEST,
+    geometric_mean,
+    mean_difference,
+    quantile,
+    spread,
+    student_quantile,
+    wilson,
+)
 
 
 def test_quantiles_by_hand():
@@ -77,3 +85,13 @@ def test_interval_of_large_counts_is_the_normal_one():
     found = mean_difference(sample.tolist(), [0.0] * 2000, resamples=4000)
     half = 1.96 * float(sample.std()) / math.sqrt(2000)
     assert found.high - found.low == pytest.approx(2 * half, rel=0.06)
+
+
+def test_a_geometric_mean_has_its_interval_on_logarithms():
+    found = geometric_mean([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    assert found.value == pytest.approx(2**2.5) and found.low < found.value < found.high
+    assert found.low * found.high == pytest.approx(found.value**2, rel=0.05)
+    assert geometric_mean([2.0, 8.0]).low is None
+    for bad in ([], [1.0, 0.0]):
+        with pytest.raises(ValueError, match="geometric mean"):
+            geometric_mean(bad)

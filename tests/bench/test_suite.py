@@ -33,7 +33,7 @@ ALL = [(name, model) for name in WANTED for model in POSITIONS if model in FITS.
 
 SMALL = """
 title = "A small one"
-awaits = ["tomorrow", "speculation"]
+awaits = ["tomorrow", "telepathy"]
 [settings.default]
 budget = 64
 texts = ["generated", "c4"]
@@ -44,7 +44,7 @@ run = "perplexity"
 text = "{Dataset}"
 context = 128
 [tasks.guess]
-run = "speculation"
+run = "telepathy"
 gamma = 8
 [[tables]]
 name = "budget"
@@ -61,7 +61,7 @@ rows = [
 ]
 [[tables]]
 name = "guess"
-title = "Speculation"
+title = "Telepathy"
 labels = ["Method"]
 columns = [{ label = "rate", task = "guess", value = "metrics.rate", plan = "full" }]
 rows = [{ Method = "full" }]
@@ -185,7 +185,7 @@ def test_a_plan_is_missing_by_the_name_that_it_awaits(tmp_path):
         ("snapkv + tomorrow @", "snapkv + tomorrow(of=) @", "of is empty"),
         ("snapkv  @ tokens={budget}", "snapkv", "budget"),
         ("tokens={budget}", "tokens={budgt}", "did you mean 'budget'"),
-        ('run = "speculation"', 'run = "speculations"', "did you mean 'speculation'"),
+        ('run = "telepathy"', 'run = "telepathie"', "did you mean 'telepathy'"),
         ("context = 128", "contxt = 128", "did you mean 'context'"),
         ("metrics.perplexity", "metrics.perplexty", "did you mean 'metrics.perplexity'"),
         ('task = "guess"', 'task = "gess"', "did you mean 'guess'"),
@@ -194,11 +194,11 @@ def test_a_plan_is_missing_by_the_name_that_it_awaits(tmp_path):
         ('"metrics.rate"', '"metrics.rate", shows = "rati"', "did you mean 'ratio'"),
         ('"metrics.rate"', '"metrics.rate", against = "full"', "neither shows nor value compares"),
         ("[settings.demo]\nbudget", "[settings.demo]\nbugdet", "did you mean 'budget'"),
-        ('title = "Speculation"\n', "", "has no title"),
+        ('title = "Telepathy"\n', "", "has no title"),
         ('name = "guess"', 'name = "budget"', "two tables"),
         ('label = "loss"', 'label = "PPL"', "two columns are called 'PPL'"),
         ('awaits = ["tomorrow",', 'awaits = ["tomorrow", "never",', "no plan and no task uses"),
-        ('awaits = ["tomorrow", "speculation"]', "awaits = 3", "awaits is 3"),
+        ('awaits = ["tomorrow", "telepathy"]', "awaits = 3", "awaits is 3"),
         ('texts = ["generated", "c4"]', "texts = []", "give a list"),
         ('"{texts}"', '["wikitext"]', "did you mean 'wikitext2'"),
         ('"A small one"', '"A small one', "is not TOML"),

@@ -41,10 +41,10 @@ def small(tmp_path, text):
 
 def test_what_is_missing_gives_one_record_for_each_plan_and_no_number(small, tmp_path):
     records = go(small, data=tmp_path)
-    guesses = [record for record in records if record.task == "speculation"]
+    guesses = [record for record in records if record.task == "telepathy"]
     assert sorted(record.label for record in guesses) == ["full", PLAN]
     for record in guesses:
-        assert record.error == "This kvtailor does not have the task 'speculation'."
+        assert record.error == "This kvtailor does not have the task 'telepathy'."
         assert (record.metrics, record.values, record.timings, record.bytes_held, record.samples) == (
             {},
             {},
@@ -61,7 +61,7 @@ def test_what_is_missing_gives_one_record_for_each_plan_and_no_number(small, tmp
 
 def test_what_cannot_be_done_is_told_before_the_run(small, tmp_path):
     found = prepare(small, dummy(), data=tmp_path)
-    assert [why.split("(")[0] for why in found.unavailable] == ["perplexity", "speculation"]
+    assert [why.split("(")[0] for why in found.unavailable] == ["perplexity", "telepathy"]
     assert "c4" in found.unavailable[0] and found.missing == (f"snapkv + tomorrow @ tokens={KEEP}",)
 
 
@@ -98,7 +98,7 @@ def test_a_run_goes_on_where_it_was(small, tmp_path):
 
 def test_one_table_alone(small, tmp_path):
     found = prepare(small, dummy(), only=["guess"])
-    assert [part.asked.kind for part in found.parts] == ["speculation"]
+    assert [part.asked.kind for part in found.parts] == ["telepathy"]
     with pytest.raises(SuiteError, match="did you mean 'guess'"):
         prepare(small, dummy(), only=["gues"])
 

@@ -52,11 +52,11 @@ def test_the_tables_hold_what_was_measured_and_say_what_was_not(small, text, tmp
     assert any("snap" in note and "again" in note and "same plan" in note for note in loss.notes)
     # A plan and a task that are not there.
     assert rows["rank", where].missing == ("tomorrow",) and {cell.value for cell in rows["rank", where].cells} == {None}
-    assert guess.rows[0].missing == ("the task speculation",) and guess.rows[0].cells[0].text == "–"
+    assert guess.rows[0].missing == ("the task telepathy",) and guess.rows[0].cells[0].text == "–"
     assert again.rows[0].cells[0].value == pytest.approx(math.exp(means[0]))
     pages = suite_pages(small, records)
     told = markdown_page(records, summarise(records), [pages])
-    assert "not in this kvtailor yet" in told and "tomorrow" in told and "Not run: Speculation." in told
+    assert "not in this kvtailor yet" in told and "tomorrow" in told and "Not run: Telepathy." in told
     assert "| Method · Text |" in told and "| 1.00 |" in told
     assert provenance(small, records) in told and "dummy" in provenance(small, records)
     assert suite_pages(small, latest(read_records(tmp_path / "out"))) == pages

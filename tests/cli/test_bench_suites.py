@@ -14,7 +14,7 @@ from kvtailor.cli import eval as eval_verb
 
 SUITE = """
 title = "A small suite"
-awaits = ["tomorrow", "speculation"]
+awaits = ["tomorrow", "telepathy"]
 [settings.default]
 keep = 0.25
 [tasks.ppl]
@@ -24,7 +24,7 @@ context = 96
 continuation = 16
 windows = 5
 [tasks.guess]
-run = "speculation"
+run = "telepathy"
 [[tables]]
 name = "loss"
 title = "Loss by budget"
@@ -57,7 +57,7 @@ def test_a_suite_says_what_it_measured_and_what_is_missing_and_its_pages_can_be_
     result = invoke("--suite", str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), "--json")
     found = last(result)
     assert found["missing"] == ["snapkv + tomorrow @ keep=0.25"]
-    assert len(found["unavailable"]) == 1 and "speculation" in found["unavailable"][0]
+    assert len(found["unavailable"]) == 1 and "telepathy" in found["unavailable"][0]
     assert "Loss by budget" in result.stdout and "tomorrow" in result.stdout and "Not run: Acceptance." in result.stdout
     [grid] = found["pages"]["grids"]
     snap, rank = grid["rows"]

@@ -14,6 +14,8 @@ __all__ = [
     "Estimate",
     "Spread",
     "calibration_error",
+    "geometric_mean",
+    "mean",
     "mean_difference",
     "quantile",
     "spread",
@@ -136,6 +138,28 @@ def mean_difference(
     tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t)
     ordered = means.tolist()
     return Estimate(fmean(differences), quantile(ordered, tail), quantile(ordered, 1 - tail), count)
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Mean of some values with the interval of `mean_difference`.
+
+    Raises:
+        ValueError: no values.
+    """
+    return mean_difference(values, [0.0] * len(values))
+
+
+def geometric_mean(values: Sequence[float]) -> Estimate:
+    """Geometric mean of positive ratios, with the interval of `mean_difference` on their logarithms.
+
+    Raises:
+        ValueError: no values, or one that is not positive.
+    """
+    if not values or min(values) <= 0:
+        raise ValueError(f"asked for the geometric mean of {len(values)} ratios: give at least one, all above 0")
+    found = mean([math.log(each) for each in values])
+    low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
+    return Estimate(math.exp(found.value), low, high, found.count)
 
 
 def calibration_error(confidence: Sequence[float], right: Sequence[bool], *, bins: int = 15) -> float:

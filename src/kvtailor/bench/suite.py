@@ -1,7 +1,7 @@
 """Suites: the tables of a published report, as TOML, with the plans, tasks and settings that fill them.
 
     title = "..."                        report = "where the tables come from"
-    awaits = ["rocketkv", "speculation"] # names of plans and tasks that may be missing: then the table says so
+    awaits = ["rocketkv", "telepathy"] # names of plans and tasks that may be missing: then the table says so
     [settings.default]                   # what {name} stands for, anywhere below
     budget = 256
     [settings.demo]                      # what differs for one model, found by the last part of its name
@@ -67,7 +67,7 @@ class Suite:
         title: what it is about.
         report: where its tables come from; empty where nobody published them.
         awaits: names that plans and tasks use and this kvtailor may not have yet: of methods and presets (`rocketkv`),
-            of a method's argument (`kivi.only`), of a plan's setting (`@resident_layers`), of tasks (`speculation`).
+            of a method's argument (`kivi.only`), of a plan's setting (`@resident_layers`), of tasks (`telepathy`).
         settings: by model, the values of `{name}`; 'default' has all of them, a model those that differ.
         tasks: the tasks by name, as written.
         tables: the tables, as written.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SERVES", "SETS", "TASKS", "USUAL", "Asked", "numbers", "settings_of", "sizes", "split_tasks"]
 
-TASKS = ("perplexity", "needle", "fidelity", "speed", "memory", "capacity")
+TASKS = ("perplexity", "needle", "fidelity", "speed", "memory", "capacity", "speculation")
 USUAL = ("perplexity", "needle", "speed", "memory")
 SETS = {"longbench": "longcontext", "zeroscrolls": "longcontext", "harness": "harness"}
 """Sets of tasks, asked for as SET:NAME, and the kind of task that measures them."""
@@ -26,8 +26,10 @@ SERVES = {
     "continuation": ("perplexity", "fidelity"),
     "windows": ("perplexity", "fidelity"),
     **dict.fromkeys(("needles", "depths", "documents", "kind", "question_outside"), ("needle",)),
-    **dict.fromkeys(("contexts", "batches"), ("speed", "memory")),
-    **dict.fromkeys(("new_tokens", "rounds"), ("speed",)),
+    "contexts": ("speed", "memory", "speculation"),
+    "batches": ("speed", "memory"),
+    **dict.fromkeys(("new_tokens", "rounds"), ("speed", "speculation")),
+    **dict.fromkeys(("draft", "draft_plan", "middle_plan", "gamma"), ("speculation",)),
     "memory": ("capacity",),
     "examples": tuple(SETS),
 }
@@ -109,6 +111,10 @@ def settings_of(
     rounds: int,
     memory_bytes: int | None,
     examples: int | None,
+    draft: str | None,
+    draft_plan: str | None,
+    middle_plan: str | None,
+    gamma: int,
 ) -> Iterator[Asked]:
     """Kind and settings of every task, in the order asked; see the options of `kvtailor bench`."""
     for name, which in tasks:
@@ -130,6 +136,10 @@ def settings_of(
         elif name == "memory":
             for size, batch in product(contexts, batches):
                 yield name, {"context": size, "batch": batch}
+        elif name == "speculation":
+            for size, tokens in product(contexts, new_tokens):
+                yield name, {"text": texts[0], "context": size, "tokens": tokens, "rounds": rounds, "draft": draft,
+                             "draft_plan": draft_plan, "middle_plan": middle_plan, "gamma": gamma}  # fmt: skip
         elif name == "capacity":
             yield name, {"memory_bytes": memory_bytes}
         elif name == "harness":

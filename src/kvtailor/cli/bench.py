@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 DEFAULT_PLANS = ("full", "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
+DRAFTS = ("draft", "draft_plan", "middle_plan")
 OF_ONE_RUN = {
     "plans": "--plans", "texts": "--text", "tasks": "--tasks", "context": "--context", "chunk": "--chunk",
     "beyond": "--beyond", "continuation": "--continuation", "windows": "--windows", "needles": "--needles",
     "depths": "--depths",
     "documents": "--documents", "kind": "--kind", "question_outside": "--question-outside", "examples": "--examples",
     "contexts": "--contexts", "batches": "--batches", "new_tokens": "--new-tokens", "rounds": "--rounds",
-    "memory": "--memory",
+    "memory": "--memory", "gamma": "--gamma", **{name: "--" + name.replace("_", "-") for name in DRAFTS},
 }  # fmt: skip
-_AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "beyond", "examples")
+_AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "beyond", "examples", "gamma", *DRAFTS)
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
@@ -81,12 +82,16 @@ _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "bey
 )
 @click.option("--question-outside", is_flag=True, help="Ask after the compressed context, not inside it.")
 @click.option("--examples", type=click.IntRange(1), help=f"So many examples of each of {', '.join(SETS)}.  [all]")
-@click.option("--contexts", help="Prompts of speed and memory in tokens, with ',' between.  [--context]")
+@click.option("--contexts", help="Prompts of speed, memory and speculation in tokens, with ',' between.  [--context]")
 @click.option("--batches", default="1", show_default=True, help="Rows of speed and memory, with ',' between.")
 @click.option(
     "--new-tokens", default="32", show_default=True, help="Tokens decoded in a timed round, with ',' between."
 )
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Timed rounds over all plans.")
+@click.option("--draft", help="For speculation: a draft model, by name or folder.")
+@click.option("--draft-plan", help="For speculation: plan of the draft's cache; alone, the same weights draft.")
+@click.option("--middle-plan", help="For speculation: plan of the cache between a draft model and the plan's own.")
+@click.option("--gamma", type=click.IntRange(1), default=4, show_default=True, help="Tokens drafted at once.")
 @click.option("--memory", help="What capacity may fill, such as 8GiB.  [what the machine has free]")
 @click.option(
     "--tasks",

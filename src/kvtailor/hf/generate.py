@@ -38,11 +38,13 @@ class Generated:
         sequences: (b, n + t) prompt and new tokens, as `model.generate` gives them.
         statistics: acceptance, tokens for each verification, and measured speed.
         cache: of the target; it has read all but the last token, and may serve the next turn.
+        drafts: the other caches that were at work, the first drafter's first; what they hold comes on top.
     """
 
     sequences: Tensor
     statistics: Statistics
     cache: KvCache
+    drafts: tuple[KvCache, ...] = ()
 
 
 @torch.no_grad()
@@ -164,7 +166,12 @@ def generate(
     sequences = decoding.run(ids, rule.pick(rule.said(logits)), max_new_tokens)
     if streamer is not None:
         streamer.end()
-    return Generated(sequences=sequences, statistics=decoding.statistics, cache=target.close())
+    return Generated(
+        sequences=sequences,
+        statistics=decoding.statistics,
+        cache=target.close(),
+        drafts=tuple(reader.cache for reader in readers[1:]),
+    )
 
 
 def _parsed(plan: str | Plan | None) -> Plan | None:

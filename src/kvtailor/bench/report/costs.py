@@ -10,6 +10,7 @@ from kvtailor.bench.report.points import series_of
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 from kvtailor.bench.schema import Record
+from kvtailor.bench.statistics import Estimate, geometric_mean, mean
 
 __all__ = ["grids"]
 
@@ -21,6 +22,7 @@ def grids(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Grid]:
     order = [row.plan_hash for row in rows]
     for task, title, note, columns in (
         ("speed", "Cost", _SPEED_NOTE, _SPEED),
+        ("speculation", "Speculation", _SPECULATION_NOTE, _SPECULATION),
         ("memory", "Memory of a fresh process", _MEMORY_NOTE, _MEMORY),
         ("capacity", "What fits", _CAPACITY_NOTE, _CAPACITY),
         ("fidelity", "Fidelity", _FIDELITY_NOTE, _FIDELITY),
@@ -123,6 +125,23 @@ def _metric(name: str, show: Callable[[float], str] = significant, scale: float 
     return make
 
 
+def _mean(name: str, of: Callable[[Sequence[float]], Estimate], scale: float = 1.0) -> Make:
+    """The mean over samples with its interval."""
+
+    def make(record: Record) -> Cell:
+        values = record.values.get(name, ())
+        if not values:
+            return EMPTY
+        found = of(values)
+        value = scale * found.value
+        if found.low is None or found.high is None:
+            return Cell(text=f"{value:.2f}", value=value)
+        low, high = scale * found.low, scale * found.high
+        return Cell(text=f"{value:.2f}", value=value, interval=f"{low:.2f} to {high:.2f}", ends=(low, high))
+
+    return make
+
+
 def _bytes(name: str) -> Make:
     def make(record: Record) -> Cell:
         value = getattr(record, name)
@@ -156,6 +175,23 @@ _SPEED_NOTE = (
     "Medians with quartiles. Floor of TPOT: weights and cache read once at the bandwidth that this machine reached; of "
     "TTFT: that of the weights, or the operations at the rate it reached, whichever is longer. Operations are counted "
     "by arithmetic, the method's own apart; GFLOP/s are of both together."
+)
+_SPECULATION: dict[str, Make] = {
+    "on the device": _metric("device_bytes", byte_text),
+    "plain, on the device": _metric("plain_device_bytes", byte_text),
+    "acceptance, %": _mean("acceptance", mean, 100),
+    "emitted per verification": _mean("emitted_per_verification", mean),
+    "inner acceptance, %": _metric("inner_acceptance", scale=100),
+    "tokens/s": _metric("tokens_per_second"),
+    "plain tokens/s": _metric("plain_tokens_per_second"),
+    "speed-up": _mean("speed_up", geometric_mean),
+    "speed-up over the model's own cache": _mean("speed_up_own", geometric_mean),
+    "same text, %": _metric("identical", scale=100),
+}
+_SPECULATION_NOTE = (
+    "With a draft beside the same plan's plain decoding, interleaved; intervals over random states. Acceptance: of "
+    "judged tokens. On the device: all caches that are at work, drafts' included. Same text: greedy rounds in which no "
+    "token differs."
 )
 _MEMORY: dict[str, Make] = {
     "bytes held": _bytes("bytes_held"),

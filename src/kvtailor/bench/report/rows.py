@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtailor.bench.report.points import Series, base, series_of
 from kvtailor.bench.report.quality import difference
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import Estimate, wilson
+from kvtailor.bench.statistics import Estimate, geometric_mean, mean, wilson
 
 __all__ = ["FULL", "OWN", "Row", "asked_of_both", "rows_of"]
 
@@ -62,6 +62,8 @@ class Row:
         largest_batch_verified, longest_context_verified: 1 where that size and the next were run, 0 where
             it was reckoned.
         bytes_per_token: what one more token takes.
+        acceptance, emitted: with a draft, share of judged tokens that were accepted, and tokens for each verification.
+        speed_up: with a draft, over the same plan without one.
         errors: why numbers are missing.
         sources: keys of the records behind the numbers by task, of those behind the bytes by "bytes"; and of both
             sides, the plan's and then those of 'full', by "loss", "answer_loss" and "time_ratio".
@@ -111,11 +113,14 @@ class Row:
     longest_context: float | None = None
     longest_context_verified: float | None = None
     bytes_per_token: float | None = None
+    acceptance: Estimate | None = None
+    emitted: Estimate | None = None
+    speed_up: Estimate | None = None
     errors: tuple[str, ...] = ()
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-_ONE_POINT = ("perplexity", "fidelity", "speed", "memory", "capacity", "longcontext", "harness")
+_ONE_POINT = ("perplexity", "fidelity", "speed", "memory", "capacity", "speculation", "longcontext", "harness")
 _FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
 _COST = ("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
          "achieved_gflops_prefill", "achieved_gflops_token")  # fmt: skip
@@ -150,14 +155,18 @@ def _row(
         return None if series is None or plan is None else series.records.get(plan)
 
     mine = first.plan_hash
-    scored, faithful, timed, fresh, capacity = (
-        at(task, mine) for task in ("perplexity", "fidelity", "speed", "memory", "capacity")
+    scored, faithful, timed, fresh, capacity, drafted = (
+        at(task, mine) for task in ("perplexity", "fidelity", "speed", "memory", "capacity", "speculation")
     )
     sets = [at(task, mine) for task in ("longcontext", "harness")]
     needles = asked_of_both(records, mine, full)
     longest = sorted(needles, key=lambda r: -(r.tokens_seen or 0))
     weighed = next(
-        (r for r in [scored, *longest, faithful, *sets, timed, fresh] if r is not None and r.bytes_held is not None),
+        (
+            r
+            for r in [scored, *longest, faithful, *sets, timed, fresh, drafted]
+            if r is not None and r.bytes_held is not None
+        ),
         None,
     )
     found: dict[str, object] = {}
@@ -174,6 +183,7 @@ def _row(
         "time_ratio": [timed, timed_full],
         "memory": [fresh],
         "capacity": [capacity],
+        "speculation": [drafted],
     }
     if weighed is not None:
         found |= {
@@ -202,6 +212,8 @@ def _row(
         found |= _times(timed, timed_full)
     if fresh is not None:
         found |= {name: getattr(fresh, name) for name in ("bytes_resident", "bytes_peak", "bytes_peak_decode")}
+    if drafted is not None:
+        found |= _of_draft(drafted)
     return Row(
         label=first.label,
         plan=first.plan,
@@ -221,6 +233,15 @@ def asked_of_both(records: Sequence[Record], plan: str, full: str | None) -> lis
     series = [each for each in series_of(records, "needle") if plan in each.records]
     shared = [each for each in series if full in each.records]
     return [each.records[plan] for each in shared or series]
+
+
+def _of_draft(drafted: Record) -> dict[str, object]:
+    taken: dict[str, tuple[str, Callable[[Sequence[float]], Estimate]]] = {
+        "acceptance": ("acceptance", mean),
+        "emitted": ("emitted_per_verification", mean),
+        "speed_up": ("speed_up", geometric_mean),
+    }
+    return {name: of(drafted.values[value]) for name, (value, of) in taken.items() if drafted.values.get(value)}
 
 
 def _times(timed: Record, full: Record | None) -> dict[str, object]:

@@ -16,6 +16,7 @@ from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.quality import POINTS, Measure
 from kvtailor.bench.report.rows import FULL, OWN
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
+from kvtailor.bench.statistics import Estimate
 
 __all__ = ["Column", "byte_text", "fit", "show"]
 
@@ -86,7 +87,7 @@ def _columns(naming: Rendering, joint: str) -> list[Rendering]:
         ("bytes", "right", _bytes),
         ("ΔNLL (95 %)", "right", lambda row: _loss(row, joint)),
         ("needle (95 %)", "right", lambda row: _accuracy(row, joint)),
-        ("recall (95 %)", "right", lambda row: _recall(row, joint)),
+        ("recall (95 %)", "right", lambda row: _estimate(row.recall, joint, lambda x: f"{100 * x:.0f} %")),
         ("KL", "right", lambda row: _missing() if row.kl is None else Text(f"{row.kl:.3f}")),
         ("top-1", "right", lambda row: _missing() if row.top1 is None else Text(f"{100 * row.top1:.1f} %")),
         ("TTFT", "right", lambda row: _times(row.ttft_ratio)),
@@ -96,6 +97,9 @@ def _columns(naming: Rendering, joint: str) -> list[Rendering]:
         ("FLOP/token", "right", lambda row: _plain(row.flops_token, lambda x: flop_text(x).removesuffix("FLOP"))),
         ("of method", "right", lambda row: _plain(row.flops_method_token, lambda x: flop_text(x).removesuffix("FLOP"))),
         ("GFLOP/s", "right", lambda row: _plain(row.achieved_gflops_token, significant)),
+        ("accepted", "right", lambda row: _estimate(row.acceptance, joint, lambda x: f"{100 * x:.0f} %")),
+        ("emitted", "right", lambda row: _estimate(row.emitted, joint, lambda x: f"{x:.2f}")),
+        ("speed-up", "right", lambda row: _estimate(row.speed_up, joint, lambda x: f"{x:.2f}×")),
         ("peak prefill", "right", lambda row: _plain(row.bytes_peak, byte_text)),
         ("decode", "right", lambda row: _plain(row.bytes_peak_decode, byte_text)),
         ("batch fits", "right", lambda row: _fits(row.largest_batch, row.largest_batch_verified)),
@@ -196,12 +200,12 @@ def _accuracy(row: Row, joint: str) -> Text:
     return text.append(f"{joint}{100 * row.accuracy.low:.0f} … {100 * row.accuracy.high:.0f} %", style="dim")
 
 
-def _recall(row: Row, joint: str) -> Text:
-    if row.recall is None:
+def _estimate(found: Estimate | None, joint: str, show: Callable[[float], str]) -> Text:
+    if found is None:
         return _missing()
-    text = Text(f"{100 * row.recall.value:.0f} %")
-    if row.recall.low is not None and row.recall.high is not None:
-        text.append(f"{joint}{100 * row.recall.low:.0f} … {100 * row.recall.high:.0f} %", style="dim")
+    text = Text(show(found.value))
+    if found.low is not None and found.high is not None:
+        text.append(f"{joint}{show(found.low)} … {show(found.high)}", style="dim")
     return text
 
 

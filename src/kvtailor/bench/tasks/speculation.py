@@ -1,0 +1,241 @@
+"""Speculation: decoding with a draft beside the same plan's plain decoding, and beside the model's own cache.
+
+A round has its own prompt and its own random state. In it every plan decodes plainly and then with the draft, and the
+model decodes with its own cache; whose turn it is first changes from round to round. Prompts are read before the clock
+starts, with all that compressing them costs; so what is timed is the tokens after the first. A sample during which
+other programs took processor time is left out of times and speed-ups, and rounds are added for it.
+
+Timings: `generation` (seconds with the draft), `plain` (seconds without, the same plan). Values, by round:
+`generation`, `plain`, `disturbed` (1: either of both was), `acceptance`, `emitted_per_verification`, `identical` (1: a
+greedy draft changed no token); and, of undisturbed rounds alone, `speed_up` (plain over generation) and `speed_up_own`
+(the model's own cache over generation).
+
+Metrics, None where a part is not known:
+`tokens_per_second`, `plain_tokens_per_second`: by the medians;
+`acceptance`: accepted of proposed, over all rounds, counted to the first rejection of each verification;
+`emitted_per_verification`: between 1 and gamma + 1;
+`inner_acceptance`: what the middle cache accepted of the draft model's tokens, in a hierarchy;
+`speed_up`, `speed_up_own`: geometric means of the values;
+`identical`: share of rounds without a changed token, greedy only (in 16 bits a tie may fall the other way);
+`device_bytes`, `plain_device_bytes`: what all caches hold on the device at the end, drafts' included, and the target's
+alone; `draft_weight_bytes`: of a draft model;
+`resident_hits`, `bytes_read`: with a draft, share of looks at a layer that found it on the device, and what came back
+from a tier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.draft_rounds import DraftRounds
+from kvtailor.bench.machine import Neighbours
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Subject, hash_of
+from kvtailor.bench.tasks import Given, Task
+from kvtailor.errors import KvtailorError
+from kvtailor.hf.generate import Generated, generate
+from kvtailor.hf.loading import load
+from kvtailor.plan import Plan
+
+__all__ = ["Speculation"]
+
+_LEAST_SAMPLES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation(Task):
+    """Interleaved rounds; see the module.
+
+    Attributes:
+        text: what the prompts' tokens come from; round i reads its own piece, from the start again where it ends.
+        source: its name.
+        context: tokens of the prompt.
+        tokens: tokens decoded, the first included.
+        rounds: undisturbed random states wanted of each plan.
+        warmup: rounds before the first that counts.
+        patience: where samples are disturbed, rounds are added until there are so many times `rounds`.
+        draft, draft_plan, middle_plan, gamma, inner_gamma, refresh: see `kvtailor.generate`.
+        min_gain: the same; None, as here, always speculates, so that a draft which does not pay is seen.
+        temperature: 0: greedy.
+        top_p: see `kvtailor.generate`.
+        state: random state of round 0.
+    """
+
+    name: ClassVar[str] = "speculation"
+    version: ClassVar[int] = 1
+    text: str
+    source: str
+    context: int = 512
+    tokens: int = 64
+    rounds: int = 5
+    warmup: int = 1
+    patience: int = 2
+    draft: str | None = None
+    draft_plan: str | None = None
+    middle_plan: str | None = None
+    gamma: int | str = 4
+    inner_gamma: int = 2
+    refresh: int | None = None
+    min_gain: float | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    state: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2 or min(self.rounds, self.context, self.patience) < 1 or self.warmup < 0:
+            raise ValueError(
+                f"asked for context={self.context}, tokens={self.tokens}, rounds={self.rounds}, "
+                f"warmup={self.warmup}, patience={self.patience}: give a context, rounds and patience of at least 1 "
+                "and at least 2 tokens"
+            )
+        if self.draft is None and self.draft_plan is None:
+            raise ValueError("nobody drafts: give draft (a model) or draft_plan (the same weights over another cache)")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0, which is greedy, or more, found {self.temperature}")
+        for name in ("draft_plan", "middle_plan"):
+            if getattr(self, name) is not None:
+                try:
+                    Plan.parse(getattr(self, name))
+                except KvtailorError as error:
+                    raise ValueError(f"{name}: {error}") from error
+
+    def units(self, contestants: int) -> int:
+        return (self.patience * self.rounds + self.warmup) * (contestants + 1)
+
+    def measure(self, given: Given) -> Iterator[Record]:
+        begin, subject = time.perf_counter(), given.subject
+        if subject.make_cache is not None:
+            raise KvtailorError("asked for speculation, which drives kvtailor's own caches, on a model with others")
+        prompts = self._prompts(subject)
+        contestants = [OWN, *given.contestants]
+        earlier = [given.known(self._blank(given, contestant, prompts)) for contestant in contestants]
+        together = [each for each in earlier if each is not None and each.run == getattr(earlier[0], "run", None)]
+        if len(together) == len(contestants):
+            yield from together
+            return
+        small = None if self.draft is None else load(self.draft, dtype=subject.dtype, device=str(subject.device))[0]
+        sides = {contestant.hash: DraftRounds() for contestant in contestants}
+        meter = Neighbours()
+        for index in range(-self.warmup, self.patience * self.rounds):
+            live = [side for side in sides.values() if side.error is None]
+            if index >= self.rounds and all(side.clean >= self.rounds for side in live):
+                break
+            turn = index % len(contestants)
+            for contestant in contestants[turn:] + contestants[:turn]:
+                side = sides[contestant.hash]
+                if side.error is None:
+                    try:
+                        self._sample(subject, contestant, small, prompts[index + self.warmup], meter, side, index)
+                    except (KvtailorError, ValueError) as error:
+                        side.error = str(error)
+                given.advance(f"speculation · {contestant.label}")
+        wall = time.perf_counter() - begin
+        own = sides[OWN.hash]
+        for contestant in contestants:
+            blank = self._blank(given, contestant, prompts)
+            yield self._record(blank, sides[contestant.hash], own, small, meter, wall)
+
+    def _prompts(self, subject: Subject) -> Tensor:
+        """(all rounds, context) token ids, warm-up first."""
+        start, ids = subject.start(), subject.tokens(self.text).ids
+        if not ids.numel():
+            raise KvtailorError(f"asked for prompts from {self.source}, which is empty: give a text")
+        rest = max(0, self.context - start.numel())
+        count = self.warmup + self.patience * self.rounds
+        at = (torch.arange(count)[:, None] * rest + torch.arange(rest)) % ids.numel()
+        return torch.cat([start.expand(count, -1), ids[at]], 1)[:, : self.context]
+
+    def _sample(
+        self,
+        subject: Subject,
+        contestant: Contestant,
+        small: Any,
+        prompt: Tensor,
+        meter: Neighbours,
+        side: DraftRounds,
+        index: int,
+    ) -> None:
+        if contestant.plan is None:
+            seconds, disturbed = self._own(subject, contestant, prompt, meter)
+            if index >= 0:
+                side.plain.append(seconds)
+                side.disturbed.append(disturbed)
+            return
+        drafts = {"draft": small, "draft_plan": self.draft_plan, "middle_plan": self.middle_plan, "gamma": self.gamma,
+                  "inner_gamma": self.inner_gamma, "refresh": self.refresh}  # fmt: skip
+        both: dict[bool, Generated] = {}
+        disturbed = False
+        # Either goes first in every second round.
+        for drafting in (False, True) if index % 2 else (True, False):
+            meter.start()
+            given = drafts if drafting else {}
+            both[drafting] = self._generated(subject, contestant.plan, prompt, given, self.state + index)
+            disturbed |= meter.disturbed()
+        if index < 0:
+            return
+        plain, drafted = both[False], both[True]
+        side.add(plain, drafted, disturbed)
+
+    def _generated(
+        self, subject: Subject, plan: str, prompt: Tensor, drafts: Mapping[str, Any], state: int
+    ) -> Generated:
+        generator = torch.Generator(subject.device).manual_seed(max(0, state))
+        return generate(
+            subject.model,
+            prompt[None],
+            plan=plan,
+            min_gain=self.min_gain,
+            max_new_tokens=self.tokens,
+            do_sample=self.temperature > 0,
+            temperature=self.temperature or 1.0,
+            top_p=self.top_p,
+            generator=generator,
+            eos_token_id=[],
+            **drafts,
+        )
+
+    def _own(self, subject: Subject, contestant: Contestant, prompt: Tensor, meter: Neighbours) -> tuple[float, bool]:
+        cache = subject.new_cache(contestant)
+        meter.start()
+        logits, cache = subject.prefill(prompt[None], cache, last_only=True)
+        token = logits[:, -1:].argmax(-1)
+        subject.wait()
+        begin = time.perf_counter()
+        for _ in range(self.tokens - 1):
+            logits, cache = subject.forward(token, cache, last_only=True)
+            token = logits[:, -1:].argmax(-1)
+        subject.wait()
+        return time.perf_counter() - begin, meter.disturbed()
+
+    def _blank(self, given: Given, contestant: Contestant, prompts: Tensor) -> Record:
+        names = ("context", "tokens", "rounds", "draft", "draft_plan", "middle_plan", "gamma", "inner_gamma", "refresh",
+                 "min_gain", "temperature", "top_p")  # fmt: skip
+        point = {name: getattr(self, name) for name in names}
+        return replace(
+            given.blank(contestant), point=point, text=self.source, text_hash=hash_of(prompts), state=self.state
+        )
+
+    def _record(
+        self, blank: Record, side: DraftRounds, own: DraftRounds, small: Any, meter: Neighbours, wall: float
+    ) -> Record:
+        if side.error is not None:
+            return replace(blank, error=side.error)
+        least = min(_LEAST_SAMPLES, self.rounds)
+        notes = [] if meter.metered else ["This system does not say what other programs do: no sample was checked."]
+        return replace(
+            blank,
+            samples=side.clean,
+            values=side.values(own, greedy=not self.temperature),
+            metrics=side.metrics(own, self.tokens - 1, least, small, greedy=not self.temperature),
+            timings=side.timings(least),
+            wall_seconds=wall,
+            notes=tuple(notes),
+            **side.weight,
+        )
