@@ -156,8 +156,17 @@ def test_throughput_flops_and_floors_are_the_records_own_numbers(monkeypatch):
     read = 4 * (23_400 + 5_820 + 3 * 60)
     assert own.floor_seconds == (read + 2 * 12 * 3 * 20 * 4) / 1e9
     assert full.floor_seconds == (read + full.bytes_held) / 1e9
-    slow = of_tiny(monkeypatch, work, task, read_bandwidth=1e6, matmul_flops=1e12)[0]
-    assert slow.metrics["floor_ttft_seconds"] == read / 1e6
+    slow = of_tiny(monkeypatch, work, task, read_bandwidth=1e9, matmul_flops=1e15)[0]
+    assert slow.metrics["floor_ttft_seconds"] == read / 1e9
+
+
+def test_a_floor_above_the_time_is_no_floor(monkeypatch):
+    task = Speed(text="!\"#$%&'()*+,-./", source="t", context=9, tokens=4, rounds=3, warmup=0)
+    work = Work(prefill=4_000_000, token=50_000.0, method_prefill=0, method_token=0.0)
+    found = of_tiny(monkeypatch, work, task, read_bandwidth=1.0, matmul_flops=1e15)[1]
+    assert found.floor_seconds is None and found.metrics["floor_ttft_seconds"] is None
+    assert sum("faster than what the machine was measured at" in note for note in found.notes) == 2
+    assert found.timings["ttft"]["median"] > 0
 
 
 def test_work_is_counted_on_the_prompts_that_are_timed(monkeypatch):
@@ -214,6 +223,13 @@ def test_arithmetic_that_no_model_can_beat_is_measured():
     assert 1e8 < found["matmul_flops"] < 1e15
     assert found["accelerator_bytes"] is None
     assert machine.describe(bandwidth=False)["matmul_flops"] is None
+
+
+def test_arithmetic_is_that_of_the_faster_dtype(monkeypatch):
+    rates = {torch.float32: 7e9, torch.bfloat16: 2e9, torch.float16: 9e9}
+    monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype: rates[dtype])
+    for dtype, best in ((torch.float32, 7e9), (torch.bfloat16, 7e9), (torch.float16, 9e9)):
+        assert machine.describe(dtype=dtype)["matmul_flops"] == best
 
 
 def test_a_floor_that_was_measured_beside_other_programs_says_so(monkeypatch):

@@ -30,8 +30,9 @@ def describe(
     Keys: `python`, `torch`, `transformers`, `kvtailor` (versions), `commit` ("-dirty" behind it where files differ),
     `system`, `processor`, `cores` (that this process may use), `threads` (torch's), `memory_bytes`, `load` (average of
     one minute), `accelerator`, `accelerator_bytes` (its memory); and where asked, measured now, `read_bandwidth` (bytes
-    per second, `read_bandwidth()`), `matmul_flops` (operations per second, `matmul_flops()`) and `probes_disturbed`
-    (other programs took processor time that these two needed, so that floors made of them are too high).
+    per second, `read_bandwidth()`), `matmul_flops` (operations per second, `matmul_flops()`; on a CPU those of float32
+    where they are more) and `probes_disturbed` (other programs took processor time that these two needed: floors
+    made of them are too high).
 
     Args:
         bandwidth: measure what is measured.
@@ -41,7 +42,11 @@ def describe(
     device = device or torch.device("cpu")
     cuda = torch.cuda.is_available()
     meter = Neighbours()
-    measured = (read_bandwidth(device), matmul_flops(device, dtype)) if bandwidth else (None, None)
+    # Whatever the dtype, products can be made in float32, and some processors are slower in 16 bits.
+    dtypes = {dtype, torch.float32} if device.type == "cpu" else {dtype}
+    measured: tuple[float | None, float | None] = (None, None)
+    if bandwidth:
+        measured = (read_bandwidth(device), max(matmul_flops(device, each) for each in dtypes))
     return {
         **versions(),
         "system": f"{platform.system()} {platform.release()}",

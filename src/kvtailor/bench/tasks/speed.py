@@ -16,7 +16,8 @@ Metrics, None where a part is not known:
 `flops_method_prefill`, `flops_method_token`: what the plan adds to each, see `bench.flops`;
 `achieved_gflops_prefill`, `achieved_gflops_token`: both together over the time that was measured, in 1e9 per second;
 `floor_ttft_seconds`: the time below which no prefill can be: reading every weight once at `machine.read_bandwidth`, or
-the model's own operations at `machine.matmul_flops`, whichever takes longer.
+the model's own operations at `machine.matmul_flops`, whichever takes longer. A floor above a time that was measured is
+none, and is left out.
 """
 
 from __future__ import annotations
@@ -205,10 +206,16 @@ class Speed(Task):
         notes = [] if meter.metered else ["This system does not say what other programs do: no sample was checked."]
         if blank.machine.get("probes_disturbed"):
             notes.append("Other programs ran while bandwidth and arithmetic were measured: the floors may be too high.")
+        floors = {"tpot": _floor_of_token(given.subject, blank, found.bytes_read),
+                  "ttft": _floor_of_prefill(given.subject, blank, found.work)}  # fmt: skip
         enough = len(found.disturbed) - left_out >= min(_LEAST_SAMPLES, self.rounds)
         timings: dict[str, Mapping[str, float | None]] = {}
         for name in ("ttft", "tpot") if enough else ():
             timings[name] = {**asdict(spread(found.clean(name))), "left_out": left_out}
+        for name, floor in floors.items():
+            if floor is not None and found.clean(name) and floor > min(found.clean(name)):
+                floors[name] = None
+                notes.append(f"No floor of {name.upper()}: this run was faster than what the machine was measured at.")
         return replace(
             blank,
             samples=len(found.disturbed) - left_out,
@@ -218,17 +225,15 @@ class Speed(Task):
                 "disturbed": tuple(map(float, found.disturbed)),
                 **({"ttft_processor": tuple(found.processor)} if found.processor else {}),
             },
-            metrics=self._metrics(given.subject, blank, found.work, timings),
+            metrics={**self._metrics(found.work, timings), "floor_ttft_seconds": floors["ttft"]},
             timings=timings,
-            floor_seconds=_floor_of_token(given.subject, blank, found.bytes_read),
+            floor_seconds=floors["tpot"],
             wall_seconds=wall,
             notes=tuple(notes),
             **found.weight,
         )
 
-    def _metrics(
-        self, subject: Subject, blank: Record, work: Work | None, timings: Mapping[str, Mapping[str, float | None]]
-    ) -> dict[str, float | None]:
+    def _metrics(self, work: Work | None, timings: Mapping[str, Mapping[str, float | None]]) -> dict[str, float | None]:
         ttft, tpot = (timings.get(name, {}).get("median") for name in ("ttft", "tpot"))
         found: dict[str, float | None] = {"tokens_per_second": self.batch / tpot if tpot else None}
         for name in ("prefill", "token", "method_prefill", "method_token"):
@@ -239,7 +244,6 @@ class Speed(Task):
             if own is not None and added is not None and seconds:
                 rate = times * (own + added) / seconds / 1e9
             found[f"achieved_gflops_{name}"] = rate
-        found["floor_ttft_seconds"] = _floor_of_prefill(subject, blank, work)
         return found
 
 
