@@ -35,8 +35,8 @@ setup(
     ext_modules=[
         Extension(
             f"kvtailor.ops.cpu.kernels_{name}",
-            [f"{FOLDER}/attention.cpp"],
-            depends=[f"{FOLDER}/{header}.h" for header in ("codes", "layouts", "plain", "vectors")],
+            [f"{FOLDER}/{source}.cpp" for source in ("attention", "quantise")],
+            depends=[f"{FOLDER}/{header}.h" for header in ("codes", "layouts", "plain", "threads", "vectors")],
             extra_compile_args=[*ALWAYS, *QUIET, *flags],
             extra_link_args=["-s"],
             language="c++",

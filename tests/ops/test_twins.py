@@ -7,8 +7,9 @@ import torch
 
 from kvtailor.ops import twins
 from kvtailor.ops.coded import Whole
-from kvtailor.ops.cpu.library import built
-from kvtailor.ops.twins import coded_attention, explained, forced, using
+from kvtailor.ops.codes import ChannelCodes
+from kvtailor.ops.cpu.library import Library, built
+from kvtailor.ops.twins import coded_attention, explained, forced, quantiser, using
 
 CPU = torch.device("cpu")
 SIDE = Whole(states=torch.randn(2, 8, 16))
@@ -44,6 +45,20 @@ def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (coded_attention(query, SIDE, SIDE) is None) is not built()
 
 
+@needs_built
+def test_codes_are_made_by_a_kernel_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(2, 8, 16)
+    fast = quantiser(states)
+    assert fast.channels != ChannelCodes.of
+    for other in (states.double(), states.to("meta")):
+        assert quantiser(other).channels == ChannelCodes.of
+    with using("reference"):
+        assert quantiser(states).channels == ChannelCodes.of
+    monkeypatch.setattr(Library, "has", lambda _, function: function != "kvtailor_code")
+    assert quantiser(states).channels == ChannelCodes.of
+    assert "older sources" in explained(CPU, torch.bfloat16)[-1].why
+
+
 def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'fast' is none of auto, reference, triton"), using("fast"):
         pass
@@ -53,9 +68,10 @@ def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_runs_is_explained() -> None:
-    few, prompt = explained(CPU, torch.bfloat16)
+    few, prompt, *codes = explained(CPU, torch.bfloat16)
     assert few.twin.startswith("C++, ") is bool(built())
     assert "torch" in prompt.twin
+    assert [each.twin.startswith("C++, ") for each in codes] == [True] * bool(built())
     assert "no kernels for mps" in explained(torch.device("mps"), torch.bfloat16)[0].why
     assert "triton" in explained(torch.device("cuda"), torch.bfloat16)[0].why.lower()
     if built():

@@ -23,6 +23,7 @@ from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.ops.coded import PairSegment, Whole
 from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.quant import largest_divisor, packed_size
+from kvtailor.ops.twins import quantiser
 from kvtailor.types import Layout
 
 __all__ = ["Kivi", "KiviSegment"]
@@ -96,10 +97,10 @@ class Kivi(TwoSided, Codec):
         return self.group if self.codes_keys else 1
 
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> ChannelCodes:
-        return ChannelCodes.of(keys, self.bits_of_keys, self.group)
+        return quantiser(keys).channels(keys, self.bits_of_keys, self.group)
 
     def code_values(self, values: Tensor, layout: Layout, first: Tensor | None) -> TokenCodes:
-        return TokenCodes.of(values, self.bits_of_values, largest_divisor(values.shape[-1], self.group))
+        return quantiser(values).tokens(values, self.bits_of_values, largest_divisor(values.shape[-1], self.group))
 
     def key_bytes(self, size: int, element_size: int) -> float:
         """The code, and two scales of each channel shared by a group of tokens."""

@@ -21,6 +21,7 @@ from kvtailor.encode.contract import Codec, Sides, TwoSided
 from kvtailor.ops.coded import PairSegment, Whole
 from kvtailor.ops.codes import TokenCodes
 from kvtailor.ops.quant import packed_size
+from kvtailor.ops.twins import quantiser
 from kvtailor.types import Layout
 
 __all__ = ["Vector", "VectorSegment"]
@@ -108,5 +109,5 @@ class Vector(TwoSided, Codec):
 
     def _coded(self, states: Tensor, bits: int) -> TokenCodes:
         if self.symmetric:
-            return TokenCodes.symmetric(states, bits)
-        return TokenCodes.of(states, bits, states.shape[-1])
+            return quantiser(states).symmetric(states, bits)
+        return quantiser(states).tokens(states, bits, states.shape[-1])

@@ -15,6 +15,7 @@ __all__ = [
     "dequantise",
     "from_e4m3",
     "largest_divisor",
+    "largest_step",
     "pack",
     "packed_size",
     "quantise",
@@ -77,10 +78,14 @@ def scale_to(top: Tensor, most: float) -> Tensor:
         top: largest magnitudes.
         most: the number that stands for each of them.
     """
-    info = torch.finfo(top.dtype)
-    limit = min(info.max, torch.finfo(torch.float32).max) / most * (1 - info.eps)
-    scale = (top.float() / most).clamp(max=limit).to(top.dtype)
+    scale = (top.float() / most).clamp(max=largest_step(top.dtype, most)).to(top.dtype)
     return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def largest_step(dtype: torch.dtype, most: float) -> float:
+    """The largest step of which `most` are no infinity of this dtype."""
+    info = torch.finfo(dtype)
+    return min(info.max, torch.finfo(torch.float32).max) / most * (1 - info.eps)
 
 
 def dequantise(codes: Tensor, step: Tensor, low: Tensor | None, dim: int, zero: int = 0) -> Tensor:

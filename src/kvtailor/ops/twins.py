@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.coded import Coded
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.cpu import quantise
 from kvtailor.ops.cpu.attention import attend_coded, unsuited
-from kvtailor.ops.cpu.library import library, why_none
+from kvtailor.ops.cpu.library import Library, library, why_none
 from kvtailor.ops.triton.installed import missing
 
-__all__ = ["MOST_QUERIES", "Choice", "coded_attention", "explained", "forced", "using"]
+__all__ = ["MOST_QUERIES", "Choice", "Quantiser", "coded_attention", "explained", "forced", "quantiser", "using"]
 
 # New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
 MOST_QUERIES = 16
@@ -43,6 +45,25 @@ class Choice:
     operation: str
     twin: str
     why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantiser:
+    """What makes codes of states (m, s, c).
+
+    Attributes:
+        tokens: of states, bits and group, as `TokenCodes.of`.
+        symmetric: of states and bits, as `TokenCodes.symmetric`.
+        channels: of states, bits and group, as `ChannelCodes.of`.
+    """
+
+    tokens: Callable[[Tensor, int, int], TokenCodes]
+    symmetric: Callable[[Tensor, int], TokenCodes]
+    channels: Callable[[Tensor, int, int], ChannelCodes]
+
+
+_PLAIN = Quantiser(tokens=TokenCodes.of, symmetric=TokenCodes.symmetric, channels=ChannelCodes.of)
+_ON_CPU = Quantiser(tokens=quantise.token_codes, symmetric=quantise.symmetric_codes, channels=quantise.channel_codes)
 
 
 def forced() -> str:
@@ -94,6 +115,14 @@ def coded_attention(query: Tensor, keys: Coded, values: Coded) -> Callable[..., 
     return attend_coded
 
 
+def quantiser(states: Tensor) -> Quantiser:
+    """What makes codes of these states (m, s, c); every form gives the same bytes, steps and minima."""
+    if forced() == "reference" or quantise.unsuited_states(states) is not None:
+        return _PLAIN
+    built = library()
+    return _PLAIN if built is None or _why_not_quantised(built) else _ON_CPU
+
+
 def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     """What runs on a device for a cache of this dtype, operation by operation."""
     asked = forced()
@@ -117,7 +146,17 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return [Choice(operation=few, twin="torch, decoded parts", why=f"no kernel reads {dtype}"), prompt]
     threads = "torch's threads" if built.parallel_for else "one thread: torch older than 2.10"
+    why_not = _why_not_quantised(built)
     return [
         Choice(operation=few, twin=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"),
         prompt,
+        Choice(operation="making codes of states", twin="torch", why=why_not)
+        if why_not
+        else Choice(
+            operation="making codes of states", twin=f"C++, {built.variant}", why="gives the bytes torch gives"
+        ),
     ]
+
+
+def _why_not_quantised(built: Library) -> str | None:
+    return None if built.has("kvtailor_code") else "the C++ kernels were built from older sources: build them again"

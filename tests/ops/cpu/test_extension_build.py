@@ -15,7 +15,7 @@ import pytest
 from kvtailor.ops.cpu.library import VARIANTS, built
 
 ROOT = Path(__file__).parents[3]
-SOURCE = ROOT / "src" / "kvtailor" / "ops" / "cpu" / "attention.cpp"
+SOURCES = sorted((ROOT / "src" / "kvtailor" / "ops" / "cpu").glob("*.cpp"))
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.long
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ here")
@@ -58,7 +58,7 @@ import pytest
 from kvtailor.ops.cpu import library
 path = Path(sys.argv[1])
 library.built = lambda: {path.stem.removeprefix("kernels_"): path}
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not long", sys.argv[2]]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not long", *sys.argv[2:]]))
 """
 
 
@@ -78,15 +78,16 @@ def test_no_byte_is_read_that_is_not_ours(variant: str, tmp_path: Path) -> None:
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-sanitize=vptr"]
     always = ["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"]
     assert COMPILER is not None
-    subprocess.run([COMPILER, *always, *checks, *flags, str(SOURCE), "-o", str(made)], check=True)
+    subprocess.run([COMPILER, *always, *checks, *flags, *map(str, SOURCES), "-o", str(made)], check=True)
     runtimes = [
         subprocess.run(
             [COMPILER, f"-print-file-name={name}"], check=True, capture_output=True, text=True
         ).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
+    tests = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("coded_attention", "quantise")]
     done = subprocess.run(
-        [sys.executable, "-c", UNDER_SANITISERS, str(made), str(Path(__file__).parent / "test_coded_attention.py")],
+        [sys.executable, "-c", UNDER_SANITISERS, str(made), *tests],
         capture_output=True,
         text=True,
         cwd=ROOT,

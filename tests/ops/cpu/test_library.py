@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtailor.ops.cpu import library as module
-from kvtailor.ops.cpu.library import Call, Side, built, library, load, why_none
+from kvtailor.ops.cpu.library import Call, Coding, Side, built, library, load, why_none
 
 FOLDER = Path(module.__file__).parent
 needs_built = pytest.mark.skipif(not built(), reason="the C++ kernels were not built: no compiler")
@@ -60,7 +60,11 @@ def test_a_file_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch, tmp_
     assert why_none() == "kvtailor's C++ kernels do not load on this machine"
 
 
-@pytest.mark.parametrize(("structure", "header"), [(Side, "layouts.h"), (Call, "attention.cpp")], ids=["Side", "Call"])
+@pytest.mark.parametrize(
+    ("structure", "header"),
+    [(Side, "layouts.h"), (Call, "attention.cpp"), (Coding, "quantise.cpp")],
+    ids=["Side", "Call", "Coding"],
+)
 def test_structures_have_the_fields_of_their_cpp(structure: type[ctypes.Structure], header: str) -> None:
     source = (FOLDER / header).read_text(encoding="utf-8")
     body = re.search(rf"struct {structure.__name__} \{{(.*?)\n\}};", source, re.DOTALL)

@@ -5,10 +5,7 @@
 // the end. Sums are float32.
 #include "codes.h"
 #include "plain.h"
-
-typedef void (*Body)(int64_t begin, int64_t end, void* context);
-// torch_parallel_for of torch's stable C interface (torch/csrc/stable/c/shim.h).
-typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
+#include "threads.h"
 
 // Mirrored field by field in library.py.
 struct Call {
@@ -301,22 +298,6 @@ void merge(const Call& call, const Tables& tables, int64_t owner, int64_t first,
   }
 }
 
-struct Shared {
-  const Call& call;
-  const Tables& tables;
-  int64_t next, thread;
-};
-
-// Whoever is free takes the next piece: a thread that a neighbour holds up holds up no other.
-void pieces(int64_t, int64_t, void* context) {
-  Shared& shared = *(Shared*)context;
-  const int64_t mine = __atomic_fetch_add(&shared.thread, 1, __ATOMIC_RELAXED);
-  float* room = shared.tables.rooms + mine * shared.tables.each();
-  const int64_t count = shared.call.lanes * chunks(shared.call);
-  for (int64_t i; (i = __atomic_fetch_add(&shared.next, 1, __ATOMIC_RELAXED)) < count;)
-    piece(shared.call, shared.tables, i, room);
-}
-
 }  // namespace
 
 extern "C" {
@@ -333,14 +314,12 @@ int64_t kvtailor_found(const Call* call) {
 int32_t kvtailor_attend(const Call* call) {
   const Tables tables{*call};
   tables.fill();
-  Shared shared{*call, tables, 0, 0};
-  if (call->threads == 1) {
-    pieces(0, 1, &shared);
-  } else {
-    const int32_t wrong = call->parallel_for(0, call->threads, 1, pieces, &shared);
-    if (wrong) return wrong;
-  }
   const int64_t each = chunks(*call);
+  const int32_t wrong =
+      share_out(call->lanes * each, call->threads, call->parallel_for, [&](int64_t index, int64_t thread) {
+        piece(*call, tables, index, tables.rooms + thread * tables.each());
+      });
+  if (wrong) return wrong;
   for (int64_t owner = 0, lane = 0; owner < call->owners; owner++) {
     const int64_t first = lane;
     while (lane < call->lanes && (call->owner ? call->owner[lane] : lane) == owner) lane++;

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from kvtailor.ops.coded import Coded, Whole
 from kvtailor.ops.codes import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu.library import Call, Library, Side, library
+from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
 
 __all__ = ["attend_coded", "unsuited"]
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TOKEN_CODES, _CHANNEL_CODES = 3, 4
 # Slots of a piece of work: below, what a piece finds is as large as what it reads.
 _LEAST = 256
@@ -28,7 +27,7 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
         if not isinstance(side, Whole | TokenCodes | ChannelCodes):
             return f"no C++ kernel reads {type(side).__name__}"
         states = side.states if isinstance(side, Whole) else side.step
-        if states.device.type != "cpu" or states.dtype not in _DTYPES:
+        if states.device.type != "cpu" or states.dtype not in DTYPES:
             return (
                 f"the C++ kernels read float32, bfloat16 and float16 on the CPU, not {states.dtype} on {states.device}"
             )
@@ -116,7 +115,7 @@ def _side(side: Coded, held: list[Tensor]) -> Side:
         held.append(states)
         element = states.element_size()
         lane, slot, _ = states.stride()
-        kind = _DTYPES[states.dtype]
+        kind = DTYPES[states.dtype]
         return Side(
             data=states.data_ptr(),
             lane_bytes=lane * element,
@@ -134,7 +133,7 @@ def _side(side: Coded, held: list[Tensor]) -> Side:
         low=None if side.low is None else _pointer(side.low, dtype, held),
         lane_bytes=lane,
         slot_bytes=slot,
-        scales=_DTYPES[dtype],
+        scales=DTYPES[dtype],
         bits=side.bits,
         size=side.size,
     )

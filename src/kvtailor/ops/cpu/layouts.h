@@ -71,8 +71,8 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
 
 // Tokens first..first + count of a lane as floats, a token every `padded` floats, zeros behind its channels.
 // `room`: 2 * padded floats and padded bytes.
-static void decode(const Side& side, int64_t lane, int64_t slots, int64_t first, int64_t count, int64_t padded,
-                   float* to, float* room) {
+static inline void decode(const Side& side, int64_t lane, int64_t slots, int64_t first, int64_t count,
+                          int64_t padded, float* to, float* room) {
   const char* from = (const char*)side.data + lane * side.lane_bytes + first * side.slot_bytes;
   uint8_t* codes = (uint8_t*)(room + 2 * padded);
   int64_t known = -1;

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["VARIANTS", "Call", "Library", "Side", "built", "library", "load", "why_none"]
+__all__ = ["DTYPES", "VARIANTS", "Call", "Coding", "Library", "Side", "built", "library", "load", "why_none"]
 
+# What kernels call them, see `Kind` of layouts.h.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Best first.
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")
 _FOLDER = Path(__file__).parent
@@ -48,6 +50,17 @@ class Call(ctypes.Structure):
     ]
 
 
+class Coding(ctypes.Structure):
+    """`Coding` of quantise.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("states", "codes", "step", "low", "room", "parallel_for")),
+        *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind")),
+        *((name, ctypes.c_int64) for name in ("lanes", "slots", "size", "bits", "group", "by_run", "threads")),
+        ("limit", ctypes.c_double),
+    ]
+
+
 @dataclass(frozen=True)
 class Library:
     """One loaded variant.
@@ -61,6 +74,10 @@ class Library:
     variant: str
     functions: Any
     parallel_for: int | None
+
+    def has(self, function: str) -> bool:
+        """Whether it has this function: one that was built from older sources may not."""
+        return hasattr(self.functions, function)
 
 
 @cache
@@ -105,9 +122,10 @@ def load(path: Path) -> Library | None:
         return None
     if not functions.kvtailor_runs():
         return None
-    for name in ("kvtailor_room", "kvtailor_found"):
+    loaded = Library(path.stem.removeprefix("kernels_"), functions, _parallel_for())
+    for name in filter(loaded.has, ("kvtailor_room", "kvtailor_found", "kvtailor_coding_room")):
         getattr(functions, name).restype = ctypes.c_int64
-    return Library(path.stem.removeprefix("kernels_"), functions, _parallel_for())
+    return loaded
 
 
 @cache

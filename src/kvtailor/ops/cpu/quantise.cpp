@@ -1,0 +1,236 @@
+// Codes of states, their steps and minima, and the bytes they are packed in, in one pass over the states.
+//
+// Every number is made by the operations that ops.quant names, in their order and in float32, so that all bytes are the
+// same. Only the sign of a minimum that is zero is left open, there as well as here.
+#include "layouts.h"
+#include "threads.h"
+
+// Mirrored field by field in library.py.
+struct Coding {
+  const void* states;  // (lanes, slots, size)
+  uint8_t* codes;      // (lanes, slots, bytes)
+  void* step;          // of the states' type: (lanes, slots, size / group), or by run (lanes, runs, size)
+  void* low;           // as step; null: codes are symmetric around 2^(bits - 1) - 1
+  float* room;         // kvtailor_coding_room() floats
+  ParallelFor parallel_for;
+  int64_t lane_bytes, slot_bytes, kind;
+  int64_t lanes, slots, size, bits, group, by_run, threads;
+  double limit;  // the largest step of symmetric codes
+};
+
+namespace {
+
+constexpr int64_t SOON = 8;     // the token after so many is asked for before it is read
+constexpr int64_t TOKENS = 64;  // that are a piece of work, where scales are those of a token
+
+int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Floats of one thread: a token's states, or a vector; steps and minima by channel; codes and what fills their last byte.
+int64_t room_of(const Coding& call) { return 3 * call.size + W + ceiling(call.size + 8, 4); }
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+// Nearest numbers of 16 bits, halfway to even.
+uint16_t rounded(BF16, float x) {
+  const uint32_t bits = bits_of(x);
+  return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+uint16_t rounded(F16, float x) {
+  const uint32_t bits = bits_of(x), size = bits & 0x7fffffff;
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  if (size > 0x7f800000) return 0x7e00;
+  if (size >= 0x477ff000) return sign | 0x7c00;
+  if (size >= 0x38800000) return sign | (uint16_t)((size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13);
+  // The last bit of a number from 0.5 to 1 is worth what that of the smallest halves is.
+  return sign | (uint16_t)(bits_of(__builtin_fabsf(x) + 0.5f) - 0x3f000000);
+}
+
+float rounded(F32, float x) { return x; }
+
+// Number i of a table becomes x; gives what it then is.
+template <class T> float put(void* table, int64_t i, float x) {
+  const auto kept = rounded(T(), x);
+  char* at = (char*)table + i * T::BYTES;
+  memcpy(at, &kept, T::BYTES);
+  return T::one(at);
+}
+
+template <class V> V smaller(V a, V b) { return a < b ? a : b; }
+template <class V> V greater(V a, V b) { return a > b ? a : b; }
+
+// Least and greatest of some states; both NaN where one of them is.
+template <class V> struct Range {
+  V low = V{} - NOTHING, high = V{} + NOTHING, wrong{};
+
+  void take(V x) {
+    low = smaller(x, low), high = greater(x, high);
+    wrong = x != x ? x : wrong;
+  }
+  void close() { low += wrong, high += wrong; }
+};
+
+// How codes are made of states: rounded (x - low) / step, between `least` and `most`.
+struct Making {
+  float least, most;
+
+  explicit Making(const Coding& call) {
+    const float half = (float)((1 << (call.bits - 1)) - 1);
+    least = call.low ? 0 : -half, most = call.low ? (float)((1 << call.bits) - 1) : half;
+  }
+
+  template <class V> V code(V x, V low, V step) const {
+    // The sum has no bits left below 1, and is rounded as a float is.
+    const V number = ((x - low) / step + 12582912.f) - 12582912.f;
+    return smaller(greater(number, V{} + least), V{} + most) - least;
+  }
+};
+
+static inline void store_bytes(uint8_t* to, F codes) {
+  const I numbers = __builtin_convertvector(codes, I);
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)to, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)numbers));
+#elif defined(__AVX2__)
+  const __m256i all = (__m256i)numbers;
+  const __m128i shorts = _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(shorts, shorts));
+#else
+  store(to, __builtin_convertvector(numbers, B));
+#endif
+}
+
+// Bits `shift` to `shift` + WIDTH of all codes; `codes` goes on with zeros as far as the last byte does.
+template <int WIDTH> void pack_plane(const uint8_t* __restrict codes, int shift, int64_t bytes, uint8_t* __restrict to) {
+  for (int64_t j = 0; j < bytes; j++) {
+    uint8_t byte = 0;
+    for (int i = 0; i < 8 / WIDTH; i++)
+      byte |= (uint8_t)((codes[i * bytes + j] >> shift & ((1 << WIDTH) - 1)) << (i * WIDTH));
+    to[j] = byte;
+  }
+}
+
+// As ops.quant.pack.
+void pack(const uint8_t* codes, int64_t bits, int64_t size, uint8_t* to) {
+  int shift = 0;
+  for (int width = 8; width; width /= 2) {
+    if (!(bits & width)) continue;
+    const int64_t bytes = ceiling(size * width, 8);
+    if (width == 8) memcpy(to, codes, (size_t)size);
+    else if (width == 4) pack_plane<4>(codes, shift, bytes, to);
+    else if (width == 2) pack_plane<2>(codes, shift, bytes, to);
+    else pack_plane<1>(codes, shift, bytes, to);
+    to += bytes, shift += width;
+  }
+}
+
+template <class T> struct Piece {
+  const Coding& call;
+  const Making making;
+  const int64_t size = call.size, bytes;
+  float *states, *step, *low;
+  uint8_t* codes;
+
+  Piece(const Coding& call, int64_t bytes, float* room) : call(call), making(call), bytes(bytes) {
+    states = room, step = states + size + W, low = step + size;
+    codes = (uint8_t*)(low + size);
+    memset(codes + size, 0, 8);
+  }
+
+  // The step of a range as it is kept.
+  float step_of(float least, float greatest, int64_t place) const {
+    float asked;
+    if (call.low) {
+      asked = (greatest - least) / making.most;
+    } else {
+      asked = greater(-least, greatest) / making.most;
+      asked = asked > (float)call.limit ? (float)call.limit : asked;
+    }
+    const float kept = put<T>(call.step, place, asked);
+    return kept > 0 ? kept : put<T>(call.step, place, 1.f);
+  }
+
+  // A head's tokens in a model's own tensor lie too far apart for a core to look ahead by itself.
+  void ask_after(const char* token) const {
+    for (int64_t i = 0; i < size * T::BYTES; i += 64) __builtin_prefetch(token + SOON * call.slot_bytes + i);
+  }
+
+  void by_token(const char* from, int64_t place) const {
+    ask_after(from);
+    widen_as<T>(from, size, states);
+    const int64_t groups = size / call.group;
+    for (int64_t i = 0; i < groups; i++) {
+      const float* mine = states + i * call.group;
+      uint8_t* to = codes + i * call.group;
+      Range<F> wide;
+      Range<float> range;
+      int64_t c = 0;
+      for (; c + W <= call.group; c += W) wide.take(load<F>(mine + c));
+      if (c) range.low = -highest(-wide.low), range.high = highest(wide.high), range.wrong = sum(wide.wrong);
+      for (; c < call.group; c++) range.take(mine[c]);
+      range.close();
+      const float step = step_of(range.low, range.high, place * groups + i);
+      const float low = call.low ? put<T>(call.low, place * groups + i, range.low) : 0.f;
+      for (c = 0; c + W <= call.group; c += W) store_bytes(to + c, making.code(load<F>(mine + c), all(low), all(step)));
+      for (; c < call.group; c++) to[c] = (uint8_t)making.code(mine[c], low, step);
+    }
+    pack(codes, call.bits, size, call.codes + place * bytes);
+  }
+
+  void by_run(const char* from, int64_t count, int64_t place, int64_t run) const {
+    for (int64_t c = 0; c < size; c += W) {
+      const int64_t some = size - c < W ? size - c : W;
+      Range<F> range;
+      for (int64_t t = 0; t < count; t++) {
+        if (c == 0) ask_after(from + t * call.slot_bytes);
+        const char* at = from + t * call.slot_bytes + c * T::BYTES;
+        if (some < W) widen_as<T>(at, some, states), at = (const char*)states;
+        range.take(some < W ? load<F>(at) : T::at(at));
+      }
+      range.close();
+      for (int64_t i = 0; i < some; i++) {
+        step[c + i] = step_of(range.low[i], range.high[i], run * size + c + i);
+        low[c + i] = put<T>(call.low, run * size + c + i, range.low[i]);
+      }
+    }
+    for (int64_t t = 0; t < count; t++) {
+      const char* at = from + t * call.slot_bytes;
+      int64_t c = 0;
+      for (; c + W <= size; c += W)
+        store_bytes(codes + c, making.code(T::at(at + c * T::BYTES), load<F>(low + c), load<F>(step + c)));
+      for (; c < size; c++) codes[c] = (uint8_t)making.code(T::one(at + c * T::BYTES), low[c], step[c]);
+      pack(codes, call.bits, size, call.codes + (place + t) * bytes);
+    }
+  }
+};
+
+template <class T> int32_t code(const Coding& call) {
+  int64_t bytes = 0;
+  for (int64_t width = 8; width; width /= 2)
+    if (call.bits & width) bytes += ceiling(call.size * width, 8);
+  const int64_t length = call.by_run ? call.group : TOKENS, runs = ceiling(call.slots, length);
+  return share_out(call.lanes * runs, call.threads, call.parallel_for, [&](int64_t index, int64_t thread) {
+    const Piece<T> piece(call, bytes, call.room + thread * room_of(call));
+    const int64_t lane = index / runs, first = index % runs * length, place = lane * call.slots + first;
+    const int64_t count = call.slots - first < length ? call.slots - first : length;
+    const char* from = (const char*)call.states + lane * call.lane_bytes + first * call.slot_bytes;
+    if (call.by_run) return piece.by_run(from, count, place, index);
+    for (int64_t t = 0; t < count; t++) piece.by_token(from + t * call.slot_bytes, place + t);
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t kvtailor_coding_room(const Coding* call) { return call->threads * room_of(*call); }
+
+int32_t kvtailor_code(const Coding* call) {
+  if (call->kind == FLOAT32) return code<F32>(*call);
+  if (call->kind == BFLOAT16) return code<BF16>(*call);
+  return code<F16>(*call);
+}
+}

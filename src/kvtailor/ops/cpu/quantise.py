@@ -1,0 +1,94 @@
+"""Codes of states in C++: the bytes, steps and minima of `ops.codes`, in one pass over the states."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.cpu.library import DTYPES, Coding, Library, library
+from kvtailor.ops.quant import largest_step, packed_size
+
+__all__ = ["channel_codes", "symmetric_codes", "token_codes", "unsuited_states"]
+
+# Below so many states a barrier costs more than a second thread brings.
+_SMALL = 1 << 17
+
+
+def unsuited_states(states: Tensor) -> str | None:
+    """Why these states (m, s, c) cannot be quantised here, a clause; None where they can."""
+    if states.device.type != "cpu" or states.dtype not in DTYPES:
+        return (
+            f"the C++ kernels quantise float32, bfloat16 and float16 on the CPU, not {states.dtype} on {states.device}"
+        )
+    return None
+
+
+def token_codes(states: Tensor, bits: int, group: int, using: Library | None = None) -> TokenCodes:
+    """`TokenCodes.of`, for states that `unsuited_states` found nothing against; `using`: the variant or the best."""
+    if states.shape[-1] % group:
+        raise ValueError(f"{states.shape[-1]} channels of {tuple(states.shape)} do not make groups of {group}")
+    step = _tables(states, states.shape[1], group)
+    low = torch.empty_like(step)
+    codes = _codes(states, bits, group, step, low, by_run=False, using=using)
+    return TokenCodes(bits=bits, size=states.shape[-1], codes=codes, step=step, low=low)
+
+
+def symmetric_codes(states: Tensor, bits: int, using: Library | None = None) -> TokenCodes:
+    """`TokenCodes.symmetric`; see `token_codes`."""
+    size = states.shape[-1]
+    step = _tables(states, states.shape[1], size)
+    codes = _codes(states, bits, size, step, None, by_run=False, using=using)
+    return TokenCodes(bits=bits, size=size, codes=codes, step=step)
+
+
+def channel_codes(states: Tensor, bits: int, group: int, using: Library | None = None) -> ChannelCodes:
+    """`ChannelCodes.of`; see `token_codes`."""
+    step = _tables(states, -(-states.shape[1] // group), 1)
+    low = torch.empty_like(step)
+    codes = _codes(states, bits, group, step, low, by_run=True, using=using)
+    return ChannelCodes(group=group, bits=bits, size=states.shape[-1], codes=codes, step=step, low=low)
+
+
+def _tables(states: Tensor, rows: int, group: int) -> Tensor:
+    return torch.empty((states.shape[0], rows, states.shape[2] // group), dtype=states.dtype)
+
+
+def _codes(
+    states: Tensor, bits: int, group: int, step: Tensor, low: Tensor | None, *, by_run: bool, using: Library | None
+) -> Tensor:
+    used = using or library()
+    assert used is not None, "asked for a kernel that was not built"
+    lanes, slots, size = states.shape
+    read = states if states.stride(-1) == 1 else states.contiguous()
+    codes = torch.empty((lanes, slots, packed_size(size, bits)), dtype=torch.uint8)
+    lane, slot, _ = read.stride()
+    call = Coding(
+        states=read.data_ptr(),
+        codes=codes.data_ptr(),
+        step=step.data_ptr(),
+        low=None if low is None else low.data_ptr(),
+        lane_bytes=lane * read.element_size(),
+        slot_bytes=slot * read.element_size(),
+        kind=DTYPES[read.dtype],
+        lanes=lanes,
+        slots=slots,
+        size=size,
+        bits=bits,
+        group=group,
+        by_run=by_run,
+        threads=1,
+    )
+    if low is None:
+        call.limit = largest_step(read.dtype, 2 ** (bits - 1) - 1)
+    if used.parallel_for is not None and states.numel() > _SMALL:
+        call.threads = torch.get_num_threads()
+        call.parallel_for = used.parallel_for
+    at = ctypes.byref(call)
+    room = torch.empty(used.functions.kvtailor_coding_room(at), dtype=torch.float32)
+    call.room = room.data_ptr()
+    if used.functions.kvtailor_code(at):
+        raise RuntimeError("torch_parallel_for refused to run kvtailor's quantiser")
+    return codes

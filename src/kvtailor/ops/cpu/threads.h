@@ -1,0 +1,29 @@
+// Work that torch's own threads share.
+#pragma once
+
+#include <stdint.h>
+
+typedef void (*Body)(int64_t begin, int64_t end, void* context);
+// torch_parallel_for of torch's stable C interface (torch/csrc/stable/c/shim.h).
+typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
+
+template <class Each> struct Shared {
+  const Each& each;
+  int64_t count, next, thread;
+
+  // Whoever is free takes the next piece: a thread that a neighbour holds up holds up no other.
+  static void work(int64_t, int64_t, void* context) {
+    Shared& shared = *(Shared*)context;
+    const int64_t mine = __atomic_fetch_add(&shared.thread, 1, __ATOMIC_RELAXED);
+    for (int64_t i; (i = __atomic_fetch_add(&shared.next, 1, __ATOMIC_RELAXED)) < shared.count;) shared.each(i, mine);
+  }
+};
+
+// Calls `each` with every number below `count` and with that of the thread, on so many threads; not 0 where torch fails.
+template <class Each>
+static inline int32_t share_out(int64_t count, int64_t threads, ParallelFor parallel_for, const Each& each) {
+  Shared<Each> shared{each, count, 0, 0};
+  if (threads > 1) return parallel_for(0, threads, 1, Shared<Each>::work, &shared);
+  Shared<Each>::work(0, 1, &shared);
+  return 0;
+}

@@ -1,0 +1,150 @@
+"""Codes that C++ makes against those that torch makes: every byte, step and minimum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.cpu import quantise
+from kvtailor.ops.cpu.library import Library, built, load
+from kvtailor.ops.cpu.quantise import channel_codes, symmetric_codes, token_codes, unsuited_states
+from kvtailor.ops.quant import unpack
+
+LOADED = [each for each in map(load, built().values()) if each is not None]
+every_variant = pytest.mark.parametrize("library", LOADED, ids=lambda each: each.variant)
+pytestmark = pytest.mark.skipif(not LOADED, reason="the C++ kernels were not built: no compiler")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# (m, s, c): 63 tokens, odd heads, sizes that no vector divides, one token, none.
+SIZES = [(2, 63, 128), (3, 70, 24), (1, 1, 80), (5, 33, 5), (2, 0, 16), (0, 7, 16), (1, 130, 1)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not written is NaN, or a byte that stands out."""
+    empty = torch.empty
+
+    def filled(*shape: object, **how: object) -> Tensor:
+        made = empty(*shape, **how)
+        return made.fill_(torch.nan if made.is_floating_point() else 0xA5)
+
+    monkeypatch.setattr(quantise.torch, "empty", filled)
+
+
+def states_of(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    state = torch.Generator().manual_seed(seed)
+    made = torch.randn(shape, generator=state) * torch.rand(shape[-1], generator=state) * 3
+    made[:, 3:4] = 0
+    made[:1, :20, :2] = 1.5
+    return made.to(dtype)
+
+
+def assert_same(found: TokenCodes | ChannelCodes, wanted: TokenCodes | ChannelCodes) -> None:
+    assert found.numbers() == wanted.numbers()
+    assert found.tensors().keys() == wanted.tensors().keys()
+    for name, tensor in wanted.tensors().items():
+        mine = found.tensors()[name]
+        assert (mine.dtype, mine.shape) == (tensor.dtype, tensor.shape)
+        torch.testing.assert_close(
+            mine, tensor, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: name + text
+        )
+
+
+def check(library: Library, states: Tensor, bits: int, group: int) -> None:
+    size = states.shape[-1]
+    for width in {size, next(each for each in range(min(group, size), 0, -1) if size % each == 0)}:
+        assert_same(token_codes(states, bits, width, library), TokenCodes.of(states, bits, width))
+    if bits > 1:
+        assert_same(symmetric_codes(states, bits, library), TokenCodes.symmetric(states, bits))
+    assert_same(channel_codes(states, bits, group, library), ChannelCodes.of(states, bits, group))
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_every_size(library: Library, dtype: torch.dtype, bits: int) -> None:
+    for seed, shape in enumerate(SIZES):
+        for group in (8, 32):
+            check(library, states_of(seed, dtype, *shape), bits, group)
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("scale", [1e-41, 1e-7, 6e-5, 2e4, 1e38])
+def test_steps_at_the_ends_of_a_dtype(library: Library, dtype: torch.dtype, scale: float) -> None:
+    """Steps that are rounded to the smallest numbers of the dtype, or are cut at its largest."""
+    top = torch.finfo(dtype).max
+    states = (states_of(7, torch.float32, 2, 40, 32) * scale).clamp(-top, top).to(dtype)
+    for bits in (1, 2, 4, 8):
+        check(library, states, bits, 16)
+
+
+@every_variant
+@every_dtype
+def test_what_is_not_finite_spoils_its_own_group_alone(library: Library, dtype: torch.dtype) -> None:
+    for wrong in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+        states = states_of(8, dtype, 2, 40, 40)
+        states[0, 5, 7] = states[1, 39, 39] = wrong
+        states[0, 20] = wrong
+        for bits in (2, 4, 8):
+            check(library, states, bits, 8)
+    assert channel_codes(states, 4, 8, library).low[0, 1].isfinite().all()
+
+
+@every_variant
+def test_halves_go_to_the_even_code(library: Library) -> None:
+    """A step of 1 and a minimum of 0; the same around a zero of 7."""
+    states = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 4.5, 14.5, 15.0])[None, None]
+    found = token_codes(states, 4, 8, library)
+    assert unpack(found.codes, 4, 8).tolist() == [[[0, 0, 2, 2, 4, 4, 14, 15]]]
+    states = torch.tensor([-7.0, -6.5, -1.5, -0.5, 0.0, 0.5, 2.5, 7.0])[None, None]
+    found = symmetric_codes(states, 4, library)
+    assert unpack(found.codes, 4, 8).tolist() == [[[0, 1, 5, 7, 7, 7, 9, 14]]]
+    assert float(found.step) == 1
+
+
+@every_variant
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_states_of_any_strides(library: Library, bits: int) -> None:
+    whole = states_of(9, torch.bfloat16, 2, 3 * 70, 48)
+    by_token = whole.view(2, 70, 3, 48).transpose(1, 2).flatten(0, 1)
+    turned = whole.transpose(1, 2)
+    for states in (whole[:, 5:68], whole[..., 8:40], whole[..., ::2], by_token, turned, whole[:, :1].expand(2, 40, 48)):
+        check(library, states, bits, 16)
+
+
+@every_variant
+def test_threads_share_the_work_and_change_nothing(library: Library) -> None:
+    before = torch.get_num_threads()
+    states = states_of(10, torch.bfloat16, 3, 700, 80)
+    assert states.numel() > quantise._SMALL
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            check(library, states, 4, 32)
+    finally:
+        torch.set_num_threads(before)
+
+
+@every_variant
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_shape(library: Library, data: st.DataObject) -> None:
+    draw = data.draw
+    shape = draw(st.integers(1, 3)), draw(st.integers(0, 150)), draw(st.integers(1, 140))
+    bits, group, seed = draw(st.integers(1, 8)), draw(st.integers(1, 70)), draw(st.integers(0, 10**6))
+    states = states_of(seed, draw(st.sampled_from(DTYPES)), *shape) * draw(st.sampled_from([1, 1e-6, 1e3]))
+    odd = draw(st.sampled_from([0.0, -0.0, torch.nan, torch.inf, 65504.0]))
+    states[torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.01] = odd
+    check(library, states, bits, group)
+
+
+def test_what_cannot_be_quantised_is_said() -> None:
+    assert unsuited_states(torch.zeros(1, 1, 8)) is None
+    assert "float64" in str(unsuited_states(torch.zeros(1, 1, 8).double()))
+    with pytest.raises(ValueError, match=r"80 channels of \(1, 1, 80\) do not make groups of 32"):
+        token_codes(torch.zeros(1, 1, 80), 4, 32)
