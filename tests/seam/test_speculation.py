@@ -21,6 +21,8 @@ TARGETS = [
     "minicache(start=0, block_size=10)",
     "h2o(recent=4) + d2o @ tokens=16, slack=12",
     "snapkv(window=4) @ keep=0.5",
+    "disk(on_device_layers=1, block=8)",
+    "vector(bits=8, block_size=6) + disk(resident_layers=1)",
 ]
 DRAFTS = [
     "full",
@@ -28,6 +30,7 @@ DRAFTS = [
     "h2o(recent=4) @ tokens=24",
     "retrieval(chunk=4) @ tokens=24",
     "indexed(page=4) + quest(tokens=16)",
+    "disk(block=8)",
 ]
 LENGTH = 30
 
@@ -88,7 +91,7 @@ def test_every_kind_of_plan_can_draft(draft: str) -> None:
     expected, _ = plain(model, ids, "full", 30)
     found = kvtailor.generate(model, ids, draft_plan=draft, gamma=3, min_gain=None, max_new_tokens=30)
     assert torch.equal(found.sequences, expected)
-    assert (found.statistics.acceptance == 1.0) == (draft == "full")
+    assert (found.statistics.acceptance == 1.0) == draft.startswith(("full", "disk"))
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma3", "mistral_window", "gpt2"])

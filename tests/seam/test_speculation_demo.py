@@ -43,7 +43,15 @@ def test_a_few_hundred_tokens(name: str, target: str, tokens: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", ["full", "vector(bits=8) + snapkv @ keep=0.5"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "full",
+        "vector(bits=8) + snapkv @ keep=0.5",
+        "disk(on_device_layers=3)",
+        "kivi(residual=32) + disk(resident_layers=2)",
+    ],
+)
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_two_thousand_tokens(name: str, target: str) -> None:
     same_text(name, target, 2000)
