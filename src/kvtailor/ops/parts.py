@@ -53,8 +53,8 @@ def read_all(
         weight: (b, t) float32: how much each query counts for the mass, see `counting`; None: no mass.
     """
     layout = parts[-1].layout
-    if weight is None and query.shape[2] <= twins.MOST_QUERIES:
-        read = _as_stored(query, parts, visible, scaling)
+    if query.shape[2] <= twins.MOST_QUERIES:
+        read = _as_stored(query, parts, visible, scaling, weight)
         if read is not None:
             return read
     readings = [part.reading() for part in parts]
@@ -112,28 +112,36 @@ def _stored(part: Segment) -> tuple[Coded, Coded] | None:
     return None
 
 
-def _as_stored(query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float) -> Read | None:
-    """Attention that decodes only what nothing reads as it is stored; None where that is every part."""
+def _as_stored(
+    query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float, weight: Tensor | None
+) -> Read | None:
+    """Attention that decodes only what nothing reads as it is stored; None where that is every part.
+
+    With a weight, None as well where a part cannot be read by what gives its mass.
+    """
     b, q, t, d = query.shape
     h, device = parts[-1].layout.heads, query.device
-    grouped = query.reshape(b * h, q // h, t, d)
+    grouped, mass = query.reshape(b * h, q // h, t, d), weight is not None
     stored = [_stored(part) for part in parts]
-    kernels = [None if sides is None else twins.coded_attention(grouped, *sides) for sides in stored]
+    kernels = [None if sides is None else twins.coded_attention(grouped, *sides, mass=mass) for sides in stored]
     if not any(kernels):
         return None
-    found, rest = [], []
+    found, kept, rest = [], [], []
     for part, sides, attend in zip(parts, stored, kernels, strict=True):
         layout, reading = part.layout, None
-        if sides is None:
+        if attend is None:
             reading = part.reading()
             if reading.shared is None:
                 sides = Whole(states=reading.keys), Whole(states=reading.values)
-                attend = twins.coded_attention(grouped, *sides)
-        if attend is None or sides is None:
-            mask = lane_sees(layout, visible, 0, t, newest=part is parts[-1], device=device)
-            rest.append(lanes_of(layout, reading or part.reading(), mask))
-            continue
-        out, lse = attend(
+                attend = twins.coded_attention(grouped, *sides, mass=mass)
+            if attend is None:
+                if mass:
+                    return None
+                mask = lane_sees(layout, visible, 0, t, newest=part is parts[-1], device=device)
+                rest.append(lanes_of(layout, reading, mask))
+                continue
+        assert sides is not None
+        out, lse, *weights = attend(
             grouped,
             *sides,
             scaling=scaling,
@@ -146,9 +154,14 @@ def _as_stored(query: Tensor, parts: Sequence[Segment], visible: Visibility, sca
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
             out = reading.lift.of_sums(out.flatten(1, 2), seen).unflatten(1, (q // h, t))
         found.append((out, lse))
+        kept += weights
     if rest:
         found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling)[:2])
-    return _by_heads(query, *merge(found))
+    out, lse = merge(found)
+    if weight is None:
+        return _by_heads(query, out, lse)
+    counts = weight.repeat_interleave(h, 0)
+    return _by_heads(query, out, lse, [each.mass(lse, counts) for each in kept])
 
 
 def _few(

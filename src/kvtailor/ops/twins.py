@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from kvtailor.ops.coded import Coded
 from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import quantise
-from kvtailor.ops.cpu.attention import attend_coded, unsuited
+from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library, why_none
 from kvtailor.ops.triton.installed import missing
 
@@ -94,24 +95,29 @@ def using(which: str) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-def coded_attention(query: Tensor, keys: Coded, values: Coded) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What reads these sides as they are stored (see `ops.cpu.attention.attend_coded`); None: they must be decoded.
+def coded_attention(
+    query: Tensor, keys: Coded, values: Coded, *, mass: bool = False
+) -> Callable[..., tuple[Any, ...]] | None:
+    """What reads these sides as they are stored; None: they must be decoded.
 
     Args:
         query: (n, g, t, d) new tokens; the devices and dtypes of all are looked at.
         keys, values: the two sides of a part.
+        mass: whether the attention that each slot receives is asked for: `ops.cpu.attention.attend_keeping` does that,
+            and otherwise `attend_coded`.
     """
     asked = forced()
     if query.shape[-2] > MOST_QUERIES or asked == "reference":
         return None
-    if asked == "triton" and query.device.type == "cuda" and missing() is None:
+    if asked == "triton" and query.device.type == "cuda" and missing() is None and not mass:
         from kvtailor.ops.triton import attend as on_gpu
 
         return on_gpu.attend_coded if on_gpu.suits(query, keys, values) is None else None
-    if query.device.type != "cpu":
+    built = library() if query.device.type == "cpu" else None
+    if built is None or unsuited(keys, values) is not None:
         return None
-    if library() is None or unsuited(keys, values) is not None:
-        return None
+    if mass:
+        return attend_keeping if built.has("kvtailor_mass") else None
     return attend_coded
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, exact, needs_built, states_of
 from torch import Tensor
 
 from kvtailor.ops.attention import reference
@@ -17,25 +14,9 @@ from kvtailor.ops.coded import Coded, Whole
 from kvtailor.ops.codes import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, unsuited
-from kvtailor.ops.cpu.library import Library, built, load
-from kvtailor.ops.quant import largest_divisor
+from kvtailor.ops.cpu.library import Library
 
-LOADED = [each for each in map(load, built().values()) if each is not None]
-every_variant = pytest.mark.parametrize("library", LOADED, ids=lambda each: each.variant)
-pytestmark = pytest.mark.skipif(not LOADED, reason="the C++ kernels were not built: no compiler")
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-
-LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
-    "plain": lambda states: Whole(states=states),
-    **{f"vector{bits}": partial(TokenCodes.symmetric, bits=bits) for bits in (2, 3, 4, 5, 8)},
-    **{
-        f"tokens{bits}": lambda states, bits=bits: TokenCodes.of(states, bits, largest_divisor(states.shape[-1], 32))
-        for bits in (1, 2, 4, 8)
-    },
-    "tokens4x8": lambda states: TokenCodes.of(states, 4, 8),
-    **{f"channels{bits}": partial(ChannelCodes.of, bits=bits, group=32) for bits in (2, 3, 4, 8)},
-    "channels4x5": partial(ChannelCodes.of, bits=4, group=5),
-}
+pytestmark = needs_built
 # (b, h, g, t, s, d): 63 slots, odd heads, sizes that no vector divides, several blocks and pieces.
 SIZES = [
     (1, 2, 4, 1, 63, 128),
@@ -44,20 +25,6 @@ SIZES = [
     (1, 1, 7, 2, 1030, 80),
     (1, 2, 4, 16, 300, 96),
 ]
-
-
-def states_of(seed: int, dtype: torch.dtype, lanes: int, slots: int, size: int) -> tuple[Tensor, Tensor]:
-    state = torch.Generator().manual_seed(seed)
-    keys, values = (torch.randn((lanes, slots, size), generator=state).to(dtype) for _ in range(2))
-    return keys, values
-
-
-def exact(side: Coded) -> Tensor:
-    """What the side stands for, in float64: the tables widened before they are used."""
-    if isinstance(side, Whole):
-        return side.states.double()
-    wide = {name: tensor.double() for name, tensor in side.tensors().items() if tensor.is_floating_point()}
-    return replace(side, **wide).decode()
 
 
 def truth(
@@ -70,10 +37,6 @@ def truth(
     rows = query.double().reshape(1, owners * group, new, size)
     out, lse, _ = reference(rows, exact(keys)[None], exact(values)[None], mask, 0.1, weight)
     return out.view(owners, group, new, -1), lse.view(owners, group, new)
-
-
-# Where a cache of codes has 16 bits, one variant gives queries 16 bits too: half of what int8 may lose.
-COARSE = 5e-4
 
 
 def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 1e-5) -> bool:

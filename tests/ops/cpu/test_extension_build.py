@@ -85,7 +85,9 @@ def test_no_byte_is_read_that_is_not_ours(variant: str, tmp_path: Path) -> None:
         ).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
-    tests = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("coded_attention", "quantise")]
+    tests = [
+        str(Path(__file__).with_name(f"test_{name}.py")) for name in ("coded_attention", "attention_mass", "quantise")
+    ]
     done = subprocess.run(
         [sys.executable, "-c", UNDER_SANITISERS, str(made), *tests],
         capture_output=True,

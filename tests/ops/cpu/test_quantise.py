@@ -6,19 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ops.cpu.coded_layouts import every_dtype, every_variant, needs_built
 from torch import Tensor
 
 from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import quantise
-from kvtailor.ops.cpu.library import Library, built, load
+from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.cpu.quantise import channel_codes, symmetric_codes, token_codes, unsuited_states
 from kvtailor.ops.quant import unpack
 
-LOADED = [each for each in map(load, built().values()) if each is not None]
-every_variant = pytest.mark.parametrize("library", LOADED, ids=lambda each: each.variant)
-pytestmark = pytest.mark.skipif(not LOADED, reason="the C++ kernels were not built: no compiler")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+pytestmark = needs_built
 # (m, s, c): 63 tokens, odd heads, sizes that no vector divides, one token, none.
 SIZES = [(2, 63, 128), (3, 70, 24), (1, 1, 80), (5, 33, 5), (2, 0, 16), (0, 7, 16), (1, 130, 1)]
 
@@ -137,7 +134,9 @@ def test_any_shape(library: Library, data: st.DataObject) -> None:
     draw = data.draw
     shape = draw(st.integers(1, 3)), draw(st.integers(0, 150)), draw(st.integers(1, 140))
     bits, group, seed = draw(st.integers(1, 8)), draw(st.integers(1, 70)), draw(st.integers(0, 10**6))
-    states = states_of(seed, draw(st.sampled_from(DTYPES)), *shape) * draw(st.sampled_from([1, 1e-6, 1e3]))
+    states = states_of(seed, draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])), *shape) * draw(
+        st.sampled_from([1, 1e-6, 1e3])
+    )
     odd = draw(st.sampled_from([0.0, -0.0, torch.nan, torch.inf, 65504.0]))
     states[torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.01] = odd
     check(library, states, bits, group)

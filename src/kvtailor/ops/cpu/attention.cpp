@@ -21,8 +21,11 @@ struct Call {
   float* room;              // kvtailor_room() floats
   ParallelFor parallel_for;
   int64_t visible_lane, visible_query, visible_slot;  // strides in bytes, 0 where it is broadcast
-  int64_t owners, lanes, slots, rows, queries, chunk, threads;
+  int64_t owners, lanes, slots, rows, queries, chunk, threads;  // chunk: a multiple of BLOCK
   double scaling;
+  float* kept;          // kvtailor_kept() floats: weights (m, rows, s), what they are relative to (m, rows, blocks)
+  const float* counts;  // (owners, queries) of each query for the mass
+  float* mass;          // (m, s)
 };
 
 namespace {
@@ -108,6 +111,17 @@ void soften(float* logits, int64_t count, float* top, float* total, float* out, 
     added += weight;
   }
   *total += sum(added);
+}
+
+int64_t blocks(const Call& call) { return (call.slots + BLOCK - 1) / BLOCK; }
+
+// A row's softmax weights of a lane, and for each block the logit that they are relative to.
+float* kept_weights(const Call& call, int64_t lane, int64_t row) {
+  return call.kept + (lane * call.rows + row) * call.slots;
+}
+
+float* kept_tops(const Call& call, int64_t lane, int64_t row) {
+  return call.kept + call.lanes * call.rows * call.slots + (lane * call.rows + row) * blocks(call);
 }
 
 struct Piece {
@@ -242,8 +256,15 @@ struct Piece {
     });
   }
 
+  void keep(int64_t first, int64_t count, const float* tops) const {
+    for (int64_t r = 0; r < rows; r++) {
+      kept_tops(call, lane, r)[first / BLOCK] = tops ? tops[r] : NOTHING;
+      if (tops) memcpy(kept_weights(call, lane, r) + first, logits_at + r * BLOCK, (size_t)count * sizeof(float));
+    }
+  }
+
   void block(int64_t first, int64_t count, float* tops, float* totals, float* out) const {
-    if (!look(first, count)) return;
+    if (!look(first, count)) return call.kept ? keep(first, count, nullptr) : void();
     const int64_t wide = tables.wide_keys, width = tables.wide_values;
     if (tables.fused_keys && call.keys.kind == CHANNEL_CODES) logits_by_run(first, count);
     else if (tables.fused_keys) logits_by_token(first, count);
@@ -254,6 +275,7 @@ struct Piece {
     raise(first, count);
     for (int64_t r = 0; r < rows; r++)
       soften(logits_at + r * BLOCK, count, tops + r, totals + r, out + r * width, width);
+    if (call.kept) keep(first, count, tops);
     if (tables.fused_values) return sum_codes(first, count, out);
     over(call.values, width, first, count, [&](auto type, const char* values, int64_t stride, int64_t at, int64_t n) {
       mix<decltype(type)>(logits_at + at, rows, values, stride, n, out, width);
@@ -298,6 +320,24 @@ void merge(const Call& call, const Tables& tables, int64_t owner, int64_t first,
   }
 }
 
+// What all rows together gave each slot of a block, from weights that were kept and the lse over all parts.
+void mass_of(const Call& call, int64_t lane, int64_t first) {
+  const int64_t owner = call.owner ? call.owner[lane] : lane, filled = call.lengths ? call.lengths[lane] : call.slots;
+  const int64_t count = call.slots - first < BLOCK ? call.slots - first : BLOCK;
+  const int64_t read = filled - first < count ? filled - first : count;
+  float* to = call.mass + lane * call.slots + first;
+  memset(to, 0, (size_t)count * sizeof(float));
+  if (read <= 0) return;
+  for (int64_t r = 0; r < call.rows; r++) {
+    const float top = kept_tops(call, lane, r)[first / BLOCK], lse = call.lse[owner * call.rows + r];
+    const float counts = call.counts[owner * call.queries + r % call.queries];
+    if (top == NOTHING || counts == 0) continue;
+    const float share = counts * exponential(all(top - lse))[0];
+    const float* weights = kept_weights(call, lane, r) + first;
+    for (int64_t t = 0; t < read; t++) to[t] += share * weights[t];
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -326,6 +366,16 @@ int32_t kvtailor_attend(const Call* call) {
     merge(*call, tables, owner, first * each, lane * each);
   }
   return 0;
+}
+
+int64_t kvtailor_kept(const Call* call) { return call->lanes * call->rows * (call->slots + blocks(*call)); }
+
+// The mass of the slots, after kvtailor_attend with room to keep weights; `lse` may now be that of more parts.
+int32_t kvtailor_mass(const Call* call) {
+  const int64_t each = blocks(*call);
+  return share_out(call->lanes * each, call->threads, call->parallel_for, [&](int64_t index, int64_t) {
+    mass_of(*call, index / each, index % each * BLOCK);
+  });
 }
 
 // Whether this machine has the instructions that this variant was compiled for.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +13,15 @@ from kvtailor.ops.coded import Coded, Whole
 from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
 
-__all__ = ["attend_coded", "unsuited"]
+__all__ = ["Kept", "attend_coded", "attend_keeping", "unsuited"]
 
 _TOKEN_CODES, _CHANNEL_CODES = 3, 4
-# Slots of a piece of work: below, what a piece finds is as large as what it reads.
+# Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
 _LEAST = 256
 _PIECES = 8
 # Below so many multiplications a barrier costs more than a second thread brings.
 _SMALL = 1 << 19
+_REFUSED = "torch_parallel_for refused to run kvtailor's attention kernel"
 
 
 def unsuited(keys: Coded, values: Coded) -> str | None:
@@ -32,6 +35,36 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
                 f"the C++ kernels read float32, bfloat16 and float16 on the CPU, not {states.dtype} on {states.device}"
             )
     return None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Softmax weights that a call left behind.
+
+    Attributes:
+        call: as it was made.
+        held: what it points to.
+        used: the variant that made it.
+    """
+
+    call: Call
+    held: list[Tensor]
+    used: Library
+
+    def mass(self, lse: Tensor, counts: Tensor) -> Tensor:
+        """(m, s) float32: the attention that each slot received, 0 past what is filled.
+
+        Args:
+            lse: (n, g, t) float32 over all parts that were read.
+            counts: (n, t) float32: how much each query counts.
+        """
+        mass = torch.empty((self.call.lanes, self.call.slots), dtype=torch.float32)
+        held: list[Tensor] = []
+        self.call.lse, self.call.counts = _pointer(lse, torch.float32, held), _pointer(counts, torch.float32, held)
+        self.call.mass = mass.data_ptr()
+        if self.used.functions.kvtailor_mass(ctypes.byref(self.call)):
+            raise RuntimeError(_REFUSED)
+        return mass
 
 
 def attend_coded(
@@ -61,13 +94,39 @@ def attend_coded(
     Returns:
         out (n, g, t, r) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
     """
+    call, held = _call(query, keys, values, scaling, owner, lengths, visible, log_weight)
+    return _run(call, held, query.shape, using or library())
+
+
+def attend_keeping(
+    query: Tensor, keys: Coded, values: Coded, *, using: Library | None = None, **how: Any
+) -> tuple[Tensor, Tensor, Kept]:
+    """As `attend_coded`, of whose arguments `how` are the others, and the weights, of which mass can be made."""
+    call, held = _call(query, keys, values, **how)
     used = using or library()
     assert used is not None, "asked for a kernel that was not built"
+    kept = torch.empty(used.functions.kvtailor_kept(ctypes.byref(call)), dtype=torch.float32)
+    held.append(kept)
+    call.kept = kept.data_ptr()
+    return *_run(call, held, query.shape, used), Kept(call, held, used)
+
+
+def _call(
+    query: Tensor,
+    keys: Coded,
+    values: Coded,
+    scaling: float,
+    owner: Tensor | None = None,
+    lengths: Tensor | None = None,
+    visible: Tensor | None = None,
+    log_weight: Tensor | None = None,
+) -> tuple[Call, list[Tensor]]:
+    """What is asked, and the tensors that it points to."""
     owners, group, new, size = query.shape
     asked = query.reshape(owners, group * new, size).to(torch.float32).contiguous()
     held = [asked]
     call = Call(query=asked.data_ptr(), keys=_side(keys, held), values=_side(values, held))
-    lanes, slots, width = _shape(values)
+    lanes, slots = _shape(values)
     call.owners, call.lanes, call.slots = owners, lanes, slots
     call.rows, call.queries, call.scaling = group * new, new, scaling
     if owner is not None:
@@ -81,31 +140,36 @@ def attend_coded(
         held.append(seen)
         call.visible = seen.data_ptr()
         call.visible_lane, call.visible_query, call.visible_slot = seen.stride()
+    return call, held
+
+
+def _run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None) -> tuple[Tensor, Tensor]:
+    """Outputs and lse for a query of this shape."""
+    assert used is not None, "asked for a kernel that was not built"
+    owners, group, new, size = shape
+    lanes, slots = call.lanes, call.slots
     threads = 1
     if used.parallel_for is not None and lanes * slots * group * new * size > _SMALL:
         threads = torch.get_num_threads()
         call.parallel_for = used.parallel_for
     call.threads = threads
     each = -(-lanes * slots // (_PIECES * threads))
-    call.chunk = max(_LEAST, -(-min(each, slots) // 64) * 64)
-    out = torch.empty((owners, group, new, width), dtype=torch.float32)
+    call.chunk = max(_LEAST, -(-min(each, slots) // _LEAST) * _LEAST)
+    out = torch.empty((owners, group, new, call.values.size), dtype=torch.float32)
     lse = torch.empty((owners, group, new), dtype=torch.float32)
     at = ctypes.byref(call)
-    functions = used.functions
-    found = torch.empty(functions.kvtailor_found(at), dtype=torch.float32)
-    room = torch.empty(functions.kvtailor_room(at), dtype=torch.float32)
+    found = torch.empty(used.functions.kvtailor_found(at), dtype=torch.float32)
+    room = torch.empty(used.functions.kvtailor_room(at), dtype=torch.float32)
     call.out, call.lse, call.found, call.room = (each.data_ptr() for each in (out, lse, found, room))
-    if functions.kvtailor_attend(at):
-        raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
+    if used.functions.kvtailor_attend(at):
+        raise RuntimeError(_REFUSED)
     return out, lse
 
 
-def _shape(side: Coded) -> tuple[int, int, int]:
-    if isinstance(side, Whole):
-        lanes, slots, size = side.states.shape
-        return lanes, slots, size
-    assert isinstance(side, TokenCodes | ChannelCodes)
-    return side.codes.shape[0], side.codes.shape[1], side.size
+def _shape(side: Coded) -> tuple[int, int]:
+    assert isinstance(side, Whole | TokenCodes | ChannelCodes)
+    lanes, slots, _ = side.states.shape if isinstance(side, Whole) else side.codes.shape
+    return lanes, slots
 
 
 def _side(side: Coded, held: list[Tensor]) -> Side:

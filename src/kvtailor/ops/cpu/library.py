@@ -47,6 +47,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("visible_lane", "visible_query", "visible_slot")),
         *((name, ctypes.c_int64) for name in ("owners", "lanes", "slots", "rows", "queries", "chunk", "threads")),
         ("scaling", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
     ]
 
 
@@ -123,7 +124,7 @@ def load(path: Path) -> Library | None:
     if not functions.kvtailor_runs():
         return None
     loaded = Library(path.stem.removeprefix("kernels_"), functions, _parallel_for())
-    for name in filter(loaded.has, ("kvtailor_room", "kvtailor_found", "kvtailor_coding_room")):
+    for name in filter(loaded.has, ("kvtailor_room", "kvtailor_found", "kvtailor_kept", "kvtailor_coding_room")):
         getattr(functions, name).restype = ctypes.c_int64
     return loaded
 

@@ -1,0 +1,51 @@
+"""The layouts that the C++ kernels read, states to fill them, and what they then stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtailor.ops.coded import Coded, Whole
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.cpu.library import built, load
+from kvtailor.ops.quant import largest_divisor
+
+__all__ = ["COARSE", "LAYOUTS", "every_dtype", "every_variant", "exact", "needs_built", "states_of"]
+
+_LOADED = [each for each in map(load, built().values()) if each is not None]
+every_variant = pytest.mark.parametrize("library", _LOADED, ids=lambda each: each.variant)
+needs_built = pytest.mark.skipif(not _LOADED, reason="the C++ kernels were not built: no compiler")
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# Where a cache of codes has 16 bits, one variant gives queries 16 bits too: half of what int8 may lose.
+COARSE = 5e-4
+
+LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
+    "plain": lambda states: Whole(states=states),
+    **{f"vector{bits}": partial(TokenCodes.symmetric, bits=bits) for bits in (2, 3, 4, 5, 8)},
+    **{
+        f"tokens{bits}": lambda states, bits=bits: TokenCodes.of(states, bits, largest_divisor(states.shape[-1], 32))
+        for bits in (1, 2, 4, 8)
+    },
+    "tokens4x8": lambda states: TokenCodes.of(states, 4, 8),
+    **{f"channels{bits}": partial(ChannelCodes.of, bits=bits, group=32) for bits in (2, 3, 4, 8)},
+    "channels4x5": partial(ChannelCodes.of, bits=4, group=5),
+}
+
+
+def states_of(seed: int, dtype: torch.dtype, lanes: int, slots: int, size: int) -> tuple[Tensor, Tensor]:
+    state = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn((lanes, slots, size), generator=state).to(dtype) for _ in range(2))
+    return keys, values
+
+
+def exact(side: Coded) -> Tensor:
+    """What the side stands for, in float64: the tables widened before they are used."""
+    if isinstance(side, Whole):
+        return side.states.double()
+    wide = {name: tensor.double() for name, tensor in side.tensors().items() if tensor.is_floating_point()}
+    return replace(side, **wide).decode()
