@@ -64,9 +64,11 @@ class Sampling(Rule):
 
     def pick(self, said: Tensor) -> Tensor:
         """See `Rule.pick`. Weights need not sum to 1."""
-        # Of exponential clocks with rates p the first to ring is x with probability p(x).
-        rings = torch.empty_like(said).exponential_(generator=self.generator)
-        return (said / rings.clamp(min=torch.finfo(said.dtype).tiny)).argmax(-1)
+        below = said.double().cumsum(-1)
+        total = below[..., -1:]
+        drawn = total * torch.rand(total.shape, generator=self.generator, device=said.device, dtype=torch.float64)
+        # A product that is rounded up to the total still stops at the last token that has a probability.
+        return ((below <= drawn) & (below < total)).sum(-1)
 
     def judge(self, target: Tensor, proposal: Proposal) -> Judged:
         """See `Rule.judge`."""
