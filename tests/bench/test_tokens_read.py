@@ -70,12 +70,12 @@ def test_an_answer_says_what_its_last_token_read():
 
 def test_the_floor_of_a_token_does_not_count_what_nobody_reads(monkeypatch):
     monkeypatch.setattr("kvtailor.bench.machine.Neighbours.disturbed", lambda self: False)
-    monkeypatch.setattr("kvtailor.bench.tasks.speed._floor_of_token", lambda subject, blank, size: float(size))
+    monkeypatch.setattr("kvtailor.bench.tasks.speed._floor_of_token", lambda subject, blank, size: size * 1e-12)
     task = Speed(text="n", source="numbers", context=60, tokens=4, rounds=2, warmup=0)
     contestants = contestants_of(["full", "rocket(tokens=12, expect=8)"])
     _, full, rocket = run(tiny(), contestants, [task], bandwidth=False)
-    assert full.floor_seconds == full.bytes_held
-    assert rocket.tokens_held == 63 and rocket.floor_seconds == int(rocket.bytes_held * 6 / 63)
+    assert full.floor_seconds == full.bytes_held * 1e-12
+    assert rocket.tokens_held == 63 and rocket.floor_seconds == int(rocket.bytes_held * 6 / 63) * 1e-12
 
 
 def test_a_report_says_which_plans_read_less():
