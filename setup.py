@@ -6,6 +6,7 @@ of both. Which of them a machine runs is chosen when it runs: see src/kvtailor/o
 
 import os
 import platform
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -36,7 +37,7 @@ setup(
         Extension(
             f"kvtailor.ops.cpu.kernels_{name}",
             [f"{FOLDER}/{source}.cpp" for source in ("attention", "quantise")],
-            depends=[f"{FOLDER}/{header}.h" for header in ("codes", "layouts", "plain", "threads", "vectors")],
+            depends=sorted(glob(f"{FOLDER}/*.h")),
             extra_compile_args=[*ALWAYS, *QUIET, *flags],
             extra_link_args=["-s"],
             language="c++",

@@ -1,69 +1,11 @@
-// Products with packed codes as they lie: no decoded token is ever written down.
-//
-// A vector of 32-bit words holds 32 / BITS codes in each word. Code k of every word, shifted down and masked, is a vector
-// of codes whose channels are far apart; which ones, `place_of_code` says. Queries are laid out in that order before, and
-// outputs put back after. A token whose codes fill only a part of a vector is repeated FOLD times in it, and each
-// repetition gives other codes.
+// Products with packed codes as they lie, and weighted sums of them: no decoded token is ever written down.
 #pragma once
 
-#include "layouts.h"
+#include "words.h"
 
-// Queries of a piece, as the products below want them.
-struct Rows {
-  const float* query;  // (rows, size), in the order of `place_of_code`
-  int64_t size;
-  bool coarse;  // the cache has 16 bits, so that 16 bits of a query are enough
-};
-
-template <int BITS, int FOLD> struct Codes {
-  static constexpr int BITS_OF = BITS;
-  static constexpr int N = 32 / (BITS * FOLD);           // vectors that a vector of words holds
-  static constexpr int KINDS = 8 / BITS;                 // codes of a byte: of as many runs of channels
-  static constexpr int BYTES = (int)sizeof(U) / FOLD;    // that are read
-
-  static U words(const char* p) {
-    if constexpr (FOLD == 1) return load<U>(p);
-#if defined(__AVX512F__)
-    if constexpr (FOLD == 2) return (U)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
-    if constexpr (FOLD == 4) return (U)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__AVX2__)
-    if constexpr (FOLD == 2) return (U)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+#if defined(__AVX512VNNI__)
+#include "integers.h"
 #endif
-    U all;
-    for (int i = 0; i < FOLD; i++) memcpy((char*)&all + i * BYTES, p, BYTES);
-    return all;
-  }
-
-  static F at(U words, int k) {
-    if constexpr (FOLD == 1) return __builtin_convertvector((I)((words >> (k * BITS)) & ((1u << BITS) - 1)), F);
-    U down;
-    UNROLLED for (int i = 0; i < W; i++) down[i] = (uint32_t)((k + i / (W / FOLD) * N) * BITS);
-    return __builtin_convertvector((I)((words >> down) & ((1u << BITS) - 1)), F);
-  }
-};
-
-// The bytes of a token's codes where one plane holds them all and vectors of words divide them; else 0.
-static inline int64_t whole_words(const Side& side) {
-  const int64_t bytes = side.size * side.bits / 8;
-  if (side.kind < TOKEN_CODES || side.row || (side.bits != 2 && side.bits != 4 && side.bits != 8)) return 0;
-  if (side.size * side.bits % 8 || side.size % (2 * W)) return 0;
-  const int64_t full = (int64_t)sizeof(U);
-  return bytes % full == 0 || bytes * 2 == full || bytes * 4 == full ? bytes : 0;
-}
-
-static inline int64_t folds(const Side& side) {
-  const int64_t bytes = side.size * side.bits / 8;
-  return bytes < (int64_t)sizeof(U) ? (int64_t)sizeof(U) / bytes : 1;
-}
-
-// Where channel c comes to lie in the vectors of a token.
-static inline int64_t place_of_code(const Side& side, int64_t c) {
-  const int64_t bits = side.bits, bytes = side.size * bits / 8, fold = folds(side), n = 32 / (bits * fold);
-  const int64_t sub = c / bytes, byte = c % bytes, words = W / fold;
-  const int64_t vector = byte / (4 * words), word = byte % (4 * words) / 4;
-  const int64_t code = byte % 4 * (8 / bits) + sub;
-  return (vector * n + code % n) * W + code / n * words + word;
-}
 
 // Sums of R rows' queries times the codes of W / R tokens; tokens past `count` repeat the last.
 template <class C, int R>
@@ -89,67 +31,14 @@ inline void products_of(Rows rows, const char* codes, int64_t stride, int64_t co
   UNROLLED for (int r = 0; r < R; r++) memcpy(to + r * apart, all_of + r * T, (size_t)filled * sizeof(float));
 }
 
-#if defined(__AVX512VNNI__)
-// The same in integers: twice the products of an operation. A row's query becomes 16 bits of its own scale (an error of
-// 2^-16 of its largest number), which is far below what the codes themselves have lost.
-constexpr int64_t MOST_SHORT = 512;
-
-template <class C> inline float shorten(const float* query, int64_t size, int64_t most, int32_t* to) {
-  F top{};
-  for (int64_t c = 0; c < size; c += W) {
-    const F x = load<F>(query + c);
-    top = larger(top, larger(x, -x));
-  }
-  const float high = highest(top);
-  const float up = high > 0 ? (float)most / high : 0.f;
-  const auto rounded = [&](int64_t c) { return (I)_mm512_cvtps_epi32((__m512)(load<F>(query + c) * up)); };
-  for (int64_t v = 0; v < size; v += C::N * W)
-    for (int k = 0; k < C::N / 2; k++, to += W)
-      store(to, (rounded(v + (k + C::N / 2) * W) << 16) | (rounded(v + k * W) & 0xffff));
-  return high / (float)most;
-}
-
-template <class C, int BITS, int R>
-inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
-  constexpr int T = W / R, HALF = C::N / 2;
-  constexpr int32_t MASK = (1 << BITS) - 1;
-  alignas(64) int32_t asked[R * MOST_SHORT / 2];
-  float scale[R];
-  const int64_t half = rows.size / 2, most = 0x7fffffff / (MASK * rows.size);
-  for (int r = 0; r < R; r++)
-    scale[r] = shorten<C>(rows.query + r * rows.size, rows.size, most < 32767 ? most : 32767, asked + r * half);
-  for (int64_t first = 0; first < count; first += T) {
-    const char* token[T];
-    I sum_of[W];
-    UNROLLED for (int i = 0; i < T; i++) token[i] = codes + (first + i < count ? first + i : count - 1) * stride;
-    UNROLLED for (int i = 0; i < W; i++) sum_of[i] = I{};
-    const int32_t* query = asked;
-    for (int64_t c = 0; c < half; c += HALF * W, query += HALF * W) {
-      U words[T];
-      UNROLLED for (int i = 0; i < T; i++) words[i] = C::words(token[i]), soon(token[i]), token[i] += C::BYTES;
-      UNROLLED for (int k = 0; k < HALF; k++)
-        UNROLLED for (int i = 0; i < T; i++) {
-          const U both = (words[i] >> (k * BITS)) & (uint32_t)(MASK | MASK << 16);
-          UNROLLED for (int r = 0; r < R; r++)
-            sum_of[r * T + i] = (I)_mm512_dpwssd_epi32((__m512i)sum_of[r * T + i], (__m512i)both,
-                                                       _mm512_loadu_si512(query + r * half + k * W));
-        }
-    }
-    float all_of[W];
-    store(all_of, __builtin_convertvector(sums(sum_of), F));
-    const int64_t filled = count - first < T ? count - first : T;
-    UNROLLED for (int r = 0; r < R; r++)
-      for (int64_t i = 0; i < filled; i++) to[r * apart + first + i] = all_of[r * T + i] * scale[r];
-  }
-}
-#endif
-
 template <class C, int R>
 inline void products_rows(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
 #if defined(__AVX512VNNI__)
-  // A single row gains nothing: its time goes into adding up lanes.
-  if constexpr (C::BYTES == sizeof(U) && R > 1)
-    if (rows.coarse && rows.size <= MOST_SHORT) return short_products<C, C::BITS_OF, R>(rows, codes, stride, count, to, apart);
+  if constexpr (C::BYTES == sizeof(U))
+    if (rows.coarse && rows.size <= MOST_SHORT) {
+      if constexpr (R == 1) return byte_products<C, C::BITS_OF>(rows, codes, stride, count, to);
+      else return short_products<C, C::BITS_OF, R>(rows, codes, stride, count, to, apart);
+    }
 #endif
   for (int64_t i = 0; i < count; i += W / R)
     products_of<C, R>(rows, codes + i * stride, stride, count - i, to + i, apart);

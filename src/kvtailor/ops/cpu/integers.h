@@ -1,0 +1,118 @@
+// Products of queries with packed codes in integers, where the machine has VNNI: several products of an operation's lane.
+//
+// A row's query becomes 16 bits of its own scale (an error of 2^-16 of its largest number), which is far below what the
+// codes themselves have lost.
+#pragma once
+
+#include "words.h"
+
+constexpr int64_t MOST_SHORT = 512;
+
+// Several rows: codes as 16 bits, two products to a lane of an operation.
+template <class C> inline float shorten(const float* query, int64_t size, int64_t most, int32_t* to) {
+  F top{};
+  for (int64_t c = 0; c < size; c += W) {
+    const F x = load<F>(query + c);
+    top = larger(top, larger(x, -x));
+  }
+  const float high = highest(top);
+  const float up = high > 0 ? (float)most / high : 0.f;
+  const auto rounded = [&](int64_t c) { return (I)_mm512_cvtps_epi32((__m512)(load<F>(query + c) * up)); };
+  for (int64_t v = 0; v < size; v += C::N * W)
+    for (int k = 0; k < C::N / 2; k++, to += W)
+      store(to, (rounded(v + (k + C::N / 2) * W) << 16) | (rounded(v + k * W) & 0xffff));
+  return high / (float)most;
+}
+
+template <class C, int BITS, int R>
+inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
+  constexpr int T = W / R, HALF = C::N / 2;
+  constexpr int32_t MASK = (1 << BITS) - 1;
+  alignas(64) int32_t asked[R * MOST_SHORT / 2];
+  float scale[R];
+  const int64_t half = rows.size / 2, most = 0x7fffffff / (MASK * rows.size);
+  for (int r = 0; r < R; r++)
+    scale[r] = shorten<C>(rows.query + r * rows.size, rows.size, most < 32767 ? most : 32767, asked + r * half);
+  for (int64_t first = 0; first < count; first += T) {
+    const char* token[T];
+    I sum_of[W];
+    UNROLLED for (int i = 0; i < T; i++) token[i] = codes + (first + i < count ? first + i : count - 1) * stride;
+    UNROLLED for (int i = 0; i < W; i++) sum_of[i] = I{};
+    const int32_t* query = asked;
+    for (int64_t c = 0; c < half; c += HALF * W, query += HALF * W) {
+      U words[T];
+      UNROLLED for (int i = 0; i < T; i++) words[i] = C::words(token[i]), soon(token[i]), token[i] += C::BYTES;
+      UNROLLED for (int k = 0; k < HALF; k++)
+        UNROLLED for (int i = 0; i < T; i++) {
+          const U both = (words[i] >> (k * BITS)) & (uint32_t)(MASK | MASK << 16);
+          UNROLLED for (int r = 0; r < R; r++)
+            sum_of[r * T + i] = (I)_mm512_dpwssd_epi32((__m512i)sum_of[r * T + i], (__m512i)both,
+                                                       _mm512_loadu_si512(query + r * half + k * W));
+        }
+    }
+    float all_of[W];
+    store(all_of, __builtin_convertvector(sums(sum_of), F));
+    const int64_t filled = count - first < T ? count - first : T;
+    UNROLLED for (int r = 0; r < R; r++)
+      for (int64_t i = 0; i < filled; i++) to[r * apart + first + i] = all_of[r * T + i] * scale[r];
+  }
+}
+
+// One row: codes as they are, four products to a lane, with the high bytes of a query and with its low ones. It spares
+// the widening of codes, which several rows share, and costs a second sum.
+template <class C> inline float cut(const float* query, int64_t size, int64_t most, U* to) {
+  F top{};
+  for (int64_t c = 0; c < size; c += W) {
+    const F x = load<F>(query + c);
+    top = larger(top, larger(x, -x));
+  }
+  const float high = highest(top);
+  const float up = high > 0 ? (float)most / high : 0.f;
+  for (int64_t v = 0; v < size; v += C::N * W)
+    for (int k = 0; k < C::KINDS; k++, to += 2) {
+      U highs{}, lows{};
+      for (int byte = 0; byte < 4; byte++) {
+        const F x = load<F>(query + v + (byte * C::KINDS + k) * W) * up;
+        const U number = (U)_mm512_maskz_cvtps_epi32(0xffff, (__m512)x);
+        lows |= (number & 0xff) << (8 * byte);
+        highs |= ((number + 128) >> 8 & 0xff) << (8 * byte);
+      }
+      to[0] = highs, to[1] = lows;
+    }
+  return high / (float)most;
+}
+
+template <class C, int BITS>
+inline void byte_products(Rows row, const char* codes, int64_t stride, int64_t count, float* to) {
+  constexpr int HALF = W / 2;
+  constexpr uint32_t MASK = (1u << BITS) - 1;
+  U asked[MOST_SHORT / 2 / W];
+  const int64_t most = 0x7fffffff / (MASK * row.size);
+  const float scale = cut<C>(row.query, row.size, most < 32639 ? most : 32639, asked);
+  for (int64_t first = 0; first < count; first += W) {
+    I sum_of[W];
+    UNROLLED for (int half = 0; half < W; half += HALF) {
+      const char* token[HALF];
+      __m512i high[HALF], low[HALF];
+      UNROLLED for (int i = 0; i < HALF; i++) {
+        const int64_t mine = first + half + i;
+        token[i] = codes + (mine < count ? mine : count - 1) * stride;
+        high[i] = low[i] = __m512i{};
+      }
+      const U* query = asked;
+      for (int64_t c = 0; c < row.size; c += C::N * W) {
+        U words[HALF];
+        UNROLLED for (int i = 0; i < HALF; i++) words[i] = C::words(token[i]), soon(token[i]), token[i] += C::BYTES;
+        UNROLLED for (int k = 0; k < C::KINDS; k++, query += 2)
+          UNROLLED for (int i = 0; i < HALF; i++) {
+            const __m512i bytes = (__m512i)((words[i] >> (k * BITS)) & MASK * 0x01010101u);
+            high[i] = _mm512_dpbusd_epi32(high[i], bytes, (__m512i)query[0]);
+            low[i] = _mm512_dpbusd_epi32(low[i], bytes, (__m512i)query[1]);
+          }
+      }
+      UNROLLED for (int i = 0; i < HALF; i++) sum_of[half + i] = (I)(((U)high[i] << 8) + (U)low[i]);
+    }
+    const F found = __builtin_convertvector(sums(sum_of), F) * scale;
+    memcpy(to + first, &found, (size_t)(count - first < W ? count - first : W) * sizeof(float));
+  }
+}

@@ -1,0 +1,66 @@
+// Packed codes as vectors of 32-bit words hold them.
+//
+// A vector of 32-bit words holds 32 / BITS codes in each word. Code k of every word, shifted down and masked, is a vector
+// of codes whose channels are far apart; which ones, `place_of_code` says. Queries are laid out in that order before, and
+// outputs put back after. A token whose codes fill only a part of a vector is repeated FOLD times in it, and each
+// repetition gives other codes.
+#pragma once
+
+#include "layouts.h"
+
+// Queries of a piece, as the products below want them.
+struct Rows {
+  const float* query;  // (rows, size), in the order of `place_of_code`
+  int64_t size;
+  bool coarse;  // the cache has 16 bits, so that 16 bits of a query are enough
+};
+
+template <int BITS, int FOLD> struct Codes {
+  static constexpr int BITS_OF = BITS;
+  static constexpr int N = 32 / (BITS * FOLD);           // vectors that a vector of words holds
+  static constexpr int KINDS = 8 / BITS;                 // codes of a byte: of as many runs of channels
+  static constexpr int BYTES = (int)sizeof(U) / FOLD;    // that are read
+
+  static U words(const char* p) {
+    if constexpr (FOLD == 1) return load<U>(p);
+#if defined(__AVX512F__)
+    if constexpr (FOLD == 2) return (U)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
+    if constexpr (FOLD == 4) return (U)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    if constexpr (FOLD == 2) return (U)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+#endif
+    U all;
+    for (int i = 0; i < FOLD; i++) memcpy((char*)&all + i * BYTES, p, BYTES);
+    return all;
+  }
+
+  static F at(U words, int k) {
+    if constexpr (FOLD == 1) return __builtin_convertvector((I)((words >> (k * BITS)) & ((1u << BITS) - 1)), F);
+    U down;
+    UNROLLED for (int i = 0; i < W; i++) down[i] = (uint32_t)((k + i / (W / FOLD) * N) * BITS);
+    return __builtin_convertvector((I)((words >> down) & ((1u << BITS) - 1)), F);
+  }
+};
+
+// The bytes of a token's codes where one plane holds them all and vectors of words divide them; else 0.
+static inline int64_t whole_words(const Side& side) {
+  const int64_t bytes = side.size * side.bits / 8;
+  if (side.kind < TOKEN_CODES || side.row || (side.bits != 2 && side.bits != 4 && side.bits != 8)) return 0;
+  if (side.size * side.bits % 8 || side.size % (2 * W)) return 0;
+  const int64_t full = (int64_t)sizeof(U);
+  return bytes % full == 0 || bytes * 2 == full || bytes * 4 == full ? bytes : 0;
+}
+
+static inline int64_t folds(const Side& side) {
+  const int64_t bytes = side.size * side.bits / 8;
+  return bytes < (int64_t)sizeof(U) ? (int64_t)sizeof(U) / bytes : 1;
+}
+
+// Where channel c comes to lie in the vectors of a token.
+static inline int64_t place_of_code(const Side& side, int64_t c) {
+  const int64_t bits = side.bits, bytes = side.size * bits / 8, fold = folds(side), n = 32 / (bits * fold);
+  const int64_t sub = c / bytes, byte = c % bytes, words = W / fold;
+  const int64_t vector = byte / (4 * words), word = byte % (4 * words) / 4;
+  const int64_t code = byte % 4 * (8 / bits) + sub;
+  return (vector * n + code % n) * W + code / n * words + word;
+}
