@@ -36,7 +36,7 @@ setup(
     ext_modules=[
         Extension(
             f"kvtailor.ops.cpu.kernels_{name}",
-            [f"{FOLDER}/{source}.cpp" for source in ("attention", "quantise")],
+            [f"{FOLDER}/{source}.cpp" for source in ("attention", "checksum", "quantise")],
             depends=sorted(glob(f"{FOLDER}/*.h")),
             extra_compile_args=[*ALWAYS, *QUIET, *flags],
             extra_link_args=["-s"],

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import TierError
+from kvtailor.ops.cpu.checksum import crc32
 from kvtailor.ops.packed import Packing
 from kvtailor.store.folder import PARTIAL, Folder
 
@@ -105,7 +106,7 @@ class SegmentFile:
             self._refuse(f"cannot be read: {error.strerror}", error)
         finally:
             os.close(file)
-        if zlib.crc32(view) != self._checksum:
+        if crc32(run) != self._checksum:
             self._refuse("is damaged: its tensors do not have the checksum that they were written with")
         return run
 
@@ -134,8 +135,9 @@ class SegmentFile:
             checksum = end = 0
             for start, piece in self.packing.pieces(tensors):
                 gap = bytes(start - end)
-                data = piece.cpu().numpy().data
-                checksum = zlib.crc32(data, zlib.crc32(gap, checksum))
+                piece = piece.cpu()
+                data = piece.numpy().data
+                checksum = crc32(piece, zlib.crc32(gap, checksum))
                 _write_all(file, memoryview(gap), self.header_bytes + end)
                 _write_all(file, data, self.header_bytes + start)
                 end = start + len(data)
