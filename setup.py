@@ -13,6 +13,8 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = "src/kvtailor/ops/cpu"
 ALWAYS = ["-std=c++17", "-O3", "-g0", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math"]
+# Nothing is thrown through them.
+ALWAYS += ["-fno-asynchronous-unwind-tables", "-fno-unwind-tables"]
 # -Wpsabi: vectors are passed between inlined functions alone. -Wmaybe-uninitialized: GCC 12's own headers.
 QUIET = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

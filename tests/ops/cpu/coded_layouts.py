@@ -31,6 +31,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
         f"tokens{bits}": lambda states, bits=bits: TokenCodes.of(states, bits, largest_divisor(states.shape[-1], 32))
         for bits in (1, 2, 4, 8)
     },
+    **{
+        f"tokens{bits}x64": lambda states, bits=bits: TokenCodes.of(states, bits, largest_divisor(states.shape[-1], 64))
+        for bits in (4, 8)
+    },
     "tokens4x8": lambda states: TokenCodes.of(states, 4, 8),
     **{f"channels{bits}": partial(ChannelCodes.of, bits=bits, group=32) for bits in (2, 3, 4, 8)},
     "channels4x5": partial(ChannelCodes.of, bits=4, group=5),

@@ -170,6 +170,13 @@ def test_numbers_that_overflow_are_not_swallowed(library: Library) -> None:
         torch.randn(1, 1, 1, 32), Whole(states=keys), Whole(states=values), scaling=0.1, using=library
     )
     assert out.isnan().any()
+    coded = TokenCodes.symmetric(values.repeat(1, 1, 4), 8)
+    for wrong in (torch.nan, torch.inf):
+        coded.step[0, 5] = wrong
+        for group in (1, 2, 4):
+            query = torch.randn(1, group, 1, 32)
+            out, _ = attend_coded(query, Whole(states=keys), coded, scaling=0.1, using=library)
+            assert not out.isfinite().any()
     values[0, 6, 7] = torch.inf
     keys[0, 5, 3] = 0
     out, _ = attend_coded(

@@ -249,7 +249,9 @@ struct Piece {
     widen_table(values, values.step, at, count * groups, step);
     if (values.low) widen_table(values, values.low, at, count * groups, low);
     const float zero = (float)((1 << (values.bits - 1)) - 1);
-    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, groups, zero};
+    const bool uniform = groups == 1 || (groups <= MOST_GROUPS && values.group % sizeof(U) == 0);
+    const bool coarse = uniform && values.scales != FLOAT32;
+    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, groups, zero, coarse};
     with_codes(values, [&](auto codes) {
       weighted<decltype(codes)>(logits_at, BLOCK, rows, data(values, first), values.slot_bytes, count, found, out,
                                 tables.wide_values);

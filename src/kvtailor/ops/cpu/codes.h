@@ -52,14 +52,6 @@ void products(Rows rows, int64_t number, const char* codes, int64_t stride, int6
   });
 }
 
-// Scales of the tokens of a block as floats, and which of them each lane of a vector uses.
-struct Scales {
-  const float *step, *low;  // (tokens, groups), and W floats of room behind; low null: codes are symmetric
-  const int32_t* lanes;     // (vectors of words, KINDS, W)
-  int64_t groups;
-  float zero;
-};
-
 // Adds weighted values to M vectors of the N that one vector of words holds, of R rows.
 template <class C, int R, int M>
 inline void sums_of(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
@@ -104,6 +96,10 @@ inline void sums_from(const float* weights, int64_t apart, const char* codes, in
 template <class C, int R>
 void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
                const Scales& scales, float* out, int64_t size) {
+#if defined(__AVX512VNNI__)
+  if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2)
+    if (scales.coarse) return short_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
+#endif
   for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++)
     sums_from<C, R>(weights, apart, codes + v * C::BYTES, stride, count, scales, scales.lanes + v * C::KINDS * W, out + c, size);
 }

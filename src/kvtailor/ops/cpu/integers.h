@@ -1,27 +1,28 @@
 // Products of queries with packed codes in integers, where the machine has VNNI: several products of an operation's lane.
 //
 // A row's query becomes 16 bits of its own scale (an error of 2^-16 of its largest number), which is far below what the
-// codes themselves have lost.
+// codes themselves have lost. A sum less itself is 0, and NaN where something was no number: so it stays none.
 #pragma once
 
+#include "plain.h"
 #include "words.h"
 
 constexpr int64_t MOST_SHORT = 512;
 
 // Several rows: codes as 16 bits, two products to a lane of an operation.
 template <class C> inline float shorten(const float* query, int64_t size, int64_t most, int32_t* to) {
-  F top{};
+  F top{}, total{};
   for (int64_t c = 0; c < size; c += W) {
     const F x = load<F>(query + c);
-    top = larger(top, larger(x, -x));
+    top = larger(top, larger(x, -x)), total += x;
   }
-  const float high = highest(top);
+  const float high = highest(top), whole = sum(total);
   const float up = high > 0 ? (float)most / high : 0.f;
   const auto rounded = [&](int64_t c) { return (I)_mm512_cvtps_epi32((__m512)(load<F>(query + c) * up)); };
   for (int64_t v = 0; v < size; v += C::N * W)
     for (int k = 0; k < C::N / 2; k++, to += W)
       store(to, (rounded(v + (k + C::N / 2) * W) << 16) | (rounded(v + k * W) & 0xffff));
-  return high / (float)most;
+  return high / (float)most + (whole - whole);
 }
 
 template <class C, int BITS, int R>
@@ -61,12 +62,12 @@ inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t
 // One row: codes as they are, four products to a lane, with the high bytes of a query and with its low ones. It spares
 // the widening of codes, which several rows share, and costs a second sum.
 template <class C> inline float cut(const float* query, int64_t size, int64_t most, U* to) {
-  F top{};
+  F top{}, total{};
   for (int64_t c = 0; c < size; c += W) {
     const F x = load<F>(query + c);
-    top = larger(top, larger(x, -x));
+    top = larger(top, larger(x, -x)), total += x;
   }
-  const float high = highest(top);
+  const float high = highest(top), whole = sum(total);
   const float up = high > 0 ? (float)most / high : 0.f;
   for (int64_t v = 0; v < size; v += C::N * W)
     for (int k = 0; k < C::KINDS; k++, to += 2) {
@@ -79,7 +80,7 @@ template <class C> inline float cut(const float* query, int64_t size, int64_t mo
       }
       to[0] = highs, to[1] = lows;
     }
-  return high / (float)most;
+  return high / (float)most + (whole - whole);
 }
 
 template <class C, int BITS>
@@ -114,5 +115,92 @@ inline void byte_products(Rows row, const char* codes, int64_t stride, int64_t c
     }
     const F found = __builtin_convertvector(sums(sum_of), F) * scale;
     memcpy(to + first, &found, (size_t)(count - first < W ? count - first : W) * sizeof(float));
+  }
+}
+
+// Weighted sums of codes: a lane takes the same channel of two tokens. A row's weights, times the steps of their tokens,
+// become 15 bits of their own scale for each block, so that no sum over a block can overflow.
+struct Weights {
+  alignas(64) int16_t of_tokens[BLOCK];
+  float scale, base;  // a sum of codes times `scale`, plus `base`, is the sum of values
+
+  // `step` and `low` by token; low null: codes are symmetric around `zero`, from which rounding is counted in any case.
+  APART void fill(const float* weights, const float* step, const float* low, float zero, int64_t count) {
+    float stepped[BLOCK];
+    F top{}, total{}, lows{};
+    for (int64_t t = 0; t < count; t += W) {
+      const I inside = numbered() < (int32_t)(count - t);
+      const F weight = load<F>(weights + t), x = inside ? weight * load<F>(step + t) : F{};
+      store(stepped + t, x);
+      top = larger(x, top), total += x;
+      if (low) lows += inside ? weight * load<F>(low + t) + x * zero : F{};
+    }
+    const float high = highest(top), up = high > 0 ? 32767.f / high : 0.f, whole = sum(total);
+    I numbers{};
+    for (int64_t t = 0; t < count; t += W) {
+      const __m512i rounded = _mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(stepped + t) * up));
+      _mm256_store_si256((__m256i*)(of_tokens + t), _mm512_maskz_cvtepi32_epi16(0xffff, rounded));
+      numbers += (I)rounded;
+    }
+    scale = high / 32767.f + (whole - whole);
+    base = sum(lows) - zero * scale * sum(__builtin_convertvector(numbers, F));
+  }
+
+  static I numbered() {
+    I each;
+    UNROLLED for (int i = 0; i < W; i++) each[i] = i;
+    return each;
+  }
+};
+
+template <class C, int R, int M, int FIRST>
+inline void short_sums_of(const Weights* const* of, const char* codes, int64_t stride, int64_t count, float* out, int64_t size) {
+  constexpr int HALF = C::N / 2, KINDS = C::KINDS;
+  constexpr uint32_t MASK = (1u << C::BITS_OF) - 1;
+  __m512i sum_of[R][M];
+  UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int i = 0; i < M; i++) sum_of[r][i] = __m512i{};
+  for (int64_t t = 0; t < count; t += 2, codes += 2 * stride) {
+    const char* other = t + 1 < count ? codes + stride : codes;
+    const U a = C::words(codes), b = C::words(other);
+    soon(codes), soon(other);
+    const U low = (a & 0xffff) | (b << 16), high = (a >> 16) | (b & 0xffff0000u);
+    UNROLLED for (int i = 0; i < M; i++) {
+      const int k = FIRST + i;
+      const U both = ((k < HALF ? low : high) >> (k % HALF * C::BITS_OF)) & (MASK | MASK << 16);
+      UNROLLED for (int r = 0; r < R; r++) {
+        int32_t pair;
+        memcpy(&pair, of[r * KINDS + k % KINDS]->of_tokens + t, 4);
+        sum_of[r][i] = _mm512_dpwssd_epi32(sum_of[r][i], (__m512i)both, _mm512_set1_epi32(pair));
+      }
+    }
+  }
+  UNROLLED for (int r = 0; r < R; r++)
+    UNROLLED for (int i = 0; i < M; i++) {
+      const Weights& mine = *of[r * KINDS + (FIRST + i) % KINDS];
+      float* to = out + r * size + (FIRST + i) * W;
+      store(to, load<F>(to) + (__builtin_convertvector((I)sum_of[r][i], F) * mine.scale + mine.base));
+    }
+}
+
+template <class C, int R>
+void short_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
+                const Scales& scales, float* out, int64_t size) {
+  Weights all_of[R * MOST_GROUPS];
+  float step[BLOCK], low[BLOCK];
+  for (int64_t i = 0; i < scales.groups; i++) {
+    for (int64_t t = 0; t < count; t++) step[t] = scales.step[t * scales.groups + i];
+    if (scales.low)
+      for (int64_t t = 0; t < count; t++) low[t] = scales.low[t * scales.groups + i];
+    for (int r = 0; r < R; r++)
+      all_of[r * scales.groups + i].fill(weights + r * apart, step, scales.low ? low : nullptr, scales.zero, count);
+  }
+  for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++, codes += C::BYTES) {
+    const Weights* of[R * C::KINDS];
+    for (int r = 0; r < R; r++)
+      for (int kind = 0; kind < C::KINDS; kind++)
+        of[r * C::KINDS + kind] = all_of + r * scales.groups + (scales.groups > 1 ? scales.lanes[(v * C::KINDS + kind) * W] : 0);
+    constexpr int M = C::N < W / R ? C::N : W / R;
+    short_sums_of<C, R, M, 0>(of, codes, stride, count, out + c, size);
+    if constexpr (M < C::N) short_sums_of<C, R, M, M>(of, codes, stride, count, out + c, size);
   }
 }

@@ -114,7 +114,7 @@ template <int WIDTH> void pack_plane(const uint8_t* __restrict codes, int shift,
 }
 
 // As ops.quant.pack.
-void pack(const uint8_t* codes, int64_t bits, int64_t size, uint8_t* to) {
+APART void pack(const uint8_t* codes, int64_t bits, int64_t size, uint8_t* to) {
   int shift = 0;
   for (int width = 8; width; width /= 2) {
     if (!(bits & width)) continue;
@@ -141,7 +141,7 @@ template <class T> struct Piece {
   }
 
   // The step of a range as it is kept.
-  float step_of(float least, float greatest, int64_t place) const {
+  APART float step_of(float least, float greatest, int64_t place) const {
     float asked;
     if (call.low) {
       asked = (greatest - least) / making.most;

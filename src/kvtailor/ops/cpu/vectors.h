@@ -39,6 +39,9 @@ template <class Each> static inline void in_rows(int64_t rows, Each each) {
   if (r < rows) each(Some<1>(), r);
 }
 
+// Large, and called too seldom for copies of it to be worth their bytes.
+#define APART __attribute__((noinline))
+
 template <class V> static inline V load(const void* from) {
   V v;
   memcpy(&v, from, sizeof v);

@@ -15,6 +15,17 @@ struct Rows {
   bool coarse;  // the cache has 16 bits, so that 16 bits of a query are enough
 };
 
+constexpr int64_t MOST_GROUPS = 4;  // of a token whose values are summed in integers
+
+// Scales of the tokens of a block as floats, and which of them each lane of a vector uses.
+struct Scales {
+  const float *step, *low;  // (tokens, groups), and W floats of room behind; low null: codes are symmetric
+  const int32_t* lanes;     // (vectors of words, KINDS, W)
+  int64_t groups;
+  float zero;
+  bool coarse;  // the cache has 16 bits, and lanes that hold one kind of code use one scale
+};
+
 template <int BITS, int FOLD> struct Codes {
   static constexpr int BITS_OF = BITS;
   static constexpr int N = 32 / (BITS * FOLD);           // vectors that a vector of words holds
