@@ -171,6 +171,10 @@ def test_numbers_that_overflow_are_not_swallowed(library: Library) -> None:
     )
     assert out.isnan().any()
     coded = TokenCodes.symmetric(values.repeat(1, 1, 4), 8)
+    query = torch.full((1, 2, 1, 128), 0.1)
+    query[0, 1, 0, 3] = torch.nan
+    out, lse = attend_coded(query, coded, coded, scaling=0.1, using=library)
+    assert out[0, 0].isfinite().all() and out[0, 1].isnan().all() and lse.isnan().tolist() == [[[False], [True]]]
     for wrong in (torch.nan, torch.inf):
         coded.step[0, 5] = wrong
         for group in (1, 2, 4):

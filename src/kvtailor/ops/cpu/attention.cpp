@@ -310,14 +310,15 @@ void merge(const Call& call, const Tables& tables, int64_t owner, int64_t first,
     for (int64_t c = 0; c < size; c++) out[c] = 0;
     for (int64_t i = first; i < last; i++) {
       const float* tops = call.found + i * each;
-      if (tops[r] == NOTHING) continue;
+      if (tops[rows + r] == 0) continue;
       const float share = exponential(all(tops[r] - top))[0];
       total += share * tops[rows + r];
       const float* mine = tops + 2 * rows + r * tables.wide_values;
       for (int64_t c = 0; c < size; c++) out[c] += share * mine[tables.value_place[c]];
     }
-    call.lse[owner * rows + r] = total > 0 ? top + __builtin_logf(total) : NOTHING;
-    if (total > 0)
+    // Not `total > 0`: where something was no number, so are these.
+    call.lse[owner * rows + r] = total == 0 ? NOTHING : top + __builtin_logf(total);
+    if (total != 0)
       for (int64_t c = 0; c < size; c++) out[c] /= total;
   }
 }

@@ -1,7 +1,8 @@
 """The compiled kernels: which variant this machine runs, how it is called, and on whose threads.
 
 The extension is plain C functions on pointers, so that one file serves every Python and every torch; its threads are
-torch's own, by `torch_parallel_for` of torch's stable C interface (torch >= 2.10). See docs/decisions/0011-cpu.md.
+torch's own, by `torch_parallel_for` of torch's stable C interface (torch >= 2.10).
+See docs/decisions/0011-cpu-kernels.md.
 """
 
 from __future__ import annotations
