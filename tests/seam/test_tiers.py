@@ -189,6 +189,21 @@ def test_hits_misses_and_bytes_are_what_arithmetic_says(
     assert ledger.full == 40 * 6 * 2 * 2 * 16 * 4
 
 
+@pytest.mark.parametrize("policy", ["fixed", "mru", "lru"])
+@torch.no_grad()
+def test_hits_are_the_same_where_forwards_may_be_taken_back(policy: str, tmp_path: Path) -> None:
+    """`kvtailor.generate` puts every layer away once more when a round has settled, and nobody has read it then."""
+    model, ids = build("llama", layers=6), prompts((40,))[0]
+    plan = on_disk("vector(bits=8, block_size=40)", tmp_path, f"resident_layers=3, policy={policy}")
+    cache = kvtailor.cache_for(model, plan)
+    text = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False)
+    found = kvtailor.generate(model, ids, plan=plan, max_new_tokens=16)
+    assert torch.equal(found.sequences, text)
+    mine, theirs = found.cache.traffic(), cache.traffic()
+    assert (mine.hits, mine.misses) == (theirs.hits, theirs.misses)
+    assert mine.hits == {"fixed": 45, "lru": 0}.get(policy, mine.hits) and mine.hits + mine.misses == 90
+
+
 @torch.no_grad()
 def test_a_context_above_the_limit_runs_where_the_resident_one_refuses(tmp_path: Path) -> None:
     model = build("llama", layers=6)

@@ -87,7 +87,8 @@ class TieredShelves(Shelves):
             kept = [[s if isinstance(s, Placed) else next(shelved) for s in own] for own in held]
         self._held[unit] = bundles
         if self._open != unit:
-            self._settle(unit)
+            # Put away again as it was: nobody has used it, and a recency that counted this would be none.
+            self._settle(unit if fresh else None)
         return kept
 
     def prefetch(self, layer: int) -> None:
@@ -181,10 +182,11 @@ class TieredShelves(Shelves):
         self._count(bytes_read=sum(bundle.stored_size for bundle in bundles))
         return self.tier.fetch([bundle.stored for bundle in bundles if bundle.stored is not None])
 
-    def _settle(self, unit: int) -> None:
-        """Lets leave what does not stay now that a unit was used."""
-        sizes = {each: sum(bundle.form for bundle in bundles) for each, bundles in self._held.items()}
-        self.residency.used(unit, sizes)
+    def _settle(self, unit: int | None) -> None:
+        """Lets leave what does not stay now that a unit was used; None: none was."""
+        if unit is not None:
+            sizes = {each: sum(bundle.form for bundle in bundles) for each, bundles in self._held.items()}
+            self.residency.used(unit, sizes)
         for each in list(self._here):
             held, stays = self._held.get(each, []), each in self.residency.staying
             for bundle, here in list(self._here[each].items()):
