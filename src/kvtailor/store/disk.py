@@ -27,6 +27,7 @@ from kvtailor.store.bundle import Stored, Tier
 from kvtailor.store.contract import Placement, Shelves
 from kvtailor.store.folder import Folder
 from kvtailor.store.residency import Policy
+from kvtailor.store.rooms import Rooms
 from kvtailor.store.segment_file import SegmentFile
 from kvtailor.store.tiered import Tiered
 
@@ -54,6 +55,7 @@ class _Files(Tier):
         self.root = root
         self._folder: Folder | None = None
         self._reader: ThreadPoolExecutor | None = None
+        self._rooms = Rooms()
 
     def store(self, tensors: Mapping[str, Tensor], about: object) -> _File:
         if self._folder is None:
@@ -64,7 +66,8 @@ class _Files(Tier):
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtailor-disk")
         files = [each.file for each in stored if isinstance(each, _File)]
-        return self._reader.submit(lambda: [file.read() for file in files])
+        self._rooms.expect([file.packing.size for file in files])
+        return self._reader.submit(lambda: [file.read(self._rooms.take) for file in files])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,8 +79,11 @@ class SegmentFile:
         except OSError:
             return 0
 
-    def read(self) -> Tensor:
+    def read(self, room: Callable[[int], Tensor] | None = None) -> Tensor:
         """What is behind the header, (packing.size,) uint8 on the CPU, from the disk and not from the page cache.
+
+        Args:
+            room: gives so many bytes of uint8 to read into; None: fresh ones.
 
         Raises:
             TierError: the file is gone, cannot be read, or is not as it was written.
@@ -94,7 +97,8 @@ class SegmentFile:
             if found != written:
                 self._refuse(f"has {found} bytes and was written with {written}")
             self._check_header(os.pread(file, self.header_bytes, 0))
-            run = torch.empty(self.packing.size, dtype=torch.uint8)
+            size = self.packing.size
+            run = torch.empty(size, dtype=torch.uint8) if room is None else room(size)
             view, done = run.numpy().data, 0
             while done < self.packing.size:
                 step = os.preadv(file, [view[done:]], self.header_bytes + done)
