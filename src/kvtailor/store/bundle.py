@@ -55,6 +55,10 @@ class Tier(ABC):
     def fetch(self, stored: Sequence[Stored]) -> Arrival:
         """Begins to bring bundles to the device."""
 
+    @abstractmethod
+    def rest(self) -> None:
+        """A forward is over: memory that only serves the next one is given back."""
+
 
 class Bundle:
     """Segments that were put away together.

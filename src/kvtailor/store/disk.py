@@ -69,6 +69,9 @@ class _Files(Tier):
         self._rooms.expect([file.packing.size for file in files])
         return self._reader.submit(lambda: [file.read(self._rooms.take) for file in files])
 
+    def rest(self) -> None:
+        self._rooms.expect([])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Disk(Tiered, Placement):

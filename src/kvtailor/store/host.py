@@ -93,6 +93,9 @@ class _Memory(Tier):
             runs = [each.run.to(device, non_blocking=True) for each in pinned]
         return _Copied(runs, stream.record_event())
 
+    def rest(self) -> None:
+        """Nothing is kept for the next forward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Tiered, Placement):

@@ -41,7 +41,8 @@ class Rooms:
         with self._lock:
             at = next((i for i, each in enumerate(self._idle) if each.nbytes == size), None)
             own = numpy.empty(size, numpy.uint8) if at is None else self._idle.pop(at)
-        # A tensor holds the array that it was made from, and so do all tensors over the same memory.
+        # A tensor holds the array that it was made from, and so do all tensors over the same memory. What takes it back
+        # asks for no lock: the garbage collector may call it in the middle of `expect` or `take`.
         lent = own[:]
         weakref.finalize(lent, self._idle.append, own).atexit = False
         return torch.from_numpy(lent)

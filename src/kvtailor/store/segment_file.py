@@ -93,17 +93,17 @@ class SegmentFile:
         except OSError as error:
             self._refuse(f"cannot be opened: {error.strerror}", error)
         try:
-            found, written = os.fstat(file).st_size, self.header_bytes + self.packing.size
+            size = self.packing.size
+            found, written = os.fstat(file).st_size, self.header_bytes + size
             if found != written:
                 self._refuse(f"has {found} bytes and was written with {written}")
             self._check_header(os.pread(file, self.header_bytes, 0))
-            size = self.packing.size
             run = torch.empty(size, dtype=torch.uint8) if room is None else room(size)
             view, done = run.numpy().data, 0
-            while done < self.packing.size:
+            while done < size:
                 step = os.preadv(file, [view[done:]], self.header_bytes + done)
                 if step == 0:
-                    self._refuse(f"ends after {done} of {self.packing.size} bytes of tensors")
+                    self._refuse(f"ends after {done} of {size} bytes of tensors")
                 done += step
             _drop_from_page_cache(file)
         except OSError as error:

@@ -104,6 +104,8 @@ class TieredShelves(Shelves):
         unit, self._open = self._open, None
         if unit is not None:
             self._settle(unit)
+            if unit == self._units[-1]:
+                self.tier.rest()
 
     def entries(self, layer: int) -> list[Entry]:
         unit = self._unit_of.get(layer)
