@@ -10,6 +10,7 @@ from kvtailor.bench.statistics import (
     quantile,
     spread,
     student_quantile,
+    timings_of,
     wilson,
 )
 
@@ -95,3 +96,11 @@ def test_a_geometric_mean_has_its_interval_on_logarithms():
     for bad in ([], [1.0, 0.0]):
         with pytest.raises(ValueError, match="geometric mean"):
             geometric_mean(bad)
+
+
+def test_timings_are_those_of_undisturbed_samples():
+    found = timings_of({"a": [9.0, 1.0, 2.0, 3.0], "b": [9.0, 4.0, 4.0, 4.0]}, [True, False, False, False], 5)
+    assert found["a"]["median"] == 2 and found["b"]["p10"] == 4 and found["a"]["left_out"] == 1
+    assert timings_of({"a": [1.0, 2.0, 3.0]}, [True, False, False], 5) == {}
+    assert timings_of({"a": [1.0, 2.0]}, [False, False], 2)["a"]["count"] == 2
+    assert timings_of({"a": [1.0]}, [True], 0) == {}

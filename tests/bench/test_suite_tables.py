@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from tests.bench.made_records import record
 from tests.bench.suite_case import CONTEXT, KEEP, PLAN, WINDOWS, dummy, go, nats, small_suite, write_text
 
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.files import markdown_page
 from kvtailor.bench.report.grid import as_csv
+from kvtailor.bench.report.suite_numbers import measured
 from kvtailor.bench.report.suite_pages import suite_pages
 from kvtailor.bench.report.suite_tables import provenance, suite_tables
 from kvtailor.bench.schema import latest, read_records
@@ -80,6 +82,29 @@ def test_what_was_not_measured_alike_does_not_stand_together(small, text, tmp_pa
     mixed = [replace(r, **{field: other}, started="2001" + r.started[4:]) if r.label == PLAN else r for r in records]
     rows = {row.labels: row for row in suite_tables(small, mixed)[0].rows}
     assert rows["snap", str(text)].cells[0].value is None and rows["full", str(text)].cells[0].value is not None
+
+
+def test_ratios_have_a_geometric_mean(tmp_path):
+    path = tmp_path / "drafts.toml"
+    path.write_text("""
+title = "Drafts"
+tasks.draft = { run = "speculation", draft_plan = "streaming @ tokens=8" }
+settings.default = {}
+[[tables]]
+name = "drafts"
+title = "Drafts"
+labels = ["plan"]
+columns = [{ label = "speed-up", task = "draft", value = "geometric.speed_up" }]
+rows = [{ plan = "full" }]
+""")
+    cell = read_suite(path).tables_for("any")[0].rows[0].cells[0]
+
+    def found(*ratios):
+        return measured(cell, [[record("full", "speculation", values={"speed_up": ratios})]], None)
+
+    assert found(0.5, 2.0, 1.0, 1.0, 4.0, 0.25).value == pytest.approx(1.0)
+    assert found(0.5, 2.0, 1.0, 1.0, 4.0, 0.25).low < 1 < found(0.5, 2.0, 1.0, 1.0, 4.0, 0.25).high
+    assert found() is None and found(1.0, 0.0) is None
 
 
 def test_times_of_another_run_do_not_stand_together(tmp_path):

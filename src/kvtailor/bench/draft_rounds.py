@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from kvtailor.bench.statistics import geometric_mean, spread
+from kvtailor.bench.statistics import geometric_mean, timings_of
 from kvtailor.bench.weighing import weigh
 from kvtailor.hf.generate import Generated
 from kvtailor.ledger import storage_bytes
@@ -60,14 +60,10 @@ class DraftRounds:
         self.plain_device_bytes = plain.cache.ledger().by_tier["device"]
         self.device_bytes = sum(each.ledger().by_tier["device"] for each in (drafted.cache, *drafted.drafts))
 
-    def timings(self, least: int) -> dict[str, Mapping[str, float | None]]:
-        """As in `Record.timings`; empty where fewer than `least` rounds were undisturbed."""
-        found: dict[str, Mapping[str, float | None]] = {}
-        for name, seconds in (("plain", self.plain), ("generation", self.drafted)):
-            if seconds and self.clean >= least:
-                kept = [each for each, bad in zip(seconds, self.disturbed, strict=True) if not bad]
-                found[name] = {**asdict(spread(kept)), "left_out": len(seconds) - self.clean}
-        return found
+    def timings(self, wanted: int) -> dict[str, Mapping[str, float | None]]:
+        """As in `Record.timings`, of `wanted` rounds."""
+        drafted = {"generation": self.drafted} if self.drafted else {}
+        return timings_of({"plain": self.plain, **drafted}, self.disturbed, wanted)
 
     def values(self, own: DraftRounds, *, greedy: bool) -> dict[str, tuple[float, ...]]:
         """As in `Record.values`; `own` is what the model's own cache did."""
@@ -82,21 +78,21 @@ class DraftRounds:
         return {name: tuple(each) for name, each in found.items()}
 
     def metrics(
-        self, own: DraftRounds, tokens: int, least: int, small: Any, *, greedy: bool
+        self, own: DraftRounds, tokens: int, wanted: int, small: Any, *, greedy: bool
     ) -> dict[str, float | None]:
         """As in `Record.metrics`; nothing for the model's own cache.
 
         Args:
             own: what the model's own cache did.
             tokens: that were timed in each round.
-            least: see `timings`.
+            wanted: rounds that were asked for.
             small: the draft model; None: there is none.
             greedy: texts can be compared.
         """
         if not self.drafted:
             return {}
         found: dict[str, float | None] = {}
-        timings = self.timings(least)
+        timings = self.timings(wanted)
         for name, of in (("tokens_per_second", "generation"), ("plain_tokens_per_second", "plain")):
             seconds = timings.get(of, {}).get("median")
             found[name] = tokens / seconds if seconds else None

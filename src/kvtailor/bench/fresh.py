@@ -21,7 +21,7 @@ from kvtailor.bench.gauge import Gauge, gauge_of
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 
-__all__ = ["STATE", "answer", "ask", "decode", "prefill", "random_tokens", "why_not"]
+__all__ = ["STATE", "answer", "ask", "prefill", "random_tokens", "why_not"]
 
 STATE = 7
 
@@ -123,11 +123,3 @@ def prefill(subject: Subject, contestant: Contestant, ids: Tensor) -> tuple[Tens
     logits, cache = subject.prefill(ids, subject.new_cache(contestant), last_only=True)
     subject.wait()
     return logits[:, -1:].argmax(-1), cache
-
-
-def decode(subject: Subject, following: Tensor, cache: Any, tokens: int) -> None:
-    """Feeds so many greedy tokens, of which `following` (b, 1) are the first."""
-    for _ in range(tokens):
-        logits, cache = subject.forward(following, cache, last_only=True)
-        following = logits[:, -1:].argmax(-1)
-    subject.wait()

@@ -234,7 +234,8 @@ def measure_faults(name: str, measure: str) -> list[str]:
     if not tail:
         known = (*FIELDS, *SHARES)
         return [] if measure in known else [f"there is no measure {measure!r}{suggest(measure, known)}"]
-    groups = {"metrics": kind.metrics, "timings": kind.timings, "mean": kind.values, "paired": kind.values}
+    of_samples = dict.fromkeys(("mean", "geometric", "paired"), kind.values)
+    groups = {"metrics": kind.metrics, "timings": kind.timings, **of_samples}
     if head not in groups:
         return [f"there is no measure {measure!r}: begin with one of {', '.join(groups)}"]
     found = groups[head]

@@ -148,6 +148,10 @@ class Neighbours:
         """Whether this system lets us look."""
         return self._last is not None
 
+    def notes(self) -> list[str]:
+        """What a record says of samples that could not be looked at."""
+        return [] if self.metered else ["This system does not say what other programs do: no sample was checked."]
+
     def start(self) -> None:
         """Begins a sample."""
         self._last = self._now()

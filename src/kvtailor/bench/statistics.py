@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 
 import torch
@@ -20,10 +20,12 @@ __all__ = [
     "quantile",
     "spread",
     "student_quantile",
+    "timings_of",
     "wilson",
 ]
 
 FEWEST = 5
+_LEAST_SAMPLES = 3
 _STATE = 20251121
 _CHUNK = 4_000_000
 
@@ -82,6 +84,28 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(
         quantile(values, 0.5), quantile(values, 0.25), quantile(values, 0.75), quantile(values, 0.1), len(values)
     )
+
+
+def timings_of(
+    seconds: Mapping[str, Sequence[float]], disturbed: Sequence[bool], wanted: int
+) -> dict[str, Mapping[str, float | None]]:
+    """The timings of a record: where the undisturbed samples lie, and how many were left out.
+
+    Args:
+        seconds: samples, by the name of what they time.
+        disturbed: for each sample whether it does not count.
+        wanted: samples that were asked for. Where fewer than 3 of more are left, there are no timings.
+    """
+    left = disturbed.count(False)
+    if not left or left < min(_LEAST_SAMPLES, wanted):
+        return {}
+    return {
+        name: {
+            **asdict(spread([x for x, bad in zip(each, disturbed, strict=True) if not bad])),
+            "left_out": len(disturbed) - left,
+        }
+        for name, each in seconds.items()
+    }
 
 
 def student_quantile(probability: float, freedom: int) -> float:

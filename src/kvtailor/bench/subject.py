@@ -197,6 +197,18 @@ class Subject:
 
         return read(self.model, cache, ids, instruction=instruction_of(self.tokenizer), last_only=last_only), cache
 
+    def decode(self, following: Tensor, cache: Any, tokens: int) -> Any:
+        """Feeds so many greedy tokens, of which `following` (b, 1) are the first, and waits for the device.
+
+        Returns:
+            the cache (a new one where it was None).
+        """
+        for _ in range(tokens):
+            logits, cache = self.forward(following, cache, last_only=True)
+            following = logits[:, -1:].argmax(-1)
+        self.wait()
+        return cache
+
     def begin(self, ids: Tensor, cache: Any, mask: Tensor | None = None) -> None:
         """Before the model's own `generate` with a prompt (b, n) and an empty cache, see `hf.prefill.begin`."""
         from kvtailor.hf.prefill import begin

@@ -45,8 +45,8 @@ class Cell:
     Attributes:
         plan: in one line.
         tasks: the tasks whose records hold it; of several, the mean.
-        measure: `metrics.NAME`, `timings.NAME` (median), `mean.NAME` and `paired.NAME` (of the samples, with an
-            interval), a field of a record, or `kept`, `reduction`, `compression` of its bytes.
+        measure: `metrics.NAME`, `timings.NAME` (median), `mean.NAME`, `geometric.NAME` (for ratios) and `paired.NAME`
+            (of the samples, with an interval), a field of a record, or `kept`, `reduction`, `compression` of its bytes.
         against: the plan that `paired` and `shows` compare with.
         shows: 'value'; 'ratio' to `against`; 'change' from it in per cent. Of `paired` they are those of each sample,
             their geometric mean with an interval.

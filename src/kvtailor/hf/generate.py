@@ -140,7 +140,7 @@ def generate(
         readers.append(CacheReader(model, own_plan, mask, chunk))
         levels.append(Level())
         drafting = Hierarchy(readers[-1], drafting, rule, inner_gamma, levels[-1])
-    own = readers[-1] if own_plan is not None else readers[-1] if draft is None and len(readers) > 1 else None
+    own = readers[-1] if len(readers) > 1 and (own_plan is not None or draft is None) else None
     sharing = [own] if own is not None and can_follow(own.plan) else []
     source = target if own is not None and can_remake(target.plan, own.plan) else None
     if source is not None and own is not None and refresh is not None:

@@ -156,10 +156,10 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     return [
         Choice(operation=few, twin=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"),
         prompt,
-        Choice(operation="making codes of states", twin="torch", why=why_not)
-        if why_not
-        else Choice(
-            operation="making codes of states", twin=f"C++, {built.variant}", why="gives the bytes torch gives"
+        Choice(
+            operation="making codes of states",
+            twin="torch" if why_not else f"C++, {built.variant}",
+            why=why_not or "gives the bytes torch gives",
         ),
     ]
 

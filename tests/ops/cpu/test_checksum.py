@@ -6,14 +6,13 @@ import zlib
 
 import pytest
 import torch
+from tests.ops.cpu.coded_layouts import every_variant
 
 from kvtailor.ops.cpu.checksum import crc32
-from kvtailor.ops.cpu.library import Library, built, load
-
-LIBRARIES = [pytest.param(load(path), id=name) for name, path in built().items() if load(path) is not None]
+from kvtailor.ops.cpu.library import Library
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@every_variant
 def test_it_is_zlibs_at_every_size_and_place(library: Library) -> None:
     generator = torch.Generator().manual_seed(0)
     for size in (0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 191, 192, 1000, 4097, 100_003):
@@ -23,7 +22,7 @@ def test_it_is_zlibs_at_every_size_and_place(library: Library) -> None:
                 assert crc32(data, value, using=library) == zlib.crc32(data.numpy().data, value), (size, first, value)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@every_variant
 def test_pieces_give_what_the_whole_gives_and_a_flipped_bit_does_not(library: Library) -> None:
     data = torch.randint(0, 256, (5000,), dtype=torch.uint8)
     whole = crc32(data, using=library)

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import Estimate, mean_difference, wilson
+from kvtailor.bench.statistics import Estimate, geometric_mean, mean, mean_difference, wilson
 from kvtailor.bench.suite_cells import Cell
 
 __all__ = ["measured", "point_of"]
@@ -43,13 +43,13 @@ def measured(
 
 def _plain(measure: str, tasks: Sequence[Sequence[Record]]) -> Estimate | None:
     head, _, name = measure.partition(".")
-    if head == "mean":
+    if head in ("mean", "geometric"):
         values = [value for records in tasks for record in records for value in record.values.get(name, ())]
         if not values or not all(map(math.isfinite, values)):
             return None
-        return (
-            wilson(round(sum(values)), len(values)) if name == "hit" else mean_difference(values, [0.0] * len(values))
-        )
+        if head == "geometric":
+            return geometric_mean(values) if min(values) > 0 else None
+        return wilson(round(sum(values)), len(values)) if name == "hit" else mean(values)
     per_task = [_of_task(measure, records) for records in tasks]
     numbers = [number for number in per_task if number is not None]
     return Estimate(fmean(numbers), None, None, len(numbers)) if len(numbers) == len(per_task) else None
@@ -98,9 +98,9 @@ def _paired(
         return mean_difference(*zip(*pairs, strict=True))
     if not all(x > 0 for both in pairs for x in both):
         return None
-    found = mean_difference(*zip(*[map(math.log, both) for both in pairs], strict=True))
-    low, high = (None if end is None else math.exp(end) - (shows == "change") for end in (found.low, found.high))
-    return Estimate(math.exp(found.value) - (shows == "change"), low, high, found.count)
+    found = geometric_mean([mine / other for mine, other in pairs])
+    low, high = (None if end is None else end - (shows == "change") for end in (found.low, found.high))
+    return Estimate(found.value - (shows == "change"), low, high, found.count)
 
 
 def _disturbed(record: Record, name: str) -> Sequence[float]:

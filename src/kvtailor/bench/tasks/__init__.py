@@ -33,6 +33,14 @@ class Given:
     advance: Callable[[str], None]
     known: Callable[[Record], Record | None] = lambda blank: None
 
+    def known_together(self, blanks: Sequence[Record]) -> list[Record]:
+        """The finished records of all these, where one run measured them all; else none.
+
+        Times are comparable within one run only, so that all of them are known or none is.
+        """
+        found = [record for blank in blanks if (record := self.known(blank)) is not None]
+        return found if len(found) == len(blanks) and len({record.run for record in found}) == 1 else []
+
 
 class Task(ABC):
     """One question asked of all plans. A subclass is a frozen, keyword-only dataclass of its settings.

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.fresh import STATE, answer, ask, decode, prefill, random_tokens, why_not
+from kvtailor.bench.fresh import STATE, answer, ask, prefill, random_tokens, why_not
 from kvtailor.bench.gauge import Gauge, gauge_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
@@ -189,13 +189,13 @@ def capacity_of(subject: Subject, contestant: Contestant, gauge: Gauge, settings
     known: dict[tuple[int, int], Need] = {}
 
     def measured(ids: Tensor) -> Need:
-        decode(subject, *prefill(subject, contestant, ids), tokens=1)
+        subject.decode(*prefill(subject, contestant, ids), tokens=1)
         before = gauge.now()
         gauge.reset()
         following, cache = prefill(subject, contestant, ids)
         held = bytes_of(cache)
         assert held is not None
-        decode(subject, following, cache, settings["tokens"])
+        subject.decode(following, cache, settings["tokens"])
         return Need(cache=held, whole=weights[1] + gauge.highest() - before)
 
     def need(context: int, batch: int) -> Need:

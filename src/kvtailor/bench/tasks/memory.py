@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.fresh import STATE, answer, ask, decode, prefill, random_tokens, why_not
+from kvtailor.bench.fresh import STATE, answer, ask, prefill, random_tokens, why_not
 from kvtailor.bench.gauge import Gauge
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
@@ -108,7 +108,7 @@ def weigh_in_this_process(
 
     # As long as what is measured: libraries take memory of their own when a step first comes to be.
     for _ in range(2):
-        decode(subject, *prefilled(), tokens=_DECODED)
+        subject.decode(*prefilled(), tokens=_DECODED)
     before = gauge.now()
     gauge.reset()
     tokens, cache = prefilled()
@@ -119,7 +119,7 @@ def weigh_in_this_process(
     more.clear()
     gauge.now()
     gauge.reset()
-    decode(subject, tokens, cache, tokens=_DECODED)
+    subject.decode(tokens, cache, tokens=_DECODED)
     peak_decode = gauge.highest() - before
     return {
         "samples": settings["caches"],

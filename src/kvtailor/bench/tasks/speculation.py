@@ -46,8 +46,6 @@ from kvtailor.plan import Plan
 
 __all__ = ["Speculation"]
 
-_LEAST_SAMPLES = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation(Task):
@@ -115,9 +113,8 @@ class Speculation(Task):
             raise KvtailorError("asked for speculation, which drives kvtailor's own caches, on a model with others")
         prompts = self._prompts(subject)
         contestants = [OWN, *given.contestants]
-        earlier = [given.known(self._blank(given, contestant, prompts)) for contestant in contestants]
-        together = [each for each in earlier if each is not None and each.run == getattr(earlier[0], "run", None)]
-        if len(together) == len(contestants):
+        together = given.known_together([self._blank(given, contestant, prompts) for contestant in contestants])
+        if together:
             yield from together
             return
         small = None if self.draft is None else load(self.draft, dtype=subject.dtype, device=str(subject.device))[0]
@@ -208,10 +205,7 @@ class Speculation(Task):
         token = logits[:, -1:].argmax(-1)
         subject.wait()
         begin = time.perf_counter()
-        for _ in range(self.tokens - 1):
-            logits, cache = subject.forward(token, cache, last_only=True)
-            token = logits[:, -1:].argmax(-1)
-        subject.wait()
+        subject.decode(token, cache, self.tokens - 1)
         return time.perf_counter() - begin, meter.disturbed()
 
     def _blank(self, given: Given, contestant: Contestant, prompts: Tensor) -> Record:
@@ -227,15 +221,13 @@ class Speculation(Task):
     ) -> Record:
         if side.error is not None:
             return replace(blank, error=side.error)
-        least = min(_LEAST_SAMPLES, self.rounds)
-        notes = [] if meter.metered else ["This system does not say what other programs do: no sample was checked."]
         return replace(
             blank,
             samples=side.clean,
             values=side.values(own, greedy=not self.temperature),
-            metrics=side.metrics(own, self.tokens - 1, least, small, greedy=not self.temperature),
-            timings=side.timings(least),
+            metrics=side.metrics(own, self.tokens - 1, self.rounds, small, greedy=not self.temperature),
+            timings=side.timings(self.rounds),
             wall_seconds=wall,
-            notes=tuple(notes),
+            notes=tuple(meter.notes()),
             **side.weight,
         )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,15 +34,13 @@ from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.flops import Work, count
 from kvtailor.bench.machine import Neighbours
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import spread
+from kvtailor.bench.statistics import timings_of
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.bench.weighing import bytes_of, weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Speed"]
-
-_LEAST_SAMPLES = 3
 
 
 @dataclass
@@ -102,12 +100,8 @@ class Speed(Task):
         begin = time.perf_counter()
         prompt = self._prompt(given.subject)
         contestants = [OWN, *given.contestants]
-        earlier = [given.known(self._blank(given, contestant, prompt)) for contestant in contestants]
-        together = [
-            record for record in earlier if record is not None and record.run == getattr(earlier[0], "run", None)
-        ]
-        if len(together) == len(contestants):
-            # Times are comparable within one run only, so that all of them are known or none is.
+        together = given.known_together([self._blank(given, contestant, prompt) for contestant in contestants])
+        if together:
             for _ in range(self.units(len(given.contestants))):
                 given.advance("speed")
             yield from together
@@ -174,10 +168,7 @@ class Speed(Task):
         token = logits[:, -1:].argmax(-1)
         subject.wait()
         first, ran = time.perf_counter(), time.process_time() - ran
-        for _ in range(self.tokens - 1):
-            logits, cache = subject.forward(token, cache, last_only=True)
-            token = logits[:, -1:].argmax(-1)
-        subject.wait()
+        cache = subject.decode(token, cache, self.tokens - 1)
         last = time.perf_counter()
         if counts:
             found.ttft.append(first - begin)
@@ -202,23 +193,19 @@ class Speed(Task):
         blank = self._blank(given, contestant, prompt)
         if found.error is not None:
             return replace(blank, error=found.error)
-        left_out = sum(found.disturbed)
-        notes = [] if meter.metered else ["This system does not say what other programs do: no sample was checked."]
+        notes = meter.notes()
         if blank.machine.get("probes_disturbed"):
             notes.append("Other programs ran while bandwidth and arithmetic were measured: the floors may be too high.")
         floors = {"tpot": _floor_of_token(given.subject, blank, found.bytes_read),
                   "ttft": _floor_of_prefill(given.subject, blank, found.work)}  # fmt: skip
-        enough = len(found.disturbed) - left_out >= min(_LEAST_SAMPLES, self.rounds)
-        timings: dict[str, Mapping[str, float | None]] = {}
-        for name in ("ttft", "tpot") if enough else ():
-            timings[name] = {**asdict(spread(found.clean(name))), "left_out": left_out}
+        timings = timings_of({"ttft": found.ttft, "tpot": found.tpot}, found.disturbed, self.rounds)
         for name, floor in floors.items():
             if floor is not None and found.clean(name) and floor > min(found.clean(name)):
                 floors[name] = None
                 notes.append(f"No floor of {name.upper()}: this run was faster than what the machine was measured at.")
         return replace(
             blank,
-            samples=len(found.disturbed) - left_out,
+            samples=found.disturbed.count(False),
             values={
                 "ttft": tuple(found.ttft),
                 "tpot": tuple(found.tpot),

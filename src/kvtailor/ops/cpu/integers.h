@@ -9,20 +9,29 @@
 
 constexpr int64_t MOST_SHORT = 512;
 
-// Several rows: codes as 16 bits, two products to a lane of an operation.
-template <class C> inline float shorten(const float* query, int64_t size, int64_t most, int32_t* to) {
+// What makes a query's numbers at most `most`, and what makes them as large again.
+struct Scaled {
+  float up, back;
+};
+
+inline Scaled scaled(const float* query, int64_t size, int64_t most) {
   F top{}, total{};
   for (int64_t c = 0; c < size; c += W) {
     const F x = load<F>(query + c);
     top = larger(top, larger(x, -x)), total += x;
   }
   const float high = highest(top), whole = sum(total);
-  const float up = high > 0 ? (float)most / high : 0.f;
-  const auto rounded = [&](int64_t c) { return (I)_mm512_cvtps_epi32((__m512)(load<F>(query + c) * up)); };
+  return {high > 0 ? (float)most / high : 0.f, high / (float)most + (whole - whole)};
+}
+
+// Several rows: codes as 16 bits, two products to a lane of an operation.
+template <class C> inline float shorten(const float* query, int64_t size, int64_t most, int32_t* to) {
+  const Scaled by = scaled(query, size, most);
+  const auto rounded = [&](int64_t c) { return (I)_mm512_cvtps_epi32((__m512)(load<F>(query + c) * by.up)); };
   for (int64_t v = 0; v < size; v += C::N * W)
     for (int k = 0; k < C::N / 2; k++, to += W)
       store(to, (rounded(v + (k + C::N / 2) * W) << 16) | (rounded(v + k * W) & 0xffff));
-  return high / (float)most + (whole - whole);
+  return by.back;
 }
 
 template <class C, int BITS, int R>
@@ -62,25 +71,19 @@ inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t
 // One row: codes as they are, four products to a lane, with the high bytes of a query and with its low ones. It spares
 // the widening of codes, which several rows share, and costs a second sum.
 template <class C> inline float cut(const float* query, int64_t size, int64_t most, U* to) {
-  F top{}, total{};
-  for (int64_t c = 0; c < size; c += W) {
-    const F x = load<F>(query + c);
-    top = larger(top, larger(x, -x)), total += x;
-  }
-  const float high = highest(top), whole = sum(total);
-  const float up = high > 0 ? (float)most / high : 0.f;
+  const Scaled by = scaled(query, size, most);
   for (int64_t v = 0; v < size; v += C::N * W)
     for (int k = 0; k < C::KINDS; k++, to += 2) {
       U highs{}, lows{};
       for (int byte = 0; byte < 4; byte++) {
-        const F x = load<F>(query + v + (byte * C::KINDS + k) * W) * up;
+        const F x = load<F>(query + v + (byte * C::KINDS + k) * W) * by.up;
         const U number = (U)_mm512_maskz_cvtps_epi32(0xffff, (__m512)x);
         lows |= (number & 0xff) << (8 * byte);
         highs |= ((number + 128) >> 8 & 0xff) << (8 * byte);
       }
       to[0] = highs, to[1] = lows;
     }
-  return high / (float)most + (whole - whole);
+  return by.back;
 }
 
 template <class C, int BITS>
