@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 from tests.segments_of import Padded, states, uneven
 from torch import Tensor
 
@@ -12,6 +15,7 @@ from kvtailor.attend.quest import Quest
 from kvtailor.encode.indexed import Indexed
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention import reference
+from kvtailor.ops.twins import using
 from kvtailor.types import Layout, PlainSegment, Segment
 
 PAGE = 4
@@ -79,6 +83,24 @@ def test_reads_the_best_pages_and_the_tail(spans: tuple[int, ...], tokens: int, 
     out, count = slow(query, parts, visible, max(3, tokens // PAGE))
     assert torch.allclose(got.output, out, atol=1e-5)
     assert got.read is not None and torch.equal(got.read, count)
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE != "cpu", reason="these parts lie on the CPU, where kernels run in the interpreter alone")
+@pytest.mark.parametrize(("spans", "ragged"), [((37, 8), False), ((40, 8), True)], ids=["even", "ragged"])
+def test_pages_are_read_in_place(spans: tuple[int, ...], ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel of GPUs, in its interpreter, and then nothing is copied."""
+    parts, visible, query = held(spans, 5, seed=8, ragged=ragged)
+    visible = replace(visible, real=torch.arange(visible.first_column + 1)[None] >= torch.tensor([0, 10, 27])[:, None])
+    quest = Quest(tokens=5 * PAGE)
+    copied = quest.attend(query, parts, visible, 0.04, facts=DEEP)
+    monkeypatch.setattr("kvtailor.attend.quest._copied", None)
+    with using("triton"):
+        found = quest.attend(query, parts, visible, 0.04, facts=DEEP)
+    out, count = slow(query, parts, visible, 5)
+    assert torch.allclose(found.output, out, atol=1e-5)
+    assert found.read is not None and torch.equal(found.read, count)
+    assert copied.lse is not None and found.lse is not None and torch.allclose(found.lse, copied.lse, atol=1e-5)
 
 
 def test_pages_of_padding_are_never_read() -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
 from kvtailor.ops import twins
 from kvtailor.ops.coded import Whole
-from kvtailor.ops.codes import ChannelCodes
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library, built
-from kvtailor.ops.twins import coded_attention, explained, forced, quantiser, using
+from kvtailor.ops.twins import (
+    coded_attention,
+    explained,
+    forced,
+    page_attention,
+    prompt_mass,
+    quantiser,
+    using,
+)
 
 CPU = torch.device("cpu")
 SIDE = Whole(states=torch.randn(2, 8, 16))
@@ -57,6 +66,53 @@ def test_codes_are_made_by_a_kernel_where_there_is_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(Library, "has", lambda _, function: function != "kvtailor_code")
     assert quantiser(states).channels == ChannelCodes.of
     assert "older sources" in explained(CPU, torch.bfloat16)[-1].why
+
+
+@needs_triton
+def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, and in the interpreter, where the CPU counts as one."""
+    from kvtailor.ops.triton.attend import attend_coded, attend_pages
+    from kvtailor.ops.triton.mass import attend_with_mass
+
+    query, side = torch.randn(2, 1, 1, 16, device=DEVICE), Whole(states=SIDE.states.to(DEVICE))
+    prompt = torch.randn(1, 2, 8, 16, device=DEVICE).half()
+    assert page_attention(query, side, side, 4) is None and prompt_mass(prompt, prompt, prompt) is None
+    with using("triton"):
+        assert coded_attention(query, side, side) is attend_coded
+        assert coded_attention(query, side, side, mass=True) is None
+        assert page_attention(query, side, side, 4) is attend_pages
+        assert page_attention(query, side, side, 6) is None
+        assert page_attention(query.expand(2, 1, twins.MOST_QUERIES + 1, 16), side, side, 4) is None
+        assert prompt_mass(prompt, prompt, prompt) is attend_with_mass
+        assert prompt_mass(prompt[:, :, 1:], prompt, prompt) is None
+        told = explained(torch.device(DEVICE), torch.float16)
+        assert sum("Triton" in each.twin for each in told) == 4
+        if DEVICE == "cpu":
+            half = Whole(states=side.states.bfloat16())
+            assert coded_attention(query, half, half) is None, "the interpreter multiplies them wrongly"
+            monkeypatch.setattr(twins, "interpreting", lambda: False)
+            assert page_attention(query, side, side, 4) is None
+            assert not any("Triton" in each.twin for each in explained(CPU, torch.float16))
+
+
+@needs_triton
+def test_codes_are_made_by_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtailor.ops.triton.call import Call
+
+    states, launched, launch = torch.randn(2, 9, 16).to(DEVICE), [], Call.__call__
+    monkeypatch.setattr(Call, "__call__", lambda call: (launched.append(call), launch(call)))
+    apart = states.transpose(1, 2).contiguous().transpose(1, 2)
+    with using("triton"):
+        packed = quantiser(states)
+        for given, bits, runs in ((states, 4, 3), (states, 3, 0), (apart, 4, 0)):
+            launched.clear()
+            made = packed.tokens(given, bits, 8), packed.symmetric(given, bits), packed.channels(given, bits, 4)
+            assert len(launched) == runs
+            its = given.to(CPU)
+            wanted = TokenCodes.of(its, bits, 8), TokenCodes.symmetric(its, bits), ChannelCodes.of(its, bits, 4)
+            for codes, other in zip(made, wanted, strict=True):
+                tensors = other.tensors()
+                assert all(torch.equal(tensor.to(CPU), tensors[name]) for name, tensor in codes.tensors().items())
 
 
 def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

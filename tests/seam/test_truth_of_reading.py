@@ -48,7 +48,7 @@ class Watched:
             monkeypatch.setattr(module, "read_lanes", self.watched(module.read_lanes))
 
     def watched(self, read_lanes):
-        def reads(query, heads, lanes, scaling, weight=None):
+        def reads(query, heads, lanes, scaling, **more):
             every = torch.cat(self.made[self.now], 2)
             found = torch.zeros(every.shape[:3], dtype=torch.bool)
             for lane in lanes:
@@ -64,7 +64,7 @@ class Watched:
                     assert not bool(found[row, head][same.any(1)].any()), "a token was read twice"
                     found[row, head] |= same.any(1)
             self.read[self.now] = found
-            return read_lanes(query, heads, lanes, scaling, weight)
+            return read_lanes(query, heads, lanes, scaling, **more)
 
         return reads
 

@@ -9,7 +9,8 @@ greatest bound of any of them. The newest tokens, which have no bounds yet, are 
 budget (the paper counts the page of the newest). The first `dense_layers` of the layers that a plan compresses read
 everything, as the paper's first 2 do; layers with the model's own window are not counted. Their bounds are held all the
 same. More than one new token at a time reads everything, as the paper's prompt does.
-*Cost* Reads 2 / page of the keys for the bounds, and the chosen tokens, which it copies. Saves no memory.
+*Cost* Reads 2 / page of the keys for the bounds, and the chosen tokens, which it copies unless a kernel reads pages in
+place. Saves no memory.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
 from kvtailor.errors import CacheMisuse
+from kvtailor.ops.coded import Whole
 from kvtailor.ops.lanes import Lanes
 from kvtailor.ops.parts import lane_sees, lanes_of, read_all, read_lanes
+from kvtailor.ops.twins import page_attention
 from kvtailor.types import Layout, Segment, Visibility
 
 __all__ = ["Quest"]
@@ -43,12 +46,34 @@ class _Paged(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Pages:
-    """A part's pages by owner: where each starts, its bound (-inf: no page), all (b * h, p); what is seen (m, s)."""
+    """A part's pages by owner: where each starts, its bound (-inf: no page), the tokens seen in it, all (b * h, p).
+
+    Attributes:
+        seen: (m, s) bool; None where all slots are.
+    """
 
     lane: Tensor
     first: Tensor
     bound: Tensor
+    tokens: Tensor
     seen: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chosen:
+    """The pages that are read.
+
+    Attributes:
+        parts, pages: all that are paged, and their pages.
+        here, places: for each part (b * h, k): this choice is one of its pages, and which.
+        tokens: (b * h,) int64 tokens in the chosen pages.
+    """
+
+    parts: Sequence[_Paged]
+    pages: Sequence[_Pages]
+    here: Sequence[Tensor]
+    places: Sequence[Tensor]
+    tokens: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +124,9 @@ class Quest(Attention):
             read = read_all(query, parts, visible, scaling)
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
-        chosen, count = self._choose(query, paged, visible, newest=_is_paged(parts[-1]))
-        lanes = [chosen]
+        chosen = self._choose(query, paged, visible, newest=_is_paged(parts[-1]))
+        found = _in_place(query.reshape(b * heads, -1, 1, query.shape[-1]), chosen, scaling)
+        lanes, count = [] if found else [_copied(chosen)], chosen.tokens
         for part in parts:
             if not _is_paged(part):
                 seen = lane_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=device)
@@ -108,7 +134,7 @@ class Quest(Attention):
                 shape = (part.layout.lanes, 1, part.layout.size)
                 each = torch.ones(shape, device=device) if seen is None else seen.expand(shape)
                 count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))
-        read = read_lanes(query, heads, lanes, scaling)
+        read = read_lanes(query, heads, lanes, scaling, found=found)
         return Attended(output=read.output, lse=read.lse, read=count.view(b, heads))
 
     def flops(
@@ -125,10 +151,8 @@ class Quest(Attention):
             return 0
         return 4 * group * size * sum(part.low.shape[0] * part.low.shape[1] for part in encoded if _is_paged(part))
 
-    def _choose(
-        self, query: Tensor, parts: Sequence[_Paged], visible: Visibility, *, newest: bool
-    ) -> tuple[Lanes, Tensor]:
-        """The best pages of each owner as one lane (b * h, pages * page, ...), and the tokens in them (b * h,)."""
+    def _choose(self, query: Tensor, parts: Sequence[_Paged], visible: Visibility, *, newest: bool) -> _Chosen:
+        """The best pages of each owner over all parts."""
         b, heads = query.shape[0], parts[0].layout.heads
         rows = query.reshape(b * heads, -1, query.shape[-1]).float()
         found = [
@@ -136,25 +160,69 @@ class Quest(Attention):
             for part in parts
         ]
         bound = torch.cat([pages.bound for pages in found], 1)
-        page = parts[0].page
-        best = bound.topk(min(bound.shape[1], max(self.least, self.tokens // page)), sorted=False).indices
-        owners, budget = best.shape
-        states = [part.decode() for part in parts]
-        keys, values = (state.new_zeros((owners, budget, page, state.shape[-1])) for state in states[0])
-        seen = torch.zeros((owners, budget, page), dtype=torch.bool, device=query.device)
-        base = 0
-        for part, pages, (all_keys, all_values) in zip(parts, found, states, strict=True):
-            here = (best >= base) & (best < base + pages.bound.shape[1]) & bound.gather(1, best).isfinite()
-            at = here.nonzero()[:, 0], best[here] - base
-            lane, slot = pages.lane[at][:, None], pages.first[at][:, None] + torch.arange(page, device=query.device)
-            inside = slot < part.layout.size
-            slot = slot.clamp(max=part.layout.size - 1)
-            keys[here], values[here] = all_keys[lane, slot], all_values[lane, slot]
-            seen[here] = inside if pages.seen is None else inside & pages.seen[lane, slot]
-            base += pages.bound.shape[1]
-        seen = seen.flatten(1)
-        lanes = Lanes(keys=keys.flatten(1, 2), values=values.flatten(1, 2), visible=seen[:, None])
-        return lanes, seen.sum(-1)
+        best = bound.topk(min(bound.shape[1], max(self.least, self.tokens // parts[0].page)), sorted=False).indices
+        here, places, base = [], [], 0
+        there = bound.gather(1, best).isfinite()
+        for pages in found:
+            size = pages.bound.shape[1]
+            here.append((best >= base) & (best < base + size) & there)
+            places.append((best - base).clamp(0, size - 1))
+            base += size
+        tokens = torch.stack(
+            [
+                pages.tokens.gather(1, place).masked_fill(~mine, 0).sum(1)
+                for pages, mine, place in zip(found, here, places, strict=True)
+            ]
+        ).sum(0)
+        return _Chosen(parts=parts, pages=found, here=here, places=places, tokens=tokens)
+
+
+def _copied(chosen: _Chosen) -> Lanes:
+    """The chosen pages of each owner as one lane (b * h, pages * page, ...)."""
+    page, device = chosen.parts[0].page, chosen.tokens.device
+    states = [part.decode() for part in chosen.parts]
+    shape = (*chosen.here[0].shape, page)
+    keys, values = (state.new_zeros((*shape, state.shape[-1])) for state in states[0])
+    seen = torch.zeros(shape, dtype=torch.bool, device=device)
+    for part, pages, here, place, (all_keys, all_values) in zip(
+        chosen.parts, chosen.pages, chosen.here, chosen.places, states, strict=True
+    ):
+        at = here.nonzero()[:, 0], place[here]
+        lane, slot = pages.lane[at][:, None], pages.first[at][:, None] + torch.arange(page, device=device)
+        inside = slot < part.layout.size
+        slot = slot.clamp(max=part.layout.size - 1)
+        keys[here], values[here] = all_keys[lane, slot], all_values[lane, slot]
+        seen[here] = inside if pages.seen is None else inside & pages.seen[lane, slot]
+    return Lanes(keys=keys.flatten(1, 2), values=values.flatten(1, 2), visible=seen.flatten(1)[:, None])
+
+
+def _in_place(query: Tensor, chosen: _Chosen, scaling: float) -> list[tuple[Tensor, Tensor]]:
+    """Out and log-sum-exp of a query (b * h, g, 1, d) over the chosen pages of each part; none where nothing can."""
+    found = []
+    for part, pages, here, place in zip(chosen.parts, chosen.pages, chosen.here, chosen.places, strict=True):
+        keys, values = (Whole(states=states) for states in part.decode())
+        attend = page_attention(query, keys, values, part.page)
+        if attend is None:
+            return []
+        lanes, count = part.layout.lanes, part.low.shape[1]
+        number = torch.div(pages.first.gather(1, place), part.page, rounding_mode="floor")
+        # What is not chosen goes to a place past the last; nothing here waits for the device.
+        at = (pages.lane.gather(1, place) * count + number).masked_fill(~here, lanes * count)
+        table = number.new_full((lanes * count + 1,), -1).scatter_(0, at.flatten(), number.flatten())
+        table = table[:-1].view(lanes, count).sort(1, descending=True).values[:, : place.shape[1]]
+        found.append(
+            attend(
+                query,
+                keys,
+                values,
+                table.to(torch.int32),
+                part.page,
+                scaling=scaling,
+                owner=None if part.layout.owner is None else part.layout.owner.to(query.device),
+                visible=None if pages.seen is None else pages.seen[:, None],
+            )
+        )
+    return found
 
 
 def _is_paged(part: object) -> TypeGuard[_Paged]:
@@ -169,21 +237,27 @@ def _bounds(part: _Paged, rows: Tensor, seen: Tensor | None) -> _Pages:
     mine = rows.index_select(0, owner)
     bound = torch.bmm(part.high.float(), mine.clamp(min=0).transpose(1, 2))
     bound = bound.baddbmm(part.low.float(), mine.clamp(max=0).transpose(1, 2)).amax(-1)
+    lane = torch.arange(lanes, device=device)[:, None].expand(lanes, pages)
+    first = (torch.arange(pages, device=device) * part.page).expand(lanes, pages)
+    tokens = (layout.size - first).clamp(max=part.page)
     if seen is not None:
         seen = seen.expand(lanes, 1, layout.size)[:, 0]
         padded = torch.nn.functional.pad(seen, (0, pages * part.page - layout.size))
-        bound = bound.masked_fill(~padded.view(lanes, pages, part.page).any(-1), -torch.inf)
-    lane = torch.arange(lanes, device=device)[:, None].expand(lanes, pages)
-    first = (torch.arange(pages, device=device) * part.page).expand(lanes, pages)
+        tokens = padded.view(lanes, pages, part.page).sum(-1)
+        bound = bound.masked_fill(tokens == 0, -torch.inf)
     if layout.owner is None:
-        return _Pages(lane=lane, first=first, bound=bound, seen=seen)
+        return _Pages(lane=lane, first=first, bound=bound, tokens=tokens, seen=seen)
     # Ragged: the lanes of an owner follow each other, so a page's place among its owner's is known from counts.
     number = torch.bincount(owner, minlength=rows.shape[0])
     place = torch.arange(lanes, device=device) - (number.cumsum(0) - number)[owner]
     at = owner[:, None].expand(lanes, pages), place[:, None] * pages + torch.arange(pages, device=device)
     shape = (rows.shape[0], int(number.max()) * pages)
     table = _Pages(
-        lane=lane.new_zeros(shape), first=first.new_zeros(shape), bound=bound.new_full(shape, -torch.inf), seen=seen
+        lane=lane.new_zeros(shape),
+        first=first.new_zeros(shape),
+        bound=bound.new_full(shape, -torch.inf),
+        tokens=tokens.new_zeros(shape),
+        seen=seen,
     )
-    table.lane[at], table.first[at], table.bound[at] = lane, first, bound
+    table.lane[at], table.first[at], table.bound[at], table.tokens[at] = lane, first, bound, tokens
     return table

@@ -218,7 +218,14 @@ def lanes_of(layout: Layout, reading: Reading, visible: Tensor | None, slots: in
     )
 
 
-def read_lanes(query: Tensor, heads: int, lanes: Sequence[Lanes], scaling: float, weight: Tensor | None = None) -> Read:
+def read_lanes(
+    query: Tensor,
+    heads: int,
+    lanes: Sequence[Lanes],
+    scaling: float,
+    weight: Tensor | None = None,
+    found: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Read:
     """Attention over lanes that are at hand.
 
     Args:
@@ -226,8 +233,11 @@ def read_lanes(query: Tensor, heads: int, lanes: Sequence[Lanes], scaling: float
         heads: h.
         lanes: all of one dtype.
         scaling, weight: see `read_all`.
+        found: out (b * h, g, t, dv) and lse (b * h, g, t) of what was read otherwise, where no weight is given.
     """
     b, q, t, d = query.shape
+    if not lanes:
+        return _by_heads(query, *merge(found))
     grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
     if weight is None and all(part.lift is None and part.shared is None for part in lanes):
         sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
@@ -237,12 +247,12 @@ def read_lanes(query: Tensor, heads: int, lanes: Sequence[Lanes], scaling: float
                 attend(grouped, *each, scaling=scaling, owner=p.owner, visible=p.visible, log_weight=p.log_weight)
                 for p, each, attend in zip(lanes, sides, kernels, strict=True)
             ]
-            return _by_heads(query, *merge(stored))
+            return _by_heads(query, *merge([*found, *stored]))
     fused = [part for part in lanes if weight is None and suits(grouped, part)]
-    if fused:
+    if fused or found:
         rest = [part for part in lanes if not suits(grouped, part)]
-        found = [folded(grouped, fused, scaling), *([joint(grouped, rest, scaling)[:2]] if rest else [])]
-        out, lse, mass = *merge(found), None
+        each = [*found, *([folded(grouped, fused, scaling)] if fused else [])]
+        out, lse, mass = *merge([*each, *([joint(grouped, rest, scaling)[:2]] if rest else [])]), None
     else:
         counts = None if weight is None else weight.repeat_interleave(heads, 0)
         out, lse, mass = joint(grouped, lanes, scaling, weight=counts)

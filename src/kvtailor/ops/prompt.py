@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvtailor.ops import twins
+
 __all__ = ["causal", "masked", "query_blocks", "with_mass"]
 
 # Elements of one block's mask, or of its float32 probabilities (16 MiB).
@@ -78,6 +80,9 @@ def with_mass(
     Returns:
         out (b, q, t, dv) in the query's dtype, zeros where a query sees nothing; mass (b, h, n) float32.
     """
+    fast = None if sees is not None else twins.prompt_mass(query, keys, values)
+    if fast is not None:
+        return fast(query, keys, values, scaling, weight)
     b, q, t, d = query.shape
     h, n, dv = values.shape[1:]
     group = q // h

@@ -3,7 +3,7 @@
 Each operation has a plain form in torch, the reference of its tests, and may have faster ones.
 `KVTAILOR_TWINS=reference`, or `using("reference")`, leaves the plain form alone in use. `triton` asks for the kernels
 of GPUs: they agree with the reference in Triton's interpreter and compile for sm_80 and sm_90, but have not been timed
-on a GPU, and until they have "auto" does not take them.
+on a GPU, and until they have "auto" does not take them. In the interpreter the CPU counts as a GPU.
 """
 
 from __future__ import annotations
@@ -23,9 +23,20 @@ from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library, why_none
-from kvtailor.ops.triton.installed import missing
+from kvtailor.ops.triton.installed import interpreting, missing
 
-__all__ = ["MOST_QUERIES", "Choice", "Quantiser", "coded_attention", "explained", "forced", "quantiser", "using"]
+__all__ = [
+    "MOST_QUERIES",
+    "Choice",
+    "Quantiser",
+    "coded_attention",
+    "explained",
+    "forced",
+    "page_attention",
+    "prompt_mass",
+    "quantiser",
+    "using",
+]
 
 # New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
 MOST_QUERIES = 16
@@ -68,7 +79,7 @@ _ON_CPU = Quantiser(tokens=quantise.token_codes, symmetric=quantise.symmetric_co
 
 
 def forced() -> str:
-    """ "auto" or "reference": what `using` asked for, or else `KVTAILOR_TWINS`.
+    """ "auto", "reference" or "triton": what `using` asked for, or else `KVTAILOR_TWINS`.
 
     Raises:
         ValueError: the variable has another value.
@@ -106,13 +117,13 @@ def coded_attention(
         mass: whether the attention that each slot receives is asked for: `ops.cpu.attention.attend_keeping` does that,
             and otherwise `attend_coded`.
     """
-    asked = forced()
-    if query.shape[-2] > MOST_QUERIES or asked == "reference":
+    if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
-    if asked == "triton" and query.device.type == "cuda" and missing() is None and not mass:
+    if _on_triton(query.device):
         from kvtailor.ops.triton import attend as on_gpu
 
-        return on_gpu.attend_coded if on_gpu.suits(query, keys, values) is None else None
+        # Its kernels keep no weights of which a mass could be made.
+        return None if mass or on_gpu.suits(query, keys, values) is not None else on_gpu.attend_coded
     built = library() if query.device.type == "cpu" else None
     if built is None or unsuited(keys, values) is not None:
         return None
@@ -121,9 +132,41 @@ def coded_attention(
     return attend_coded
 
 
+def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What reads chosen pages of these sides where they lie, `triton.attend.attend_pages`; None: they must be copied.
+
+    Args:
+        query: (n, g, t, d) new tokens.
+        keys, values: the two sides of a part.
+        page: slots of a page.
+    """
+    if query.shape[-2] > MOST_QUERIES or page & (page - 1) or not _on_triton(query.device):
+        return None
+    from kvtailor.ops.triton import attend as on_gpu
+
+    return on_gpu.attend_pages if on_gpu.suits(query, keys, values) is None else None
+
+
+def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What reads a whole prompt and sums its attention up by slots, `triton.mass.attend_with_mass`; None: torch must.
+
+    Args:
+        query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). No query sees a later slot, each all others.
+    """
+    if not _on_triton(query.device):
+        return None
+    from kvtailor.ops.triton import mass as on_gpu
+
+    return on_gpu.attend_with_mass if on_gpu.unsuited(query, keys, values) is None else None
+
+
 def quantiser(states: Tensor) -> Quantiser:
     """What makes codes of these states (m, s, c); every form gives the same bytes, steps and minima."""
-    if forced() == "reference" or quantise.unsuited_states(states) is not None:
+    if forced() == "reference":
+        return _PLAIN
+    if _on_triton(states.device):
+        return _packed_by_triton()
+    if quantise.unsuited_states(states) is not None:
         return _PLAIN
     built = library()
     return _PLAIN if built is None or _why_not_quantised(built) else _ON_CPU
@@ -137,11 +180,17 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     if asked == "reference":
         return [Choice(operation=few, twin="torch, decoded parts", why="the reference is forced")]
     prompt = Choice(operation=many, twin="torch's fused attention", why="its tiles are filled")
+    if _on_triton(device):
+        why = "it was asked for" + ("" if device.type == "cuda" else ", in its interpreter")
+        return [
+            Choice(operation=few, twin="Triton", why=why),
+            Choice(operation="attention over chosen pages", twin="Triton, in place", why=why),
+            prompt,
+            Choice(operation="attention mass of a prompt", twin="torch's fused attention, then Triton", why=why),
+            Choice(operation="making codes of states", twin="Triton", why=why),
+        ]
     if device.type == "cuda":
-        without = missing()
-        if asked == "triton" and without is None:
-            return [Choice(operation=few, twin="Triton", why="it was asked for"), prompt]
-        why = without or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_TWINS=triton asks for them"
+        why = missing() or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_TWINS=triton asks for them"
         return [Choice(operation=few, twin="torch, decoded parts", why=why), prompt]
     if device.type != "cpu":
         why = f"there are no kernels for {device.type}"
@@ -166,3 +215,28 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
 
 def _why_not_quantised(built: Library) -> str | None:
     return None if built.has("kvtailor_code") else "the C++ kernels were built from older sources: build them again"
+
+
+def _on_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels were asked for and can run on tensors of this device."""
+    if forced() != "triton" or missing() is not None:
+        return False
+    return device.type == "cuda" or (device.type == "cpu" and interpreting())
+
+
+def _packed_by_triton() -> Quantiser:
+    from kvtailor.ops.triton import quantise as on_gpu
+
+    def tokens(states: Tensor, bits: int, group: int) -> TokenCodes:
+        made = on_gpu.token_codes if on_gpu.why_not_packed(states, bits, group) is None else TokenCodes.of
+        return made(states, bits, group)
+
+    def symmetric(states: Tensor, bits: int) -> TokenCodes:
+        made = on_gpu.symmetric_codes if on_gpu.why_not_packed(states, bits) is None else TokenCodes.symmetric
+        return made(states, bits)
+
+    def channels(states: Tensor, bits: int, group: int) -> ChannelCodes:
+        made = on_gpu.channel_codes if on_gpu.why_not_packed(states, bits) is None else ChannelCodes.of
+        return made(states, bits, group)
+
+    return Quantiser(tokens=tokens, symmetric=symmetric, channels=channels)

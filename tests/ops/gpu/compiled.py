@@ -114,6 +114,7 @@ VARIANTS: dict[str, Callable[[], Call]] = {
     "bf16_32_rows": lambda: decoding(whole(), whole(), new=8)[0],
     "bf16_head_256": lambda: decoding(whole(head=256), whole(head=256), head=256)[0],
     "bf16_pages": lambda: decoding(whole(), whole(), pages=pages(64), page=16)[0],
+    "bf16_pages_masked": lambda: decoding(whole(), whole(), pages=pages(64), page=16, **masked())[0],
     "bf16_growing": lambda: decoding(whole(), whole(), lengths=empty(LANES, dtype=torch.int32))[0],
     "merge": lambda: decoding(whole(), whole())[1],
     "mass": lambda: mass_call(empty(1, 32, SLOTS, HEAD), empty(1, LANES, SLOTS, HEAD), lse(32), 0.1)[0],

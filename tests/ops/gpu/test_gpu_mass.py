@@ -6,6 +6,8 @@ import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, needs_triton
 
+from kvtailor.ops.attention import reference
+
 pytestmark = needs_triton
 
 
@@ -37,6 +39,51 @@ def test_sums_of_columns(new: int, slots: int, dtype: torch.dtype, padded: bool)
     )
     assert error(found, wanted) < 1e-5
     assert float(found.sum()) == pytest.approx(float(wanted.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_whole_prompt_and_its_mass(dtype: torch.dtype) -> None:
+    from kvtailor.ops.triton.mass import attend_with_mass, unsuited
+
+    if DEVICE == "cuda" and dtype == torch.float32:
+        pytest.skip("torch's kernel takes 16 bits there")
+    generator = torch.Generator().manual_seed(3)
+    query, keys, values = (torch.randn((2, h, 63, 24), generator=generator).to(dtype) for h in (6, 2, 2))
+    weight = torch.rand((2, 63), generator=generator)
+    mask = torch.ones((63, 63), dtype=torch.bool).tril()[None, None]
+    wanted, _, shares = reference(query.double(), keys.double(), values.double(), mask, 0.3)
+    there = [x.to(DEVICE) for x in (query, keys, values)]
+    assert unsuited(*there) is None
+    out, mass = attend_with_mass(*there, 0.3, weight.to(DEVICE))
+    most = 1e-6 if dtype == torch.float32 else 2e-3
+    assert out.dtype == dtype and error(out, wanted) < most
+    assert mass.dtype == torch.float32
+    assert error(mass, torch.einsum("bhgtn,bt->bhn", shares, weight.double())) < max(most, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_torch_gives_the_log_sum_exp_on_a_gpu_as_it_is_read(dtype: torch.dtype) -> None:
+    """What torch itself says of the operation's outputs on a GPU, where there is none."""
+    query, keys = (torch.empty((2, h, 63, 24), dtype=dtype, device="meta") for h in (6, 2))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = attend(query, keys, keys, is_causal=True, scale=0.3)
+    assert out.shape == query.shape and out.dtype == dtype
+    assert lse.shape == (2, 6, 63) and lse.dtype == torch.float32
+
+
+def test_says_which_prompts_it_cannot_take() -> None:
+    from kvtailor.ops.triton.mass import unsuited
+
+    query, keys = torch.zeros((1, 4, 9, 24), device=DEVICE).half(), torch.zeros((1, 2, 9, 24), device=DEVICE).half()
+    assert unsuited(query, keys, keys) is None
+    assert "one dtype, found torch.float16 and torch.float32" in str(unsuited(query, keys.float(), keys))
+    assert unsuited(query[:, :, 1:], keys, keys) == "a whole prompt is read, found 8 queries over 9 slots"
+    assert "found 24 and 16" in str(unsuited(query, keys, keys[..., :16]))
+    assert "found 20 and 20" in str(unsuited(query[..., :20], keys[..., :20], keys[..., :20]))
+    apart = torch.zeros((1, 2, 24, 9), device=DEVICE).half().transpose(2, 3)
+    assert "side by side" in str(unsuited(query, apart, keys))
+    meta = [each.to("meta") for each in (query, keys, keys)]
+    assert "found meta" in str(unsuited(*meta))
 
 
 def test_refuses_two_dtypes() -> None:

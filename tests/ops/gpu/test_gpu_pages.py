@@ -45,6 +45,35 @@ def test_only_the_named_pages_are_read(name: str, page: int, group: int) -> None
     assert (found_lse.cpu() - lse).abs().max() < (1e-5 if name == "whole" else 6e-3)
 
 
+def test_pages_of_lanes_that_share_an_owner_under_a_mask() -> None:
+    """Owner 1 has two lanes, one of which is cut short, and owner 2 has none."""
+    from kvtailor.ops.triton.attend import attend_pages
+
+    generator = torch.Generator().manual_seed(5)
+    query, k, v = (torch.randn(shape, generator=generator) for shape in ((3, 2, 2, 24), (3, 30, 24), (3, 30, 24)))
+    owner, pages = [0, 1, 1], torch.tensor([[3, 0, -1], [7, 2, 5], [-1, -1, 1]])
+    visible = torch.rand((3, 2, 30), generator=generator) < 0.7
+    sees = visible.clone()
+    for lane in range(3):
+        for page in set(range(8)) - set(pages[lane].tolist()):
+            sees[lane, :, page * 4 : page * 4 + 4] = False
+    sees[1, :, 29:] = False
+    wanted, lse = exactly(query, k, v, 0.2, owner, sees)
+    found, found_lse = attend_pages(
+        query.to(DEVICE),
+        Whole(states=k.to(DEVICE)),
+        Whole(states=v.to(DEVICE)),
+        pages.to(DEVICE, torch.int32),
+        4,
+        scaling=0.2,
+        owner=torch.tensor(owner, device=DEVICE),
+        visible=visible.to(DEVICE),
+        lengths=torch.tensor([30, 29, 30], dtype=torch.int32, device=DEVICE),
+    )
+    assert error(found, wanted) < 1e-6 and not found[2].any()
+    assert torch.allclose(found_lse.cpu(), lse.float(), atol=1e-5)
+
+
 def test_refuses_pages_that_are_no_power_of_two() -> None:
     from kvtailor.ops.triton.attend import attend_pages
 

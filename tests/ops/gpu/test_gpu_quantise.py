@@ -81,3 +81,5 @@ def test_says_what_it_cannot_pack() -> None:
     assert why_not_packed(torch.zeros(1, 1, 24), 3) == "codes of 2, 4 or 8 bits are written, found 3"
     assert why_not_packed(torch.zeros(1, 1, 80), 4, 16) == "groups of 16 channels cut across the 40 bytes of a token"
     assert why_not_packed(torch.zeros(1, 24, 4).transpose(1, 2), 4) is not None
+    assert why_not_packed(torch.zeros(1, 1, 24), 4, 10) == "24 channels do not make groups of 10"
+    assert "found meta" in str(why_not_packed(torch.zeros(1, 1, 24, device="meta"), 4))

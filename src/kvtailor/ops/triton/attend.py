@@ -56,7 +56,8 @@ def suits(query: Tensor, keys: Coded, values: Coded) -> str | None:
         reason = why_not(side)
         if reason is not None:
             return f"{name}: {reason}"
-    return unfit(query.device)
+    sides = (side_of(keys), side_of(values))
+    return unfit(query.device, query.dtype, *((x.codes if x.step is None else x.step).dtype for x in sides))
 
 
 def attend_coded(
@@ -113,6 +114,8 @@ def attend_pages(
     page: int,
     *,
     scaling: float,
+    owner: Tensor | None = None,
+    visible: Tensor | None = None,
     lengths: Tensor | None = None,
     log_weight: Tensor | None = None,
     splits: int | None = None,
@@ -120,8 +123,8 @@ def attend_pages(
     """`attend_coded` over some pages of each lane, of which nothing else is read.
 
     Args:
-        query: (n, g, t, d). keys, values: of n lanes, one for each owner.
-        pages: (n, p) int32 pages of `page` slots to read, each at most once, -1 for none. The last page of a lane may
+        query: (n, g, t, d). keys, values: of m lanes.
+        pages: (m, p) int32 pages of `page` slots to read, each at most once, -1 for none. The last page of a lane may
             be cut short by its end.
         page: slots of a page, a power of two.
         Others: see `attend_coded`.
@@ -133,6 +136,8 @@ def attend_pages(
         keys,
         values,
         scaling=scaling,
+        owner=owner,
+        visible=visible,
         lengths=lengths,
         log_weight=log_weight,
         pages=pages,

@@ -23,11 +23,18 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def unfit(device: torch.device) -> str | None:
-    """Why kernels should not run on tensors of this device; None where they should. The interpreter is for tests."""
+def unfit(device: torch.device, *dtypes: torch.dtype) -> str | None:
+    """Why kernels should not run on tensors of this device and these dtypes; None where they should.
+
+    In the interpreter tensors of the CPU count as those of a GPU, so that what is wired can be tested without one.
+    """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             return f"the kernels are built for compute capability 8.0 and newer, found {major}.{minor}"
         return None
-    return f"Triton's kernels run on a CUDA device, found {device}"
+    if device.type != "cpu" or not interpreting():
+        return f"Triton's kernels run on a CUDA device, found {device}"
+    if torch.bfloat16 in dtypes:
+        return "Triton's interpreter multiplies bfloat16 wrongly without a word"
+    return None

@@ -11,10 +11,51 @@ import triton
 from torch import Tensor
 
 from kvtailor.ops.triton.call import LOG2E, Call
-from kvtailor.ops.triton.installed import interpreting
+from kvtailor.ops.triton.installed import interpreting, unfit
 from kvtailor.ops.triton.kernels.mass import mass_kernel
 
-__all__ = ["column_mass", "mass_call"]
+__all__ = ["attend_with_mass", "column_mass", "mass_call", "unsuited"]
+
+
+def unsuited(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
+    """Why `attend_with_mass` cannot take these; None where it can.
+
+    Args:
+        query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv).
+    """
+    dtypes = {query.dtype, keys.dtype, values.dtype}
+    if len(dtypes) > 1:
+        return f"queries, keys and values need one dtype, found {' and '.join(sorted(map(str, dtypes)))}"
+    if query.shape[2] != keys.shape[2]:
+        return f"a whole prompt is read, found {query.shape[2]} queries over {keys.shape[2]} slots"
+    size = keys.shape[-1]
+    if size != values.shape[-1] or size % 8 or size > 256:
+        return f"torch's kernel takes heads of 8, 16, ... 256 channels, found {size} and {values.shape[-1]}"
+    if any(states.stride(-1) != 1 for states in (query, keys, values)):
+        return "the channels of a token must lie side by side in memory"
+    if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
+        return f"torch's kernel takes states of 16 bits, found {query.dtype}"
+    return unfit(query.device, query.dtype)
+
+
+def attend_with_mass(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of a whole prompt, and the attention that each slot received; see `ops.prompt.with_mass`.
+
+    Args:
+        query: (b, q, n, d). keys, values: (b, h, n, d); see `unsuited`.
+        scaling: factor before the softmax.
+        weight: (b, n) float32 how much each query counts for the mass.
+
+    Returns:
+        out (b, q, n, d) in the query's dtype; mass (b, h, n) float32.
+    """
+    cuda = query.device.type == "cuda"
+    # torch's public function keeps the log-sum-exp to itself.
+    name = "_scaled_dot_product_flash_attention" + ("" if cuda else "_for_cpu")
+    out, lse, *_ = getattr(torch.ops.aten, name)(query, keys, values, is_causal=True, scale=scaling)
+    return out, column_mass(query, keys, lse, scaling, weight=weight)
 
 
 def column_mass(

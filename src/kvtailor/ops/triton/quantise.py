@@ -12,6 +12,7 @@ from torch import Tensor
 from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.quant import packed_size
 from kvtailor.ops.triton.call import Call
+from kvtailor.ops.triton.installed import unfit
 from kvtailor.ops.triton.kernels.quantise import channel_kernel, token_kernel
 
 __all__ = ["channel_call", "channel_codes", "symmetric_codes", "token_call", "token_codes", "why_not_packed"]
@@ -35,9 +36,11 @@ def why_not_packed(states: Tensor, bits: int, group: int | None = None) -> str |
     if states.stride(-1) != 1:
         return "the channels of a token must lie side by side in memory"
     width = packed_size(states.shape[-1], bits)
+    if group is not None and states.shape[-1] % group:
+        return f"{states.shape[-1]} channels do not make groups of {group}"
     if group not in (None, states.shape[-1]) and width % group and group % width:
         return f"groups of {group} channels cut across the {width} bytes of a token"
-    return None
+    return unfit(states.device, states.dtype)
 
 
 def token_codes(states: Tensor, bits: int, group: int) -> TokenCodes:

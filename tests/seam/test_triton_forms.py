@@ -1,0 +1,82 @@
+"""A whole model through the kernels of GPUs: prompt and decoding give the logits that the plain forms give.
+
+Without a GPU the kernels run in Triton's interpreter, in which tensors of the CPU count as those of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtailor
+from kvtailor.ops.twins import using
+from tests.ops.gpu.exact_attention import DEVICE, needs_triton
+from tests.seam.zoo import VOCABULARY, build, error, prompts
+
+pytestmark = needs_triton
+
+READ = {"split_kernel", "merge_kernel"}
+PAGED = "quest(tokens=12, least=1, dense_layers=1) + indexed(page=4, block_size=8)"
+# A plan, lengths of prompts, what must have run, and how far the logits may be off: where codes are read, queries and
+# weights are rounded.
+CASES = [
+    ("full", (33, 20), READ, 1e-5),
+    ("kivi(bits=4, group=16, residual=16)", (33, 20), {*READ, "token_kernel", "channel_kernel"}, 1e-2),
+    ("vector(bits=8, residual=4, block_size=8)", (33,), {*READ, "token_kernel"}, 1e-2),
+    (PAGED, (33, 20), {*READ, "pages"}, 1e-5),
+    ("snapkv(window=6) + adakv @ tokens=24", (33, 20), READ, 1e-5),
+    (f"snapkv(window=6) + adakv + {PAGED} @ tokens=24", (33, 29), {*READ, "pages"}, 1e-5),
+    # The mass of a long prompt without padding has a kernel, that of decoded tokens has none.
+    ("h2o(recent=4) + adakv @ tokens=24", (66,), {"mass_kernel"}, 1e-5),
+    ("h2o(recent=4) + adakv @ tokens=24", (66, 64), set(), 1e-5),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel was launched, and how often over pages."""
+    from kvtailor.ops.triton.call import Call
+
+    count: Counter[str] = Counter()
+    launch = Call.__call__
+
+    def counted(call: Call) -> None:
+        count[call.kernel.fn.__name__] += 1
+        count["pages"] += call.arguments.get("PAGES") is not None
+        launch(call)
+
+    monkeypatch.setattr(Call, "__call__", counted)
+    return count
+
+
+@torch.no_grad()
+def logits(plan: str, which: str, lengths: tuple[int, ...]) -> Tensor:
+    """Of a prompt, two new tokens at once and then one, (b, 4, v)."""
+    model = build("llama", layers=2).to(DEVICE)
+    ids, mask = (each.to(DEVICE) for each in prompts(lengths))
+    cache = kvtailor.cache_for(model, plan)
+    fed = torch.randint(3, VOCABULARY, (len(lengths), 3), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    found = []
+    with using(which):
+        found.append(model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:])
+        for new in (fed[:, :2], fed[:, 2:]):
+            mask = torch.cat([mask, torch.ones_like(new)], 1)
+            positions = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
+            found.append(model(new, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+    return torch.cat(found, 1).float()
+
+
+@pytest.mark.parametrize(("plan", "lengths", "wanted", "allowed"), CASES, ids=[case[0] for case in CASES])
+def test_gives_the_logits_of_the_plain_forms(
+    plan: str, lengths: tuple[int, ...], wanted: set[str], allowed: float, launched: Counter[str]
+) -> None:
+    expected = logits(plan, "reference", lengths)
+    assert not launched
+    found = logits(plan, "triton", lengths)
+    # On a GPU the kernel before the sums takes 16 bits alone.
+    wanted = wanted - {"mass_kernel"} if DEVICE == "cuda" else wanted
+    assert {name for name, times in launched.items() if times} == wanted
+    assert error(found, expected) < allowed
