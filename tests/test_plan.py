@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 
 import pytest
@@ -28,6 +29,7 @@ CLASSES = {
 }
 
 
+@functools.cache
 def values_of(hint: object) -> st.SearchStrategy[object]:
     """Values of an annotation, near those that methods accept."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -51,11 +53,16 @@ def values_of(hint: object) -> st.SearchStrategy[object]:
     return st.one_of([values_of(each) for each in inner])
 
 
+@functools.cache
+def hints_of(kind: type) -> dict[str, object]:
+    return typing.get_type_hints(kind)
+
+
 @st.composite
 def methods(draw: st.DrawFn, room: str) -> object:
     """A method of a room with some of its arguments given."""
     kind = find.load(room, draw(st.sampled_from(sorted(find.methods(room)))))
-    hints = typing.get_type_hints(kind)
+    hints = hints_of(kind)
     fields = [field.name for field in dataclasses.fields(kind) if field.init]
     chosen = draw(st.lists(st.sampled_from(fields), unique=True)) if fields else []
     try:

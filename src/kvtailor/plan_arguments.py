@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,8 +187,10 @@ def _values(method: object) -> dict[str, object]:
     return {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}  # type: ignore[arg-type]
 
 
-def _hints(kind: type) -> dict[str, object]:
-    return dict(typing.get_type_hints(kind))
+@functools.cache
+def _hints(kind: type) -> Mapping[str, object]:
+    """Found once: they are strings that are evaluated again at each asking, most of what a plan took to be made."""
+    return types.MappingProxyType(typing.get_type_hints(kind))
 
 
 def _worded(value: object, everything: bool) -> object:
