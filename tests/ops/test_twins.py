@@ -72,6 +72,7 @@ def test_codes_are_made_by_a_kernel_where_there_is_one(monkeypatch: pytest.Monke
 def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, and in the interpreter, where the CPU counts as one."""
     from kvtailor.ops.triton.attend import attend_coded, attend_pages
+    from kvtailor.ops.triton.keeping import attend_keeping
     from kvtailor.ops.triton.mass import attend_with_mass
 
     query, side = torch.randn(2, 1, 1, 16, device=DEVICE), Whole(states=SIDE.states.to(DEVICE))
@@ -79,12 +80,15 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
     assert page_attention(query, side, side, 4) is None and prompt_mass(prompt, prompt, prompt) is None
     with using("triton"):
         assert coded_attention(query, side, side) is attend_coded
-        assert coded_attention(query, side, side, mass=True) is None
+        assert coded_attention(query, side, side, mass=True) is attend_keeping
+        codes = quantiser(side.states).tokens(side.states, 4, 16)
+        assert coded_attention(query, codes, side, mass=True) is None
+        assert coded_attention(query, side, codes, mass=True) is attend_keeping
         assert page_attention(query, side, side, 4) is attend_pages
         assert page_attention(query, side, side, 6) is None
         assert page_attention(query.expand(2, 1, twins.MOST_QUERIES + 1, 16), side, side, 4) is None
         assert prompt_mass(prompt, prompt, prompt) is attend_with_mass
-        assert prompt_mass(prompt[:, :, 1:], prompt, prompt) is None
+        assert prompt_mass(prompt, prompt, prompt.float()) is None
         told = explained(torch.device(DEVICE), torch.float16)
         assert sum("Triton" in each.twin for each in told) == 4
         if DEVICE == "cpu":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.coded import Coded
+from kvtailor.ops.coded import Coded, Whole
 from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
@@ -114,16 +114,21 @@ def coded_attention(
     Args:
         query: (n, g, t, d) new tokens; the devices and dtypes of all are looked at.
         keys, values: the two sides of a part.
-        mass: whether the attention that each slot receives is asked for: `ops.cpu.attention.attend_keeping` does that,
-            and otherwise `attend_coded`.
+        mass: whether the attention that each slot receives is asked for: an `attend_keeping` does that, which Triton
+            has for plain keys alone, and otherwise an `attend_coded`.
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
     if _on_triton(query.device):
         from kvtailor.ops.triton import attend as on_gpu
 
-        # Its kernels keep no weights of which a mass could be made.
-        return None if mass or on_gpu.suits(query, keys, values) is not None else on_gpu.attend_coded
+        if on_gpu.suits(query, keys, values) is not None:
+            return None
+        if not mass:
+            return on_gpu.attend_coded
+        from kvtailor.ops.triton import keeping
+
+        return keeping.attend_keeping if isinstance(keys, Whole) else None
     built = library() if query.device.type == "cpu" else None
     if built is None or unsuited(keys, values) is not None:
         return None
@@ -148,7 +153,7 @@ def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Call
 
 
 def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What reads a whole prompt and sums its attention up by slots, `triton.mass.attend_with_mass`; None: torch must.
+    """What reads a prompt and sums its attention up by slots, `triton.mass.attend_with_mass`; None: torch must.
 
     Args:
         query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). No query sees a later slot, each all others.

@@ -91,6 +91,13 @@ def masked() -> dict[str, Any]:
     }
 
 
+def mass_of_few() -> Call:
+    """As decoding has it: the heads of a group are so many queries of one head."""
+    query, keys = empty(LANES, 1, 4, HEAD), empty(LANES, 1, SLOTS, HEAD)
+    sums, counts = (torch.empty(shape, dtype=torch.float32) for shape in ((LANES, 1, 4), (LANES, 4)))
+    return mass_call(query, keys, sums, 0.1, weight=counts, causal=False)[0]
+
+
 VARIANTS: dict[str, Callable[[], Call]] = {
     "bf16": lambda: decoding(whole(), whole())[0],
     "fp32": lambda: decoding(whole(torch.float32), whole(torch.float32))[0],
@@ -118,6 +125,7 @@ VARIANTS: dict[str, Callable[[], Call]] = {
     "bf16_growing": lambda: decoding(whole(), whole(), lengths=empty(LANES, dtype=torch.int32))[0],
     "merge": lambda: decoding(whole(), whole())[1],
     "mass": lambda: mass_call(empty(1, 32, SLOTS, HEAD), empty(1, LANES, SLOTS, HEAD), lse(32), 0.1)[0],
+    "mass_of_few": mass_of_few,
     "pack_tokens_4": lambda: token_call(empty(LANES, SLOTS, HEAD), 4, HEAD)[0],
     "pack_tokens_4_32": lambda: token_call(empty(LANES, SLOTS, HEAD), 4, 32)[0],
     "pack_symmetric_8": lambda: token_call(empty(LANES, SLOTS, HEAD), 8, HEAD, symmetric=True)[0],

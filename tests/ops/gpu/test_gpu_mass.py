@@ -7,6 +7,7 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, needs_triton
 
 from kvtailor.ops.attention import reference
+from kvtailor.ops.coded import Whole
 
 pytestmark = needs_triton
 
@@ -41,16 +42,17 @@ def test_sums_of_columns(new: int, slots: int, dtype: torch.dtype, padded: bool)
     assert float(found.sum()) == pytest.approx(float(wanted.sum()), rel=1e-5)
 
 
+@pytest.mark.parametrize("new", [63, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_whole_prompt_and_its_mass(dtype: torch.dtype) -> None:
+def test_a_prompt_or_its_next_piece_and_the_mass(dtype: torch.dtype, new: int) -> None:
     from kvtailor.ops.triton.mass import attend_with_mass, unsuited
 
     if DEVICE == "cuda" and dtype == torch.float32:
         pytest.skip("torch's kernel takes 16 bits there")
     generator = torch.Generator().manual_seed(3)
     query, keys, values = (torch.randn((2, h, 63, 24), generator=generator).to(dtype) for h in (6, 2, 2))
-    weight = torch.rand((2, 63), generator=generator)
-    mask = torch.ones((63, 63), dtype=torch.bool).tril()[None, None]
+    query, weight = query[:, :, -new:], torch.rand((2, new), generator=generator)
+    mask = torch.ones((63, 63), dtype=torch.bool).tril()[None, None, -new:]
     wanted, _, shares = reference(query.double(), keys.double(), values.double(), mask, 0.3)
     there = [x.to(DEVICE) for x in (query, keys, values)]
     assert unsuited(*there) is None
@@ -59,6 +61,52 @@ def test_a_whole_prompt_and_its_mass(dtype: torch.dtype) -> None:
     assert out.dtype == dtype and error(out, wanted) < most
     assert mass.dtype == torch.float32
     assert error(mass, torch.einsum("bhgtn,bt->bhn", shares, weight.double())) < max(most, 1e-5)
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_mass_of_few_queries_over_lanes_that_share_an_owner(new: int) -> None:
+    """Two parts under one softmax; a lane that is cut short, weights, and queries that see different slots."""
+    from kvtailor.ops.triton.keeping import attend_keeping
+
+    generator = torch.Generator().manual_seed(new)
+    query = torch.randn((2, 3, new, 24), generator=generator)
+    owner, lengths = [[0, 1, 1], [0, 1]], [[9, 30, 12], [17, 17]]
+    keys, values, visible, weights, logits = [], [], [], [], []
+    for slots, owners, filled in zip((30, 17), owner, lengths, strict=True):
+        keys.append(torch.randn((len(owners), slots, 24), generator=generator))
+        values.append(torch.randn((len(owners), slots, 24), generator=generator))
+        visible.append(torch.rand((len(owners), new, slots), generator=generator) < 0.7)
+        weights.append(torch.rand((len(owners), slots), generator=generator) * 3)
+        sees = visible[-1] & (torch.arange(slots) < torch.tensor(filled)[:, None])[:, None]
+        each = torch.einsum("mgtd,msd->mgts", query[owners].double(), keys[-1].double()) * 0.3
+        logits.append((each + weights[-1][:, None, None]).masked_fill(~sees[:, None], -torch.inf))
+    counts = torch.rand((2, new), generator=generator)
+    found, lses = [], []
+    for part in range(2):
+        out, lse, kept = attend_keeping(
+            query.to(DEVICE),
+            Whole(states=keys[part].to(DEVICE)),
+            Whole(states=values[part].to(DEVICE)),
+            scaling=0.3,
+            owner=torch.tensor(owner[part], device=DEVICE),
+            lengths=torch.tensor(lengths[part], dtype=torch.int32, device=DEVICE),
+            visible=visible[part].to(DEVICE),
+            log_weight=weights[part].to(DEVICE),
+        )
+        found.append(kept)
+        lses.append(lse)
+    together = torch.stack(lses).logsumexp(0)
+    total = [0.0, 0.0]
+    for part, kept in enumerate(found):
+        mass = kept.mass(together, counts.to(DEVICE))
+        for lane, its in enumerate(owner[part]):
+            top = [logits[p][i] for p in range(2) for i in range(len(owner[p])) if owner[p][i] == its]
+            share = (logits[part][lane] - torch.cat(top, -1).logsumexp(-1, keepdim=True)).exp()
+            wanted = torch.einsum("gts,t->s", share, counts[its].double())
+            assert error(mass[lane], wanted) < 1e-5
+            assert not mass[lane, lengths[part][lane] :].any()
+            total[its] += float(mass[lane].sum())
+    assert total == pytest.approx((3 * counts.sum(1)).tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -77,7 +125,7 @@ def test_says_which_prompts_it_cannot_take() -> None:
     query, keys = torch.zeros((1, 4, 9, 24), device=DEVICE).half(), torch.zeros((1, 2, 9, 24), device=DEVICE).half()
     assert unsuited(query, keys, keys) is None
     assert "one dtype, found torch.float16 and torch.float32" in str(unsuited(query, keys.float(), keys))
-    assert unsuited(query[:, :, 1:], keys, keys) == "a whole prompt is read, found 8 queries over 9 slots"
+    assert unsuited(query[:, :, 1:], keys, keys) is None
     assert "found 24 and 16" in str(unsuited(query, keys, keys[..., :16]))
     assert "found 20 and 20" in str(unsuited(query[..., :20], keys[..., :20], keys[..., :20]))
     apart = torch.zeros((1, 2, 24, 9), device=DEVICE).half().transpose(2, 3)

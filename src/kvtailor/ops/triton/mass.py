@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvtailor.ops.folded import merge
 from kvtailor.ops.triton.call import LOG2E, Call
 from kvtailor.ops.triton.installed import interpreting, unfit
 from kvtailor.ops.triton.kernels.mass import mass_kernel
@@ -26,8 +27,6 @@ def unsuited(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
     dtypes = {query.dtype, keys.dtype, values.dtype}
     if len(dtypes) > 1:
         return f"queries, keys and values need one dtype, found {' and '.join(sorted(map(str, dtypes)))}"
-    if query.shape[2] != keys.shape[2]:
-        return f"a whole prompt is read, found {query.shape[2]} queries over {keys.shape[2]} slots"
     size = keys.shape[-1]
     if size != values.shape[-1] or size % 8 or size > 256:
         return f"torch's kernel takes heads of 8, 16, ... 256 channels, found {size} and {values.shape[-1]}"
@@ -41,21 +40,29 @@ def unsuited(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
 def attend_with_mass(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of a whole prompt, and the attention that each slot received; see `ops.prompt.with_mass`.
+    """Causal attention of a prompt or of its next piece, and the attention that each slot received.
 
     Args:
-        query: (b, q, n, d). keys, values: (b, h, n, d); see `unsuited`.
+        query: (b, q, t, d). keys, values: (b, h, n, d), of which the last t are the queries' own; see `unsuited`.
         scaling: factor before the softmax.
-        weight: (b, n) float32 how much each query counts for the mass.
+        weight: (b, t) float32 how much each query counts for the mass.
 
     Returns:
-        out (b, q, n, d) in the query's dtype; mass (b, h, n) float32.
+        out (b, q, t, d) in the query's dtype; mass (b, h, n) float32.
     """
-    cuda = query.device.type == "cuda"
-    # torch's public function keeps the log-sum-exp to itself.
-    name = "_scaled_dot_product_flash_attention" + ("" if cuda else "_for_cpu")
-    out, lse, *_ = getattr(torch.ops.aten, name)(query, keys, values, is_causal=True, scale=scaling)
-    return out, column_mass(query, keys, lse, scaling, weight=weight)
+    old = keys.shape[2] - query.shape[2]
+    found = [_fused(query, keys[:, :, old:], values[:, :, old:], scaling, is_causal=True)]
+    if old:
+        found.append(_fused(query, keys[:, :, :old], values[:, :, :old], scaling, is_causal=False))
+    out, lse = merge(found)
+    return out.to(query.dtype), column_mass(query, keys, lse, scaling, weight=weight)
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Out and log-sum-exp by torch's kernel, whose public function keeps the latter to itself."""
+    name = "_scaled_dot_product_flash_attention" + ("" if query.device.type == "cuda" else "_for_cpu")
+    out, lse, *_ = getattr(torch.ops.aten, name)(query, keys, values, is_causal=is_causal, scale=scaling)
+    return out, lse
 
 
 def column_mass(
@@ -124,7 +131,7 @@ def mass_call(
             "SIZE": size,
             "PAD": max(16, triton.next_power_of_2(size)),
             "BLOCK": block,
-            "QUERIES": 64 if block == 128 else 32,
+            "QUERIES": min(64 if block == 128 else 32, max(16, triton.next_power_of_2(new))),
             "CAUSAL": causal,
             "ASM": not interpreting(),
         },
