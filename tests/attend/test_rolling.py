@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from tests.contract.test_attend import MIXES, SIZES, Case, case, close
+from tests.crossed import crossed
 from tests.seam.zoo import MaskedReference, build, error, held_columns, prompts
 from tests.segments_of import Padded, states
 from torch import Tensor
@@ -198,8 +199,7 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gpt_neox", "gemma3"], PLANS))
 def test_a_model_reads_what_it_holds_at_contiguous_positions(family: str, plan: str) -> None:
     check_rolling(family, plan)
 

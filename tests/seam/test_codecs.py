@@ -9,6 +9,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import PlanError, UnsupportedModel
+from tests.crossed import crossed
 from tests.seam.test_modes import decoded
 from tests.seam.zoo import build, error, prompts
 
@@ -27,8 +28,7 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gpt_neox"], PLANS))
 def test_batched_equals_solo_and_bytes_are_the_closed_form(family: str, plan: str) -> None:
     check_rows_and_bytes(family, plan, steps=20, most=2e-5)
 
@@ -70,8 +70,7 @@ def check_saved(plan: str, path: Path, *, steps: int) -> None:
     assert again.ledger().total == cache.ledger().total == again.ledger().closed_form
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "plan"), crossed([torch.bfloat16, torch.float16], PLANS))
 def test_generates_in_low_precision_with_beams(dtype: torch.dtype, plan: str) -> None:
     model = build("llama", dtype=dtype)
     ids, mask = prompts((40, 29))

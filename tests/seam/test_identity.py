@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import kvtailor
+from tests.crossed import crossed
 from tests.seam.zoo import FAMILIES, build, error, prompts
 
 MODES = {
@@ -32,8 +33,7 @@ def generated(model, cache, ids, mask, **options):
 
 
 @pytest.mark.filterwarnings("ignore:all . layers of this")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), crossed(FAMILIES, list(MODES), each=2))
 def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
     own, ours = build(family), build(family)
     ids, mask = prompts((40, 27, 33))
@@ -62,8 +62,7 @@ def test_a_second_turn_through_plain_generate(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:all . layers of this")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("how", ["prompt_lookup", "assisted"])
+@pytest.mark.parametrize(("family", "how"), crossed(FAMILIES, ["prompt_lookup", "assisted"]))
 def test_assisted_decoding_crops_exactly(family: str, how: str) -> None:
     own, ours = build(family), build(family)
     ids = prompts((12,))[0].repeat(1, 3)
@@ -78,8 +77,9 @@ def test_assisted_decoding_crops_exactly(family: str, how: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), crossed(["llama", "gpt_neox", "gemma3"], [torch.float32, torch.bfloat16, torch.float16])
+)
 def test_every_dtype(family: str, dtype: torch.dtype) -> None:
     own, ours = build(family, dtype=dtype), build(family, dtype=dtype)
     ids, mask = prompts((33, 21))

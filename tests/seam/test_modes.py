@@ -11,6 +11,7 @@ import torch
 import kvtailor
 from kvtailor.layer import LayerState
 from kvtailor.plan import Plan
+from tests.crossed import crossed
 from tests.seam.zoo import COMPRESSIBLE, build, error, held_columns, prompts
 
 PLANS = (
@@ -47,8 +48,7 @@ def decoded(model, ids, mask, plan, steps=10, forced=None):
     return torch.stack(logits, 1), cache
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gpt_neox", "gemma3"], PLANS))
 def test_batched_equals_solo(family: str, plan: str) -> None:
     """A left-padded batch of three unequal prompts gives each row what it gets alone."""
     model = build(family)
@@ -66,11 +66,11 @@ def test_batched_equals_solo(family: str, plan: str) -> None:
                 assert torch.equal(held_columns(batch)[layer][row, :, -columns.shape[-1] :], columns[0])
 
 
-@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}, {"num_beams": 1}]
+    ("options", "plan"),
+    crossed([{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}, {"num_beams": 1}], PLANS),
 )
-def test_beams_and_several_sequences_run(plan: str, options: dict) -> None:
+def test_beams_and_several_sequences_run(options: dict, plan: str) -> None:
     model = build("llama")
     ids, mask = prompts((40, 33))
     cache = kvtailor.cache_for(model, plan)
@@ -97,8 +97,7 @@ def test_a_reordered_cache_is_the_cache_of_the_reordered_batch(plan: str) -> Non
     assert error(found, model(token, attention_mask=mask, past_key_values=direct).logits) < 1e-5
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gpt_neox", "gpt2"], PLANS))
 def test_turn_two_equals_the_same_walk_by_hand(family: str, plan: str) -> None:
     """A second turn through plain generate() feeds only the new tokens, at the positions that follow."""
     if family == "gpt2" and Plan.parse(plan).needs.rotation:
@@ -254,8 +253,7 @@ def test_two_threads_on_two_caches() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
 
 
-@pytest.mark.parametrize("family", COMPRESSIBLE)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "dtype"), crossed(COMPRESSIBLE, [torch.bfloat16, torch.float16]))
 def test_low_precision_runs_every_family(family: str, dtype: torch.dtype) -> None:
     model = build(family, dtype=dtype)
     ids, mask = prompts((40, 29))

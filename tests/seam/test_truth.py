@@ -9,6 +9,7 @@ import kvtailor
 from kvtailor import find
 from kvtailor.errors import KvtailorError
 from kvtailor.plan_arguments import word_of
+from tests.crossed import crossed
 from tests.discover import sample_of
 from tests.seam.zoo import COMPRESSIBLE, MaskedReference, build, error, held_columns, prompts
 
@@ -41,14 +42,12 @@ def every_scorer() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("plan", EVICTING)
-@pytest.mark.parametrize("family", COMPRESSIBLE)
+@pytest.mark.parametrize(("family", "plan"), crossed(COMPRESSIBLE, EVICTING, each=2))
 def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
     check(family, plan, steps=32)
 
 
-@pytest.mark.parametrize("plan", [*every_scorer(), *SELECTING])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gpt_neox", "gemma3"], [*every_scorer(), *SELECTING]))
 def test_so_with_every_scorer_and_selector(family: str, plan: str) -> None:
     try:
         kvtailor.cache_for(build(family), plan)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.merge.drop import Drop
+from tests.crossed import crossed
 from tests.seam.folded import FoldedReference, Lane, Token
 from tests.seam.zoo import build, error, held_columns, prompts
 
@@ -105,8 +106,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("plan", CASES)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gpt_neox"], CASES))
 @torch.no_grad()
 def test_logits_equal_a_full_cache_folded_by_hand(family: str, plan: str) -> None:
     worst, plain, folded = differences(family, plan)

@@ -18,6 +18,7 @@ from kvtailor import find
 from kvtailor.plan import Plan
 from tests.attend.test_rolling import check_rolling
 from tests.calibrated import shipped_for
+from tests.crossed import crossed
 from tests.seam.test_truth_of_reading import check_reading
 from tests.seam.zoo import MaskedReference, build, error, held_columns, prompts
 
@@ -91,8 +92,9 @@ def _calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 PRESETS = [name for name in find.presets() if name != "full"]
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if not reads_sparsely(name)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "preset"), crossed(FAMILIES, [name for name in PRESETS if not reads_sparsely(name)])
+)
 def test_what_is_read_is_what_the_preset_holds(family: str, preset: str) -> None:
     plan = Plan.parse(text_of(preset))
     if family == "gemma3" and preset.startswith("minicache"):

@@ -14,6 +14,7 @@ import kvtailor
 import kvtailor.attend.quest
 import kvtailor.attend.rocket
 from kvtailor.layer import LayerState
+from tests.crossed import crossed
 from tests.seam.zoo import MaskedReference, build, error, held_columns, prompts
 
 PLANS = (
@@ -69,8 +70,7 @@ class Watched:
         return reads
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gpt_neox", "gemma3"], PLANS))
 def test_logits_equal_a_full_cache_with_the_unread_tokens_masked(
     family: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,8 +134,7 @@ EVICTING = "snapkv(window=4, kernel=5, pooling=max, reduce=sum) + rocket(tokens=
 TURNS = "rocket(tokens=16, expect=12, turns=true, window=4, kernel=5)"
 
 
-@pytest.mark.parametrize("chunk", [None, 19, 17])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize(("family", "chunk"), crossed(["llama", "gpt_neox", "gemma3"], [None, 19, 17]))
 @torch.no_grad()
 def test_a_turn_chooses_what_the_eviction_would_keep(family: str, chunk: int | None) -> None:
     """Until the next turn the two are the same, however the prompt was fed to the one that forgets nothing."""
