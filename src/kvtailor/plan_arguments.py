@@ -56,7 +56,8 @@ def load(room: str, name: str, arguments: Mapping[str, object], faults: list[str
 def make(name: str, kind: type[Method], arguments: Mapping[str, object], faults: list[str]) -> object:
     """A method with its arguments, or `Broken` and the reasons added to `faults`."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    known, defaults, hints = [f.name for f in fields if f.init], defaults_of(kind), _hints(kind)
+    known, defaults = [f.name for f in fields if f.init], defaults_of(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     unknown = [
         f"{name} has no argument {key!r}{suggest(key, known) or '; it takes none'}"
         for key in arguments
