@@ -48,6 +48,21 @@ def check_rows_and_bytes(family: str, plan: str, *, steps: int, most: float) -> 
         assert error(together[row], alone[0]) < most, f"row {row}"
 
 
+@pytest.mark.parametrize("codec", ["kivi(bits=4, group=8, residual=8)", "plain"])
+def test_a_row_below_the_budget_loses_no_token_and_changes_no_longer_one(codec: str) -> None:
+    """Whether it is encoded as early as alone is open where the codec is lossy: docs/footguns.md."""
+    model, plan, lengths = build("llama"), f"snapkv(window=6) + {codec} @ tokens=24", (48, 14)
+    ids, mask = prompts(lengths)
+    forced = prompts((20, 20), state=3)[0]
+    together, batch = decoded(model, ids, mask, plan, steps=20, forced=forced)
+    assert (batch.held() == torch.tensor([24 + 20, 14 + 20])[:, None, None]).all()
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        alone, _ = decoded(model, ids[one, -length:], mask[one, -length:], plan, steps=20, forced=forced[one])
+        if row == 0 or codec == "plain":
+            assert error(together[row], alone[0]) < 2e-5
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_saved_cache_goes_on_where_it_stopped(plan: str, tmp_path) -> None:
     check_saved(plan, tmp_path / "cache.safetensors", steps=12)

@@ -10,6 +10,7 @@ import torch
 import kvtailor
 from kvtailor.errors import CacheMisuse
 from kvtailor.layer import LayerState
+from tests.crossed import crossed
 from tests.seam.test_modes import PLANS
 from tests.seam.zoo import build, error, held_columns, prompts
 
@@ -128,8 +129,7 @@ def test_the_last_chunk_is_never_a_single_token() -> None:
         assert cache.held().unique().tolist() == [16]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize(("plan", "chunk"), crossed(PLANS, [1, 7]))
 @torch.no_grad()
 def test_held_chunks_leave_what_the_whole_context_leaves(plan: str, chunk: int | None) -> None:
     model = build("llama")
