@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -156,6 +159,59 @@ def test_threads_share_the_work_and_change_nothing(library: Library, layout: str
 
 
 @every_variant
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_tokens_of_every_length(library: Library, bits: int) -> None:
+    """Keys and values of a few bytes share vectors: any size, group, number of rows and of slots."""
+    slots = itertools.cycle([301, 1, 33, 256, 18, 259, 63])
+    usual = itertools.product([32, 64, 128, 256], [8, 16, 32, 64, 128], [1, 2, 3, 4, 8])
+    for size, group, rows in [*usual, (1024, 64, 1), (1024, 64, 4)]:
+        keys, values = states_of(size + group, torch.bfloat16, 2, next(slots), size)
+        coded = ChannelCodes.of(keys, bits, group), TokenCodes.of(values, bits, min(group, size))
+        query = torch.randn(2, rows, 1, size)
+        found = attend_coded(query, *coded, scaling=0.1, using=library)
+        assert same(found, truth(query, *coded), COARSE), (size, group, rows, keys.shape[1])
+
+
+@every_variant
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("size", [64, 128])
+def test_tokens_with_others_bytes_between_them(library: Library, bits: int, size: int) -> None:
+    keys, values = states_of(13, torch.bfloat16, 2, 300, size)
+    coded = ChannelCodes.of(keys, bits, 64), TokenCodes.of(values, bits, 64)
+    spread = []
+    for side in coded:
+        bytes_of = side.codes.shape[2]
+        buffer = torch.randint(0, 256, (2, 300, bytes_of + 24), dtype=torch.uint8)
+        buffer[..., 8 : 8 + bytes_of] = side.codes
+        spread.append(replace(side, codes=buffer[..., 8 : 8 + bytes_of]))
+    for rows in (1, 4):
+        query = torch.randn(2, rows, 1, size)
+        apart = attend_coded(query, *spread, scaling=0.1, using=library)
+        assert all(map(torch.equal, apart, attend_coded(query, *coded, scaling=0.1, using=library)))
+
+
+@every_variant
+@pytest.mark.parametrize("bits", [2, 4])
+def test_what_is_no_number_stays_in_its_row_and_lane(library: Library, bits: int) -> None:
+    keys, values = states_of(14, torch.bfloat16, 2, 100, 64)
+    coded = ChannelCodes.of(keys, bits, 64), TokenCodes.of(values, bits, 64)
+    for rows in (1, 2, 4):
+        query = torch.randn(2, rows, 1, 64)
+        query[0, rows - 1, 0, 9] = torch.nan
+        out, lse = attend_coded(query, *coded, scaling=0.1, using=library)
+        assert out[0, rows - 1].isnan().all() and lse[0, rows - 1].isnan().all()
+        assert out[0, : rows - 1].isfinite().all() and out[1].isfinite().all()
+        query[0, rows - 1, 0, 9] = 0
+        for side, at in ((0, (0, 1, 5)), (1, (0, 77, 0))):
+            for wrong in (torch.nan, torch.inf):
+                step = coded[side].step.clone()
+                step[at] = wrong
+                sides = [replace(each, step=step) if each is coded[side] else each for each in coded]
+                out, _ = attend_coded(query, *sides, scaling=0.1, using=library)
+                assert not out[0].isfinite().any() and out[1].isfinite().all(), (rows, side, wrong)
+
+
+@every_variant
 def test_numbers_that_overflow_are_not_swallowed(library: Library) -> None:
     keys, values = states_of(11, torch.float16, 1, 40, 32)
     keys[0, 5, 3] = torch.nan
@@ -188,7 +244,7 @@ def test_numbers_that_overflow_are_not_swallowed(library: Library) -> None:
 def test_any_shape(library: Library, data: st.DataObject) -> None:
     draw = data.draw
     h, g, t, s = (draw(st.integers(1, most)) for most in (3, 9, 5, 300))
-    d, dv = draw(st.integers(1, 9)) * 8, draw(st.integers(1, 9)) * 8
+    d, dv = (draw(st.sampled_from([8, 24, 32, 40, 64, 72, 96, 128])) for _ in range(2))
     of_keys, of_values = (draw(st.sampled_from(sorted(LAYOUTS))) for _ in range(2))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     seed = draw(st.integers(0, 10**6))

@@ -7,6 +7,10 @@
 #include "plain.h"
 #include "threads.h"
 
+#if defined(__AVX512VNNI__)
+#include "short_tokens.h"
+#endif
+
 // Mirrored field by field in library.py.
 struct Call {
   const float* query;  // (owners, rows, keys.size)
@@ -46,9 +50,29 @@ bool values_fused(const Side& side) {
   return whole_words(side) && side.kind == TOKEN_CODES && (groups == 1 || (groups <= W && side.group % 4 == 0));
 }
 
-// Where channel c comes to lie when the side's tokens are read as they are.
-int64_t place(const Side& side, bool fused, int64_t c) {
-  if (fused) return place_of_code(side, c);
+// Whether keys' logits are taken in integers: where the cache has 16 bits, so that 16 bits of a query are enough.
+bool keys_coarse(const Side& side) {
+#if defined(__AVX512VNNI__)
+  if (!keys_fused(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
+  return in_short_tokens(side) || folds(side) == 1;
+#else
+  return false;
+#endif
+}
+
+// Whether values are summed as short_tokens.h does it.
+bool values_short(const Side& side) {
+#if defined(__AVX512VNNI__)
+  if (!values_fused(side) || side.scales == FLOAT32 || groups_of(side) > MOST_GROUPS) return false;
+  return in_short_tokens(side) && side.group % PART == 0;
+#else
+  return false;
+#endif
+}
+
+// Where channel c comes to lie when the side's tokens are read as they are; `placed`: in the order of words.h.
+int64_t place(const Side& side, bool placed, int64_t c) {
+  if (placed) return place_of_code(side, c);
   if (side.kind != BFLOAT16 || side.size % (2 * W)) return c;
   return c / (2 * W) * (2 * W) + BF16::place((int)(c % (2 * W)));
 }
@@ -58,6 +82,7 @@ struct Tables {
   const Call& call;
   int64_t wide_keys = padded(call.keys.size), wide_values = padded(call.values.size);
   bool fused_keys = keys_fused(call.keys), fused_values = values_fused(call.values);
+  bool coarse_keys = keys_coarse(call.keys), short_values = values_short(call.values);
   int32_t* key_place = (int32_t*)call.room;            // of each channel
   int32_t* key_channel = key_place + wide_keys;        // at each place
   int32_t* value_place = key_channel + wide_keys;
@@ -76,11 +101,13 @@ struct Tables {
   }
 
   void fill() const {
+    const bool placed_keys = fused_keys && !coarse_keys, placed_values = fused_values && !short_values;
     for (int64_t c = 0; c < wide_keys; c++) key_channel[c] = 0;
     for (int64_t c = 0; c < wide_keys; c++)
-      key_channel[key_place[c] = (int32_t)(c < call.keys.size ? place(call.keys, fused_keys, c) : c)] = (int32_t)c;
-    for (int64_t c = 0; c < call.values.size; c++) value_place[c] = (int32_t)place(call.values, fused_values, c);
-    if (!fused_values) return;
+      key_channel[key_place[c] = (int32_t)(c < call.keys.size ? place(call.keys, placed_keys, c) : c)] = (int32_t)c;
+    for (int64_t c = 0; c < call.values.size; c++)
+      value_place[c] = (int32_t)place(call.values, placed_values, c);
+    if (!placed_values) return;
     const int64_t kinds = 8 / call.values.bits, bytes = call.values.size / kinds, words = W / folds(call.values);
     for (int64_t v = 0; v * 4 * words < bytes; v++)
       for (int64_t kind = 0; kind < kinds; kind++)
@@ -195,6 +222,17 @@ struct Piece {
     }
   }
 
+  // Takes products with keys whose tokens are short; false where they are not.
+  bool short_products(const float* asked, int64_t first, int64_t count, float* to) const {
+#if defined(__AVX512VNNI__)
+    if (tables.coarse_keys && in_short_tokens(call.keys)) {
+      products_of_short_tokens(asked, rows, call.keys, data(call.keys, first), count, to);
+      return true;
+    }
+#endif
+    return false;
+  }
+
   // Scales of a run of tokens go into the queries, minima into what is added to its logits.
   void logits_by_run(int64_t first, int64_t count) const {
     const Side& keys = call.keys;
@@ -203,10 +241,15 @@ struct Piece {
     for (int64_t t = first; t < first + count;) {
       const int64_t run = t / keys.group, end = (run + 1) * keys.group < first + count ? (run + 1) * keys.group : first + count;
       const int64_t at = (lane * keys.runs + run) * keys.size;
-      widen_table(keys, keys.step, at, keys.size, natural);
-      for (int64_t c = 0; c < wide; c++) step[c] = natural[tables.key_channel[c]];
-      widen_table(keys, keys.low, at, keys.size, natural);
-      for (int64_t c = 0; c < wide; c++) low[c] = natural[tables.key_channel[c]];
+      if (tables.coarse_keys) {
+        widen_table(keys, keys.step, at, keys.size, step);
+        widen_table(keys, keys.low, at, keys.size, low);
+      } else {
+        widen_table(keys, keys.step, at, keys.size, natural);
+        for (int64_t c = 0; c < wide; c++) step[c] = natural[tables.key_channel[c]];
+        widen_table(keys, keys.low, at, keys.size, natural);
+        for (int64_t c = 0; c < wide; c++) low[c] = natural[tables.key_channel[c]];
+      }
       float* to = logits_at + (t - first);
       for (int64_t r = 0; r < rows; r++) {
         F added{};
@@ -217,9 +260,11 @@ struct Piece {
         }
         sums_at[r] = sum(added);
       }
-      with_codes(keys, [&](auto codes) {
-        products<decltype(codes)>(Rows{folded, wide, keys.scales != FLOAT32}, rows, data(keys, t), keys.slot_bytes, end - t, to, BLOCK);
-      });
+      if (!short_products(folded, t, end - t, to))
+        with_codes(keys, [&](auto codes) {
+          const Rows mine{folded, wide, tables.coarse_keys};
+          products<decltype(codes)>(mine, rows, data(keys, t), keys.slot_bytes, end - t, to, BLOCK);
+        });
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < end - t; i++) to[r * BLOCK + i] += sums_at[r];
       t = end;
@@ -228,10 +273,11 @@ struct Piece {
 
   void logits_by_token(int64_t first, int64_t count) const {
     const Side& keys = call.keys;
-    with_codes(keys, [&](auto codes) {
-      const Rows mine{query, tables.wide_keys, keys.scales != FLOAT32};
-      products<decltype(codes)>(mine, rows, data(keys, first), keys.slot_bytes, count, logits_at, BLOCK);
-    });
+    if (!short_products(query, first, count, logits_at))
+      with_codes(keys, [&](auto codes) {
+        const Rows mine{query, tables.wide_keys, tables.coarse_keys};
+        products<decltype(codes)>(mine, rows, data(keys, first), keys.slot_bytes, count, logits_at, BLOCK);
+      });
     float *step = key_scales, *low = step + BLOCK;
     widen_table(keys, keys.step, lane * call.slots + first, count, step);
     if (keys.low) widen_table(keys, keys.low, lane * call.slots + first, count, low);
@@ -248,13 +294,17 @@ struct Piece {
     float *step = value_scales, *low = step + BLOCK * groups + W;
     widen_table(values, values.step, at, count * groups, step);
     if (values.low) widen_table(values, values.low, at, count * groups, low);
+    const char* from = data(values, first);
+#if defined(__AVX512VNNI__)
+    if (tables.short_values)
+      return sums_of_short_tokens(logits_at, rows, step, values.low ? low : nullptr, values, from, count, out);
+#endif
     const float zero = (float)((1 << (values.bits - 1)) - 1);
     const bool uniform = groups == 1 || (groups <= MOST_GROUPS && values.group % sizeof(U) == 0);
     const bool coarse = uniform && values.scales != FLOAT32;
     const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, groups, zero, coarse};
     with_codes(values, [&](auto codes) {
-      weighted<decltype(codes)>(logits_at, BLOCK, rows, data(values, first), values.slot_bytes, count, found, out,
-                                tables.wide_values);
+      weighted<decltype(codes)>(logits_at, BLOCK, rows, from, values.slot_bytes, count, found, out, tables.wide_values);
     });
   }
 

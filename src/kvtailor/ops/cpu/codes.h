@@ -34,8 +34,8 @@ inline void products_of(Rows rows, const char* codes, int64_t stride, int64_t co
 template <class C, int R>
 inline void products_rows(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
 #if defined(__AVX512VNNI__)
-  if constexpr (C::BYTES == sizeof(U))
-    if (rows.coarse && rows.size <= MOST_SHORT) {
+  if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2)
+    if (rows.coarse) {
       if constexpr (R == 1) return byte_products<C, C::BITS_OF>(rows, codes, stride, count, to);
       else return short_products<C, C::BITS_OF, R>(rows, codes, stride, count, to, apart);
     }

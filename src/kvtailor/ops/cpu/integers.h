@@ -8,6 +8,7 @@
 #include "words.h"
 
 constexpr int64_t MOST_SHORT = 512;
+constexpr int64_t MOST_CUT = 32639;  // its high byte, rounded, is 127
 
 // What makes a query's numbers at most `most`, and what makes them as large again.
 struct Scaled {
@@ -24,13 +25,28 @@ inline Scaled scaled(const float* query, int64_t size, int64_t most) {
   return {high > 0 ? (float)most / high : 0.f, high / (float)most + (whole - whole)};
 }
 
-// Several rows: codes as 16 bits, two products to a lane of an operation.
-template <class C> inline float shorten(const float* query, int64_t size, int64_t most, int32_t* to) {
+inline I numbered() {
+  I each;
+  UNROLLED for (int i = 0; i < W; i++) each[i] = i;
+  return each;
+}
+
+// Several rows: codes as 16 bits, two products to a lane of an operation. Of each kind of codes those of even bytes of a
+// vector of words come first, then those of odd ones.
+APART float shorten(const float* query, int64_t size, int64_t kinds, int64_t most, int32_t* to) {
+  alignas(64) int16_t numbers[MOST_SHORT];
   const Scaled by = scaled(query, size, most);
-  const auto rounded = [&](int64_t c) { return (I)_mm512_cvtps_epi32((__m512)(load<F>(query + c) * by.up)); };
-  for (int64_t v = 0; v < size; v += C::N * W)
-    for (int k = 0; k < C::N / 2; k++, to += W)
-      store(to, (rounded(v + (k + C::N / 2) * W) << 16) | (rounded(v + k * W) & 0xffff));
+  for (int64_t c = 0; c < size; c += W) {
+    const __m512i number = _mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(query + c) * by.up));
+    _mm256_store_si256((__m256i*)(numbers + c), _mm512_maskz_cvtepi32_epi16(0xffff, number));
+  }
+  for (int64_t c = 0; c < size / kinds; c += sizeof(U))
+    for (int odd = 0; odd < 2; odd++)
+      for (int64_t kind = 0; kind < kinds; kind++, to += W) {
+        const int16_t* from = numbers + kind * (size / kinds) + c;
+        const I every = numbered() * 0x40004 + (odd ? 0x30001 : 0x20000);
+        store(to, _mm512_permutex2var_epi16(load<__m512i>(from), (__m512i)every, load<__m512i>(from + 2 * W)));
+      }
   return by.back;
 }
 
@@ -42,7 +58,7 @@ inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t
   float scale[R];
   const int64_t half = rows.size / 2, most = 0x7fffffff / (MASK * rows.size);
   for (int r = 0; r < R; r++)
-    scale[r] = shorten<C>(rows.query + r * rows.size, rows.size, most < 32767 ? most : 32767, asked + r * half);
+    scale[r] = shorten(rows.query + r * rows.size, rows.size, C::KINDS, most < 32767 ? most : 32767, asked + r * half);
   for (int64_t first = 0; first < count; first += T) {
     const char* token[T];
     I sum_of[W];
@@ -68,31 +84,31 @@ inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t
   }
 }
 
+// 16-bit numbers of a query, cut into bytes.
+struct CutQuery {
+  alignas(64) int8_t high[MOST_SHORT], low[MOST_SHORT];
+  float scale;
+
+  APART void fill(const float* query, int64_t size, int64_t most) {
+    const Scaled by = scaled(query, size, most < MOST_CUT ? most : MOST_CUT);
+    for (int64_t c = 0; c < size; c += W) {
+      const I number = (I)_mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(query + c) * by.up));
+      _mm_storeu_si128((__m128i*)(low + c), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)number));
+      _mm_storeu_si128((__m128i*)(high + c), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)((number + 128) >> 8)));
+    }
+    scale = by.back;
+  }
+};
+
 // One row: codes as they are, four products to a lane, with the high bytes of a query and with its low ones. It spares
 // the widening of codes, which several rows share, and costs a second sum.
-template <class C> inline float cut(const float* query, int64_t size, int64_t most, U* to) {
-  const Scaled by = scaled(query, size, most);
-  for (int64_t v = 0; v < size; v += C::N * W)
-    for (int k = 0; k < C::KINDS; k++, to += 2) {
-      U highs{}, lows{};
-      for (int byte = 0; byte < 4; byte++) {
-        const F x = load<F>(query + v + (byte * C::KINDS + k) * W) * by.up;
-        const U number = (U)_mm512_maskz_cvtps_epi32(0xffff, (__m512)x);
-        lows |= (number & 0xff) << (8 * byte);
-        highs |= ((number + 128) >> 8 & 0xff) << (8 * byte);
-      }
-      to[0] = highs, to[1] = lows;
-    }
-  return by.back;
-}
-
 template <class C, int BITS>
 inline void byte_products(Rows row, const char* codes, int64_t stride, int64_t count, float* to) {
   constexpr int HALF = W / 2;
   constexpr uint32_t MASK = (1u << BITS) - 1;
-  U asked[MOST_SHORT / 2 / W];
-  const int64_t most = 0x7fffffff / (MASK * row.size);
-  const float scale = cut<C>(row.query, row.size, most < 32639 ? most : 32639, asked);
+  const int64_t bytes = row.size / C::KINDS;
+  CutQuery asked;
+  asked.fill(row.query, row.size, 0x7fffffff / (MASK * row.size));
   for (int64_t first = 0; first < count; first += W) {
     I sum_of[W];
     UNROLLED for (int half = 0; half < W; half += HALF) {
@@ -103,20 +119,21 @@ inline void byte_products(Rows row, const char* codes, int64_t stride, int64_t c
         token[i] = codes + (mine < count ? mine : count - 1) * stride;
         high[i] = low[i] = __m512i{};
       }
-      const U* query = asked;
-      for (int64_t c = 0; c < row.size; c += C::N * W) {
+      for (int64_t c = 0; c < bytes; c += sizeof(U)) {
         U words[HALF];
         UNROLLED for (int i = 0; i < HALF; i++) words[i] = C::words(token[i]), soon(token[i]), token[i] += C::BYTES;
-        UNROLLED for (int k = 0; k < C::KINDS; k++, query += 2)
+        UNROLLED for (int k = 0; k < C::KINDS; k++) {
+          const __m512i highs = load<__m512i>(asked.high + k * bytes + c), lows = load<__m512i>(asked.low + k * bytes + c);
           UNROLLED for (int i = 0; i < HALF; i++) {
-            const __m512i bytes = (__m512i)((words[i] >> (k * BITS)) & MASK * 0x01010101u);
-            high[i] = _mm512_dpbusd_epi32(high[i], bytes, (__m512i)query[0]);
-            low[i] = _mm512_dpbusd_epi32(low[i], bytes, (__m512i)query[1]);
+            const __m512i mine = (__m512i)((words[i] >> (k * BITS)) & MASK * 0x01010101u);
+            high[i] = _mm512_dpbusd_epi32(high[i], mine, highs);
+            low[i] = _mm512_dpbusd_epi32(low[i], mine, lows);
           }
+        }
       }
       UNROLLED for (int i = 0; i < HALF; i++) sum_of[half + i] = (I)(((U)high[i] << 8) + (U)low[i]);
     }
-    const F found = __builtin_convertvector(sums(sum_of), F) * scale;
+    const F found = __builtin_convertvector(sums(sum_of), F) * asked.scale;
     memcpy(to + first, &found, (size_t)(count - first < W ? count - first : W) * sizeof(float));
   }
 }
@@ -138,23 +155,30 @@ struct Weights {
       top = larger(x, top), total += x;
       if (low) lows += inside ? weight * load<F>(low + t) + x * zero : F{};
     }
-    const float high = highest(top), up = high > 0 ? 32767.f / high : 0.f, whole = sum(total);
-    I numbers{};
+    const float high = highest(top), up = high > 0 ? (float)MOST_CUT / high : 0.f, whole = sum(total);
+    U numbers{};
     for (int64_t t = 0; t < count; t += W) {
       const __m512i rounded = _mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(stepped + t) * up));
       _mm256_store_si256((__m256i*)(of_tokens + t), _mm512_maskz_cvtepi32_epi16(0xffff, rounded));
-      numbers += (I)rounded;
+      numbers += (U)rounded;
     }
-    scale = high / 32767.f + (whole - whole);
-    base = sum(lows) - zero * scale * sum(__builtin_convertvector(numbers, F));
-  }
-
-  static I numbered() {
-    I each;
-    UNROLLED for (int i = 0; i < W; i++) each[i] = i;
-    return each;
+    scale = high / (float)MOST_CUT + (whole - whole);
+    base = sum(lows) - zero * scale * sum(__builtin_convertvector((I)numbers, F));
   }
 };
+
+// Steps or minima of one group of each token; behind those at `from` is room to read.
+APART void of_group(const float* from, int64_t groups, int64_t group, int64_t count, float* to) {
+  if (groups == 2) {
+    const I each = numbered() * 2 + (int32_t)group;
+    for (int64_t t = 0; t < count; t += W) {
+      const __m512 first = (__m512)load<F>(from + 2 * t), second = (__m512)load<F>(from + 2 * t + W);
+      store(to + t, (F)_mm512_permutex2var_ps(first, (__m512i)each, second));
+    }
+  } else {
+    for (int64_t t = 0; t < count; t++) to[t] = from[t * groups + group];
+  }
+}
 
 template <class C, int R, int M, int FIRST>
 inline void short_sums_of(const Weights* const* of, const char* codes, int64_t stride, int64_t count, float* out, int64_t size) {
@@ -191,9 +215,8 @@ void short_sums(const float* weights, int64_t apart, const char* codes, int64_t 
   Weights all_of[R * MOST_GROUPS];
   float step[BLOCK], low[BLOCK];
   for (int64_t i = 0; i < scales.groups; i++) {
-    for (int64_t t = 0; t < count; t++) step[t] = scales.step[t * scales.groups + i];
-    if (scales.low)
-      for (int64_t t = 0; t < count; t++) low[t] = scales.low[t * scales.groups + i];
+    of_group(scales.step, scales.groups, i, count, step);
+    if (scales.low) of_group(scales.low, scales.groups, i, count, low);
     for (int r = 0; r < R; r++)
       all_of[r * scales.groups + i].fill(weights + r * apart, step, scales.low ? low : nullptr, scales.zero, count);
   }

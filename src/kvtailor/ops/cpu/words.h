@@ -10,9 +10,9 @@
 
 // Queries of a piece, as the products below want them.
 struct Rows {
-  const float* query;  // (rows, size), in the order of `place_of_code`
+  const float* query;  // (rows, size), in the order of `place_of_code` where not coarse
   int64_t size;
-  bool coarse;  // the cache has 16 bits, so that 16 bits of a query are enough
+  bool coarse;  // 16 bits of a query are enough, and its channels are in their own order
 };
 
 constexpr int64_t MOST_GROUPS = 4;  // of a token whose values are summed in integers
