@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
@@ -191,8 +192,39 @@ def test_a_session_reads_a_prompt_twice_by_itself(plan: str) -> None:
         assert s.generate(ids[:1, -1:], **options).shape == (1, 7)
         cache = s.prefill(ids, mask, chunk=16)
         assert cache is s.last and cache.seen == 40
-        lookup = s.generate(ids[:1].repeat(1, 2), prompt_lookup_num_tokens=3, **options)
-        assert lookup.shape == (1, 86)
+
+
+@pytest.mark.parametrize("plan", TWICE)
+def test_prompt_lookup_behind_a_prompt_that_was_read_twice_is_right_or_refused(plan: str) -> None:
+    """transformers feeds all of it once more, to its own cache too, and gets another text."""
+    own, model, ids = build("llama"), build("llama"), prompts((40,))[0].repeat(1, 2)
+    options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 6, "do_sample": False}
+    cache = DynamicCache(config=own.config)
+    with torch.no_grad():
+        own(ids[:, :-1], past_key_values=cache)
+    own.generate(ids, past_key_values=cache, **options)
+    with kvtailor.session(model, plan) as s:
+        if cache.get_seq_length() > 86:
+            with pytest.raises(CacheMisuse, match="feed the whole prompt again|pass a mask of"):
+                s.generate(ids, **options)
+        else:
+            plain = s.generate(ids, max_new_tokens=6, do_sample=False)
+            assert torch.equal(s.generate(ids, **options), plain)
+
+
+@torch.no_grad()
+def test_recorded_tokens_are_fewer_than_those_before() -> None:
+    model, (ids, _) = build("llama"), prompts((40,))
+    cache = kvtailor.prefill(model, "snapkv(window=6) @ tokens=16", ids[:, :10])
+    cache.activate_past_recording()
+    with pytest.raises(CacheMisuse, match="10 tokens when recording began, and 30 come at once"):
+        model(ids[:, 10:], past_key_values=copy.deepcopy(cache))
+    few = kvtailor.prefill(model, "snapkv(window=6) @ tokens=16", ids[:, :30])
+    few.activate_past_recording()
+    model(ids[:, 30:], past_key_values=few)
+    few.crop(-3)
+    assert few.seen == 37
+    model(ids, past_key_values=few)
 
 
 @torch.no_grad()

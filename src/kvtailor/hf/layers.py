@@ -38,6 +38,7 @@ class CompressedLayer(CacheLayerMixin):
         self.cache, self.state, self.layer_idx = cache, state, layer_idx
         self._module: weakref.ref[Any] | None = None
         self._overheard: tuple[Tensor, Tensor] | None = None
+        self._recorded_after = 0
 
     @property
     def record_past(self) -> bool:
@@ -51,6 +52,7 @@ class CompressedLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """From now on each forward waits for `crop` before anything is evicted or encoded."""
         self.state.recording = True
+        self._recorded_after = self.state.seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remembers dtype and device of the first keys."""
@@ -112,12 +114,24 @@ class CompressedLayer(CacheLayerMixin):
                 f"{seen - new} tokens before these {new}; was the cache used outside of the model between?"
             )
         if route.repeating is None:
+            self._check_recorded(visible)
             self.cache.check_padding(self.layer_idx, visible)
         if self._overheard is not None:
             for follower in self.cache.followers:
                 follower.layers[self.layer_idx].overhear(*self._overheard, query, visible, scaling)
             self._overheard = None
         return route.attend(self.state, query, visible, scaling)
+
+    def _check_recorded(self, visible: Visibility) -> None:
+        """Raises where assisted decoding feeds its prompt to a cache that has seen it, as transformers' does."""
+        before, self._recorded_after = self._recorded_after, 0
+        if 0 < before < visible.new_tokens and visible.real is None:
+            raise CacheMisuse(
+                f"this cache had seen {before} tokens when recording began, and {visible.new_tokens} come at "
+                "once: transformers' assisted decoding and prompt lookup feed the whole prompt again, whatever a cache "
+                "has seen. Start them with an empty cache, or draft with kvtailor.generate; if all of these tokens are "
+                "new, feed them before recording begins"
+            )
 
     def overhear(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         """Takes in what another cache of the same model has just got on this layer; see `hf.sharing`."""
@@ -194,7 +208,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if self.keys.untyped_storage().nbytes() > self.keys.numel() * self.keys.element_size():
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        return keys, values
+        # Masks are made for the window alone, but transformers 5.17 gives all that a recording layer holds.
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[:, :, -visible:], values[:, :, -visible:]
 
     def crop(self, tokens_to_remove: int) -> None:
         """See transformers' `DynamicSlidingWindowLayer`."""
