@@ -13,6 +13,8 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = "src/kvtailor/ops/cpu"
 ALWAYS = ["-std=c++17", "-O3", "-g0", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math"]
+# Python's own flags on most machines, without which GCC 12 makes the integer kernels 3 to 6 % slower.
+ALWAYS += ["-fwrapv"]
 # Nothing is thrown through them.
 ALWAYS += ["-fno-asynchronous-unwind-tables", "-fno-unwind-tables"]
 # -Wpsabi: vectors are passed between inlined functions alone. -Wmaybe-uninitialized: GCC 12's own headers.

@@ -167,14 +167,12 @@ struct Weights {
   }
 };
 
-// Steps or minima of one group of each token; behind those at `from` is room to read.
+// Steps or minima of one group of each token. W floats behind what is written, and behind what is read, are room.
 APART void of_group(const float* from, int64_t groups, int64_t group, int64_t count, float* to) {
-  if (groups == 2) {
-    const I each = numbered() * 2 + (int32_t)group;
-    for (int64_t t = 0; t < count; t += W) {
-      const __m512 first = (__m512)load<F>(from + 2 * t), second = (__m512)load<F>(from + 2 * t + W);
-      store(to + t, (F)_mm512_permutex2var_ps(first, (__m512i)each, second));
-    }
+  if (groups == 2 || groups == 4) {
+    const I every = numbered() * (int32_t)groups + (int32_t)group;
+    for (int64_t t = 0; t < count; t += groups == 2 ? W : W / 2, from += 2 * W)
+      store(to + t, (F)_mm512_permutex2var_ps((__m512)load<F>(from), (__m512i)every, (__m512)load<F>(from + W)));
   } else {
     for (int64_t t = 0; t < count; t++) to[t] = from[t * groups + group];
   }
@@ -213,7 +211,7 @@ template <class C, int R>
 void short_sums(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
                 const Scales& scales, float* out, int64_t size) {
   Weights all_of[R * MOST_GROUPS];
-  float step[BLOCK], low[BLOCK];
+  float step[BLOCK + W], low[BLOCK + W];
   for (int64_t i = 0; i < scales.groups; i++) {
     of_group(scales.step, scales.groups, i, count, step);
     if (scales.low) of_group(scales.low, scales.groups, i, count, low);

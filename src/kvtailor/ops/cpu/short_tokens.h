@@ -150,7 +150,7 @@ void sums_of_rows(const float* weights, const float* step, const float* low, con
   const float zero = (float)((1 << (BITS - 1)) - 1);
   CutWeights all_of[R * MOST_GROUPS];
   for (int64_t i = 0; i < groups; i++) {
-    float steps[BLOCK], lows[BLOCK];
+    float steps[BLOCK + W], lows[BLOCK + W];
     of_group(step, groups, i, count, steps);
     if (low) of_group(low, groups, i, count, lows);
     for (int r = 0; r < R; r++) {
