@@ -82,6 +82,11 @@ def reads_sparsely(preset: str) -> bool:
     return find.name_of(Plan.parse(text_of(preset)).attend) in ("quest", "rocket")
 
 
+def has_pairs(family: str, preset: str) -> bool:
+    """The tiny gemma3 has two layers that see all, and from the middle on there is no pair of them."""
+    return family != "gemma3" or not preset.startswith("minicache")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Files of random numbers for the presets that read one."""
@@ -93,12 +98,10 @@ PRESETS = [name for name in find.presets() if name != "full"]
 
 
 @pytest.mark.parametrize(
-    ("family", "preset"), crossed(FAMILIES, [name for name in PRESETS if not reads_sparsely(name)])
+    ("family", "preset"), crossed(FAMILIES, [name for name in PRESETS if not reads_sparsely(name)], possible=has_pairs)
 )
 def test_what_is_read_is_what_the_preset_holds(family: str, preset: str) -> None:
     plan = Plan.parse(text_of(preset))
-    if family == "gemma3" and preset.startswith("minicache"):
-        pytest.skip("this tiny model has two layers that see all, and from the middle on there is no pair of them")
     if find.name_of(plan.attend) == "rolling":
         check_rolling(family, text_of(preset).replace("=40", "=12"))
     else:
