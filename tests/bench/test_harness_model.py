@@ -103,7 +103,7 @@ def test_the_full_plan_gives_the_numbers_of_hf(task, metrics, fewshot, subject, 
 
 def test_edges_are_those_of_hf(subject, hf):
     """Contexts that are empty, end in spaces or are cut, and texts that start with the prefix."""
-    long = words(STATE, 190)
+    long = words(STATE, 201)
     start = hf.tokenizer.decode([hf.prefix_token_id])
     pairs = ask(
         "loglikelihood",
