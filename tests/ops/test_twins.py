@@ -14,6 +14,7 @@ from kvtailor.ops.twins import (
     coded_attention,
     explained,
     forced,
+    joint_attention,
     page_attention,
     prompt_mass,
     quantiser,
@@ -71,7 +72,7 @@ def test_codes_are_made_by_a_kernel_where_there_is_one(monkeypatch: pytest.Monke
 @needs_triton
 def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, and in the interpreter, where the CPU counts as one."""
-    from kvtailor.ops.triton.attend import attend_coded, attend_pages
+    from kvtailor.ops.triton.attend import attend_coded, attend_pages, attend_parts
     from kvtailor.ops.triton.keeping import attend_keeping
     from kvtailor.ops.triton.mass import attend_with_mass
 
@@ -80,6 +81,7 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
     assert page_attention(query, side, side, 4) is None and prompt_mass(prompt, prompt, prompt) is None
     with using("triton"):
         assert coded_attention(query, side, side) is attend_coded
+        assert joint_attention(attend_coded).attend_parts is attend_parts and joint_attention(attend_keeping) is None
         assert coded_attention(query, side, side, mass=True) is attend_keeping
         codes = quantiser(side.states).tokens(side.states, 4, 16)
         assert coded_attention(query, codes, side, mass=True) is None

@@ -126,7 +126,7 @@ def _as_stored(
     kernels = [None if sides is None else twins.coded_attention(grouped, *sides, mass=mass) for sides in stored]
     if not any(kernels):
         return None
-    found, kept, rest = [], [], []
+    found, kept, rest, together = [], [], [], []
     for part, sides, attend in zip(parts, stored, kernels, strict=True):
         layout, reading = part.layout, None
         if attend is None:
@@ -141,20 +141,23 @@ def _as_stored(
                 rest.append(lanes_of(layout, reading, mask))
                 continue
         assert sides is not None
-        out, lse, *weights = attend(
-            grouped,
-            *sides,
-            scaling=scaling,
-            owner=None if layout.owner is None else layout.owner.to(device),
-            lengths=None if layout.lengths is None else layout.lengths.to(device),
-            visible=_rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
-            log_weight=None if reading is None else reading.log_weight,
-        )
+        how = {
+            "owner": None if layout.owner is None else layout.owner.to(device),
+            "lengths": None if layout.lengths is None else layout.lengths.to(device),
+            "visible": _rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
+            "log_weight": None if reading is None else reading.log_weight,
+        }
+        if (reading is None or reading.lift is None) and (joint_form := twins.joint_attention(attend)) is not None:
+            together.append(joint_form.Part(keys=sides[0], values=sides[1], **how))
+            continue
+        out, lse, *weights = attend(grouped, *sides, scaling=scaling, **how)
         if reading is not None and reading.lift is not None:
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
             out = reading.lift.of_sums(out.flatten(1, 2), seen).unflatten(1, (q // h, t))
         found.append((out, lse))
         kept += weights
+    if together:
+        found.append(joint_form.attend_parts(grouped, together, scaling=scaling))
     if rest:
         found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling)[:2])
     out, lse = merge(found)

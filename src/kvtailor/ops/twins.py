@@ -32,6 +32,7 @@ __all__ = [
     "coded_attention",
     "explained",
     "forced",
+    "joint_attention",
     "page_attention",
     "prompt_mass",
     "quantiser",
@@ -135,6 +136,19 @@ def coded_attention(
     if mass:
         return attend_keeping if built.has("kvtailor_mass") else None
     return attend_coded
+
+
+def joint_attention(attend: Callable[..., Any]) -> Any:
+    """The module that reads several parts at once, by `attend_parts` over its `Part`s, as `attend` reads one; or None.
+
+    Args:
+        attend: what `coded_attention` gave.
+    """
+    if missing() is not None:
+        return None
+    from kvtailor.ops.triton import attend as on_gpu
+
+    return on_gpu if attend is on_gpu.attend_coded else None
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:

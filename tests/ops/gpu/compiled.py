@@ -26,8 +26,8 @@ from triton.compiler import ASTSource
 from kvtailor.ops.coded import Coded, Whole
 from kvtailor.ops.codes import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.quant import packed_size
-from kvtailor.ops.triton.attend import plan_of
 from kvtailor.ops.triton.call import Call
+from kvtailor.ops.triton.launches import Part, plan_of
 from kvtailor.ops.triton.mass import mass_call
 from kvtailor.ops.triton.quantise import channel_call, token_call
 
@@ -70,7 +70,7 @@ def floats(group: int = 64) -> Coded:
 
 def decoding(keys: Coded, values: Coded, *, group: int = 4, new: int = 1, head: int = HEAD, **more: Any) -> list[Call]:
     query = empty(LANES, group, new, head)
-    plan = plan_of(query, keys, values, scaling=0.1, processors=132, **more)
+    plan = plan_of(query, [Part(keys=keys, values=values, **more)], scaling=0.1, processors=132)
     return list(plan.calls)
 
 
@@ -124,6 +124,7 @@ VARIANTS: dict[str, Callable[[], Call]] = {
     "bf16_pages_masked": lambda: decoding(whole(), whole(), pages=pages(64), page=16, **masked())[0],
     "bf16_growing": lambda: decoding(whole(), whole(), lengths=empty(LANES, dtype=torch.int32))[0],
     "merge": lambda: decoding(whole(), whole())[1],
+    "merge_ragged": lambda: decoding(whole(), whole(), owner=torch.arange(LANES))[1],
     "mass": lambda: mass_call(empty(1, 32, SLOTS, HEAD), empty(1, LANES, SLOTS, HEAD), lse(32), 0.1)[0],
     "mass_of_few": mass_of_few,
     "pack_tokens_4": lambda: token_call(empty(LANES, SLOTS, HEAD), 4, HEAD)[0],

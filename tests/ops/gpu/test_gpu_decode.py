@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,35 @@ def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_equals_attention_over_what_the_bytes_say(keys: str, values: str, head: int) -> None:
     query, k, v = random(3, 2, 1, head, seed=1), random(3, 63, head, seed=2), random(3, 63, head, seed=3)
     check(query, ENCODINGS[keys](k), ENCODINGS[values](v), bar(keys, values))
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_several_parts_have_one_softmax(uneven: bool) -> None:
+    """Codes, plain states and another number of splits for each; with lanes of several owners, an owner has none."""
+    from kvtailor.ops.triton.attend import Part, attend_parts
+
+    query = random(3, 2, 1, 24, seed=1)
+    owners = [[0, 0, 2, 2], None, [0, 1]] if uneven else [None, None, None]
+    wanted, parts = [], []
+    for i, (owner, name, slots) in enumerate(zip(owners, ("channel4", "whole", "token2"), (63, 9, 20), strict=True)):
+        lanes = 3 if owner is None else len(owner)
+        sides = [ENCODINGS[name](random(lanes, slots, 24, seed=10 * i + j)) for j in range(2)]
+        weight = random(lanes, slots, seed=7) if i == 1 else None
+        wanted.append(exactly(query, *(side.decode().float() for side in sides), 0.2, owner, None, weight))
+        there = [type(side)(**{**side.numbers(), **moved(side.tensors())}) for side in sides]
+        held = None if owner is None else torch.tensor(owner, device=DEVICE)
+        weight = None if weight is None else weight.to(DEVICE)
+        parts.append(Part(keys=there[0], values=there[1], owner=held, log_weight=weight, splits=i + 1))
+    lses = torch.stack([lse for _, lse in wanted])
+    out = ((lses - lses.logsumexp(0)).exp()[..., None] * torch.stack([each for each, _ in wanted])).sum(0)
+    for _ in range(2):
+        found, found_lse = attend_parts(query.to(DEVICE), parts, scaling=0.2)
+        assert error(found, out) < 2e-3
+        assert (found_lse.cpu() - lses.logsumexp(0)).abs().max() < 6e-3
+    # The same owners with other numbers of programs are not those that were kept.
+    shorter = [replace(part, splits=2) for part in parts]
+    assert error(attend_parts(query.to(DEVICE), shorter, scaling=0.2)[0], out) < 2e-3
+    assert error(attend_parts(query.to(DEVICE), shorter[::-1], scaling=0.2)[0], out) < 2e-3
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Attention over some pages, and over a cache that grows in place, against float64."""
+"""Attention over some pages, and over buffers that have room, against float64."""
 
 from __future__ import annotations
 
@@ -83,49 +83,24 @@ def test_refuses_pages_that_are_no_power_of_two() -> None:
 
 
 @pytest.mark.parametrize("new", [1, 3])
-def test_a_cache_grows_in_place(new: int) -> None:
-    grows(new, "cpu" if DEVICE == "cpu" else DEVICE)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device is here to capture a graph on")
-def test_a_graph_is_replayed_as_a_cache_grows() -> None:
-    from kvtailor.ops.triton.growing import Growing
-
-    state = torch.zeros((1, 64, 64), device=DEVICE)
-    growing = Growing(state, state.clone(), torch.zeros(1, dtype=torch.int32, device=DEVICE), group=1, new=1, scaling=1)
-    token = torch.ones((1, 1, 64), device=DEVICE)
-    places = set()
-    for count in range(1, 5):
-        out, lse = growing.step(token[:, None] / 64, token, token * count)
-        places.add(out.data_ptr())
-        assert growing.lengths.tolist() == [count]
-        assert torch.allclose(out, torch.full_like(out, (count + 1) / 2), atol=1e-3)
-        assert torch.allclose(lse.exp(), torch.full_like(lse, count * 2.718281828), rtol=1e-3)
-    assert len(places) == 1
-
-
-def grows(new: int, device: str) -> None:
-    from kvtailor.ops.triton.growing import Growing
+def test_what_is_filled_is_counted_on_the_device(new: int) -> None:
+    """Buffers with room: what lies past the lengths is not read, and of the new tokens none sees a later one."""
+    from kvtailor.ops.triton.attend import attend_coded
 
     generator = torch.Generator().manual_seed(new)
-    lengths = [5, 17]
-    buffers = [torch.full((2, 40, 24), torch.nan, device=device) for _ in range(2)]
-    held = [[torch.randn((length, 24), generator=generator) for length in lengths] for _ in range(2)]
-    for buffer, side in zip(buffers, held, strict=True):
-        for lane, states in enumerate(side):
-            buffer[lane, : len(states)] = states
-    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    growing = Growing(*buffers, counts, group=3, new=new, scaling=0.3, splits=3)
+    lengths = torch.tensor([5, 17], dtype=torch.int32, device=DEVICE)
+    keys, values = (torch.randn((2, 40, 24), generator=generator) for _ in range(2))
     for _ in range(2):
+        for lane, length in enumerate(lengths.tolist()):
+            keys[lane, length:], values[lane, length:] = torch.nan, torch.nan
         query = torch.randn((2, 3, new, 24), generator=generator)
-        fresh = [torch.randn((2, new, 24), generator=generator) for _ in range(2)]
-        out, lse = growing.step(query.to(device), *(each.to(device) for each in fresh))
-        for lane in range(2):
-            for side, states in zip(held, fresh, strict=True):
-                side[lane] = torch.cat([side[lane], states[lane]])
-            count = len(held[0][lane])
-            sees = torch.arange(count) <= torch.arange(new)[:, None] + count - new
-            wanted, its = exactly(query[lane : lane + 1], held[0][lane][None], held[1][lane][None], 0.3, None, sees)
+        sides = [Whole(states=side.to(DEVICE)) for side in (keys, values)]
+        out, lse = attend_coded(query.to(DEVICE), *sides, scaling=0.3, lengths=lengths, causal=True, splits=3)
+        for lane, length in enumerate(lengths.tolist()):
+            sees = torch.arange(length) <= torch.arange(new)[:, None] + length - new
+            held = (side[lane : lane + 1, :length] for side in (keys, values))
+            wanted, its = exactly(query[lane : lane + 1], *held, 0.3, None, sees)
             assert error(out[lane : lane + 1], wanted) < 2e-6
             assert (lse[lane].cpu() - its[0]).abs().max() < 2e-6
-    assert growing.lengths.tolist() == [length + 2 * new for length in lengths]
+        keys, values = (torch.randn((2, 40, 24), generator=generator) for _ in range(2))
+        lengths.add_(new)

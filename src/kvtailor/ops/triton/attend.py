@@ -1,45 +1,20 @@
-"""Attention of few queries over the compressed bytes of a segment, on a GPU."""
+"""Attention of few queries over the compressed bytes of segments, on a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import torch
-import triton
 from torch import Tensor
 
 from kvtailor.ops.coded import Coded
-from kvtailor.ops.triton.call import LOG2E, Call
-from kvtailor.ops.triton.installed import interpreting, unfit
-from kvtailor.ops.triton.kernels.decode import split_kernel
-from kvtailor.ops.triton.kernels.merge import merge_kernel
-from kvtailor.ops.triton.sides import block_of, side_of, warps_of, why_not
+from kvtailor.ops.triton.installed import unfit
+from kvtailor.ops.triton.launches import Part, plan_of
+from kvtailor.ops.triton.sides import side_of, why_not
 
-__all__ = ["Plan", "attend_coded", "attend_pages", "plan_of", "suits"]
+__all__ = ["Part", "attend_coded", "attend_pages", "attend_parts", "suits"]
 
 # The most query rows (query heads of a kv head times new tokens) of a program.
 _ROWS = 32
-# Tokens that a program should read at least, so that what it leaves behind is small beside them.
-_SHARE = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The two launches of an attention and what they write.
-
-    Attributes:
-        calls: in their order.
-        out: (n, g, t, dv) float32. lse: (n, g, t) float32.
-    """
-
-    calls: tuple[Call, ...]
-    out: Tensor
-    lse: Tensor
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        for call in self.calls:
-            call()
-        return self.out, self.lse
 
 
 def suits(query: Tensor, keys: Coded, values: Coded) -> str | None:
@@ -92,18 +67,17 @@ def attend_coded(
     Returns:
         out (n, g, t, dv) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
     """
-    return plan_of(
-        query,
-        keys,
-        values,
-        scaling=scaling,
+    part = Part(
+        keys=keys,
+        values=values,
         owner=owner,
         visible=visible,
         log_weight=log_weight,
         lengths=lengths,
         causal=causal,
         splits=splits,
-    )()
+    )
+    return attend_parts(query, [part], scaling=scaling)
 
 
 def attend_pages(
@@ -131,11 +105,9 @@ def attend_pages(
     """
     if page < 1 or page & (page - 1):
         raise ValueError(f"pages hold a power of two of slots, found {page}")
-    plan = plan_of(
-        query,
-        keys,
-        values,
-        scaling=scaling,
+    part = Part(
+        keys=keys,
+        values=values,
         owner=owner,
         visible=visible,
         lengths=lengths,
@@ -144,114 +116,9 @@ def attend_pages(
         page=page,
         splits=splits,
     )
-    return plan()
+    return attend_parts(query, [part], scaling=scaling)
 
 
-def plan_of(
-    query: Tensor,
-    keys: Coded,
-    values: Coded,
-    *,
-    scaling: float,
-    owner: Tensor | None = None,
-    visible: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    lengths: Tensor | None = None,
-    causal: bool = False,
-    pages: Tensor | None = None,
-    page: int | None = None,
-    splits: int | None = None,
-    processors: int | None = None,
-) -> Plan:
-    """What `attend_coded` and `attend_pages` launch; tensors on any device.
-
-    Args:
-        pages: (m, p) int32 pages of `page` slots of each lane that are read, -1 for none; None: all slots.
-        processors: of the device; None: asked of it.
-        Others: see `attend_coded`.
-    """
-    owners, group, new, _ = query.shape
-    rows = group * new
-    left, right = side_of(keys), side_of(values)
-    lanes, slots = left.codes.shape[:2]
-    held = slots if pages is None or page is None else pages.shape[1] * page
-    block = block_of(left, right, rows, page)
-    warps = warps_of(block, left, right, rows)
-    if splits is None:
-        splits = _splits(lanes, held, warps, processors or _processors(query.device))
-    new_empty = lambda *shape: query.new_empty(shape, dtype=torch.float32)  # noqa: E731
-    sums = new_empty(lanes, splits, rows, right.size)
-    tops, totals = new_empty(lanes, splits, rows), new_empty(lanes, splits, rows)
-    out, lse = new_empty(owners, group, new, right.size), new_empty(owners, group, new)
-    seen = None if visible is None else visible.expand(lanes, new, slots).view(torch.uint8)
-    masked = visible is not None or log_weight is not None
-    strides = (0, 0, 0) if seen is None else seen.stride()
-    split = Call(
-        kernel=split_kernel,
-        grid=(lanes, splits),
-        arguments={
-            "Q": query.reshape(owners, rows, -1).contiguous(),
-            "OWNER": owner,
-            "LENGTHS": lengths,
-            "SEEN": seen,
-            "WEIGHT": None if log_weight is None else log_weight.contiguous(),
-            "PAGES": None if pages is None else pages.contiguous(),
-            "SUM": sums,
-            "TOP": tops,
-            "TOTAL": totals,
-            "capacity": slots,
-            "slots": held,
-            "factor": scaling * LOG2E,
-            **dict(zip(("seen_lane", "seen_new", "seen_slot"), strides, strict=True)),
-            "weight_lane": slots,
-            "pages_lane": 0 if pages is None else pages.shape[1],
-            "ROWS": rows,
-            "M": max(8, triton.next_power_of_2(rows)),
-            "NEW": new,
-            "BLOCK": block,
-            "PAGE": page or block,
-            "SEEN_NEW": visible is not None and visible.ndim > 1 and visible.shape[-2] > 1,
-            "CAUSAL": causal and new > 1,
-            "ASM": not interpreting(),
-            **left.arguments("K", block, page),
-            **right.arguments("V", block, page),
-        },
-        warps=warps,
-        stages=3,
-        registers=255 if rows > 16 or masked or 8 in (left.bits, right.bits) else None,
-    )
-    merge = Call(
-        kernel=merge_kernel,
-        grid=(owners, rows),
-        arguments={
-            "SUM": sums,
-            "TOP": tops,
-            "TOTAL": totals,
-            "FIRST": None if owner is None else _first_lanes(owner, owners),
-            "OUT": out,
-            "LSE": lse,
-            "splits": splits,
-            "ROWS": rows,
-            "SIZE": right.size,
-            "PAD": triton.next_power_of_2(right.size),
-            "BLOCK": 16,
-        },
-        warps=4,
-        stages=2,
-    )
-    return Plan(calls=(split, merge), out=out, lse=lse)
-
-
-def _first_lanes(owner: Tensor, owners: int) -> Tensor:
-    return torch.searchsorted(owner, torch.arange(owners + 1, device=owner.device)).to(torch.int32)
-
-
-def _splits(lanes: int, slots: int, warps: int, processors: int) -> int:
-    """Programs for each lane: about eight warps for each processor in all, and none for less than `_SHARE` slots."""
-    return max(1, min(-(-8 * processors // (warps * lanes)), slots // _SHARE))
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def attend_parts(query: Tensor, parts: Sequence[Part], *, scaling: float) -> tuple[Tensor, Tensor]:
+    """`attend_coded` over the slots of several parts, with one softmax over all of them."""
+    return plan_of(query, parts, scaling=scaling)()

@@ -1,0 +1,226 @@
+"""What attention of few queries launches: programs for the shares of every lane of each part, and those that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kvtailor.ops.coded import Coded
+from kvtailor.ops.triton.call import LOG2E, Call
+from kvtailor.ops.triton.installed import interpreting
+from kvtailor.ops.triton.kernels.decode import split_kernel
+from kvtailor.ops.triton.kernels.merge import merge_kernel
+from kvtailor.ops.triton.sides import Side, block_of, side_of, warps_of
+
+__all__ = ["Part", "Plan", "plan_of"]
+
+# Tables of `_firsts` by the first ragged part's owners; those of even parts are alike on all layers.
+_KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_EVEN = torch.empty(0)
+# Tokens that a program should read at least, so that what it leaves behind is small beside them.
+_SHARE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The launches of an attention and what they write.
+
+    Attributes:
+        calls: in their order.
+        out: (n, g, t, dv) float32. lse: (n, g, t) float32.
+    """
+
+    calls: tuple[Call, ...]
+    out: Tensor
+    lse: Tensor
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        for call in self.calls:
+            call()
+        return self.out, self.lse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Lanes that are read at once: the arguments of `attend_coded`, or of `attend_pages`, that are a part's own.
+
+    Attributes:
+        pages: (m, p) int32 pages of `page` slots of each lane that are read, -1 for none; None: all slots.
+        Others: see `attend_coded`.
+    """
+
+    keys: Coded
+    values: Coded
+    owner: Tensor | None = None
+    visible: Tensor | None = None
+    log_weight: Tensor | None = None
+    lengths: Tensor | None = None
+    causal: bool = False
+    pages: Tensor | None = None
+    page: int | None = None
+    splits: int | None = None
+
+
+def plan_of(query: Tensor, parts: Sequence[Part], *, scaling: float, processors: int | None = None) -> Plan:
+    """What `attend_parts` launches; tensors on any device.
+
+    Args:
+        query: (n, g, t, d).
+        parts: at least one.
+        scaling: factor before the softmax.
+        processors: of the device; None: asked of it.
+    """
+    owners, group, new, _ = query.shape
+    rows = group * new
+    processors = processors or _processors(query.device)
+    shapes = [_Shape.of(part, rows, processors) for part in parts]
+    bases = [0, *accumulate(shape.lanes * shape.splits for shape in shapes)]
+    size = shapes[0].right.size
+    empty = lambda *shape: query.new_empty(shape, dtype=torch.float32)  # noqa: E731
+    sums, tops, totals = empty(bases[-1], rows, size), empty(bases[-1], rows), empty(bases[-1], rows)
+    out, lse = empty(owners, group, new, size), empty(owners, group, new)
+    flat = query.reshape(owners, rows, -1).contiguous()
+    splits = [
+        _split_call(flat, part, shape, new, scaling, sums[base:], tops[base:], totals[base:])
+        for part, shape, base in zip(parts, shapes, bases, strict=False)
+    ]
+    alone = len(parts) == 1 and parts[0].owner is None
+    merge = Call(
+        kernel=merge_kernel,
+        grid=(owners, rows),
+        arguments={
+            "SUM": sums,
+            "TOP": tops,
+            "TOTAL": totals,
+            "FIRST": None if alone else _firsts(parts, shapes, bases, owners, query.device),
+            "OUT": out,
+            "LSE": lse,
+            "splits": shapes[0].splits,
+            "parts": len(parts),
+            "ROWS": rows,
+            "SIZE": size,
+            "PAD": triton.next_power_of_2(size),
+            "BLOCK": 16,
+        },
+        warps=4,
+        stages=2,
+    )
+    return Plan(calls=(*splits, merge), out=out, lse=lse)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """How a part is divided among programs.
+
+    Attributes:
+        left, right: its keys and values.
+        lanes, slots: m and s. held: slots that a lane reads, of its pages where there are some.
+        block, warps: of a program. splits: programs of a lane.
+    """
+
+    left: Side
+    right: Side
+    lanes: int
+    slots: int
+    held: int
+    block: int
+    warps: int
+    splits: int
+
+    @classmethod
+    def of(cls, part: Part, rows: int, processors: int) -> _Shape:
+        left, right = side_of(part.keys), side_of(part.values)
+        lanes, slots = left.codes.shape[:2]
+        held = slots if part.pages is None or part.page is None else part.pages.shape[1] * part.page
+        block = block_of(left, right, rows, part.page)
+        warps = warps_of(block, left, right, rows)
+        splits = part.splits or _splits(lanes, held, warps, processors)
+        return cls(left=left, right=right, lanes=lanes, slots=slots, held=held, block=block, warps=warps, splits=splits)
+
+
+def _split_call(
+    query: Tensor, part: Part, shape: _Shape, new: int, scaling: float, sums: Tensor, tops: Tensor, totals: Tensor
+) -> Call:
+    """The launch that reads one part for queries (n, g * t, d) and leaves what it found at the head of the three."""
+    rows, block, left, right = query.shape[1], shape.block, shape.left, shape.right
+    visible, log_weight, pages = part.visible, part.log_weight, part.pages
+    seen = None if visible is None else visible.expand(shape.lanes, new, shape.slots).view(torch.uint8)
+    strides = (0, 0, 0) if seen is None else seen.stride()
+    masked = visible is not None or log_weight is not None
+    return Call(
+        kernel=split_kernel,
+        grid=(shape.lanes, shape.splits),
+        arguments={
+            "Q": query,
+            "OWNER": part.owner,
+            "LENGTHS": part.lengths,
+            "SEEN": seen,
+            "WEIGHT": None if log_weight is None else log_weight.contiguous(),
+            "PAGES": None if pages is None else pages.contiguous(),
+            "SUM": sums,
+            "TOP": tops,
+            "TOTAL": totals,
+            "capacity": shape.slots,
+            "slots": shape.held,
+            "factor": scaling * LOG2E,
+            **dict(zip(("seen_lane", "seen_new", "seen_slot"), strides, strict=True)),
+            "weight_lane": shape.slots,
+            "pages_lane": 0 if pages is None else pages.shape[1],
+            "ROWS": rows,
+            "M": max(8, triton.next_power_of_2(rows)),
+            "NEW": new,
+            "BLOCK": block,
+            "PAGE": part.page or block,
+            "SEEN_NEW": visible is not None and visible.ndim > 1 and visible.shape[-2] > 1,
+            "CAUSAL": part.causal and new > 1,
+            "ASM": not interpreting(),
+            **left.arguments("K", block, part.page),
+            **right.arguments("V", block, part.page),
+        },
+        warps=shape.warps,
+        stages=3,
+        registers=255 if rows > 16 or masked or 8 in (left.bits, right.bits) else None,
+    )
+
+
+def _firsts(
+    parts: Sequence[Part], shapes: Sequence[_Shape], bases: Sequence[int], owners: int, device: torch.device
+) -> Tensor:
+    """(parts, n + 1) int32: where in what the programs leave each owner's begins, and the end of each part's.
+
+    The newest is kept for as long as its lanes are, so that it is made for the first of many tokens alone.
+    """
+    ragged = tuple(part.owner for part in parts)
+    key = tuple(shape.splits for shape in shapes), tuple(bases), owners, device
+    anchor = _EVEN if (first := next((each for each in ragged if each is not None), None)) is None else first
+    made_of, its, kept = _KNOWN.get(anchor, ((), None, None))
+    if its == key and all(one is other for one, other in zip(made_of, ragged, strict=True)):
+        assert isinstance(kept, Tensor)
+        return kept
+    each = torch.arange(owners + 1, device=device)
+    starts = [each if owner is None else torch.searchsorted(owner, each) for owner in ragged]
+    table = torch.stack(
+        [start * shape.splits + base for start, shape, base in zip(starts, shapes, bases, strict=False)]
+    )
+    table = table.to(torch.int32)
+    # What a graph makes while it is recorded is there only when it is replayed.
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _KNOWN[anchor] = ragged, key, table
+    return table
+
+
+def _splits(lanes: int, slots: int, warps: int, processors: int) -> int:
+    """Programs for each lane: about eight warps for each processor in all, and none for less than `_SHARE` slots."""
+    return max(1, min(-(-8 * processors // (warps * lanes)), slots // _SHARE))
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
