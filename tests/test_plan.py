@@ -29,6 +29,10 @@ CLASSES = {
 }
 
 
+# What has to be escaped somewhere, and other lengths in bytes; all of Unicode takes hypothesis seconds to list.
+LETTERS = "aZ_09 .,;=@+-#%'\"`\\/()[]{}\n\r\t\0\x1b\x7f\x85\xa0é\u0301\u2028\ufeff漢😀"
+
+
 @functools.cache
 def values_of(hint: object) -> st.SearchStrategy[object]:
     """Values of an annotation, near those that methods accept."""
@@ -42,7 +46,7 @@ def values_of(hint: object) -> st.SearchStrategy[object]:
     if hint is float:
         return st.floats(0, 1) | st.integers(0, 3)
     if hint is str:
-        return st.text(max_size=8)
+        return st.text(LETTERS, max_size=8)
     if hint is type(None):
         return st.none()
     room = next((room for room in find.rooms() if find.contract(room) is hint), None)
@@ -89,7 +93,7 @@ def plans(draw: st.DrawFn) -> Plan:
         raise
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans())
 def test_the_three_forms_round_trip(plan: Plan) -> None:
     again = [eval(repr(plan), {"Plan": Plan, **CLASSES}), Plan.from_toml(plan.to_toml()), Plan.parse(str(plan))]
@@ -103,7 +107,7 @@ def test_the_strategy_meets_every_room_and_most_methods() -> None:
     """Else the round trip above could be one over defaults."""
     seen: set[str] = set()
 
-    @settings(max_examples=500, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
     @given(plans())
     def look(plan: Plan) -> None:
         seen.update(find.name_of(part) for part in plan.parts.values() if part is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 
@@ -82,10 +83,13 @@ def slow(made: Case, rotation: Rotation, scaling: float) -> tuple[Tensor, Tensor
     return out, lse, mass
 
 
-@pytest.mark.parametrize("rotation", ROTATIONS)
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    ("rotation", "mix", "new", "padded"),
+    [
+        pytest.param(*one.values[0], *one.values[1], marks=one.marks)
+        for one in crossed(list(itertools.product(ROTATIONS, MIXES)), list(itertools.product([1, 5], [False, True])))
+    ],
+)
 def test_equals_keys_that_are_numbered_anew(rotation: str, mix: str, new: int, padded: bool) -> None:
     made = case(SIZES[2], mix, new, padded=padded, seed=3)
     if made.visible.real is not None:

@@ -20,6 +20,8 @@ from kvtailor.errors import KvtailorError
 
 pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'kvtailor[harness]'")
 
+pytestmark = pytest.mark.usefixtures("few_harness_tasks")
+
 
 @pytest.fixture(scope="module")
 def subject():
@@ -70,7 +72,8 @@ def test_answers_of_one_token_tell_plans_apart_only_when_something_is_fed_afterw
     assert same.point["outside"] == 1 and full.point["fewshot"] == 3
 
 
-def test_generated_answers_have_scores_only(subject, data, tmp_path):
+def test_generated_answers_have_scores_only(subject, data, monkeypatch):
+    monkeypatch.setattr("lm_eval.models.huggingface.HFLM.max_gen_toks", 9)
     full, small = records(subject, ["snapkv @ keep=0.25"], Harness(task="gsm8k", data=data, limit=1, fewshot=1))
     assert full.point["metric"] == "exact_match,strict-match"
     for record in (full, small):

@@ -30,7 +30,7 @@ def test_held_and_read_are_told_apart(chunk):
     """Of 89 tokens, 20 and what came after them: rocket reads 6; quest everything in 2 layers of 3, and no bounds yet
     have the tokens after the 50 of the prompt, of which it reads 2 pages of 16 (the last has 2 tokens)."""
     task = Perplexity(
-        text="n", source="numbers", context=50, continuation=40, windows=3, least_distinct=0.0, chunk=chunk
+        text="n", source="numbers", context=50, continuation=40, windows=2, least_distinct=0.0, chunk=chunk
     )
     full, snap, rocket, quest, both = run(tiny(), contestants_of(list(PLANS)), [task], bandwidth=False)
     assert full.tokens_read is None and snap.tokens_read is None

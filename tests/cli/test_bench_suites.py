@@ -122,6 +122,7 @@ def test_sweeps_texts_and_sets_are_points_of_one_run(tmp_path):
     assert {measure["task"] for measure in found["measures"]} == {"perplexity", "longcontext"}
 
 
+@pytest.mark.usefixtures("few_harness_tasks")
 def test_eval_is_the_harness_with_our_model_in_it(tmp_path, capfd):
     pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'kvtailor[harness]'")
     data = folder(tmp_path, random.Random(5))

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from tests.crossed import crossed
 from tests.discover import methods_of, samples_of
 from tests.held_rows import example_tensors, held_of, make_row
 from torch import Tensor
@@ -133,6 +134,16 @@ def totals(capacity: Tensor, floor: Tensor) -> list[Tensor]:
     return [torch.zeros_like(low), torch.ones_like(low), low - 1, low, *between, high - 1, high, high + 1, high * 3]
 
 
+def at_once(
+    capacity: Tensor, floor: Tensor, scores: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[int]]:
+    """The same rows once for each of `totals`, as rows of one request: totals, bounds, scores, which row each is."""
+    each = totals(capacity, floor)
+    bounds = (bound.repeat(len(each), 1, 1) for bound in (capacity, floor))
+    repeated = [score.repeat(len(each), 1, 1) for score in scores]
+    return torch.cat(each), *bounds, repeated, list(range(len(capacity))) * len(each)
+
+
 def owed(allocator: Allocator, total: Tensor, capacity: Tensor, floor: Tensor) -> Tensor:
     """(b,) what the budgets must sum to."""
     heads = capacity.shape[-1]
@@ -161,29 +172,36 @@ def test_is_a_frozen_keyword_only_dataclass_that_can_be_made(kind: type[Allocato
         assert one.scope in ("layer", "prompt", "progressive")
 
 
-@every_allocator
-@pytest.mark.parametrize("equal", [True, False], ids=["equal", "ragged"])
-@pytest.mark.parametrize("most", [1, 63])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+# Five that follow each other have every shape, both sizes, and ragged and equal heads.
+BOUNDS = [(SHAPES[i % 4], (1, 63)[(i + i // 4) % 2], (i + i // 8) % 2 == 0) for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("allocator", "asked"),
+    crossed(ALLOCATORS, BOUNDS, each=5),
+    ids=lambda x: str(x if isinstance(x, tuple) else text_of(x)),
+)
 def test_sums_exactly_between_floor_and_capacity(
-    allocator: Allocator, shape: tuple[int, int, int], most: int, equal: bool
+    allocator: Allocator, asked: tuple[tuple[int, int, int], int, bool]
 ) -> None:
+    shape, most, equal = asked
     shape = fitting(allocator, shape)
     for seed, recents in ((0, 0), (1, 8), (2, 500)):
         capacity, floor = bounds(shape, most, recents, seed, equal)
         scores = scores_for(capacity, floor, seed, ties=seed == 1)
-        for total in totals(capacity, floor):
-            budgets = ask(allocator, total, capacity, floor, scores)
-            assert budgets.shape == shape and budgets.dtype == torch.int64 and budgets.device.type == "cpu"
-            assert (budgets >= floor).all() and (budgets <= capacity).all()
-            assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
+        total, capacity, floor, scores, rows = at_once(capacity, floor, scores)
+        budgets = ask(allocator, total, capacity, floor, scores, rows=rows)
+        assert budgets.shape == (len(rows), *shape[1:])
+        assert budgets.dtype == torch.int64 and budgets.device.type == "cpu"
+        assert (budgets >= floor).all() and (budgets <= capacity).all()
+        assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
 
 
 @every_allocator
 def test_like_heads_get_the_same_if_it_says_so(allocator: Allocator) -> None:
     capacity, floor = bounds(fitting(allocator, (3, 5, 3)), 63, 8, 9, equal=True)
-    scores = scores_for(capacity, floor, 9)
-    budgets = torch.stack([ask(allocator, total, capacity, floor, scores) for total in totals(capacity, floor)])
+    total, capacity, floor, scores, rows = at_once(capacity, floor, scores_for(capacity, floor, 9))
+    budgets = ask(allocator, total, capacity, floor, scores, rows=rows)
     assert bool((budgets == budgets[..., :1]).all()) == allocator.even_heads
 
 
@@ -193,12 +211,11 @@ def test_layers_asked_one_by_one_sum_exactly(allocator: Allocator, shape: tuple[
     shape = fitting(allocator, shape)
     for seed, recents in ((3, 0), (4, 8)):
         capacity, floor = bounds(shape, 63, recents, seed, equal=True)
-        scores = scores_for(capacity, floor, seed)
-        for total in totals(capacity, floor):
-            budgets = ask_one_by_one(allocator, total, capacity, floor, scores)
-            assert (budgets >= floor).all() and (budgets <= capacity).all()
-            assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
-            assert torch.equal(budgets, ask(allocator, total, capacity, floor, scores))
+        total, capacity, floor, scores, rows = at_once(capacity, floor, scores_for(capacity, floor, seed))
+        budgets = ask_one_by_one(allocator, total, capacity, floor, scores)
+        assert (budgets >= floor).all() and (budgets <= capacity).all()
+        assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
+        assert torch.equal(budgets, ask(allocator, total, capacity, floor, scores, rows=rows))
 
 
 @every_layered
@@ -219,11 +236,12 @@ def test_a_second_walk_holds_no_more_than_the_first(allocator: Allocator) -> Non
 def test_more_total_never_gives_less(allocator: Allocator) -> None:
     capacity, floor = bounds(fitting(allocator, (2, 4, 3)), 30, 4, 6, equal=False)
     scores = scores_for(capacity, floor, 6)
-    sums = [
-        ask(allocator, torch.tensor([total, total]), capacity, floor, scores).sum((1, 2))
-        for total in range(0, int(capacity.sum()) + 3, 7)
-    ]
-    assert all((after >= before).all() for before, after in itertools.pairwise(sums))
+    total = torch.arange(0, int(capacity.sum()) + 3, 7).repeat_interleave(2)
+    many = len(total) // 2
+    bounds_of_all = (bound.repeat(many, 1, 1) for bound in (capacity, floor))
+    repeated = [score.repeat(many, 1, 1) for score in scores]
+    sums = ask(allocator, total, *bounds_of_all, repeated, rows=[0, 1] * many).sum((1, 2)).view(many, 2)
+    assert bool((sums[1:] >= sums[:-1]).all()) and many > 20
 
 
 @every_allocator

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from tests.discover import methods_of, samples_of
+from tests.naming import named
 from tests.segments_of import encoded, encoded_group, moved, states, uneven
 from torch import Tensor
 
@@ -30,7 +32,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # rows, heads, slots, d, dv
 SHAPES = [(1, 1, 1, 16, 16), (3, 5, 63, 24, 20), (2, 3, 128, 64, 64), (1, 2, 257, 33, 7)]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+EVERY = list(itertools.product(SHAPES, DTYPES))
 
 
 def uniform(shape: tuple[int, int, int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Layout, Tensor, Tensor]:
@@ -78,33 +80,34 @@ def test_is_on_every_layer_what_it_says_of_all(sample: Codec) -> None:
 
 
 @every_codec
-@every_shape
-@every_dtype
-def test_decodes_to_the_same_shape_and_dtype(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    layout, keys, values = uniform(shape, dtype)
-    before = keys.clone(), values.clone()
-    segment = encoded(codec, layout, keys, values)
-    assert isinstance(segment, codec.segment_type()) and segment.layout is layout and segment.codec
-    decoded = segment.decode()
-    for found, given, old in zip(decoded, (keys, values), before, strict=True):
-        assert found.shape == given.shape and found.dtype == dtype and bool(found.isfinite().all())
-        assert torch.equal(given, old)
-        if codec.exact:
-            assert torch.equal(found, given)
-        else:
-            assert (found.float() - given.float()).norm() <= 0.5 * given.float().norm()
+def test_decodes_to_the_same_shape_and_dtype(codec: Codec) -> None:
+    for shape, dtype in EVERY:
+        with named(shape, dtype):
+            layout, keys, values = uniform(shape, dtype)
+            before = keys.clone(), values.clone()
+            segment = encoded(codec, layout, keys, values)
+            assert isinstance(segment, codec.segment_type()) and segment.layout is layout and segment.codec
+            decoded = segment.decode()
+            for found, given, old in zip(decoded, (keys, values), before, strict=True):
+                assert found.shape == given.shape and found.dtype == dtype and bool(found.isfinite().all())
+                assert torch.equal(given, old)
+                if codec.exact:
+                    assert torch.equal(found, given)
+                else:
+                    assert (found.float() - given.float()).norm() <= 0.5 * given.float().norm()
 
 
 @every_codec
-@every_shape
-@every_dtype
-def test_bytes_are_those_of_the_storages(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    layout, keys, values = uniform(shape, dtype)
-    segment = encoded(codec, layout, keys, values)
-    assert unique_bytes(segment) == segment.closed_form_bytes()
-    assert unique_bytes(segment.rows(torch.tensor([0, 0]))) == segment.rows(torch.tensor([0, 0])).closed_form_bytes()
-    again = segment.regather(*moved(layout, 3))
-    assert unique_bytes(again) == again.closed_form_bytes()
+def test_bytes_are_those_of_the_storages(codec: Codec) -> None:
+    for shape, dtype in EVERY:
+        with named(shape, dtype):
+            layout, keys, values = uniform(shape, dtype)
+            segment = encoded(codec, layout, keys, values)
+            assert unique_bytes(segment) == segment.closed_form_bytes()
+            twice = segment.rows(torch.tensor([0, 0]))
+            assert unique_bytes(twice) == twice.closed_form_bytes()
+            again = segment.regather(*moved(layout, 3))
+            assert unique_bytes(again) == again.closed_form_bytes()
 
 
 @every_codec
@@ -247,16 +250,16 @@ def test_state_makes_the_same_segment(codec: Codec, dtype: torch.dtype) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("value", [0.0, -3.5, 1e-30, 2e4], ids=str)
-@every_dtype
-def test_equal_values_stay_finite_and_what_they_were(codec: Codec, value: float, dtype: torch.dtype) -> None:
-    x = torch.full((2, 63, 24), value).to(dtype)
-    # Turned by their positions or into other directions, equal values are not equal any more; dropped ones are 0.
-    allowed = 0.5 if codec.needs_rotation or isinstance(codec, LowRank) else 4 * torch.finfo(dtype).eps
-    allowed = 1.0 if isinstance(codec, Channels) else allowed
-    for found in encoded(codec, Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
-        assert bool(found.isfinite().all())
-        assert bool(((found - x).double().abs() <= allowed * x.double().abs()).all())
+def test_equal_values_stay_finite_and_what_they_were(codec: Codec) -> None:
+    for value, dtype in itertools.product([0.0, -3.5, 1e-30, 2e4], DTYPES):
+        with named(value, dtype):
+            x = torch.full((2, 63, 24), value).to(dtype)
+            # Turned by their positions or into other directions, they are not equal any more; dropped ones are 0.
+            allowed = 0.5 if codec.needs_rotation or isinstance(codec, LowRank) else 4 * torch.finfo(dtype).eps
+            allowed = 1.0 if isinstance(codec, Channels) else allowed
+            for found in encoded(codec, Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
+                assert bool(found.isfinite().all())
+                assert bool(((found - x).double().abs() <= allowed * x.double().abs()).all())
 
 
 @every_codec

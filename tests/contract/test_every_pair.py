@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.calibrated import shipped_for
+from tests.crossed import crossed
 from tests.discover import methods_of, samples_of
 from tests.seam.zoo import build, held_columns, prompts
 from torch import Tensor
@@ -52,8 +53,11 @@ def held_by(model: torch.nn.Module, plan: Plan) -> Tensor:
     return torch.stack([(columns & mask.bool()[:, None]).sum(-1) for columns in held_columns(cache).values()], 1)
 
 
-@pytest.mark.parametrize("allocator", list(filter(runnable, ALLOCATORS)), ids=text_of)
-@pytest.mark.parametrize("scorer", list(filter(runnable, SCORERS)), ids=text_of)
+@pytest.mark.parametrize(
+    ("scorer", "allocator"),
+    crossed(list(filter(runnable, SCORERS)), list(filter(runnable, ALLOCATORS)), each=4),
+    ids=text_of,
+)
 def test_holds_exactly_the_budget(model: torch.nn.Module, scorer: Scorer, allocator: Allocator) -> None:
     held = held_by(model, Plan(score=scorer, allocate=allocator, tokens=TOKENS))
     owed = [min(TOKENS, length) * 3 * 2 for length in LENGTHS]

@@ -1,4 +1,4 @@
-"""No method keeps an n x n matrix: one layer of 16,384 tokens is observed, scored, measured and merged in 64 MB.
+"""No method keeps an n x n matrix: one layer of 8,192 tokens is observed, scored, measured and merged in 32 MB.
 
 The layer is one of Llama 3.1 8B in its own dtype: 8 kv heads of 128, 4 query heads each, bfloat16. Cheap, because bytes
 are counted by `LiveBytes` (one run says them exactly, no process has to be started), because methods that need the same
@@ -39,8 +39,10 @@ from kvtailor.score.contract import Scorer
 from kvtailor.score.snapkv import SnapKV
 from kvtailor.types import Held, Layout, Needs, PlainSegment, Rotation
 
-LIMIT = 64e6
-TOKENS, HEADS, GROUP, SIZE = 16384, 8, 4, 128
+LIMIT = 32e6
+# Its blocks have a size of their own; all of it is 4 GB.
+MASS_LIMIT = 48e6
+TOKENS, HEADS, GROUP, SIZE = 8192, 8, 4, 128
 LAST = 128
 KINDS = [*methods_of(kvtailor.score, Scorer), *methods_of(kvtailor.allocate, Allocator)]
 MERGERS = [each for kind in methods_of(kvtailor.merge, Merger) for each in samples_of(kind)]
@@ -97,7 +99,7 @@ def test_folding_three_quarters_of_a_layer_into_the_rest(merger: Merger) -> None
 @every_method
 def test_gathering_its_evidence(method: Scorer | Allocator) -> None:
     peak = gathering(method.needs)
-    assert peak < LIMIT, f"the evidence of {method} takes {peak / 1e6:.0f} MB"
+    assert peak < (MASS_LIMIT if method.needs.mass else LIMIT), f"the evidence of {method} takes {peak / 1e6:.0f} MB"
 
 
 @cache
@@ -113,7 +115,7 @@ def gathering(needs: Needs) -> int:
 @pytest.mark.parametrize("padding", [0, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_mass_of_every_dtype_and_of_padded_rows(dtype: torch.dtype, padding: int) -> None:
-    assert with_a_mass(dtype, padding) < LIMIT
+    assert with_a_mass(dtype, padding) < MASS_LIMIT
 
 
 @pytest.mark.long

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from tests.discover import methods_of, sample_of
 from tests.held_rows import Row, held_by, make_row, with_holes
+from tests.naming import named
 
 import kvtailor.score
 from kvtailor.score.contract import Scorer
@@ -51,18 +53,21 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Scorer]) ->
     assert scorer.recents >= 0 and scorer.recents >= scorer.needs.window
 
 
+EVERY = list(
+    itertools.product([(63,), LENGTHS, (1,), (1, 2, 1), (33, 31)], [torch.float32, torch.bfloat16, torch.float16])
+)
+
+
 @every_scorer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("lengths", [(63,), LENGTHS, (1,), (1, 2, 1), (33, 31)], ids=str)
-def test_gives_one_finite_number_for_each_token(
-    kind: type[Scorer], lengths: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    scorer = small(kind)
-    held = held_by(scorer, rows_of(lengths), dtype=dtype)
-    scores = scorer.score(held)
-    assert scores.shape == held.positions.shape
-    assert scores.dtype == torch.float32
-    assert scores[held.valid].isfinite().all()
+def test_gives_one_finite_number_for_each_token(kind: type[Scorer]) -> None:
+    for lengths, dtype in EVERY:
+        with named(lengths, dtype):
+            scorer = small(kind)
+            held = held_by(scorer, rows_of(lengths), dtype=dtype)
+            scores = scorer.score(held)
+            assert scores.shape == held.positions.shape
+            assert scores.dtype == torch.float32
+            assert scores[held.valid].isfinite().all()
 
 
 @every_scorer

@@ -9,6 +9,7 @@ import torch
 
 import kvtailor
 from kvtailor.ledger import storage_bytes
+from tests.crossed import crossed
 from tests.seam.zoo import build, prompts
 
 PLANS = (
@@ -47,8 +48,7 @@ def tensors_reachable_from(cache, model) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gemma3"], PLANS))
 @torch.no_grad()
 def test_ledger_equals_storages_equals_closed_form(family: str, plan: str) -> None:
     model = build(family)

@@ -68,12 +68,12 @@ def test_assisted_decoding_crops_exactly(family: str, how: str) -> None:
     ids = prompts((12,))[0].repeat(1, 3)
     helper = {"prompt_lookup_num_tokens": 3} if how == "prompt_lookup" else {"assistant_model": build(family, state=0)}
     try:
-        own.generate(ids, max_new_tokens=24, do_sample=False, **helper)
+        own.generate(ids, max_new_tokens=16, do_sample=False, **helper)
     except RuntimeError as broken:
         pytest.skip(f"transformers {transformers.__version__} itself cannot do this with its own cache: {broken}")
-    expected = own.generate(ids, max_new_tokens=24, do_sample=False)
+    expected = own.generate(ids, max_new_tokens=16, do_sample=False)
     cache = kvtailor.cache_for(ours, "full")
-    found = ours.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False, **helper)
+    found = ours.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False, **helper)
     assert torch.equal(found, expected)
 
 

@@ -23,11 +23,11 @@ TWICE = (
 
 
 def asked(model, cache, context, mask, question, *, only_new: bool = False):
-    """Greedy answer (b, 6) to a question on a copy of the cache."""
+    """Greedy answer (b, 4) to a question on a copy of the cache."""
     whole = torch.cat([mask, torch.ones_like(question)], 1)
     ids = question if only_new else torch.cat([context, question], 1)
     out = model.generate(
-        ids, attention_mask=whole, past_key_values=copy.deepcopy(cache), max_new_tokens=6, do_sample=False
+        ids, attention_mask=whole, past_key_values=copy.deepcopy(cache), max_new_tokens=4, do_sample=False
     )
     return out[:, ids.shape[1] :]
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import kvtailor
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.layers import WindowLayer
+from tests.crossed import crossed
 from tests.seam.zoo import COMPRESSIBLE, MaskedReference, build, error, held_columns, prompts
 
 CHUNK, LEAD, SINKS = 17, 3, 2
@@ -83,8 +84,9 @@ def test_without_a_tokenizer_the_context_alone_is_fed_again() -> None:
     assert error(cache.route.states[1].reconstruction[0], expected[1]) < 1e-5
 
 
-@pytest.mark.parametrize("family", COMPRESSIBLE)
-@pytest.mark.parametrize("plan", ["kvzip(chunk=17) @ keep=0.4", "kvzip_pooled @ keep=0.3"])
+@pytest.mark.parametrize(
+    ("family", "plan"), crossed(COMPRESSIBLE, ["kvzip(chunk=17) @ keep=0.4", "kvzip_pooled @ keep=0.3"])
+)
 @torch.no_grad()
 def test_logits_after_it_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
     model, reference = build(family), MaskedReference(family)

@@ -11,6 +11,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from tests.crossed import crossed
 from tests.seam.test_modes import PLANS, decoded
 from tests.seam.zoo import build, error, prompts
 
@@ -37,8 +38,7 @@ def saved(family: str, plan: str, path):
     return model, cache, torch.cat([mask, mask.new_ones(2, 3)], 1)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gemma3"], PLANS))
 def test_a_saved_cache_goes_on_identically(family: str, plan: str, tmp_path) -> None:
     path = tmp_path / "cache.safetensors"
     model, cache, mask = saved(family, plan, path)
@@ -51,11 +51,16 @@ def test_a_saved_cache_goes_on_identically(family: str, plan: str, tmp_path) -> 
 
 
 def test_a_saved_cache_goes_on_in_another_process(tmp_path) -> None:
+    """Which also sees that importing alone brings no transformers and registers nothing."""
     path, plan = tmp_path / "cache.safetensors", PLANS[5]
     model, cache, mask = saved("llama", plan, path)
     torch.save(mask, tmp_path / "mask.pt")
     script = (
         "import sys, torch, kvtailor\n"
+        "assert 'transformers' not in sys.modules\n"
+        "import kvtailor.hf.cache\n"
+        "from transformers import AttentionInterface\n"
+        "assert 'kvtailor' not in AttentionInterface().keys()\n"
         "from tests.seam.test_saving import continued\n"
         "from tests.seam.zoo import build\n"
         "model = build('llama')\n"

@@ -32,7 +32,7 @@ DRAFTS = [
     "indexed(page=4) + quest(tokens=16)",
     "disk(block=8)",
 ]
-LENGTH = 30
+LENGTH = 20
 
 
 def plain(model, ids: Tensor, plan: str, count: int = LENGTH, mask: Tensor | None = None) -> tuple[Tensor, object]:
@@ -113,10 +113,10 @@ def test_a_draft_model_and_the_hierarchy(middle: str | None) -> None:
     model = build("llama")
     ids, _ = prompts((63,))
     target = "kivi(bits=4, residual=32)"
-    expected, cache = plain(model, ids, target, 45)
+    expected, cache = plain(model, ids, target, 28)
     found = kvtailor.generate(
         model, ids, plan=target, draft=nearly("llama"), draft_plan="streaming @ tokens=48", middle_plan=middle,
-        gamma=5, min_gain=None, max_new_tokens=45,
+        gamma=5, min_gain=None, max_new_tokens=28,
     )  # fmt: skip
     assert torch.equal(found.sequences, expected)
     assert len(found.statistics.levels) == (1 if middle is None else 2)
@@ -149,12 +149,12 @@ def test_the_controller_changes_the_speed_and_not_the_text() -> None:
 def test_a_refreshed_cache_is_made_of_the_whole_text() -> None:
     model = build("llama")
     ids, _ = prompts((63,))
-    expected, _ = plain(model, ids, "full", 60)
+    expected, _ = plain(model, ids, "full", 45)
     seen: list[int] = []
     for refresh in (None, 20):
         found = kvtailor.generate(
             model, ids, draft_plan="retrieval(chunk=4) @ tokens=60", gamma=3, min_gain=None, refresh=refresh,
-            max_new_tokens=60,
+            max_new_tokens=45,
         )  # fmt: skip
         assert torch.equal(found.sequences, expected)
         seen.append(found.statistics.levels[0].accepted)

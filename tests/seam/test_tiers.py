@@ -53,9 +53,9 @@ def test_logits_are_those_of_the_resident_cache(plan: str, disk: str, tmp_path: 
     """A prompt, its padded batch, and decoding, bit for bit; the bytes are the closed form; nothing is left."""
     model = build("llama")
     ids, mask = prompts((48, 31, 40))
-    forced = prompts((20,) * 3, state=3)[0]
-    resident, _ = decoded(model, ids, mask, plan, steps=20, forced=forced)
-    found, cache = decoded(model, ids, mask, on_disk(plan, tmp_path, disk), steps=20, forced=forced)
+    forced = prompts((12,) * 3, state=3)[0]
+    resident, _ = decoded(model, ids, mask, plan, steps=12, forced=forced)
+    found, cache = decoded(model, ids, mask, on_disk(plan, tmp_path, disk), steps=12, forced=forced)
     assert torch.equal(found, resident)
     ledger = cache.ledger()
     assert ledger.total == ledger.closed_form and ledger.by_tier["disk"] > 0

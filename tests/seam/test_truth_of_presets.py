@@ -119,7 +119,7 @@ def test_what_is_read_is_what_the_preset_chooses(family: str, preset: str, monke
 
 
 @torch.no_grad()
-def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int = 12) -> None:
+def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int = 8) -> None:
     """Prompt of a padded batch, then greedy decoding, against the reference at each step."""
     model, reference = build(family), Stored(family)
     ids, mask = prompts(lengths)

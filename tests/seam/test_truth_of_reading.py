@@ -79,7 +79,7 @@ def test_logits_equal_a_full_cache_with_the_unread_tokens_masked(
 
 @torch.no_grad()
 def check_reading(
-    family: str, plan: str, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...] = (56, 43, 31), steps: int = 30
+    family: str, plan: str, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...] = (56, 43, 31), steps: int = 18
 ) -> None:
     """A padded batch of three: prompt, single tokens, a second turn after two thirds of the steps, single tokens."""
     watched = Watched(monkeypatch)

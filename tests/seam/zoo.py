@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 import transformers
@@ -26,6 +27,7 @@ _SHAPE = {
 _GROUPED = {"num_key_value_heads": 2}
 
 
+@cache
 def configs() -> dict[str, transformers.PreTrainedConfig]:
     """One configuration for each family that the README names."""
     hybrid = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -63,7 +65,16 @@ def build(
     state: int = 0,
     layers: int | None = None,
 ):
-    """A random model whose attention is sharp enough that which tokens it sees matters; `layers`: of llama only."""
+    """A random model whose attention is sharp enough that which tokens it sees matters; `layers`: of llama only.
+
+    A copy of its own: a cache sets its attention, and tests hook and change it.
+    """
+    torch.manual_seed(state)
+    return copy.deepcopy(_made(family, attention, dtype, state, layers))
+
+
+@cache
+def _made(family: str, attention: str, dtype: torch.dtype, state: int, layers: int | None):
     torch.manual_seed(state)
     config = copy.deepcopy(configs()[family])
     if layers is not None:

@@ -49,24 +49,27 @@ def public_names(tree: ast.Module) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", OURS, ids=of_file)
-def test_is_short(path: Path) -> None:
-    assert not too_long(path), f"{of_file(path)} has {LONGEST} lines or more: is it still one room?"
+def test_files_are_short() -> None:
+    """One with more lines: is it still one room?"""
+    assert [of_file(path) for path in OURS if too_long(path)] == []
 
 
-@pytest.mark.parametrize("path", OURS, ids=of_file)
-def test_names_say_something(path: Path) -> None:
-    assert forbidden_names(path) == []
+def test_names_say_something() -> None:
+    assert {of_file(path): found for path in OURS if (found := forbidden_names(path))} == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=of_file)
-def test_has_a_docstring(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{of_file(path)} does not say what it is"
+def test_every_file_says_what_it_is() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
+    silent = [of_file(path) for path, text in texts.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
+    assert silent == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=of_file)
-def test_all_is_there_and_true(path: Path) -> None:
+def test_all_is_there_and_true() -> None:
+    for path in SOURCES:
+        check_all(path)
+
+
+def check_all(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     said = [
         node.value
@@ -77,15 +80,15 @@ def test_all_is_there_and_true(path: Path) -> None:
         assert path.stem == "__init__" or not public_names(tree), f"{of_file(path)} has public names and no __all__"
         return
     names = ast.literal_eval(said[0])
-    assert len(set(names)) == len(names)
+    assert len(set(names)) == len(names), of_file(path)
     dotted = ".".join(["kvtailor", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
     try:
         module = importlib.import_module(dotted)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        pytest.skip("triton is not installed")
-    assert [name for name in names if not hasattr(module, name)] == []
+        return
+    assert [name for name in names if not hasattr(module, name)] == [], of_file(path)
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
@@ -130,23 +133,24 @@ def test_every_public_method_file_of_a_room_is_found(room: str) -> None:
         assert [each.__name__ for each in own] == listed
 
 
-@pytest.mark.parametrize("info", METHODS, ids=lambda info: info.name)
-def test_a_method_has_its_docstring_heads(info: find.MethodInfo) -> None:
-    path = ROOT / info.room / f"{info.name}.py"
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    places = [text.find(f"*{head}*") for head in HEADS]
-    assert -1 not in places and places == sorted(places), f"{of_file(path)}: heads {HEADS}, in this order"
-    assert info.summary.endswith(".") and info.paper
+def test_a_method_has_its_docstring_heads() -> None:
+    for info in METHODS:
+        path = ROOT / info.room / f"{info.name}.py"
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        places = [text.find(f"*{head}*") for head in HEADS]
+        assert -1 not in places and places == sorted(places), f"{of_file(path)}: heads {HEADS}, in this order"
+        assert info.summary.endswith(".") and info.paper, of_file(path)
 
 
-@pytest.mark.parametrize("info", METHODS, ids=lambda info: info.name)
-def test_a_method_is_a_frozen_keyword_only_dataclass_that_text_can_write(info: find.MethodInfo) -> None:
-    kind = find.load(info.room, info.name)
-    assert dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    fields = dataclasses.fields(kind)
-    assert all(field.kw_only for field in fields)
-    # `method` is the key that names the method in TOML.
-    assert "method" not in {field.name for field in fields}
+def test_a_method_is_a_frozen_keyword_only_dataclass_that_text_can_write() -> None:
+    for info in METHODS:
+        kind = find.load(info.room, info.name)
+        params = kind.__dataclass_params__  # type: ignore[attr-defined]
+        assert dataclasses.is_dataclass(kind) and params.frozen, info.name
+        fields = dataclasses.fields(kind)
+        assert all(field.kw_only for field in fields), info.name
+        # `method` is the key that names the method in TOML.
+        assert "method" not in {field.name for field in fields}, info.name
 
 
 def test_every_paper_of_a_method_is_in_the_bibliography() -> None:
