@@ -152,6 +152,13 @@ class LayerState:
         self.seen += keys.shape[2]
         self.tail_growth += keys.shape[2]
 
+    def filled(self, tokens: int) -> None:
+        """Takes note of new tokens that somebody wrote into the tail's room."""
+        assert self.tail is not None
+        self.tail.filled(tokens, self.seen)
+        self.seen += tokens
+        self.tail_growth += tokens
+
     def parts(self) -> list[Segment]:
         """All that is held, in time order, where attention can read it."""
         parts = self.here()
@@ -205,10 +212,7 @@ class LayerState:
         self.carry = {}
 
     def room(self, plan: Plan) -> int | None:
-        """New tokens after which the plan acts next while it decodes, the last of them included; None: never.
-
-        So many tokens at once are attended to as they would be one by one.
-        """
+        """New tokens, read at once or one by one, after which the plan acts next while it decodes; None: never."""
         codec, rooms = self.codec(plan), []
         if codec.block and self.tail is not None:
             rooms.append(codec.tail + codec.block - self.tail.length)
@@ -282,10 +286,8 @@ class LayerState:
             form = segment.closed_form_bytes()
             entries.append(Entry(layer=layer, room="encode", tensors=segment.tensors(), closed_form=form))
         seen = self.evidence.tensors() | self.memories()
-        if self.pending is not None:
-            seen = {**seen, "pending": self.pending.query}
-        if self.read is not None:
-            seen = {**seen, "read": self.read}
+        pending = None if self.pending is None else self.pending.query
+        seen |= {name: each for name, each in (("pending", pending), ("read", self.read)) if each is not None}
         before = {} if self.pending is None else self.pending.carry
         carried = {f"before.{n}": t for n, t in before.items() if t is not self.carry.get(n)} | dict(self.carry)
         for room, named in (("observe", seen), ("attend", carried)):

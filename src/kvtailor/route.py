@@ -111,6 +111,18 @@ class Route:
         self._settle(state, query, visible, None)
         self._leave(state)
 
+    def replayed(self, state: LayerState, tokens: int, visible: Visibility) -> None:
+        """Does what follows new tokens that were written into a layer's room and attended elsewhere, one by one.
+
+        Args:
+            tokens: no more than `LayerState.room` gave before they came.
+            visible: what the last of them may see.
+        """
+        state.filled(tokens)
+        state.read = None
+        self._act(state, 1, visible)
+        self._leave(state)
+
     def commit(self, state: LayerState, rejected: int) -> None:
         """Ends a recorded forward: forgets its last `rejected` tokens, then does what was put off for the rest."""
         pending, state.pending = state.pending, None
@@ -235,17 +247,12 @@ class Route:
 
     def _settle(self, state: LayerState, query: Tensor, visible: Visibility, mass: Sequence[Tensor] | None) -> None:
         state.evidence = observe(
-            self.needs,
-            state.evidence,
-            query,
-            visible.first_column,
-            mass,
-            real=visible.real,
-            rotation=state.rotation,
+            self.needs, state.evidence, query, visible.first_column, mass, real=visible.real, rotation=state.rotation
         )
-        new = 1 if self.speculating else query.shape[2]
-        if self.holding:
-            return
+        if not self.holding:
+            self._act(state, 1 if self.speculating else query.shape[2], visible)
+
+    def _act(self, state: LayerState, new: int, visible: Visibility) -> None:
         if self.plan.evicts:
             state.due = new > 1 or self._past_slack(state)
             if self.needs.reconstruction and state.reconstruction is None:
@@ -259,10 +266,19 @@ class Route:
                     self.walk.run(self.states[: state.index + 1], visible)
             elif state is self.states[-1] and any(s.due for s in self.states):
                 self.walk.run(self.states, visible)
-        asked_again = self.plan.slack_tokens is not None or self.plan.encode.needs.window or self.keeps_queries
-        if new == 1 and not asked_again:
+        if new == 1 and not self._asks_again:
             state.evidence = state.evidence.without_queries()
         self._close(state, visible)
+
+    @property
+    def listens(self) -> bool:
+        """What new tokens attend to while decoding is evidence that a later walk may ask for."""
+        needs = self.needs
+        return needs.mass or (self._asks_again and bool(needs.window or needs.rows or needs.moments))
+
+    @property
+    def _asks_again(self) -> bool:
+        return self.plan.slack_tokens is not None or self.plan.encode.needs.window > 0 or self.keeps_queries
 
     def _stages(self) -> list[list[LayerState]]:
         """The layers that walk together, in the order in which they do."""

@@ -68,6 +68,12 @@ def test_a_row_shows_the_point_that_most_plans_have_and_says_which():
     assert any("windows of t.txt" in note for note in summary.footnotes)
 
 
+def test_times_of_graphs_say_so():
+    plain = [timed("full", 0.02), timed("same", 0.01)]
+    graphs = [replace(each, point={**each.point, "graphs": True}) for each in plain]
+    assert [any("CUDA graphs" in note for note in summarise(run).footnotes) for run in (plain, graphs)] == [False, True]
+
+
 def test_of_points_that_as_many_plans_have_the_first_is_shown():
     first, second = on("b.txt", FULL), on("a.txt", FULL)
     assert base(series_of([first, second], "perplexity")).text == "b.txt"

@@ -16,6 +16,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import speed
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.errors import KvtailorError
+from kvtailor.hf import replay
 
 
 class Clock:
@@ -190,6 +191,22 @@ def test_what_is_not_known_of_the_work_is_null(monkeypatch):
     assert found["achieved_gflops_prefill"] is None and found["achieved_gflops_token"] > 0
     found = of_tiny(monkeypatch, work, task, busy=True)[1].metrics
     assert found["tokens_per_second"] is None and found["achieved_gflops_token"] is None
+
+
+def test_plans_decode_by_graphs_where_that_is_asked_for(monkeypatch):
+    """The model's own cache decodes as ever, in the same rounds; without a GPU there are no graphs, and no times."""
+    task = Speed(text="!\"#$%&'()*+,-./", source="t", context=9, tokens=4, rounds=3, warmup=0, graphs=True)
+    own, full = of_tiny(monkeypatch, None, task)
+    assert own.point["graphs"] and full.point["graphs"] and own.error is None and own.timings["tpot"]["median"] > 0
+    if torch.cuda.is_available():
+        assert full.error is None
+        return
+    assert "graphs are CUDA's" in full.error
+    runs = []
+    monkeypatch.setattr(replay, "recorder_of", lambda device: lambda run: lambda: runs.append(run()))
+    full = of_tiny(monkeypatch, None, task)[1]
+    # Of the three steps after the first token of each of three rounds, the first is not replayed.
+    assert full.error is None and full.tokens_seen == 12 and len(runs) == 6
 
 
 def test_own_work_is_no_neighbour():

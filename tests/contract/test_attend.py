@@ -278,6 +278,30 @@ def test_autocast_queries(kind: type[Attention], pair: tuple[torch.dtype, torch.
     assert close(got.output, naive(made, 0.1)[0], 3e-2)
 
 
+@pytest.mark.parametrize("kind", [k for k in METHODS if k.repeats], ids=lambda kind: kind.__name__)
+@every_mix
+def test_what_repeats_reads_how_far_the_tail_is_filled(kind: type[Attention], mix: str) -> None:
+    """One more token in the room of the same parts, of which only the counter has changed."""
+    made = case(SIZES[0], mix, 2, seed=3)
+    *parts, tail = made.parts
+    layout, size = tail.layout, tail.layout.size
+    positions = layout.positions
+    if positions is not None:
+        positions = torch.cat([positions, positions[:, -1:] + torch.arange(1, 8, dtype=torch.int32)], 1)
+    lengths = torch.full((layout.lanes,), size - 1, dtype=torch.int32)
+    room = [torch.cat([side, torch.zeros_like(side[:, :7])], 1) for side in tail.decode()]
+    layout = dataclasses.replace(layout, size=size + 7, positions=positions, lengths=lengths)
+    held = [*parts, PlainSegment(layout=layout, keys=room[0], values=room[1])]
+    expected = naive(made, 0.04)[0]
+    visible = dataclasses.replace(made.visible, new_tokens=1, first_column=made.seen - 1)
+    method = sample_of(kind)
+    for token in range(2):
+        query = made.query[:, :, token : token + 1]
+        got = method.attend(query, held, visible, 0.04, facts=STILL)
+        assert close(got.output, expected[:, :, token : token + 1]), token
+        lengths.add_(1)
+
+
 @every_method
 def test_inputs_are_not_changed_and_rows_do_not_meet(kind: type[Attention]) -> None:
     made = case(SIZES[0], "all", 3, padded=True, seed=13)

@@ -68,6 +68,8 @@ class Attention(Method, ABC):
         needs_rotation: `attend` needs `LayerFacts.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
+        repeats: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but for
+            the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
     """
 
     needs_codec: ClassVar[str | None] = None
@@ -76,6 +78,7 @@ class Attention(Method, ABC):
     needs_rotation: ClassVar[bool] = False
     in_cache_positions: ClassVar[bool] = False
     reads_alike: ClassVar[bool] = True
+    repeats: ClassVar[bool] = False
 
     def held_tokens(self, tokens: Tensor) -> Tensor | None:
         """Tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,) int64, both on the CPU.

@@ -35,6 +35,7 @@ class Segments(Attention):
 
     gives_mass: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
+    repeats: ClassVar[bool] = True
 
     def attend(
         self,

@@ -118,7 +118,7 @@ KINDS: dict[str, Kind] = {
     "speed": Kind(
         module="speed",
         class_name="Speed",
-        settings=("text", "context", "batch", "tokens", "rounds", "warmup", "patience"),
+        settings=("text", "context", "batch", "tokens", "rounds", "warmup", "patience", "graphs"),
         sizes=("context", "tokens"),
         reads_text=True,
         of_cost=True,

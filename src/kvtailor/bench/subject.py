@@ -197,13 +197,20 @@ class Subject:
 
         return read(self.model, cache, ids, instruction=instruction_of(self.tokenizer), last_only=last_only), cache
 
-    def decode(self, following: Tensor, cache: Any, tokens: int) -> Any:
+    def decode(self, following: Tensor, cache: Any, tokens: int, *, graphs: bool = False) -> Any:
         """Feeds so many greedy tokens, of which `following` (b, 1) are the first, and waits for the device.
+
+        Args:
+            graphs: by steps that are replayed, see `hf.replay`; not for the model's own cache.
 
         Returns:
             the cache (a new one where it was None).
         """
-        for _ in range(tokens):
+        if graphs:
+            from kvtailor.hf.replaying import greedy
+
+            greedy(self.model, cache, following, tokens)
+        for _ in range(0 if graphs else tokens):
             logits, cache = self.forward(following, cache, last_only=True)
             following = logits[:, -1:].argmax(-1)
         self.wait()

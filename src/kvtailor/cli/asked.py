@@ -28,6 +28,7 @@ SERVES = {
     **dict.fromkeys(("needles", "depths", "documents", "kind", "question_outside"), ("needle",)),
     "contexts": ("speed", "memory", "speculation"),
     "batches": ("speed", "memory"),
+    "graphs": ("speed",),
     **dict.fromkeys(("new_tokens", "rounds"), ("speed", "speculation")),
     **dict.fromkeys(("draft", "draft_plan", "middle_plan", "gamma"), ("speculation",)),
     "memory": ("capacity",),
@@ -109,6 +110,7 @@ def settings_of(
     batches: Sequence[int],
     new_tokens: Sequence[int],
     rounds: int,
+    graphs: bool,
     memory_bytes: int | None,
     examples: int | None,
     draft: str | None,
@@ -132,7 +134,8 @@ def settings_of(
                              "windows": windows or FIDELITY_WINDOWS}  # fmt: skip
         elif name == "speed":
             for size, batch, tokens in product(contexts, batches, new_tokens):
-                yield name, {"text": texts[0], "context": size, "batch": batch, "tokens": tokens, "rounds": rounds}
+                yield name, {"text": texts[0], "context": size, "batch": batch, "tokens": tokens, "rounds": rounds,
+                             "graphs": graphs}  # fmt: skip
         elif name == "memory":
             for size, batch in product(contexts, batches):
                 yield name, {"context": size, "batch": batch}

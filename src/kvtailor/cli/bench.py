@@ -28,7 +28,7 @@ OF_ONE_RUN = {
     "depths": "--depths",
     "documents": "--documents", "kind": "--kind", "question_outside": "--question-outside", "examples": "--examples",
     "contexts": "--contexts", "batches": "--batches", "new_tokens": "--new-tokens", "rounds": "--rounds",
-    "memory": "--memory", "gamma": "--gamma", **{name: "--" + name.replace("_", "-") for name in DRAFTS},
+    "memory": "--memory", "gamma": "--gamma", **{name: "--" + name.replace("_", "-") for name in ("graphs", *DRAFTS)},
 }  # fmt: skip
 _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "beyond", "examples", "gamma", *DRAFTS)
 
@@ -88,6 +88,7 @@ _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "bey
     "--new-tokens", default="32", show_default=True, help="Tokens decoded in a timed round, with ',' between."
 )
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Timed rounds over all plans.")
+@click.option("--graphs", is_flag=True, help="Plans decode by CUDA graphs in speed, which they must allow.")
 @click.option("--draft", help="For speculation: a draft model, by name or folder.")
 @click.option("--draft-plan", help="For speculation: plan of the draft's cache; alone, the same weights draft.")
 @click.option("--middle-plan", help="For speculation: plan of the cache between a draft model and the plan's own.")
@@ -175,7 +176,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
         "new_tokens": numbers(options["new_tokens"], int, "--new-tokens"),
         "memory_bytes": memory,
         "texts": [text_name(text) for text in options["texts"]] or ["generated"],
-        **{name: options[name] for name in _AS_GIVEN},
+        **{name: options[name] for name in ("graphs", *_AS_GIVEN)},
     }
 
 

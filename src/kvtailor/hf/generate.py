@@ -14,6 +14,7 @@ from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.loading import load
 from kvtailor.hf.reader import CacheReader
+from kvtailor.hf.replaying import ReplayingReader
 from kvtailor.hf.sharing import can_follow, can_remake, keep_queries
 from kvtailor.plan import Plan
 from kvtailor.speculate.adaptive import Adaptive
@@ -71,6 +72,7 @@ def generate(
     pad_token_id: int | None = None,
     streamer: Any = None,
     chunk: int | None = None,
+    graphs: bool = False,
 ) -> Generated:
     """Text under a plan. With a draft it is the same text (greedy), or as likely (sampling), in fewer forwards.
 
@@ -102,15 +104,20 @@ def generate(
         streamer: with `put` and `end`, as transformers' `TextIteratorStreamer`; it gets the prompt, then token by token
             what is certain. One row only.
         chunk: read the prompt so many tokens at a time; see `kvtailor.prefill`.
+        graphs: replay decoded tokens as a CUDA graph, which is recorded anew whenever the plan evicts or encodes; so
+            what launches kernels is not waited for. Without a draft.
 
     Raises:
         PlanError: the target's plan does not allow to verify several tokens at once; nothing has been done then.
-        UnsupportedModel: the draft model has another vocabulary or is elsewhere.
+        UnsupportedModel: the draft model has another vocabulary or is elsewhere, or steps cannot be recorded and
+            `graphs` asks for it.
         CacheMisuse: what was given does not fit together.
     """
     target_plan, small_plan, own_plan = (_parsed(each) for each in (plan, draft_plan, middle_plan))
     assert target_plan is not None
     lookahead = _checked(target_plan, draft, small_plan, own_plan, gamma, inner_gamma, min_gain, refresh)
+    if graphs and (draft is not None or small_plan is not None):
+        raise CacheMisuse("graphs=True replays steps of one token, and with a draft several are read at once")
     if input_ids.ndim != 2 or not input_ids.shape[1] or max_new_tokens < 1:
         raise CacheMisuse(
             f"generating takes token ids (b, n), n at least 1, and max_new_tokens of at least 1, and got "
@@ -128,7 +135,11 @@ def generate(
         mask = attention_mask.to(device)
 
     # Every cache is made, and every plan refused that does not suit its model, before any is filled.
-    target = CacheReader(model, target_plan, mask, chunk)
+    target = (
+        ReplayingReader(model, target_plan, mask, chunk, expected=max_new_tokens)
+        if graphs
+        else CacheReader(model, target_plan, mask, chunk)
+    )
     readers = [target]
     levels: list[Level] = []
     drafting: Draft | None = None

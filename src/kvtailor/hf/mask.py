@@ -126,6 +126,10 @@ class LazyMask:
         """Some models ask for a contiguous mask before they hand it on."""
         return self
 
+    def view(self, *_: int) -> LazyMask:
+        """Some models lay out a mask that is not 4-D before they hand it on."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMask:

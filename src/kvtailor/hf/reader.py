@@ -15,7 +15,7 @@ from kvtailor.hf.prefill import fed, read
 from kvtailor.hf.sharing import forget_queries, overhearing, remake
 from kvtailor.plan import Plan
 
-__all__ = ["CacheReader"]
+__all__ = ["CacheReader", "with_columns"]
 
 
 class CacheReader:
@@ -97,9 +97,14 @@ class CacheReader:
         return [layer for layer in self.cache.layers if isinstance(layer, WindowLayer)]
 
     def _mask(self, columns: int) -> Tensor | None:
-        if self.mask is None:
-            return None
-        more = columns - self.mask.shape[1]
-        if more <= 0:
-            return self.mask[:, :columns]
-        return torch.cat([self.mask, self.mask.new_ones((self.mask.shape[0], more))], 1)
+        return with_columns(self.mask, columns)
+
+
+def with_columns(mask: Tensor | None, columns: int) -> Tensor | None:
+    """The mask (b, n) of a prompt, cut or continued with tokens, to so many columns; None: nothing is padding."""
+    if mask is None:
+        return None
+    more = columns - mask.shape[1]
+    if more <= 0:
+        return mask[:, :columns]
+    return torch.cat([mask, mask.new_ones((mask.shape[0], more))], 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -133,7 +133,13 @@ class Shelves(ABC):
 
 
 class Placement(Method, ABC):
-    """One way to place segments on tiers. A subclass is a frozen, keyword-only dataclass."""
+    """One way to place segments on tiers. A subclass is a frozen, keyword-only dataclass.
+
+    Attributes:
+        moves: segments may leave the device between forwards.
+    """
+
+    moves: ClassVar[bool] = True
 
     @property
     def limit(self) -> int | None:

@@ -47,6 +47,7 @@ class Device(Placement):
     """
 
     device_bytes: int | str | None = None
+    moves: ClassVar[bool] = False
     examples: ClassVar[tuple[str, ...]] = ("device", "device(device_bytes=67108864)")
 
     def __post_init__(self) -> None:

@@ -47,10 +47,7 @@ class Tail:
             exactly: allocate no room for more (the buffer is about to be compressed).
         """
         new = keys.shape[2]
-        if self._keys is None or self.length == 0:
-            self.start, self._positions = column, None
-        elif self.start is not None and column != self.start + self.length:
-            self._spell_out_positions()
+        self._comes(column)
         self._reserve(self.length + new, keys, values, exactly)
         assert self._keys is not None and self._values is not None
         end = self.length + new
@@ -59,11 +56,21 @@ class Tail:
         self._values.view(self.rows, self.heads, -1, values.shape[-1])[:, :, self.length : end].copy_(
             values.view(shape)
         )
-        if self._positions is not None:
-            self._positions[:, self.length : end] = torch.arange(
-                column, column + new, dtype=torch.int32, device=keys.device
-            )
-        self.length = end
+        self._came(new, column)
+
+    def make_room(self, tokens: int) -> None:
+        """Slots for so many more than it holds, all zero: a masked slot that is read all the same must be finite."""
+        if self._keys is None or self._values is None:
+            raise ValueError("an empty tail does not know yet what it will hold")
+        if self._keys.shape[1] < self.length + tokens or not self._writable:
+            self._grow(self.length + tokens, self._keys, self._values)
+        for buffer in (self._keys, self._values):
+            buffer[:, self.length :].zero_()
+
+    def filled(self, tokens: int, column: int) -> None:
+        """Takes note of tokens that somebody wrote into its room, at the columns from `column` on."""
+        self._comes(column)
+        self._came(tokens, column)
 
     def replace(self, segment: PlainSegment) -> None:
         """Holds the segment's tokens, one lane for each row and head, instead of what it held."""
@@ -151,11 +158,14 @@ class Tail:
         return tail
 
     def _reserve(self, tokens: int, keys: Tensor, values: Tensor, exactly: bool) -> None:
-        writable = self._keys is not None and (torch.is_inference_mode_enabled() or not self._keys.is_inference())
-        if writable and self._keys is not None and self._keys.shape[1] >= tokens:
-            return
-        slots = tokens if exactly else capacity_for(tokens)
+        if self._keys is None or not self._writable or self._keys.shape[1] < tokens:
+            self._grow(tokens if exactly else capacity_for(tokens), keys, values)
 
+    @property
+    def _writable(self) -> bool:
+        return torch.is_inference_mode_enabled() or self._keys is None or not self._keys.is_inference()
+
+    def _grow(self, slots: int, keys: Tensor, values: Tensor) -> None:
         def grown(old: Tensor | None, like: Tensor) -> Tensor:
             buffer = like.new_empty((self.rows * self.heads, slots, like.shape[-1]))
             if old is not None and self.length:
@@ -168,6 +178,20 @@ class Tail:
             positions = self._positions.new_empty((self.rows * self.heads, slots))
             positions[:, : self.length] = self._positions[:, : self.length]
             self._positions = positions
+
+    def _comes(self, column: int) -> None:
+        """Says columns one by one where the next token is not at the column after the last."""
+        if self._keys is None or self.length == 0:
+            self.start, self._positions = column, None
+        elif self.start is not None and column != self.start + self.length:
+            self._spell_out_positions()
+
+    def _came(self, new: int, column: int) -> None:
+        if self._positions is not None:
+            self._positions[:, self.length : self.length + new] = torch.arange(
+                column, column + new, dtype=torch.int32, device=self._positions.device
+            )
+        self.length += new
 
     def _spell_out_positions(self) -> None:
         assert self._keys is not None and self.start is not None

@@ -210,6 +210,8 @@ def _about_time(records: Sequence[Record]) -> Iterator[str]:
     if own is not None:
         text += f"; the model's own cache {_ms(own, 'ttft')} and {_ms(own, 'tpot')}"
     yield text + "."
+    if full.point.get("graphs"):
+        yield "Plans decode by CUDA graphs, whose recording is in their times; the model's own cache decodes as ever."
 
 
 def _ms(record: Record, name: str) -> str:

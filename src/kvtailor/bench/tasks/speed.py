@@ -72,6 +72,8 @@ class Speed(Task):
         rounds: undisturbed samples wanted of each plan.
         warmup: rounds before the first that counts.
         patience: where samples are disturbed, rounds are added until there are so many times `rounds`.
+        graphs: plans decode by CUDA graphs, and what recording them takes is in their times; the model's own cache
+            decodes as ever.
     """
 
     name: ClassVar[str] = "speed"
@@ -84,6 +86,7 @@ class Speed(Task):
     rounds: int = 10
     warmup: int = 3
     patience: int = 2
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 2 or min(self.rounds, self.context, self.batch, self.patience) < 1 or self.warmup < 0:
@@ -168,7 +171,7 @@ class Speed(Task):
         token = logits[:, -1:].argmax(-1)
         subject.wait()
         first, ran = time.perf_counter(), time.process_time() - ran
-        cache = subject.decode(token, cache, self.tokens - 1)
+        cache = subject.decode(token, cache, self.tokens - 1, graphs=self.graphs and contestant.plan is not None)
         last = time.perf_counter()
         if counts:
             found.ttft.append(first - begin)
@@ -185,6 +188,8 @@ class Speed(Task):
     def _blank(self, given: Given, contestant: Contestant, prompt: Tensor) -> Record:
         names = ("context", "tokens", "batch", "rounds", "warmup")
         point = {name: getattr(self, name) for name in names}
+        if self.graphs:
+            point["graphs"] = True
         return replace(given.blank(contestant), point=point, text=self.source, text_hash=hash_of(prompt))
 
     def _record(
