@@ -20,7 +20,8 @@ def test_the_worked_example_is_two_files_and_passes(tmp_path: Path) -> None:
     assert len(files) == 2
     leave_out = shutil.ignore_patterns("weights", "__pycache__", "hf", "bench")
     shutil.copytree(Path(kvtailor.__file__).parent, tmp_path / "src" / "kvtailor", ignore=leave_out)
-    for name in ("tests/__init__.py", "tests/discover.py", "tests/held_rows.py", "tests/contract/test_score.py"):
+    for name in ("__init__.py", "discover.py", "held_rows.py", "naming.py", "contract/test_score.py"):
+        name = f"tests/{name}"
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     for name, text in files.items():
