@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from tests.contract.test_attend import METHODS, MIXES, SIZES, STILL, Case, case, close
+from tests.attention_cases import MIXES, SIZES, STILL, Case, case, close
+from tests.contract.test_attend import METHODS
 from tests.discover import sample_of
 from tests.segments_of import states
 from torch import Tensor

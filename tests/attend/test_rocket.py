@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tests.contract.test_attend import MIXES, SIZES, Case, case
+from tests.attention_cases import MIXES, SIZES, Case, case
 from tests.segments_of import states
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from tests.contract.test_attend import MIXES, SIZES, Case, case, close
+from tests.attention_cases import MIXES, SIZES, Case, case, close
 from tests.crossed import crossed
 from tests.seam.zoo import MaskedReference, build, error, held_columns, prompts
 from tests.segments_of import Padded, states

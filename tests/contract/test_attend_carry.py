@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from tests.contract.test_attend import SIZES, STILL, case, every_method
+from tests.attention_cases import SIZES, STILL, case
+from tests.contract.test_attend import every_method
 
 from kvtailor.attend.contract import Attention
 
