@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvtailor.ops.lanes import Lanes
 
-__all__ = ["folded", "merge", "suits"]
+__all__ = ["folded", "merge", "over_owners", "suits"]
 
 
 def suits(query: Tensor, part: Lanes) -> bool:
@@ -61,8 +61,17 @@ def merge(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _paged(query: Tensor, part: Lanes, owner: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """`_fused` over each lane by itself, then merged over the lanes of an owner."""
-    outs, lses = _fused(query.index_select(0, owner), part, scaling)
-    top = lses.new_full(query.shape[:3], -torch.inf)
+    return over_owners(*_fused(query.index_select(0, owner), part, scaling), owner, query.shape[0])
+
+
+def over_owners(outs: Tensor, lses: Tensor, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
+    """Attention of each owner over all its lanes, from each lane's out (m, g, t, dv) and lse (m, g, t).
+
+    Args:
+        owner: (m,) int64 of each lane.
+        owners: n.
+    """
+    top = lses.new_full((owners, *lses.shape[1:]), -torch.inf)
     top.scatter_reduce_(0, owner[:, None, None].expand_as(lses), lses, "amax")
     shift = top.masked_fill(top == -torch.inf, 0.0)
     share = (lses - shift.index_select(0, owner)).exp_()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.ops import folded_codes
 from kvtailor.ops.coded import Coded, Whole
 from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import quantise
@@ -130,8 +131,12 @@ def coded_attention(
         from kvtailor.ops.triton import keeping
 
         return keeping.attend_keeping if isinstance(keys, Whole) else None
-    built = library() if query.device.type == "cpu" else None
-    if built is None or unsuited(keys, values) is not None:
+    if query.device.type != "cpu":
+        return None
+    built = library()
+    if built is None:
+        return None if mass or folded_codes.unsuited(keys, values) is not None else folded_codes.attend_coded
+    if unsuited(keys, values) is not None:
         return None
     if mass:
         return attend_keeping if built.has("kvtailor_mass") else None
@@ -216,7 +221,7 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
         return [Choice(operation=few, twin="torch, decoded parts", why=why), prompt]
     built = library()
     if built is None:
-        return [Choice(operation=few, twin="torch, heads folded", why=why_none()), prompt]
+        return [Choice(operation=few, twin="torch, heads and scales folded", why=why_none()), prompt]
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return [Choice(operation=few, twin="torch, decoded parts", why=f"no kernel reads {dtype}"), prompt]
     threads = "torch's threads" if built.parallel_for else "one thread: torch older than 2.10"

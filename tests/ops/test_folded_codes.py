@@ -1,0 +1,122 @@
+"""Attention over codes in torch alone against attention in float64 over what the codes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.ops.cpu.coded_layouts import LAYOUTS, every_dtype, exact, states_of
+from tests.ops.cpu.test_coded_attention import same, truth
+from tests.seam.zoo import build, error, prompts
+
+import kvtailor
+from kvtailor.ops import folded_codes, twins
+from kvtailor.ops.coded import Whole
+from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.folded_codes import attend_coded, unsuited
+
+CODES = [name for name in LAYOUTS if name != "plain"]
+# (b, h, g, t, s, d)
+SIZES = [(1, 2, 4, 1, 63, 128), (3, 1, 1, 1, 600, 64), (2, 3, 3, 5, 130, 24), (1, 1, 7, 2, 1100, 80)]
+
+
+@pytest.fixture(params=[False, True], ids=["floats", "bytes"])
+def by_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Products of bytes, whatever this processor does best, and lanes of any length; small pieces."""
+    monkeypatch.setattr(folded_codes, "_byte_arithmetic", lambda: request.param)
+    monkeypatch.setattr(folded_codes, "_LONG", 1)
+    monkeypatch.setattr(folded_codes, "_PIECE", 1 << 13)
+    empty = torch.empty
+    monkeypatch.setattr(folded_codes.torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(torch.nan))
+    return bool(request.param)
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", CODES)
+def test_every_layout(dtype: torch.dtype, layout: str, by_bytes: bool) -> None:
+    for index, (b, h, g, t, s, d) in enumerate(SIZES if dtype == torch.bfloat16 else SIZES[1:3]):
+        keys, values = (LAYOUTS[layout](states) for states in states_of(index, dtype, b * h, s, d))
+        assert unsuited(keys, values) is None
+        query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
+        found = attend_coded(query, keys, values, scaling=0.1)
+        assert same(found, truth(query, keys, values), 1e-4), (layout, s, d)
+
+
+def test_sides_of_unequal_width_masks_weights_and_large_queries(by_bytes: bool) -> None:
+    keys = LAYOUTS["vector8"](states_of(1, torch.float32, 4, 300, 64)[0])
+    values = LAYOUTS["channels2"](states_of(2, torch.float32, 4, 300, 40)[1])
+    state = torch.Generator().manual_seed(5)
+    query = torch.randn((4, 2, 3, 64), generator=state) * 30
+    visible = torch.rand((4, 3, 300), generator=state) < 0.2
+    visible[0, 0] = False
+    log_weight = torch.rand((4, 300), generator=state) * 3
+    found = attend_coded(query, keys, values, scaling=0.1, visible=visible, log_weight=log_weight)
+    assert same(found, truth(query, keys, values, visible, log_weight), 1e-4)
+    assert not same(found, truth(query, keys, values, visible), 1e-4)
+
+
+@pytest.mark.parametrize("layout", ["vector8", "tokens4", "channels2"])
+def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(layout: str, by_bytes: bool) -> None:
+    pages, lengths = [3, 0, 1, 5], torch.tensor([64, 64, 7, 1, 64, 64, 64, 64, 33], dtype=torch.int32)
+    owner = torch.repeat_interleave(torch.arange(4), torch.tensor(pages))
+    keys, values = (LAYOUTS[layout](states) for states in states_of(4, torch.bfloat16, 9, 64, 32))
+    query = torch.randn(4, 3, 2, 32)
+    out, lse = attend_coded(query, keys, values, scaling=0.1, owner=owner, lengths=lengths)
+    for mine in range(4):
+        lanes = [lane for lane in range(9) if owner[lane] == mine]
+        if not lanes:
+            assert (lse[mine] == -torch.inf).all() and (out[mine] == 0).all()
+            continue
+        k, v = (torch.cat([exact(side)[lane, : lengths[lane]] for lane in lanes])[None] for side in (keys, values))
+        alone = truth(query[mine : mine + 1], Whole(states=k), Whole(states=v))
+        assert same((out[mine : mine + 1], lse[mine : mine + 1]), alone, 1e-4)
+
+
+def test_tokens_that_have_moved_use_the_tables_they_were_coded_with(by_bytes: bool) -> None:
+    whole, _ = states_of(6, torch.bfloat16, 3, 160, 64)
+    keys, values = ChannelCodes.of(whole, 4, 32), ChannelCodes.of(whole.flip(1), 2, 32)
+    state = torch.Generator().manual_seed(1)
+    slot = torch.stack([torch.randperm(160, generator=state)[:70].sort().values for _ in range(3)])
+    lane = torch.arange(3)[:, None].expand_as(slot)
+    keys, values = keys.regather(lane, slot), values.regather(lane, slot)
+    assert keys.row is not None
+    query = torch.randn((3, 2, 1, 64), generator=state)
+    assert same(attend_coded(query, keys, values, scaling=0.1), truth(query, keys, values), 1e-4)
+
+
+def test_a_query_that_is_no_number_gives_none(by_bytes: bool) -> None:
+    keys, values = (TokenCodes.symmetric(each, 8) for each in states_of(3, torch.float32, 2, 70, 16))
+    query = torch.randn(2, 1, 1, 16)
+    query[0, 0, 0, 3] = torch.nan
+    out, _ = attend_coded(query, keys, values, scaling=0.1)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+def test_other_sides_are_decoded() -> None:
+    states = torch.randn(2, 40, 16)
+    codes = TokenCodes.of(states, 4, 16)
+    assert "Whole are decoded" in str(unsuited(codes, Whole(states=states)))
+    elsewhere = replace(codes, codes=codes.codes.to("meta"))
+    assert "on meta" in str(unsuited(elsewhere, codes))
+
+
+@pytest.mark.parametrize("plan", ["vector(bits=8)", "kivi(bits=4, group=16, residual=16)"])
+def test_where_nothing_was_compiled_no_segment_is_decoded(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twins, "library", lambda: None)
+    model = build("llama")
+    ids, mask = prompts((50, 33))
+    found = {}
+    for which in ("auto", "reference"):
+        cache = kvtailor.cache_for(model, plan)
+        with torch.no_grad(), twins.using(which):
+            model(ids, attention_mask=mask, past_key_values=cache)
+            if which == "auto":
+                for kind in (TokenCodes, ChannelCodes):
+                    monkeypatch.setattr(kind, "decode", None)
+            more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+            positions = (more.cumsum(-1) - 1)[:, -1:]
+            found[which] = model(ids[:, :1], attention_mask=more, position_ids=positions, past_key_values=cache).logits
+        monkeypatch.undo()
+        monkeypatch.setattr(twins, "library", lambda: None)
+    assert error(found["auto"], found["reference"]) < 1e-4
