@@ -173,3 +173,31 @@ def test_a_missing_model_is_refused_with_what_to_do(tmp_path):
         load(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         load(tmp_path)
+
+
+def test_untrained_models_have_the_shape_of_their_name(monkeypatch):
+    """The large ones are made where and as they are asked for, since there is no room for another copy of them."""
+    from kvtailor.bench.subject import Subject
+    from kvtailor.hf import loading
+    from kvtailor.hf.config import RANDOM_SHAPES, config_of
+
+    assert config_of("random-llama3-8b").num_key_value_heads == 8
+    assert sum(p.numel() for p in _on_meta("random-llama3-8b").parameters()) == 8_030_261_248
+    assert sum(p.numel() for p in _on_meta("random-llama2-7b").parameters()) == 6_738_415_616
+    asked = []
+    made = loading.new_model
+    monkeypatch.setattr(loading, "new_model", lambda kind, **how: asked.append(how["dtype"]) or made(kind, **how))
+    monkeypatch.setitem(RANDOM_SHAPES, "random-llama3-8b", RANDOM_SHAPES["random-llama"])
+    subject = Subject.load("random-llama3-8b", dtype="bfloat16")
+    assert not subject.trained and subject.model.dtype == torch.bfloat16 and asked == [torch.bfloat16]
+    Subject.load("random-llama", dtype="bfloat16")
+    assert asked[-1] == torch.float32
+
+
+def _on_meta(name):
+    from transformers import AutoModelForCausalLM
+
+    from kvtailor.hf.config import config_of
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(name))

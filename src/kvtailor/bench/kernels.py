@@ -1,6 +1,6 @@
 """Does attention read the small bytes, and nothing else? One layer's decode attention, against what a user has instead.
 
-    kvtailor bench kernels [--contexts 8192,32768] [--rounds 11] [--json]
+    kvtailor bench kernels [--contexts 8192,32768] [--rounds 11] [--device cuda [--batches 1,8]]
 
 A decoded token must read each held byte once. So the floor comes first: a plain read of the bytes of a bfloat16 cache,
 in the same rounds as everything else. How far above it a kernel lies is what the kernel is worth, on any machine. What
@@ -42,14 +42,27 @@ from kvtailor.ops.codes import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.ops.lanes import Lanes, joint
+from kvtailor.ops.triton.installed import missing
 
-__all__ = ["main", "measure"]
+__all__ = [
+    "RAGGED_PAGE",
+    "RIGHT",
+    "SCALE",
+    "SIDES",
+    "SIZE",
+    "exact_side",
+    "main",
+    "measure",
+    "ragged_pages",
+    "stock_step",
+]
 
-_SIZE, _SCALE, _GROUP = 128, 128**-0.5, 64
+SIZE, SCALE, _GROUP = 128, 128**-0.5, 64
 # Layers are rotated over until so many bytes of bfloat16 lie between two visits: several times any last-level cache.
 _APART = 1 << 28
 # Relative error that is right: bfloat16 sums, and a rounded probability where torch takes one.
-_RIGHT = 2e-2
+RIGHT = 2e-2
+RAGGED_PAGE = 256
 _Attend = Callable[[int], Tensor]
 
 
@@ -65,7 +78,7 @@ class _Contestant:
     def error(self, query: Tensor) -> float:
         """Relative error of the first layer."""
         rows = query.double().flatten(0, 1)[None]
-        out, _, _ = reference(rows, self.keys.double()[None], self.values.double()[None], None, _SCALE)
+        out, _, _ = reference(rows, self.keys.double()[None], self.values.double()[None], None, SCALE)
         found = self.attend(0).double().reshape(out.shape)
         return float((found - out).norm() / out.norm())
 
@@ -74,7 +87,7 @@ def _whole(states: Tensor) -> Coded:
     return Whole(states=states)
 
 
-_SIDES: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] = {
+SIDES: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] = {
     "bfloat16": (_whole, _whole),
     **{f"int{bits}": (partial(TokenCodes.symmetric, bits=bits),) * 2 for bits in (8, 4)},
     **{
@@ -87,14 +100,14 @@ _SIDES: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] =
 }
 
 
-def _exact(side: Coded) -> Tensor:
+def exact_side(side: Coded) -> Tensor:
     """What a side stands for, without the rounding to 16 bits that decoding it ends with."""
     wide = {name: tensor.double() for name, tensor in side.tensors().items() if tensor.is_floating_point()}
     return replace(side, **wide).decode()
 
 
 def _plain(query: Tensor, keys: Coded, values: Coded) -> Tensor:
-    return joint(query.to(torch.bfloat16), [Lanes(keys=keys.decode(), values=values.decode())], _SCALE)[0]
+    return joint(query.to(torch.bfloat16), [Lanes(keys=keys.decode(), values=values.decode())], SCALE)[0]
 
 
 def _torch_attention(query: Tensor, states: Sequence[tuple[Tensor, Tensor]], *, fold: bool) -> _Attend:
@@ -104,42 +117,42 @@ def _torch_attention(query: Tensor, states: Sequence[tuple[Tensor, Tensor]], *, 
     def attend(layer: int) -> Tensor:
         keys, values = (each[None] for each in states[layer])
         if fold:
-            return scaled_dot_product_attention(asked.view(1, heads, group * new, size), keys, values, scale=_SCALE)
+            return scaled_dot_product_attention(asked.view(1, heads, group * new, size), keys, values, scale=SCALE)
         rows = asked.view(1, heads * group, new, size)
-        return scaled_dot_product_attention(rows, keys, values, scale=_SCALE, enable_gqa=group > 1)
+        return scaled_dot_product_attention(rows, keys, values, scale=SCALE, enable_gqa=group > 1)
 
     return attend
 
 
-def _stock_step(query: Tensor, caches: Sequence[Any]) -> _Attend:
+def stock_step(query: Tensor, caches: Sequence[Any], dtype: torch.dtype = torch.bfloat16) -> _Attend:
     """One decoded token through a cache of transformers: it takes the new token, and attention reads what it gives."""
     heads, group, _, size = query.shape
-    new = torch.zeros((1, heads, 1, size), dtype=torch.bfloat16)
+    rows = query.to(dtype).view(1, heads * group, 1, size)
+    new = rows.new_zeros((1, heads, 1, size))
 
     def attend(layer: int) -> Tensor:
         keys, values = caches[layer].update(new, new)
-        rows = query.to(torch.bfloat16).view(1, heads * group, 1, size)
-        return scaled_dot_product_attention(rows, keys, values, scale=_SCALE, enable_gqa=group > 1)
+        return scaled_dot_product_attention(rows, keys, values, scale=SCALE, enable_gqa=group > 1)
 
     return attend
 
 
 def _states(generator: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
     """Random keys and values (*shape, d) in bfloat16."""
-    keys, values = (torch.randn((*shape, _SIZE), generator=generator).bfloat16() for _ in range(2))
+    keys, values = (torch.randn((*shape, SIZE), generator=generator).bfloat16() for _ in range(2))
     return keys, values
 
 
 def _ours(query: Tensor, sides: Sequence[tuple[Coded, Coded]], owner: Tensor | None = None) -> _Attend:
-    return lambda layer: attend_coded(query, *sides[layer], scaling=_SCALE, owner=owner)[0]
+    return lambda layer: attend_coded(query, *sides[layer], scaling=SCALE, owner=owner)[0]
 
 
 def _contestants(query: Tensor, tokens: int, layers: int, generator: torch.Generator) -> list[_Contestant]:
     half = [_states(generator, query.shape[0], tokens) for _ in range(layers)]
     found = []
-    for name, (of_keys, of_values) in _SIDES.items():
+    for name, (of_keys, of_values) in SIDES.items():
         sides = [(of_keys(keys), of_values(values)) for keys, values in half]
-        exact = [_exact(side) for side in sides[0]]
+        exact = [exact_side(side) for side in sides[0]]
         found.append(_Contestant(f"kvtailor {name}", _ours(query, sides), *exact))
         if name in ("int4", "kivi 4 bits"):
 
@@ -163,22 +176,27 @@ def _stock(query: Tensor, tokens: int, layers: int, generator: torch.Generator) 
             continue
         for cache in caches:
             cache.update(*_states(generator, 1, query.shape[0], tokens))
-        made.append((f"{name} + sdpa", _stock_step(query, caches)))
+        made.append((f"{name} + sdpa", stock_step(query, caches)))
     return made
+
+
+def ragged_pages(heads: int, tokens: int) -> list[tuple[str, Tensor]]:
+    """Pages of each head (h,) that are the same in all: the same number, and from a quarter to four times the mean."""
+    pages = max(heads, heads * tokens // RAGGED_PAGE)
+    shares = 4.0 ** torch.linspace(-1, 1, heads)
+    each = (shares / shares.sum() * pages).long().clamp_min(1)
+    each[-1] += pages - int(each.sum())
+    return [("uniform", torch.full((heads,), pages // heads)), ("ragged", each)]
 
 
 def _ragged(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, _Attend]]:
     """Pages of 256 slots: the same tokens in all, each head its own number of them, and all the same number."""
     generator = torch.Generator().manual_seed(4)
-    query = torch.randn((heads, group, 1, _SIZE), generator=generator)
-    pages = heads * tokens // 256
-    shares = 4.0 ** torch.linspace(-1, 1, heads)
-    each = (shares / shares.sum() * pages).long().clamp_min(1)
-    each[-1] += pages - int(each.sum())
+    query = torch.randn((heads, group, 1, SIZE), generator=generator)
     found = []
-    for name, counts in (("uniform", torch.full((heads,), pages // heads)), ("ragged", each)):
+    for name, counts in ragged_pages(heads, tokens):
         owner = torch.repeat_interleave(torch.arange(heads), counts)
-        half = [_states(generator, len(owner), 256) for _ in range(layers)]
+        half = [_states(generator, len(owner), RAGGED_PAGE) for _ in range(layers)]
         sides = [(_whole(keys), _whole(values)) for keys, values in half]
         found.append((f"{name} heads, bfloat16", _ours(query, sides, owner=owner)))
     return found
@@ -188,11 +206,11 @@ def _blocks(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str,
     generator = torch.Generator().manual_seed(5)
     found = []
     for name in ("bfloat16", "int4"):
-        of_keys, of_values = _SIDES[name]
+        of_keys, of_values = SIDES[name]
         half = [_states(generator, heads, tokens) for _ in range(layers)]
         sides = [(of_keys(keys), of_values(values)) for keys, values in half]
         for new in (1, 4, 16):
-            query = torch.randn((heads, group, new, _SIZE), generator=generator)
+            query = torch.randn((heads, group, new, SIZE), generator=generator)
             found.append((f"{name}, {new} queries", _ours(query, sides)))
     return found
 
@@ -221,40 +239,58 @@ def measure(contexts: Sequence[int], rounds: int) -> dict[str, list[dict[str, An
     tables = {}
     for tokens in contexts:
         for title, heads, group in (("grouped heads, 32 on 8", 8, 4), ("single heads, 32 on 32", 32, 1)):
-            floor = 2 * heads * tokens * _SIZE * 2
+            floor = 2 * heads * tokens * SIZE * 2
             layers = max(1, min(8, _APART // floor))
             generator = torch.Generator().manual_seed(3)
-            query = torch.randn((heads, group, 1, _SIZE), generator=generator)
+            query = torch.randn((heads, group, 1, SIZE), generator=generator)
             right = []
             for each in _contestants(query, tokens, layers, generator):
                 error = each.error(query)
-                print(f"  {each.name:34s} relative error {error:.1e}{'' if error <= _RIGHT else '  RED: not timed'}")
-                if error <= _RIGHT:
+                print(f"  {each.name:34s} relative error {error:.1e}{'' if error <= RIGHT else '  RED: not timed'}")
+                if error <= RIGHT:
                     right.append((each.name, each.attend))
             work = right + _stock(query, tokens, layers, generator)
             results = _timed(work, layers, rounds, floor)
             tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, "kvtailor bfloat16")
-        layers = max(1, min(8, _APART // (2 * 8 * tokens * _SIZE * 2)))
+        layers = max(1, min(8, _APART // (2 * 8 * tokens * SIZE * 2)))
         for title, made, base in (
             ("ragged heads", _ragged(8, 4, tokens, layers), "uniform heads, bfloat16"),
             ("query blocks", _blocks(8, 4, tokens, layers), "bfloat16, 1 queries"),
         ):
-            results = _timed(made, layers, rounds, 2 * 8 * tokens * _SIZE * 2)
+            results = _timed(made, layers, rounds, 2 * 8 * tokens * SIZE * 2)
             tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, base)
     return tables
 
 
-def main(contexts: Sequence[int] = (8192, 32768), rounds: int = 11) -> None:
+def main(
+    contexts: Sequence[int] | None = None,
+    rounds: int = 11,
+    *,
+    device: torch.device | str = "cpu",
+    batches: Sequence[int] = (1,),
+) -> None:
     """Runs the bench.
 
     Args:
-        contexts: tokens held.
+        contexts: tokens held; None: 8,192 and 32,768, on a GPU 4,096, 32,768 and 131,072.
         rounds: timed rounds.
+        device: the kernels of this kind of device are timed.
+        batches: rows, on a GPU.
     """
-    built = library()
-    if built is None:
-        sys.exit(f"{why_none()}, and this bench is about them")
-    bandwidth = read_bandwidth()
-    print(f"{built.variant}, {torch.get_num_threads()} threads; a plain read gives {bandwidth / 1e9:.1f} GB/s")
-    tables = measure(contexts, rounds)
-    print(json.dumps({"machine": describe(), "variant": built.variant, "read_bandwidth": bandwidth, "tables": tables}))
+    where = torch.device(device)
+    on_gpu = where.type == "cuda"
+    built = None if on_gpu else library()
+    reason = missing() if on_gpu else why_none() if built is None else None
+    if reason is not None:
+        sys.exit(f"{reason}, and this bench is about its kernels")
+    bandwidth = read_bandwidth(where)
+    what = torch.cuda.get_device_name(where) if built is None else f"{built.variant}, {torch.get_num_threads()} threads"
+    print(f"{what}; a plain read gives {bandwidth / 1e9:.1f} GB/s")
+    if on_gpu:
+        from kvtailor.bench import gpu_kernels
+
+        tables = gpu_kernels.measure(where, contexts or (4096, 32768, 131072), batches, rounds)
+    else:
+        tables = measure(contexts or (8192, 32768), rounds)
+    told = {"machine": describe(device=where), "read_bandwidth": bandwidth, "tables": tables}
+    print(json.dumps({**told, "variant": "Triton" if built is None else built.variant}))

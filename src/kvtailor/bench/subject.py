@@ -75,7 +75,7 @@ class Subject:
         Raises:
             KvtailorError: there is no such model, or its dtype or device is not known.
         """
-        from kvtailor.hf.config import RANDOM
+        from kvtailor.hf.config import RANDOM_SHAPES
         from kvtailor.hf.loading import load
 
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -84,7 +84,7 @@ class Subject:
             model, tokenizer = load(name, dtype=getattr(torch, dtype) if dtype else None, device=device)
         except (OSError, RuntimeError) as error:
             raise KvtailorError(str(error)) from error
-        return cls(name=name, model=model, tokenizer=tokenizer, loadable=True, trained=name != RANDOM)
+        return cls(name=name, model=model, tokenizer=tokenizer, loadable=True, trained=name not in RANDOM_SHAPES)
 
     @property
     def device(self) -> torch.device:

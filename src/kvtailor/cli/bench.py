@@ -39,7 +39,7 @@ _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "bey
     "--model",
     default="demo",
     show_default=True,
-    help="'demo' or 'demo-draft' (embedded), a folder, or a hub name; 'random-llama' for costs alone.",
+    help="demo or demo-draft (embedded), a folder or hub name; for costs random-llama, random-llama3-8b, random-llama2-7b.",
 )
 @click.option(
     "--plans", "--plan", "plans", multiple=True, help="A plan, or several with ';' between; may be given again."
@@ -250,11 +250,12 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
 def _kernels(ctx: click.Context, options: dict[str, Any]) -> None:
     from kvtailor.bench.kernels import main
 
-    mine = ("what", "contexts", "rounds", "as_json")
+    mine = ("what", "contexts", "rounds", "device", "batches", "as_json")
     for name in options:
         if name not in mine and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} is not for kernels: they have --contexts and --rounds.")
-    main(numbers(options["contexts"], int, "--contexts") if options["contexts"] else (8192, 32768), options["rounds"])
+            raise click.UsageError(f"--{name.replace('_', '-')} is not for kernels: --{', --'.join(mine[1:-1])} are.")
+    contexts, batches = (options[name] and numbers(options[name], int, f"--{name}") for name in ("contexts", "batches"))
+    main(contexts, options["rounds"], device=options["device"] or "cpu", batches=batches)
 
 
 def _list_suites() -> None:

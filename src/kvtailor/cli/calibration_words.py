@@ -49,13 +49,13 @@ def read_by(plan: Plan, model: str | None) -> dict[str, list[Calibration]]:
     them fits, the weights decide when a cache is made. The untrained model needs none.
     """
     from kvtailor.calibration import calibrated, shipped
-    from kvtailor.hf.config import RANDOM
+    from kvtailor.hf.config import RANDOM_SHAPES
     from kvtailor.plan_arguments import with_nested, word_of
 
     found: dict[str, list[Calibration]] = {}
     for method in (each for part in plan.parts.values() for each in calibrated(with_nested(part))):
         own, known = method.calibration, list(shipped(method.calibrates))
         named = [each for each in known if model is not None and each.model == Path(model).name]
-        fit = [] if model == RANDOM else named or known
+        fit = [] if model in RANDOM_SHAPES else named or known
         found[str(word_of(method))] = [own] if own is not None else fit
     return found

@@ -186,10 +186,10 @@ def _forecast(
 
 def _say_files(word: str, found: Sequence[Calibration], model: str | None) -> None:
     from kvtailor.cli.calibration_words import lines_of
-    from kvtailor.hf.config import RANDOM
+    from kvtailor.hf.config import RANDOM_SHAPES
 
-    if model == RANDOM and not found:
-        click.echo(f"{word} reads random numbers in place of a calibration: {RANDOM} is not trained")
+    if model in RANDOM_SHAPES and not found:
+        click.echo(f"{word} reads random numbers in place of a calibration: {model} is not trained")
         return
     which = {0: "no calibration: none is named, and none is shipped", 1: "a calibration"}
     click.echo(f"{word} reads {which.get(len(found), 'that of these calibrations which was made for the model')}:")

@@ -8,7 +8,7 @@ from typing import Any
 from kvtailor import demo
 from kvtailor.errors import KvtailorError
 
-__all__ = ["RANDOM", "RANDOM_SHAPE", "config_of", "source_of"]
+__all__ = ["RANDOM", "RANDOM_SHAPES", "config_of", "source_of"]
 
 RANDOM = "random-llama"
 """The name of a model that is not trained: for what a plan costs, where lengths matter and answers do not."""
@@ -24,6 +24,13 @@ RANDOM_SHAPE = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }
+_WIDE = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 131_072}
+RANDOM_SHAPES: dict[str, dict[str, Any]] = {
+    RANDOM: RANDOM_SHAPE,
+    "random-llama3-8b": {**_WIDE, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128_256},
+    "random-llama2-7b": {**_WIDE, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32_000},
+}
+"""All of that kind, by name; the large ones have the shapes of Llama 3.1 8B and of Llama 2 7B."""
 
 
 def source_of(model: str | Path) -> str:
@@ -61,8 +68,8 @@ def config_of(model: str) -> Any:
     """
     from transformers import AutoConfig
 
-    if model == RANDOM:
-        return AutoConfig.for_model("llama", **RANDOM_SHAPE)
+    if model in RANDOM_SHAPES:
+        return AutoConfig.for_model("llama", **RANDOM_SHAPES[model])
     try:
         return AutoConfig.from_pretrained(source_of(model))
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from kvtailor import demo
 from kvtailor.hf.calibrations import UNTRAINED
-from kvtailor.hf.config import RANDOM, RANDOM_SHAPE, source_of
+from kvtailor.hf.config import RANDOM, RANDOM_SHAPES, source_of
 
 __all__ = ["load", "new_model", "save", "wrap_tokenizer"]
 
@@ -35,7 +35,7 @@ def load(
 
     Args:
         model: "demo" or "demo-draft" for the embedded models (nothing is downloaded), a local folder, or a name on the
-            Hugging Face hub; or "random-llama", see `hf.config.RANDOM`.
+            Hugging Face hub; or one of `hf.config.RANDOM_SHAPES`, such as "random-llama".
         dtype: of the weights. None: what the checkpoint's own config says.
         device: to put the weights on. None: CPU.
 
@@ -46,8 +46,8 @@ def load(
         FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
         OSError: neither a folder nor a model that the hub (or its local cache) has.
     """
-    if str(model) == RANDOM:
-        return _random(dtype, device)
+    if str(model) in RANDOM_SHAPES:
+        return _random(str(model), dtype, device)
     name = source_of(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
@@ -66,16 +66,19 @@ def load(
 
 
 def _random(
-    dtype: torch.dtype | str | None, device: torch.device | str | None
+    name: str, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The untrained model, the same at every call, with the tokenizer of "demo"."""
+    """An untrained model, on one device the same at every call, with the tokenizer of "demo"."""
     tokenizer = AutoTokenizer.from_pretrained(demo.path(), padding_side="left")
-    with torch.random.fork_rng(devices=[]):
+    shape = {"vocab_size": len(tokenizer), **RANDOM_SHAPES[name]}
+    wanted, where = dtype if isinstance(dtype, torch.dtype) else torch.float32, torch.device(device or "cpu")
+    # The small one has the same weights on every device; of the large ones there is no room for a float32 copy.
+    first = (torch.float32, torch.device("cpu")) if name == RANDOM else (wanted, where)
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), first[1]:
         torch.manual_seed(0)
-        made = new_model("llama", vocab_size=len(tokenizer), **RANDOM_SHAPE)
+        made = new_model("llama", dtype=first[0], **shape)
     setattr(made, UNTRAINED, True)
-    wanted = dtype if isinstance(dtype, torch.dtype) else torch.float32
-    return made.to(device=device or "cpu", dtype=wanted).eval(), tokenizer
+    return made.to(device=where, dtype=wanted).eval(), tokenizer
 
 
 @contextmanager
@@ -92,12 +95,18 @@ def _quietly(*, local: bool) -> Iterator[None]:
 
 
 def new_model(
-    model_type: str, *, rope_theta: float = 10_000.0, partial_rotary_factor: float = 1.0, **config: Any
+    model_type: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    rope_theta: float = 10_000.0,
+    partial_rotary_factor: float = 1.0,
+    **config: Any,
 ) -> PreTrainedModel:
-    """A causal language model with fresh weights from torch's current random state, in float32.
+    """A causal language model with fresh weights from torch's current random state.
 
     Args:
         model_type: of transformers, such as "llama" or "gpt_neox".
+        dtype: of the weights.
         rope_theta: base of the rotary frequencies.
         partial_rotary_factor: share of a head's dimensions that is rotated.
         **config: fields of the type's config, such as ``hidden_size`` and ``num_key_value_heads``.
@@ -106,7 +115,7 @@ def new_model(
     if partial_rotary_factor != 1.0:
         rope["partial_rotary_factor"] = partial_rotary_factor
     made: PreTrainedModel = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(model_type, **config, rope_parameters=rope), dtype=torch.float32
+        AutoConfig.for_model(model_type, **config, rope_parameters=rope), dtype=dtype
     )
     return made
 
