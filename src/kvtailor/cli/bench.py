@@ -39,7 +39,7 @@ _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "bey
     "--model",
     default="demo",
     show_default=True,
-    help="demo or demo-draft (embedded), a folder or hub name; for costs random-llama, random-llama3-8b, random-llama2-7b.",
+    help="demo, demo-draft (embedded), a folder, a hub name; costs: random-llama, random-llama3-8b, random-llama2-7b.",
 )
 @click.option(
     "--plans", "--plan", "plans", multiple=True, help="A plan, or several with ';' between; may be given again."
