@@ -54,7 +54,9 @@ def last(result):
 
 def test_a_suite_says_what_it_measured_and_what_is_missing_and_its_pages_can_be_made_again(tmp_path):
     (tmp_path / "small.toml").write_text(SUITE)
-    result = invoke("--suite", str(tmp_path / "small.toml"), "--out", str(tmp_path / "out"), "--json")
+    result = invoke(
+        "--suite", str(tmp_path / "small.toml"), "--dtype", "float32", "--out", str(tmp_path / "out"), "--json"
+    )
     found = last(result)
     assert found["missing"] == ["snapkv + tomorrow @ keep=0.25"]
     assert len(found["unavailable"]) == 1 and "telepathy" in found["unavailable"][0]
@@ -112,7 +114,7 @@ def test_sweeps_texts_and_sets_are_points_of_one_run(tmp_path):
         invoke("--plans", "streaming @ keep=0.5", "--tasks", "perplexity,speed,longbench:passage_retrieval_en",
                "--text", str(text), "--text", "generated", "--data", str(tmp_path / "data"), "--context", "64",
                "--windows", "5", "--contexts", "32,64", "--batches", "1,2", "--new-tokens", "4", "--rounds", "1",
-               "--examples", "1", "--out", str(tmp_path / "out"), "--json")
+               "--examples", "1", "--dtype", "float32", "--out", str(tmp_path / "out"), "--json")
     )  # fmt: skip
     records = read_records(tmp_path / "out")
     assert {r.text for r in records if r.task == "perplexity"} == {"mine.txt", "generated text"}

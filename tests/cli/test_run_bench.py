@@ -100,6 +100,8 @@ def test_bench_ends_with_one_object_and_leaves_records(tmp_path):
         "16",
         "--windows",
         "6",
+        "--dtype",
+        "float32",
     ]
     few = [
         "--documents",

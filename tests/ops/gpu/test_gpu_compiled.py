@@ -33,13 +33,14 @@ def compiled(*names: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check(name: str) -> None:
+def check(*names: str) -> None:
     if missing() is None:
         import triton
 
         if triton.__version__ != RECORDED["triton"]:
             pytest.skip(f"ceilings were recorded with triton {RECORDED['triton']}, installed is {triton.__version__}")
-    for made in compiled(name):
+    for made in compiled(*names):
+        name = made["name"]
         ceiling = RECORDED["ceilings"][f"{name} {made['sm']}"]
         assert made["stack"] == 0 and made["local"] == 0, f"{name} spills on sm_{made['sm']}"
         assert made["registers"] <= 255
@@ -51,9 +52,8 @@ def check(name: str) -> None:
         assert made["asynchronous"] >= ceiling["asynchronous"], f"{name} on sm_{made['sm']} no longer loads ahead"
 
 
-@pytest.mark.parametrize("name", ["vector8", "kivi4"])
-def test_is_no_larger_than_recorded(name: str) -> None:
-    check(name)
+def test_is_no_larger_than_recorded() -> None:
+    check("vector8", "kivi4")
 
 
 @pytest.mark.long
@@ -63,11 +63,6 @@ def test_is_no_larger_than_recorded_for_every_variant(name: str) -> None:
 
 
 def test_every_variant_has_a_ceiling() -> None:
-    listed = subprocess.run(
-        [sys.executable, "-m", "tests.ops.gpu.compiled", "--list"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        check=True,
-    )
-    assert sorted(listed.stdout.split()) == VARIANTS
+    from tests.ops.gpu import compiled as program
+
+    assert sorted(program.VARIANTS) == VARIANTS
