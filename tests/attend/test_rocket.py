@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from tests.attention_cases import MIXES, SIZES, Case, case
+from tests.crossed import crossed
 from tests.segments_of import states
 from torch import Tensor
 
@@ -74,10 +75,25 @@ def capacities(made: Case, expect: int) -> list[int]:
     return [sum(len(tokens_of(made, row, head)) for head in range(h)) // h + expect for row in range(b)]
 
 
-@pytest.mark.parametrize("mix", [mix for mix in MIXES if mix != "prompt"])
-@pytest.mark.parametrize(("tokens", "expect"), [(16, 4), (24, 200), (60, 30), (9, 1)])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_reads_what_the_definition_reads(mix: str, tokens: int, expect: int, padded: bool) -> None:
+@pytest.mark.parametrize(
+    ("mix", "asked"),
+    crossed(
+        [mix for mix in MIXES if mix != "prompt"],
+        [
+            (16, 4, False),
+            (24, 200, True),
+            (60, 30, False),
+            (9, 1, True),
+            (16, 4, True),
+            (24, 200, False),
+            (60, 30, True),
+        ],
+        each=2,
+    ),
+    ids=str,
+)
+def test_reads_what_the_definition_reads(mix: str, asked: tuple[int, int, bool]) -> None:
+    tokens, expect, padded = asked
     made = case(SIZES[2], mix, 1, seed=4)
     if padded:
         real = torch.arange(made.seen)[None] >= torch.tensor([0, 25])[:, None]

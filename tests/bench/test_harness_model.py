@@ -84,7 +84,7 @@ def test_the_full_plan_gives_the_numbers_of_hf(task, metrics, fewshot, subject, 
         for one in loaded["tasks"].values():
             one.set_fewshot_seed(7)
             if task == "gsm8k":
-                one.set_config("generation_kwargs", {"max_gen_toks": 9}, update=True)
+                one.set_config("generation_kwargs", {"max_gen_toks": 6}, update=True)
         results = evaluate(each, dict(loaded), bootstrap_iters=0)
         [rows] = results["samples"].values()
         found.append((results["results"][task], [row["resps"] for row in rows]))
@@ -205,14 +205,14 @@ def test_a_window_of_a_text_is_cut_in_the_middle(subject, hf):
 @pytest.mark.parametrize("plan", ("reference", *PLANS[:3]))
 def test_text_is_generated_from_the_compressed_cache_in_any_batch(plan, subject):
     prompts = [words(STATE, n) for n in (70, 44, 61)]
-    requests = ask("generate_until", *((each, {"until": ["\n\n"], "max_gen_toks": 9}) for each in prompts))
+    requests = ask("generate_until", *((each, {"until": ["\n\n"], "max_gen_toks": 6}) for each in prompts))
     ours = model(subject, plan)
     one_by_one = ours.generate_until(requests, True)
     assert model(subject, plan, batch_size=3).generate_until(requests, True) == one_by_one
     for prompt, text in zip(prompts, one_by_one, strict=True):
         inputs = subject.tokenizer(prompt, return_tensors="pt")
         cache = kvtailor.cache_for(subject.model, plan)
-        made = subject.model.generate(**inputs, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        made = subject.model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)
         whole = subject.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == whole.split("\n\n")[0]
     assert ours.held.compressed == ours.held.read == (0 if plan == "reference" else 3)

@@ -113,7 +113,7 @@ def test_sweeps_texts_and_sets_are_points_of_one_run(tmp_path):
     found = last(
         invoke("--plans", "streaming @ keep=0.5", "--tasks", "perplexity,speed,longbench:passage_retrieval_en",
                "--text", str(text), "--text", "generated", "--data", str(tmp_path / "data"), "--context", "64",
-               "--windows", "5", "--contexts", "32,64", "--batches", "1,2", "--new-tokens", "4", "--rounds", "1",
+               "--windows", "5", "--contexts", "32,64", "--batches", "1,2", "--new-tokens", "3", "--rounds", "1",
                "--examples", "1", "--dtype", "float32", "--out", str(tmp_path / "out"), "--json")
     )  # fmt: skip
     records = read_records(tmp_path / "out")

@@ -236,12 +236,12 @@ def test_a_second_walk_holds_no_more_than_the_first(allocator: Allocator) -> Non
 def test_more_total_never_gives_less(allocator: Allocator) -> None:
     capacity, floor = bounds(fitting(allocator, (2, 4, 3)), 30, 4, 6, equal=False)
     scores = scores_for(capacity, floor, 6)
-    total = torch.arange(0, int(capacity.sum()) + 3, 7).repeat_interleave(2)
+    total = torch.arange(0, int(capacity.sum()) + 3, 11).repeat_interleave(2)
     many = len(total) // 2
     bounds_of_all = (bound.repeat(many, 1, 1) for bound in (capacity, floor))
     repeated = [score.repeat(many, 1, 1) for score in scores]
     sums = ask(allocator, total, *bounds_of_all, repeated, rows=[0, 1] * many).sum((1, 2)).view(many, 2)
-    assert bool((sums[1:] >= sums[:-1]).all()) and many > 20
+    assert bool((sums[1:] >= sums[:-1]).all()) and many > 12
 
 
 @every_allocator

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.crossed import crossed
 from tests.segments_of import states, uneven
 from torch import Tensor
 
@@ -92,8 +93,7 @@ def test_where_there_is_no_arc(lower: list[float], upper: list[float], below: li
     assert found[0] == pytest.approx(below, rel=1e-6) and found[1] == pytest.approx(above, rel=1e-6)
 
 
-@pytest.mark.parametrize("t", [0.0, 0.3, 0.6, 1.0])
-@pytest.mark.parametrize("retained", [0.0, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize(("t", "retained"), crossed([0.0, 0.3, 0.6, 1.0], [0.5, 0.0, 0.05, 1.0]))
 def test_equals_a_plain_loop(t: float, retained: float) -> None:
     pair = near_pair((15, 63, 24, 20), 5)
     layout = Layout(rows=3, heads=5, size=63, start=7)
