@@ -7,9 +7,9 @@ for every `group` tokens, and each value token its own for every `group` channel
 *Departs* Values leave the tail with their keys, a block of `residual` tokens at a time, and not one token at each step
 (segments are never rewritten, so a value is in full precision between R and 2 R tokens instead of R). After a prompt
 all but the newest R tokens are encoded, where the paper encodes whole blocks of R. A group of equal values, 0 / 0 in
-the paper, has the step 1. A segment that is no multiple of `group` ends with a shorter key group. Where `group` does
-not divide a value's size, the largest divisor below it is taken. Bits other than 2 and 4, other bits for keys than for
-values, and `only` are kvtailor's additions.
+the paper, has the step 2^-14. A segment that is no multiple of `group` ends with a shorter key group. Where `group`
+does not divide a value's size, the largest divisor below it is taken. Bits other than 2 and 4, other bits for keys than
+for values, and `only` are kvtailor's additions.
 *Cost* bits / 8 + 2 * element / group bytes for each element; attention decodes the segment at every step.
 """
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "FLAT",
     "MOST_E4M3",
     "dequantise",
     "from_e4m3",
@@ -26,6 +27,9 @@ __all__ = [
 ]
 
 MOST_E4M3 = 448.0
+# The step of a group whose values are all equal: any would do, and this one, the least normal float16, is no larger
+# than most others, beside which a kernel may have to round it.
+FLAT = 2.0**-14
 
 
 def quantise(x: Tensor, bits: int, dim: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +43,7 @@ def quantise(x: Tensor, bits: int, dim: int, group: int) -> tuple[Tensor, Tensor
 
     Returns:
         codes, uint8 of x's shape; step and low, of x's dtype and shape but for `dim`, which counts groups. A group of
-        equal values has the step 1 and the codes 0.
+        equal values has the step `FLAT` and the codes 0.
     """
     dim = dim % x.ndim
     if x.shape[dim] % group:
@@ -49,7 +53,7 @@ def quantise(x: Tensor, bits: int, dim: int, group: int) -> tuple[Tensor, Tensor
     low, high = grouped.amin(dim + 1), grouped.amax(dim + 1)
     # Step and minimum are rounded to the dtype in which they are stored before codes are made from them.
     step = ((high.float() - low.float()) / (2**bits - 1)).to(x.dtype)
-    step = torch.where(step > 0, step, torch.ones_like(step))
+    step = torch.where(step > 0, step, torch.full_like(step, FLAT))
     codes = grouped.float().sub(low.float().unsqueeze(dim + 1)).div_(step.float().unsqueeze(dim + 1))
     return codes.round_().clamp_(0, 2**bits - 1).to(torch.uint8).flatten(dim, dim + 1), step, low
 
@@ -63,7 +67,7 @@ def quantise_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         codes (..., c) uint8, from 0 to 2^bits - 2, of which 2^(bits - 1) - 1 stands for zero; step (..., 1) of x's
-        dtype, 1 for a vector of zeros.
+        dtype, `FLAT` for a vector of zeros.
     """
     most = 2 ** (bits - 1) - 1
     step = scale_to(x.abs().amax(-1, keepdim=True), most)
@@ -72,14 +76,14 @@ def quantise_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def scale_to(top: Tensor, most: float) -> Tensor:
-    """top / most in top's dtype, such that most times it is no infinity; 1 where that is 0.
+    """top / most in top's dtype, such that most times it is no infinity; `FLAT` where that is 0.
 
     Args:
         top: largest magnitudes.
         most: the number that stands for each of them.
     """
     scale = (top.float() / most).clamp(max=largest_step(top.dtype, most)).to(top.dtype)
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.where(scale > 0, scale, torch.full_like(scale, FLAT))
 
 
 def largest_step(dtype: torch.dtype, most: float) -> float:

@@ -183,6 +183,28 @@ def test_tokens_of_every_length(library: Library, bits: int) -> None:
 
 
 @every_variant
+@every_dtype
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_values_that_are_all_equal_cost_the_others_nothing(library: Library, bits: int, dtype: torch.dtype) -> None:
+    """Their step is free to choose, and a large one would be what queries and weights are rounded beside."""
+    keys, values = (each / 30 for each in states_of(12, dtype, 2, 300, 128))
+    keys[:, 64:128, ::5] = keys[:, 64:65, ::5]
+    keys[:, :, 7] = values[:, 17:300:9] = 0
+    sides = (
+        (ChannelCodes.of(keys, bits, 64), TokenCodes.of(values, bits, 64)),
+        (
+            TokenCodes.symmetric(values, bits),
+            TokenCodes.symmetric(values.flip(1), bits),
+        ),
+    )
+    for coded in sides:
+        for rows in (1, 4):
+            query = torch.randn((2, rows, 1, 128), generator=torch.Generator().manual_seed(rows)) * 30
+            found = attend_coded(query, *coded, scaling=0.1, using=library)
+            assert same(found, truth(query, *coded), COARSE), rows
+
+
+@every_variant
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("size", [64, 128])
 def test_tokens_with_others_bytes_between_them(library: Library, bits: int, size: int) -> None:

@@ -28,6 +28,9 @@ int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Floats of one thread: a token's states, or a vector; steps and minima by channel; codes and what fills their last byte.
 int64_t room_of(const Coding& call) { return 3 * call.size + W + ceiling(call.size + 8, 4); }
 
+// What FLAT of ops/quant.py says.
+const float FLAT = 0x1p-14f;
+
 uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -150,7 +153,7 @@ template <class T> struct Piece {
       asked = asked > (float)call.limit ? (float)call.limit : asked;
     }
     const float kept = put<T>(call.step, place, asked);
-    return kept > 0 ? kept : put<T>(call.step, place, 1.f);
+    return kept > 0 ? kept : put<T>(call.step, place, FLAT);
   }
 
   // A head's tokens in a model's own tensor lie too far apart for a core to look ahead by itself.

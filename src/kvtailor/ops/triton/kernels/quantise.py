@@ -7,6 +7,9 @@ import triton.language as tl
 
 __all__ = ["channel_kernel", "token_kernel"]
 
+# What `FLAT` of ops.quant says.
+_FLAT = tl.constexpr(2.0**-14)
+
 
 @triton.jit
 def _codes(x, low, step, ok, MOST: tl.constexpr):
@@ -64,7 +67,7 @@ def token_kernel(
                 low = tl.minimum(low, lows[part // SPAN * SPAN + other])
             step = tl.div_rn(high - low, tl.zeros_like(high) + ((1 << BITS) - 1) * 1.0)
         step = step.to(X.dtype.element_ty)
-        step = tl.where(step > 0, step, 1.0).to(X.dtype.element_ty)
+        step = tl.where(step > 0, step, _FLAT).to(X.dtype.element_ty)
         if part % SPAN == 0:
             group = part * WIDTH // PER + piece
             at = token[:, None] * GROUPS + group[None, :]
@@ -113,7 +116,7 @@ def channel_kernel(
         low = tl.min(tl.where(real[:, None], x, float("inf")), 0)
         high = tl.max(tl.where(real[:, None], x, float("-inf")), 0)
         step = tl.div_rn(high - low, tl.zeros_like(high) + ((1 << BITS) - 1) * 1.0).to(X.dtype.element_ty)
-        step = tl.where(step > 0, step, 1.0).to(X.dtype.element_ty)
+        step = tl.where(step > 0, step, _FLAT).to(X.dtype.element_ty)
         at = (lane * runs + run) * SIZE + channel
         tl.store(STEP + at, step, mask=some)
         tl.store(LOW + at, low.to(X.dtype.element_ty), mask=some)
