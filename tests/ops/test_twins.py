@@ -78,10 +78,12 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
 
     query, side = torch.randn(2, 1, 1, 16, device=DEVICE), Whole(states=SIDE.states.to(DEVICE))
     prompt = torch.randn(1, 2, 8, 16, device=DEVICE).half()
+    assert joint_attention(query.device) is None
     assert page_attention(query, side, side, 4) is None and prompt_mass(prompt, prompt, prompt) is None
     with using("triton"):
         assert coded_attention(query, side, side) is attend_coded
-        assert joint_attention(attend_coded).attend_parts is attend_parts and joint_attention(attend_keeping) is None
+        assert joint_attention(query.device).attend_parts is attend_parts
+        assert joint_attention(query.device).attend_coded is attend_coded
         assert coded_attention(query, side, side, mass=True) is attend_keeping
         codes = quantiser(side.states).tokens(side.states, 4, 16)
         assert coded_attention(query, codes, side, mass=True) is None

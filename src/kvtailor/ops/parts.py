@@ -126,6 +126,7 @@ def _as_stored(
     kernels = [None if sides is None else twins.coded_attention(grouped, *sides, mass=mass) for sides in stored]
     if not any(kernels):
         return None
+    jointly = twins.joint_attention(device)
     found, kept, rest, together = [], [], [], []
     for part, sides, attend in zip(parts, stored, kernels, strict=True):
         layout, reading = part.layout, None
@@ -147,8 +148,9 @@ def _as_stored(
             "visible": _rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
             "log_weight": None if reading is None else reading.log_weight,
         }
-        if (reading is None or reading.lift is None) and (joint_form := twins.joint_attention(attend)) is not None:
-            together.append(joint_form.Part(keys=sides[0], values=sides[1], **how))
+        unlifted = reading is None or reading.lift is None
+        if unlifted and jointly is not None and attend is jointly.attend_coded:
+            together.append(jointly.Part(keys=sides[0], values=sides[1], **how))
             continue
         out, lse, *weights = attend(grouped, *sides, scaling=scaling, **how)
         if reading is not None and reading.lift is not None:
@@ -157,7 +159,7 @@ def _as_stored(
         found.append((out, lse))
         kept += weights
     if together:
-        found.append(joint_form.attend_parts(grouped, together, scaling=scaling))
+        found.append(jointly.attend_parts(grouped, together, scaling=scaling))
     if rest:
         found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling)[:2])
     out, lse = merge(found)

@@ -143,17 +143,13 @@ def coded_attention(
     return attend_coded
 
 
-def joint_attention(attend: Callable[..., Any]) -> Any:
-    """The module that reads several parts at once, by `attend_parts` over its `Part`s, as `attend` reads one; or None.
-
-    Args:
-        attend: what `coded_attention` gave.
-    """
-    if missing() is not None:
+def joint_attention(device: torch.device) -> Any:
+    """The module whose `attend_parts` reads several parts at once that its `attend_coded` reads one by one; or None."""
+    if not _on_triton(device):
         return None
     from kvtailor.ops.triton import attend as on_gpu
 
-    return on_gpu if attend is on_gpu.attend_coded else None
+    return on_gpu
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
