@@ -27,9 +27,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
             each(0)
         return [Measured(name, [1.0]) for name, _ in work]
 
-    monkeypatch.setattr(gpu_kernels, "_APART", 1)
+    monkeypatch.setattr(gpu_kernels, "APART", 1)
     monkeypatch.setattr(gpu_kernels, "_BUDGET", 32)
-    monkeypatch.setattr(gpu_kernels, "_HEADS", (("grouped heads", 2, 4), ("single heads", 3, 1)))
+    monkeypatch.setattr(gpu_kernels, "HEADS", (("grouped heads", 2, 4), ("single heads", 3, 1)))
     if DEVICE == "cpu":
         monkeypatch.setattr(gpu_kernels, "samples", once)
     return gpu_kernels

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not built(), reason="the C++ kernels were not bu
 
 
 def test_it_runs_and_ends_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_APART", 1)
+    monkeypatch.setattr(kernels, "APART", 1)
     found = CliRunner().invoke(main, ["bench", "kernels", "--contexts", "512", "--rounds", "1"])
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout.splitlines()[-1])
@@ -33,7 +33,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         out, lse = right(query, keys, values, **how)
         return (out * 1.05 if getattr(keys, "bits", None) == 8 else out), lse
 
-    monkeypatch.setattr(kernels, "_APART", 1)
+    monkeypatch.setattr(kernels, "APART", 1)
     monkeypatch.setattr(kernels, "attend_coded", wrong)
     tables = kernels.measure([512], 1)
     assert "kvtailor int8                      relative error 5.0e-02  RED: not timed" in capsys.readouterr().out

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.ops.cpu.coded_layouts import LAYOUTS, every_dtype, exact, states_of
-from tests.ops.cpu.test_coded_attention import same, truth
+from tests.ops.cpu.coded_layouts import LAYOUTS, every_dtype, states_of
+from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 from tests.seam.zoo import build, error, prompts
 
 import kvtailor
@@ -58,19 +58,7 @@ def test_sides_of_unequal_width_masks_weights_and_large_queries(by_bytes: bool) 
 
 @pytest.mark.parametrize("layout", ["vector8", "tokens4", "channels2"])
 def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(layout: str, by_bytes: bool) -> None:
-    pages, lengths = [3, 0, 1, 5], torch.tensor([64, 64, 7, 1, 64, 64, 64, 64, 33], dtype=torch.int32)
-    owner = torch.repeat_interleave(torch.arange(4), torch.tensor(pages))
-    keys, values = (LAYOUTS[layout](states) for states in states_of(4, torch.bfloat16, 9, 64, 32))
-    query = torch.randn(4, 3, 2, 32)
-    out, lse = attend_coded(query, keys, values, scaling=0.1, owner=owner, lengths=lengths)
-    for mine in range(4):
-        lanes = [lane for lane in range(9) if owner[lane] == mine]
-        if not lanes:
-            assert (lse[mine] == -torch.inf).all() and (out[mine] == 0).all()
-            continue
-        k, v = (torch.cat([exact(side)[lane, : lengths[lane]] for lane in lanes])[None] for side in (keys, values))
-        alone = truth(query[mine : mine + 1], Whole(states=k), Whole(states=v))
-        assert same((out[mine : mine + 1], lse[mine : mine + 1]), alone, 1e-4)
+    merges_ragged_lanes(attend_coded, layout, 1e-4)
 
 
 def test_tokens_that_have_moved_use_the_tables_they_were_coded_with(by_bytes: bool) -> None:

@@ -10,7 +10,7 @@ and its name says so.
    step of transformers' caches; a read and a copy of the bfloat16 bytes.
 2. *Quest's pages*: 2,048 tokens chosen by their bounds, all included, over reading everything.
 3. *Ragged heads*: lengths from a quarter to four times the mean, over uniform ones of the same tokens in all.
-4. *Query blocks* of 4 and 16 over one query. 5. *Appending* a token to a tail in place.
+4. *Query blocks* of 4 and 8 over one query. 5. *Appending* a token to a tail in place.
 6. *Packing*: making codes, over a copy of the states.
 """
 
@@ -23,16 +23,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from kvtailor.attend.contract import LayerFacts
 from kvtailor.attend.quest import Quest
+from kvtailor.bench.attention_contestants import (
+    APART,
+    HEADS,
+    RAGGED_PAGE,
+    SCALE,
+    SIDES,
+    SIZE,
+    coded,
+    exact_side,
+    is_right,
+    ragged_owners,
+    stock_steps,
+    torch_attention,
+)
 from kvtailor.bench.foundation import Measured, report
-from kvtailor.bench.kernels import RAGGED_PAGE, RIGHT, SCALE, SIDES, SIZE, exact_side, ragged_pages, stock_step
 from kvtailor.encode.indexed import Indexed
 from kvtailor.hf.mask import LazyMask
-from kvtailor.hf.stock import layer_makers
-from kvtailor.ops.attention import reference
+from kvtailor.hf.replay import captured
 from kvtailor.ops.coded import Coded
 from kvtailor.ops.triton.attend import attend_coded, attend_pages
 from kvtailor.ops.triton.quantise import channel_codes, symmetric_codes, token_codes
@@ -41,11 +52,9 @@ from kvtailor.types import Layout, PlainSegment
 
 __all__ = ["measure", "samples"]
 
-# Several times the largest second-level cache, between two visits of a layer.
-_APART = 1 << 28
+# Lanes whose answer is compared.
 _CHECKED = 8
 _PAGE, _BUDGET = 16, 2048
-_HEADS = (("grouped heads, 32 on 8", 8, 4), ("single heads, 32 on 32", 32, 1))
 # What is done on one layer; work over several is done on each in turn.
 _Work = Callable[[int], object]
 
@@ -79,14 +88,12 @@ def _runner(name: str, work: _Work, layers: int, device: torch.device) -> Callab
         return from_the_host
     everything()
     _wait(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        everything()
+    replay = captured(everything)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def replayed() -> float:
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         _wait(device)
         return float(begin.elapsed_time(end)) / 1e3
@@ -108,10 +115,10 @@ def measure(
     with using("triton"):
         for tokens in contexts:
             for rows in batches:
-                for title, heads, group in _HEADS:
+                for title, heads, group in HEADS:
                     where = f"{title}, {tokens} tokens, {rows} rows"
                     floor = 2 * rows * heads * tokens * SIZE * 2
-                    layers = max(1, min(8, _APART // floor + 1))
+                    layers = max(1, min(8, APART // floor + 1))
                     if not _fits(device, 5 * layers * floor, where):
                         continue
                     work = _attention(device, rows * heads, group, tokens, layers)
@@ -123,7 +130,7 @@ def measure(
                 ("appending", _appending, "attention, bfloat16"),
                 ("packing", _packing, "a copy of the states"),
             ):
-                layers = max(1, min(8, _APART // (2 * 8 * tokens * SIZE * 2) + 1))
+                layers = max(1, min(8, APART // (2 * 8 * tokens * SIZE * 2) + 1))
                 where = f"{title}, {tokens} tokens"
                 tables[where] = report(where, samples(make(device, tokens, layers), layers, rounds, device), base)
     return tables
@@ -157,55 +164,27 @@ def _attention(device: torch.device, lanes: int, group: int, tokens: int, layers
         ),
         ("a copy of half of them", lambda i: half[i][0].clone()),
     ]
-    for name, (of_keys, of_values) in SIDES.items():
-        sides = [(of_keys(keys), of_values(values)) for keys, values in half]
-        right = _is_right(f"kvtailor {name}", query, sides[0], partial(_ours, query, sides))
-        if right:
+    for name in SIDES:
+        sides = coded(name, half)
+        some = torch.arange(min(_CHECKED, lanes), device=device)
+        exact = [exact_side(side.rows(some)) for side in sides[0]]
+        if is_right(f"kvtailor {name}", query[some], _ours(query, sides, 0)[some], *exact):
             work.append((f"kvtailor {name}", partial(_ours, query, sides)))
         if name in ("int8", "kivi 4 bits"):
             work.append((f"dequantised first, {name}", partial(_dequantised, query, sides)))
     for name, fold in (("sdpa as transformers calls it", False), ("sdpa, heads folded", True)):
-        work.append((name, partial(_fused, query, half, fold)))
-    for name, make in layer_makers(bits=4, group=64, tail=128).items():
-        try:
-            caches = [make() for _ in range(layers)]
-        except ImportError as missing:
-            print(f"{name} is left out: {missing}")
-            continue
-        for cache, (keys, values) in zip(caches, half, strict=True):
-            cache.update(keys[None], values[None])
-        work.append((f"{name} + sdpa, not recorded", stock_step(query, caches, query.dtype)))
-    return work
+        work.append((name, torch_attention(query, half, fold=fold)))
+    steps = stock_steps(query, layers, lambda i: (half[i][0][None], half[i][1][None]))
+    return work + [(f"{name}, not recorded", step) for name, step in steps]
 
 
-def _ours(query: Tensor, sides: Sequence[tuple[Coded, Coded]], layer: int) -> Tensor:
-    return attend_coded(query, *sides[layer], scaling=SCALE)[0]
-
-
-def _is_right(name: str, query: Tensor, side: tuple[Coded, Coded], attend: Callable[[int], Tensor]) -> bool:
-    """Prints the relative error of the first lanes of the first layer."""
-    keys, values = (
-        exact_side(each.rows(torch.arange(min(_CHECKED, len(query)), device=query.device))) for each in side
-    )
-    rows = query[: len(keys)].double().flatten(0, 1)[None]
-    out, _, _ = reference(rows, keys[None], values[None], None, SCALE)
-    error = float((attend(0)[: len(keys)].double().reshape(out.shape) - out).norm() / out.norm())
-    print(f"  {name:34s} relative error {error:.1e}{'' if error <= RIGHT else '  RED: not timed'}")
-    return error <= RIGHT
-
-
-def _fused(query: Tensor, half: Sequence[tuple[Tensor, Tensor]], fold: bool, layer: int) -> Tensor:
-    lanes, group, new, size = query.shape
-    keys, values = (each[None] for each in half[layer])
-    if fold:
-        return scaled_dot_product_attention(query.reshape(1, lanes, group * new, size), keys, values, scale=SCALE)
-    rows = query.reshape(1, lanes * group, new, size)
-    return scaled_dot_product_attention(rows, keys, values, scale=SCALE, enable_gqa=group > 1)
+def _ours(query: Tensor, sides: Sequence[tuple[Coded, Coded]], layer: int, *, owner: Tensor | None = None) -> Tensor:
+    return attend_coded(query, *sides[layer], scaling=SCALE, owner=owner)[0]
 
 
 def _dequantised(query: Tensor, sides: Sequence[tuple[Coded, Coded]], layer: int) -> Tensor:
     keys, values = (side.decode() for side in sides[layer])
-    return _fused(query, [(keys, values)], True, 0)
+    return torch_attention(query, [(keys, values)], fold=True)(0)
 
 
 def _pages(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _Work]]:
@@ -225,7 +204,7 @@ def _pages(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _W
     visible = LazyMask.causal(1, 1, tokens, device)
     count = min(tokens, _BUDGET) // _PAGE
     pages = torch.stack([torch.randperm(tokens // _PAGE)[:count] for _ in range(8)]).to(device, torch.int32)
-    sides = [(SIDES["bfloat16"][0](keys), SIDES["bfloat16"][1](values)) for keys, values in half]
+    sides = coded("bfloat16", half)
     heads = query.reshape(1, 32, 1, SIZE)
     return [
         ("everything, bfloat16", partial(_ours, query, sides)),
@@ -240,23 +219,17 @@ def _pages(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _W
 def _ragged(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _Work]]:
     query = _query(device, 8, 4, 1)
     work: list[tuple[str, _Work]] = []
-    for name, counts in ragged_pages(8, tokens):
-        owner = torch.repeat_interleave(torch.arange(8), counts).to(device)
-        half = [_states(device, len(owner), RAGGED_PAGE, seed) for seed in range(layers)]
-        sides = [(SIDES["bfloat16"][0](keys), SIDES["bfloat16"][1](values)) for keys, values in half]
-        work.append((f"{name} heads, bfloat16", partial(_owned, query, sides, owner)))
+    for name, owner in ragged_owners(8, tokens):
+        sides = coded("bfloat16", [_states(device, len(owner), RAGGED_PAGE, seed) for seed in range(layers)])
+        work.append((f"{name} heads, bfloat16", partial(_ours, query, sides, owner=owner.to(device))))
     return work
-
-
-def _owned(query: Tensor, sides: Sequence[tuple[Coded, Coded]], owner: Tensor, layer: int) -> Tensor:
-    return attend_coded(query, *sides[layer], scaling=SCALE, owner=owner)[0]
 
 
 def _blocks(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _Work]]:
     half = [_states(device, 8, tokens, seed) for seed in range(layers)]
     work: list[tuple[str, _Work]] = []
     for name in ("bfloat16", "int4"):
-        sides = [(SIDES[name][0](keys), SIDES[name][1](values)) for keys, values in half]
+        sides = coded(name, half)
         # A program holds 32 query rows at most.
         for new in (1, 4, 8):
             work.append((f"{name}, {new} queries", partial(_ours, _query(device, 8, 4, new), sides)))
@@ -265,7 +238,7 @@ def _blocks(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _
 
 def _appending(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _Work]]:
     half = [_states(device, 8, tokens, seed) for seed in range(layers)]
-    sides = [(SIDES["bfloat16"][0](keys), SIDES["bfloat16"][1](values)) for keys, values in half]
+    sides = coded("bfloat16", half)
     query, slot = _query(device, 8, 4, 1), torch.tensor([tokens // 2], device=device)
     new = half[0][0][:, :1].clone()
     return [

@@ -25,45 +25,36 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from kvtailor.bench.attention_contestants import (
+    APART,
+    HEADS,
+    RAGGED_PAGE,
+    SCALE,
+    SIDES,
+    SIZE,
+    Attend,
+    coded,
+    exact_side,
+    is_right,
+    ragged_owners,
+    stock_steps,
+    torch_attention,
+)
 from kvtailor.bench.foundation import Measured, interleaved, report
 from kvtailor.bench.machine import describe, read_bandwidth
-from kvtailor.hf.stock import layer_makers
-from kvtailor.ops.attention import reference
-from kvtailor.ops.coded import Coded, Whole
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.coded import Coded
 from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import library, why_none
 from kvtailor.ops.lanes import Lanes, joint
 from kvtailor.ops.triton.installed import missing
 
-__all__ = [
-    "RAGGED_PAGE",
-    "RIGHT",
-    "SCALE",
-    "SIDES",
-    "SIZE",
-    "exact_side",
-    "main",
-    "measure",
-    "ragged_pages",
-    "stock_step",
-]
-
-SIZE, SCALE, _GROUP = 128, 128**-0.5, 64
-# Layers are rotated over until so many bytes of bfloat16 lie between two visits: several times any last-level cache.
-_APART = 1 << 28
-# Relative error that is right: bfloat16 sums, and a rounded probability where torch takes one.
-RIGHT = 2e-2
-RAGGED_PAGE = 256
-_Attend = Callable[[int], Tensor]
+__all__ = ["main", "measure"]
 
 
 @dataclass
@@ -71,70 +62,13 @@ class _Contestant:
     """One way to attend: over layer i gives (rows, ...) outputs; `keys` and `values` are what layer 0 stands for."""
 
     name: str
-    attend: _Attend
+    attend: Attend
     keys: Tensor
     values: Tensor
-
-    def error(self, query: Tensor) -> float:
-        """Relative error of the first layer."""
-        rows = query.double().flatten(0, 1)[None]
-        out, _, _ = reference(rows, self.keys.double()[None], self.values.double()[None], None, SCALE)
-        found = self.attend(0).double().reshape(out.shape)
-        return float((found - out).norm() / out.norm())
-
-
-def _whole(states: Tensor) -> Coded:
-    return Whole(states=states)
-
-
-SIDES: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] = {
-    "bfloat16": (_whole, _whole),
-    **{f"int{bits}": (partial(TokenCodes.symmetric, bits=bits),) * 2 for bits in (8, 4)},
-    **{
-        f"kivi {bits} bits": (
-            partial(ChannelCodes.of, bits=bits, group=_GROUP),
-            partial(TokenCodes.of, bits=bits, group=_GROUP),
-        )
-        for bits in (4, 2)
-    },
-}
-
-
-def exact_side(side: Coded) -> Tensor:
-    """What a side stands for, without the rounding to 16 bits that decoding it ends with."""
-    wide = {name: tensor.double() for name, tensor in side.tensors().items() if tensor.is_floating_point()}
-    return replace(side, **wide).decode()
 
 
 def _plain(query: Tensor, keys: Coded, values: Coded) -> Tensor:
     return joint(query.to(torch.bfloat16), [Lanes(keys=keys.decode(), values=values.decode())], SCALE)[0]
-
-
-def _torch_attention(query: Tensor, states: Sequence[tuple[Tensor, Tensor]], *, fold: bool) -> _Attend:
-    heads, group, new, size = query.shape
-    asked = query.to(torch.bfloat16)
-
-    def attend(layer: int) -> Tensor:
-        keys, values = (each[None] for each in states[layer])
-        if fold:
-            return scaled_dot_product_attention(asked.view(1, heads, group * new, size), keys, values, scale=SCALE)
-        rows = asked.view(1, heads * group, new, size)
-        return scaled_dot_product_attention(rows, keys, values, scale=SCALE, enable_gqa=group > 1)
-
-    return attend
-
-
-def stock_step(query: Tensor, caches: Sequence[Any], dtype: torch.dtype = torch.bfloat16) -> _Attend:
-    """One decoded token through a cache of transformers: it takes the new token, and attention reads what it gives."""
-    heads, group, _, size = query.shape
-    rows = query.to(dtype).view(1, heads * group, 1, size)
-    new = rows.new_zeros((1, heads, 1, size))
-
-    def attend(layer: int) -> Tensor:
-        keys, values = caches[layer].update(new, new)
-        return scaled_dot_product_attention(rows, keys, values, scale=SCALE, enable_gqa=group > 1)
-
-    return attend
 
 
 def _states(generator: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
@@ -143,15 +77,15 @@ def _states(generator: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _ours(query: Tensor, sides: Sequence[tuple[Coded, Coded]], owner: Tensor | None = None) -> _Attend:
+def _ours(query: Tensor, sides: Sequence[tuple[Coded, Coded]], owner: Tensor | None = None) -> Attend:
     return lambda layer: attend_coded(query, *sides[layer], scaling=SCALE, owner=owner)[0]
 
 
 def _contestants(query: Tensor, tokens: int, layers: int, generator: torch.Generator) -> list[_Contestant]:
     half = [_states(generator, query.shape[0], tokens) for _ in range(layers)]
     found = []
-    for name, (of_keys, of_values) in SIDES.items():
-        sides = [(of_keys(keys), of_values(values)) for keys, values in half]
+    for name in SIDES:
+        sides = coded(name, half)
         exact = [exact_side(side) for side in sides[0]]
         found.append(_Contestant(f"kvtailor {name}", _ours(query, sides), *exact))
         if name in ("int4", "kivi 4 bits"):
@@ -161,66 +95,42 @@ def _contestants(query: Tensor, tokens: int, layers: int, generator: torch.Gener
 
             found.append(_Contestant(f"plain form, {name}", plain, *exact))
     for name, fold in (("sdpa, heads folded", True), ("sdpa as transformers calls it", False)):
-        found.append(_Contestant(name, _torch_attention(query, half, fold=fold), *half[0]))
+        found.append(_Contestant(name, torch_attention(query, half, fold=fold), *half[0]))
     return found
 
 
-def _stock(query: Tensor, tokens: int, layers: int, generator: torch.Generator) -> list[tuple[str, _Attend]]:
-    """Steps of transformers' own caches; those whose library is missing are left out."""
-    made: list[tuple[str, _Attend]] = []
-    for name, make in layer_makers(bits=4, group=_GROUP, tail=128).items():
-        try:
-            caches = [make() for _ in range(layers)]
-        except ImportError as missing:
-            print(f"{name} is left out: {missing}")
-            continue
-        for cache in caches:
-            cache.update(*_states(generator, 1, query.shape[0], tokens))
-        made.append((f"{name} + sdpa", stock_step(query, caches)))
-    return made
+def _stock(query: Tensor, tokens: int, layers: int, generator: torch.Generator) -> list[tuple[str, Attend]]:
+    return stock_steps(query, layers, lambda _: _states(generator, 1, query.shape[0], tokens))
 
 
-def ragged_pages(heads: int, tokens: int) -> list[tuple[str, Tensor]]:
-    """Pages of each head (h,) that are the same in all: the same number, and from a quarter to four times the mean."""
-    pages = max(heads, heads * tokens // RAGGED_PAGE)
-    shares = 4.0 ** torch.linspace(-1, 1, heads)
-    each = (shares / shares.sum() * pages).long().clamp_min(1)
-    each[-1] += pages - int(each.sum())
-    return [("uniform", torch.full((heads,), pages // heads)), ("ragged", each)]
-
-
-def _ragged(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, _Attend]]:
+def _ragged(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, Attend]]:
     """Pages of 256 slots: the same tokens in all, each head its own number of them, and all the same number."""
     generator = torch.Generator().manual_seed(4)
     query = torch.randn((heads, group, 1, SIZE), generator=generator)
     found = []
-    for name, counts in ragged_pages(heads, tokens):
-        owner = torch.repeat_interleave(torch.arange(heads), counts)
+    for name, owner in ragged_owners(heads, tokens):
         half = [_states(generator, len(owner), RAGGED_PAGE) for _ in range(layers)]
-        sides = [(_whole(keys), _whole(values)) for keys, values in half]
-        found.append((f"{name} heads, bfloat16", _ours(query, sides, owner=owner)))
+        found.append((f"{name} heads, bfloat16", _ours(query, coded("bfloat16", half), owner=owner)))
     return found
 
 
-def _blocks(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, _Attend]]:
+def _blocks(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, Attend]]:
     generator = torch.Generator().manual_seed(5)
     found = []
     for name in ("bfloat16", "int4"):
-        of_keys, of_values = SIDES[name]
-        half = [_states(generator, heads, tokens) for _ in range(layers)]
-        sides = [(of_keys(keys), of_values(values)) for keys, values in half]
+        sides = coded(name, [_states(generator, heads, tokens) for _ in range(layers)])
         for new in (1, 4, 16):
             query = torch.randn((heads, group, new, SIZE), generator=generator)
             found.append((f"{name}, {new} queries", _ours(query, sides)))
     return found
 
 
-def _timed(work: Sequence[tuple[str, _Attend]], layers: int, rounds: int, floor_bytes: int) -> list[Measured]:
+def _timed(work: Sequence[tuple[str, Attend]], layers: int, rounds: int, floor_bytes: int) -> list[Measured]:
     """Each contestant once a round, every round on the next layer; a plain read of `floor_bytes` first."""
     turn = {"layer": 0}
     probe = torch.ones((layers, floor_bytes // 4), dtype=torch.float32)
 
-    def turned(attend: _Attend) -> Callable[[], object]:
+    def turned(attend: Attend) -> Callable[[], object]:
         return lambda: attend(turn["layer"] % layers)
 
     def read() -> object:
@@ -238,21 +148,20 @@ def measure(contexts: Sequence[int], rounds: int) -> dict[str, list[dict[str, An
     """Prints the tables, and gives them by title."""
     tables = {}
     for tokens in contexts:
-        for title, heads, group in (("grouped heads, 32 on 8", 8, 4), ("single heads, 32 on 32", 32, 1)):
+        for title, heads, group in HEADS:
             floor = 2 * heads * tokens * SIZE * 2
-            layers = max(1, min(8, _APART // floor))
+            layers = max(1, min(8, APART // floor))
             generator = torch.Generator().manual_seed(3)
             query = torch.randn((heads, group, 1, SIZE), generator=generator)
-            right = []
-            for each in _contestants(query, tokens, layers, generator):
-                error = each.error(query)
-                print(f"  {each.name:34s} relative error {error:.1e}{'' if error <= RIGHT else '  RED: not timed'}")
-                if error <= RIGHT:
-                    right.append((each.name, each.attend))
-            work = right + _stock(query, tokens, layers, generator)
+            work = [
+                (each.name, each.attend)
+                for each in _contestants(query, tokens, layers, generator)
+                if is_right(each.name, query, each.attend(0), each.keys, each.values)
+            ]
+            work += _stock(query, tokens, layers, generator)
             results = _timed(work, layers, rounds, floor)
             tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, "kvtailor bfloat16")
-        layers = max(1, min(8, _APART // (2 * 8 * tokens * SIZE * 2)))
+        layers = max(1, min(8, APART // (2 * 8 * tokens * SIZE * 2)))
         for title, made, base in (
             ("ragged heads", _ragged(8, 4, tokens, layers), "uniform heads, bfloat16"),
             ("query blocks", _blocks(8, 4, tokens, layers), "bfloat16, 1 queries"),

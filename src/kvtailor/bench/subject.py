@@ -210,9 +210,10 @@ class Subject:
             from kvtailor.hf.replaying import greedy
 
             greedy(self.model, cache, following, tokens)
-        for _ in range(0 if graphs else tokens):
-            logits, cache = self.forward(following, cache, last_only=True)
-            following = logits[:, -1:].argmax(-1)
+        else:
+            for _ in range(tokens):
+                logits, cache = self.forward(following, cache, last_only=True)
+                following = logits[:, -1:].argmax(-1)
         self.wait()
         return cache
 

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 DEFAULT_PLANS = ("full", "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
-DRAFTS = ("draft", "draft_plan", "middle_plan")
+AS_NAMED = ("graphs", "draft", "draft_plan", "middle_plan")
 OF_ONE_RUN = {
     "plans": "--plans", "texts": "--text", "tasks": "--tasks", "context": "--context", "chunk": "--chunk",
     "beyond": "--beyond", "continuation": "--continuation", "windows": "--windows", "needles": "--needles",
     "depths": "--depths",
     "documents": "--documents", "kind": "--kind", "question_outside": "--question-outside", "examples": "--examples",
     "contexts": "--contexts", "batches": "--batches", "new_tokens": "--new-tokens", "rounds": "--rounds",
-    "memory": "--memory", "gamma": "--gamma", **{name: "--" + name.replace("_", "-") for name in ("graphs", *DRAFTS)},
+    "memory": "--memory", "gamma": "--gamma", **{name: "--" + name.replace("_", "-") for name in AS_NAMED},
 }  # fmt: skip
-_AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "beyond", "examples", "gamma", *DRAFTS)
+_AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "beyond", "examples", "gamma", *AS_NAMED)
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
@@ -176,7 +176,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
         "new_tokens": numbers(options["new_tokens"], int, "--new-tokens"),
         "memory_bytes": memory,
         "texts": [text_name(text) for text in options["texts"]] or ["generated"],
-        **{name: options[name] for name in ("graphs", *_AS_GIVEN)},
+        **{name: options[name] for name in _AS_GIVEN},
     }
 
 

@@ -57,14 +57,10 @@ def attend_coded(
     Args:
         query: (n, g, t, d) any float dtype, n = b * h.
         keys, values: of m lanes of s slots; see `unsuited`.
-        scaling: factor before the softmax.
-        owner: (m,) int64 ascending row * h + head of each lane; None where lane i belongs to owner i.
-        lengths: (m,) filled slots of each lane; None: all.
-        visible: bool that broadcasts to (m, t, s); None where every query sees every slot.
-        log_weight: (m, s) float32 added to the logits; None: nothing.
+        Others: see `ops.cpu.attention.attend_coded`, whose twin this is.
 
     Returns:
-        out (n, g, t, dv) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
+        out (n, g, t, dv) and lse (n, g, t), float32, as it does.
     """
     assert isinstance(keys, TokenCodes | ChannelCodes) and isinstance(values, TokenCodes | ChannelCodes)
     owners, group, new, size = query.shape
