@@ -25,13 +25,12 @@ def flush(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None) -
     Layers that are encoded together all do it at the call of the last one.
 
     After a prompt, a chunk or a turn: all but what the codec leaves in full precision, so that a row of a padded
-    batch is encoded as it would be alone. While decoding, also several tokens at a time: a whole block, once there
-    is one.
+    batch is encoded as it would be alone. While decoding: a whole block, once there is one.
 
     Args:
         state: of the layer.
         plan: whose codec encodes.
-        new_tokens: of the forward that has just ended.
+        new_tokens: of the forward that has just ended; 1 for decoded tokens, however many came at once.
         real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
     """
     codec, tail, group = state.codec(plan), state.tail, state.together or (state,)
@@ -39,7 +38,7 @@ def flush(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None) -
     if tail is None or codec.block == 0 or waits:
         return
     count = tail.length - codec.tail
-    if new_tokens == 1 or state.recording:
+    if new_tokens == 1:
         count = count // codec.block * codec.block
     if count <= 0:
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,34 +16,23 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry, storage_bytes
 from kvtailor.observe import Evidence
 from kvtailor.ops.weighted import Weighted
+from kvtailor.pending import Draft, Pending
 from kvtailor.store.contract import Shelves
 from kvtailor.store.tail import Tail
 from kvtailor.together import join
-from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
+from kvtailor.types import Layout, PlainSegment, Rotation, Segment
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["LayerState", "Pending"]
+__all__ = ["LayerState"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    """Forwards whose last tokens may yet be taken back: their queries, and what the attention had carried before."""
-
-    query: Tensor
-    visible: Visibility
-    carry: Mapping[str, Tensor]
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens may be taken back."""
-        return self.query.shape[2]
-
-    def followed_by(self, query: Tensor, visible: Visibility) -> Pending:
-        """The same and the next forward, with queries (b, q, t, d), as if all had come at once."""
-        joined = visible.with_earlier(self.tokens)
-        return replace(self, query=torch.cat([self.query, query], 2), visible=joined)
+# What a forward changes of a layer. Tensors among it are replaced, never written, but for the tail's buffers behind the
+# last token.
+_CHANGING = (
+    "carry", "due", "evidence", "moved", "pending", "read", "reconstruction", "scored", "scored_columns", "seen",
+    "segments", "settled_seen", "tail", "tail_growth", "walk_at",
+)  # fmt: skip
 
 
 class LayerState:
@@ -54,6 +45,8 @@ class LayerState:
         shelves: where the cache's segments live.
         evidence: what the scorer needs.
         recording: forwards wait for a crop before anything is evicted or encoded (assisted decoding).
+        pending: what waits for it.
+        draft: all tokens of the recorded forward that waits, where they are decoded ones.
         walk_at: tokens since the last walk after which it is due again; None before the first walk.
         tail_growth: tokens since the last walk.
         due: the walk waits for the landing.
@@ -74,7 +67,7 @@ class LayerState:
     def __init__(self, index: int, layers: int = 1, shelves: Shelves | None = None):
         self.index, self.layers, self.shelves = index, layers, shelves
         self._codec: Codec | None = None
-        self.together: tuple[LayerState, ...] = ()
+        self._together: tuple[weakref.ref[LayerState], ...] = ()
         self.recording = False
         self.scaling = 1.0
         self.output: Tensor | None = None
@@ -95,6 +88,7 @@ class LayerState:
         self.due = False
         self.read: Tensor | None = None
         self.pending: Pending | None = None
+        self.draft: Draft | None = None
         self.carry: Mapping[str, Tensor] = {}
         self.moved = False
         self.scored: Tensor | None = None
@@ -139,15 +133,29 @@ class LayerState:
         segment = self.tail.as_segment()
         return segment.keys.shape[-1], segment.values.shape[-1], segment.keys.element_size()
 
-    def append(self, keys: Tensor, values: Tensor, *, exactly: bool) -> None:
-        """New keys (b, h, t, d) and values (b, h, t, dv)."""
-        if self.tail is None:
-            self.tail = Tail(keys.shape[0], keys.shape[1])
-        if (keys.shape[0], keys.shape[1]) != (self.tail.rows, self.tail.heads):
+    @property
+    def together(self) -> tuple[LayerState, ...]:
+        """The layers whose tokens are encoded at once, this one among them; none where it is alone."""
+        # Weak: a layer would else keep itself alive through its own group.
+        return tuple(state for each in self._together if (state := each()) is not None)
+
+    @together.setter
+    def together(self, states: Sequence[LayerState]) -> None:
+        self._together = tuple(weakref.ref(state) for state in states)
+
+    def check_fits(self, keys: Tensor) -> None:
+        """Raises where new keys (b, h, t, d) are of another batch or model than what is held."""
+        if self.tail is not None and (keys.shape[0], keys.shape[1]) != (self.tail.rows, self.tail.heads):
             raise CacheMisuse(
                 f"this cache holds {self.tail.rows} rows of {self.tail.heads} kv heads, and got new keys of shape "
                 f"{tuple(keys.shape)}; use a new cache for another batch or model, or cache.reset()"
             )
+
+    def append(self, keys: Tensor, values: Tensor, *, exactly: bool) -> None:
+        """New keys (b, h, t, d) and values (b, h, t, dv)."""
+        self.check_fits(keys)
+        if self.tail is None:
+            self.tail = Tail(keys.shape[0], keys.shape[1])
         self.tail.append(keys.detach(), values.detach(), self.seen, exactly=exactly)
         self.seen += keys.shape[2]
         self.tail_growth += keys.shape[2]
@@ -173,7 +181,7 @@ class LayerState:
 
     def put_away(self) -> None:
         """Nobody changes the segments any more: they go where they live, with those of the layers in its group."""
-        group = self.together or (self,)
+        group = self.group
         if self.shelves is not None and self is group[-1]:
             kept = self.shelves.put([each.index for each in group], [each.segments for each in group])
             for each, own in zip(group, kept, strict=True):
@@ -190,16 +198,43 @@ class LayerState:
         assert self._codec is not None
         return self._codec.restore(layout, fields, tensors)
 
-    def counts(self) -> Tensor:
-        """(b, h) int64 on the CPU: tokens held."""
+    def counts(self, real: Tensor | None = None) -> Tensor:
+        """(b, h) int64 on the CPU: tokens held.
+
+        Args:
+            real: (b, columns) bool, False for padding, which is not counted; None: all that is held is.
+        """
         assert self.tail is not None
-        total = torch.full((self.rows, self.heads), self.tail.length, dtype=torch.int64)
-        for segment in self.segments:
-            total += segment.layout.counts()
+        layouts = [segment.layout for segment in self.segments]
+        if self.tail.length:
+            layouts.append(self.tail.as_segment().layout)
+        total = torch.zeros((self.rows, self.heads), dtype=torch.int64)
+        for layout in layouts:
+            total += layout.counts() if real is None else _real_counts(layout, real)
         return total
 
-    def crop(self, count: int, *, exact: bool) -> None:
-        """Takes back the newest tokens outside of a recorded forward, where that leaves no trace."""
+    def checkpoint(self) -> dict[str, Any]:
+        """What `go_back` needs to make this layer again what it is now, until `end_draft`; copies no tensor."""
+        if self.shelves is not None:
+            self.shelves.keep(self.index, self.segments)
+        kept = {name: getattr(self, name) for name in _CHANGING}
+        return kept | {"segments": list(self.segments), "tail": copy.copy(self.tail)}
+
+    def go_back(self, checkpoint: Mapping[str, Any]) -> None:
+        """Becomes what it was. The checkpoint may be used once, since the layer goes on with its tail."""
+        for name, value in checkpoint.items():
+            setattr(self, name, value)
+        self.put_away()
+
+    def end_draft(self) -> Draft | None:
+        """The draft that waited, which is forgotten here."""
+        draft, self.draft = self.draft, None
+        if draft is not None and draft.before is not None and self.shelves is not None:
+            self.shelves.keep(self.index, ())
+        return draft
+
+    def check_crop(self, count: int, *, exact: bool) -> None:
+        """Raises where the newest tokens cannot be taken back outside of a recorded forward."""
         if count == 0 or self.tail is None:
             return
         if not exact or self.seen - count < self.settled_seen or count > self.tail.length:
@@ -208,17 +243,29 @@ class LayerState:
                 "compressing the cache; call cache.activate_past_recording() before the forward that may be rolled "
                 "back"
             )
-        self.forget_newest(count)
-        self.carry = {}
+
+    def crop(self, count: int, *, exact: bool) -> None:
+        """Takes back the newest tokens outside of a recorded forward, where that leaves no trace."""
+        self.check_crop(count, exact=exact)
+        if count and self.tail is not None:
+            self.forget_newest(count)
+            self.carry = {}
 
     def room(self, plan: Plan) -> int | None:
         """New tokens, read at once or one by one, after which the plan acts next while it decodes; None: never."""
         codec, rooms = self.codec(plan), []
         if codec.block and self.tail is not None:
-            rooms.append(codec.tail + codec.block - self.tail.length)
-        if plan.slack_tokens is not None:
-            rooms.append(1 if self.walk_at is None else self.walk_at - self.tail_growth + 1)
-        return max(1, min(rooms)) if rooms else None
+            rooms.append(max(1, codec.tail + codec.block - self.tail.length))
+        walk = self.room_before_walk(plan)
+        if walk is not None:
+            rooms.append(walk)
+        return min(rooms) if rooms else None
+
+    def room_before_walk(self, plan: Plan) -> int | None:
+        """The same, until the plan evicts next."""
+        if plan.slack_tokens is None:
+            return None
+        return 1 if self.walk_at is None else max(1, self.walk_at - self.tail_growth + 1)
 
     def forget_newest(self, count: int) -> None:
         """Drops the newest tokens, of which nothing but the tail has heard."""
@@ -250,10 +297,11 @@ class LayerState:
 
     def rejoin(self) -> None:
         """Puts the segments away; those of layers that are encoded together once the last of them is there to share."""
-        if self.together and not self.completes:
+        together = self.together
+        if together and not self.completes:
             return
-        if self.together and self._codec is not None:
-            join([state.segments for state in self.together], self._codec)
+        if together and self._codec is not None:
+            join([state.segments for state in together], self._codec)
         self.put_away()
         if self.shelves is not None:
             self.shelves.rest()
@@ -261,7 +309,12 @@ class LayerState:
     @property
     def completes(self) -> bool:
         """Whether it is the last of layers that are encoded together."""
-        return bool(self.together) and self is self.together[-1]
+        return bool(self._together) and self is self._together[-1]()
+
+    @property
+    def group(self) -> tuple[LayerState, ...]:
+        """`together`, or this layer alone."""
+        return self.together or (self,)
 
     def memories(self) -> dict[str, Tensor]:
         """What earlier walks and a reconstruction left, by attribute; batch rows first."""
@@ -286,8 +339,11 @@ class LayerState:
             form = segment.closed_form_bytes()
             entries.append(Entry(layer=layer, room="encode", tensors=segment.tensors(), closed_form=form))
         seen = self.evidence.tensors() | self.memories()
-        pending = None if self.pending is None else self.pending.query
+        # A draft's queries are in the draft.
+        pending = None if self.pending is None or self.draft is not None else self.pending.query
         seen |= {name: each for name, each in (("pending", pending), ("read", self.read)) if each is not None}
+        if self.draft is not None:
+            seen |= {"draft.keys": self.draft.keys, "draft.values": self.draft.values, "draft.query": self.draft.query}
         before = {} if self.pending is None else self.pending.carry
         carried = {f"before.{n}": t for n, t in before.items() if t is not self.carry.get(n)} | dict(self.carry)
         for room, named in (("observe", seen), ("attend", carried)):
@@ -295,3 +351,23 @@ class LayerState:
                 form = sum(t.numel() * t.element_size() for t in named.values())
                 entries.append(Entry(layer=layer, room=room, tensors=named, closed_form=form))
         return entries
+
+
+def _real_counts(layout: Layout, real: Tensor) -> Tensor:
+    """(b, h) int64 on the CPU: slots of a layout that are filled with a token and not with padding.
+
+    Args:
+        layout: m lanes of s slots.
+        real: (b, columns) bool.
+    """
+    device = real.device
+    owners = layout.owners(device)
+    rows = torch.div(owners, layout.heads, rounding_mode="floor")
+    # (m, s): each lane's row of `real`, at the column of each slot. Filler may name any column.
+    columns = layout.columns(device).clamp(0, real.shape[1] - 1).expand(owners.shape[0], -1)
+    counted = real[rows[:, None], columns]
+    filled = layout.filled(device)
+    if filled is not None:
+        counted = counted & filled
+    total = torch.zeros(layout.rows * layout.heads, dtype=torch.int64, device=device)
+    return total.index_add_(0, owners, counted.sum(-1)).view(layout.rows, layout.heads).cpu()

@@ -8,15 +8,17 @@ select, merge, encode, store. Prefill, every chunk of a chunked prefill, a later
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from kvtailor.attend.contract import Attended, LayerFacts
-from kvtailor.errors import CacheMisuse, TierError
+from kvtailor.errors import TierError
 from kvtailor.flush import flush
-from kvtailor.layer import LayerState, Pending
+from kvtailor.layer import LayerState
 from kvtailor.observe import observe
+from kvtailor.pending import Pending
 from kvtailor.plan import Plan
 from kvtailor.repeat import Piece
 from kvtailor.types import Layout, PlainSegment, Visibility
@@ -38,25 +40,35 @@ class Route:
         opened: a plan whose context must be read twice has begun to, or there is none.
         repeating: the forwards of now repeat a piece of the context, and leave no trace but what they say of it.
         passing: keys and values of such a forward, of the layer whose attention comes next.
-        speculating: recorded forwards join until they settle, `take_back` shortens them, and their tokens are then
-            taken as decoded ones, however many came at once.
+        speculating: recorded forwards join until they settle, and their tokens are then taken as decoded ones, however
+            many came at once; see `rollback`.
+        assisted: columns of the prompt, while transformers' assisted decoding runs; None outside of it.
         keeps_queries: the newest queries stay in the evidence, though no walk of this plan will ask for them.
     """
 
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
         self.plan = plan
         self.needs = plan.needs
-        groups = plan.encode.layers_together(layers)
-        self.shelves = plan.store.open(groups)
+        self._groups = plan.encode.layers_together(layers)
+        self.shelves = plan.store.open(self._groups)
         self.states = [LayerState(index, layers, self.shelves) for index in range(layers)]
-        for group in groups:
-            for index in group if len(group) > 1 else ():
-                self.states[index].together = tuple(self.states[each] for each in group)
+        self._join_groups()
         self.holding = self.opened = self.speculating = self.keeps_queries = False
         self._taken: dict[int, int] = {}
+        self.assisted: int | None = None
         self.repeating: Piece | None = None
         self.passing: PlainSegment | None = None
-        self.walk = Walk(plan, self.states, self._close, window_elements)
+        self.walk = Walk(plan, self.states, window_elements)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a deep copy, whose layers must know each other and not the originals."""
+        self.__dict__.update(state)
+        self._join_groups()
+
+    def _join_groups(self) -> None:
+        for group in self._groups:
+            for index in group if len(group) > 1 else ():
+                self.states[index].together = tuple(self.states[each] for each in group)
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """New keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
@@ -64,10 +76,7 @@ class Route:
             layout = Layout(rows=keys.shape[0], heads=keys.shape[1], size=keys.shape[2], start=state.seen)
             self.passing = PlainSegment(layout=layout, keys=keys.flatten(0, 1), values=values.flatten(0, 1))
             return
-        if state.pending is not None and not self.speculating:
-            self.commit(state, rejected=0)
-            state.recording = False
-        will_walk = self.plan.evicts and keys.shape[2] > 1 and not state.recording
+        will_walk = self.plan.evicts and keys.shape[2] > 1 and not self.can_be_taken_back(state)
         state.append(keys, values, exactly=will_walk)
 
     def attend(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
@@ -87,18 +96,21 @@ class Route:
             return self.repeating.attend(state, passing, query, visible, scaling)
         state.scaling = scaling
         before = state.carry
-        attended = self._attended(state, query, visible, want_mass=self.needs.mass and not state.recording)
+        gathers = self.needs.mass and not self.can_be_taken_back(state)
+        attended = self.attended(state, query, visible, want_mass=gathers)
         state.read = attended.read
         state.carry = attended.carry
         if (query.shape[2] > 1 and not self.speculating) or self.holding:
             state.moved = True
-        if state.recording and state.pending is not None:
+        if not self.can_be_taken_back(state):
+            self._settle(state, query, visible, attended.mass, decoded=self.speculating or query.shape[2] == 1)
+        elif state.pending is not None:
             state.pending = state.pending.followed_by(query.detach(), visible)
-        elif state.recording:
-            state.pending = Pending(query=query.detach().clone(), visible=visible, carry=before)
         else:
-            self._settle(state, query, visible, attended.mass)
-        self._leave(state)
+            state.pending = Pending(
+                query=query.detach().clone(), visible=visible, carry=before, decoded=self.speculating
+            )
+        self.leave(state)
         return attended.output
 
     def overhear(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> None:
@@ -108,8 +120,8 @@ class Route:
             return
         state.scaling = scaling
         state.moved = True
-        self._settle(state, query, visible, None)
-        self._leave(state)
+        self._settle(state, query, visible, None, decoded=False)
+        self.leave(state)
 
     def replayed(self, state: LayerState, tokens: int, visible: Visibility) -> None:
         """Does what follows new tokens that were written into a layer's room and attended elsewhere, one by one.
@@ -121,7 +133,7 @@ class Route:
         state.filled(tokens)
         state.read = None
         self._act(state, 1, visible)
-        self._leave(state)
+        self.leave(state)
 
     def commit(self, state: LayerState, rejected: int) -> None:
         """Ends a recorded forward: forgets its last `rejected` tokens, then does what was put off for the rest."""
@@ -130,11 +142,6 @@ class Route:
             state.crop(rejected, exact=not self.needs.mass)
             return
         accepted = pending.query.shape[2] - rejected
-        if accepted < 0:
-            raise CacheMisuse(
-                f"asked to take back {rejected} tokens; the last forward brought {pending.query.shape[2]}, and what "
-                "came before it is already compressed. Crop no more than the last forward."
-            )
         state.forget_newest(rejected)
         carry = state.carry
         if rejected:
@@ -146,30 +153,10 @@ class Route:
         if self.needs.mass or (rejected and carry):
             # What rejected tokens left in mass or carry goes with them.
             state.carry = pending.carry
-            attended = self._attended(state, query, visible, want_mass=self.needs.mass)
+            attended = self.attended(state, query, visible, want_mass=self.needs.mass)
             state.carry, mass = attended.carry, attended.mass
-        self._settle(state, query, visible, mass)
-        self._leave(state)
-
-    def take_back(self, state: LayerState, count: int) -> None:
-        """Forgets the newest tokens of recorded forwards, and waits for what follows; see `rollback`."""
-        pending = state.pending
-        if count == 0:
-            return
-        if pending is None or count > pending.tokens:
-            came = 0 if pending is None else pending.tokens
-            raise CacheMisuse(f"asked to take back {count} tokens, and {came} have come since the cache settled")
-        left = pending.tokens - count
-        state.forget_newest(count)
-        if not left:
-            state.pending, state.carry = None, pending.carry
-            return
-        shorter = replace(pending, query=pending.query[:, :, :left], visible=pending.visible.without_last(count))
-        if state.carry:
-            state.carry = pending.carry
-            state.carry = self._attended(state, shorter.query, shorter.visible, want_mass=False).carry
-            self._leave(state)
-        state.pending = shorter
+        self._settle(state, query, visible, mass, decoded=pending.decoded)
+        self.leave(state)
 
     def release(self, visible: Visibility) -> None:
         """Ends `holding`: walks all layers. `visible` describes all that came meanwhile, as if it had come at once."""
@@ -178,24 +165,30 @@ class Route:
             state.due = self.plan.evicts and visible.new_tokens > 1
         if any(state.due for state in self.states):
             for stage in self._stages():
-                self.walk.run(stage, visible)
+                self.walk.run(stage, visible, self._close)
         for state in self.states:
             if self.plan.slack_tokens is None:
                 state.reconstruction = None
             self._close(state, visible)
-            self._leave(state)
+            self.leave(state)
 
     def reset(self) -> None:
         """Forgets everything."""
         for state in self.states:
             state.reset()
         self.holding = self.opened = self.speculating = False
+        self.assisted = None
         self.shelves.reset()
         self._taken = {}
         self.repeating = self.passing = None
         self.walk.forget()
 
-    def _attended(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
+    def can_be_taken_back(self, state: LayerState) -> bool:
+        """Whether tokens that come now wait for a crop; the prompt of assisted decoding does not."""
+        return state.recording and (self.speculating or self.assisted is None)
+
+    def attended(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
+        """Attention of the tokens that were appended last; nothing but the tiers changes."""
         parts = state.parts()
         self.shelves.prefetch(state.index)
         self._check_limit(state)
@@ -218,16 +211,16 @@ class Route:
             carry=state.carry,
         )
 
-    def _close(self, state: LayerState, visible: Visibility) -> None:
+    def _close(self, state: LayerState, visible: Visibility, *, decoded: bool = False) -> None:
         """Encodes what leaves the tail, and lets the attention look at what is held now."""
-        flush(state, self.plan, 1 if self.speculating else visible.new_tokens, visible.real)
+        flush(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.moved and not state.due:
             state.moved = False
             state.carry = self.plan.attend.index(state.parts(), visible, self._facts(state))
         if not state.due:
             state.put_away()
 
-    def _leave(self, state: LayerState) -> None:
+    def leave(self, state: LayerState) -> None:
         """Nobody reads this layer any more, nor those that it is encoded together with."""
         if not state.together or state.completes:
             self.shelves.rest()
@@ -245,14 +238,24 @@ class Route:
                 "prompt in chunks, or let more layers leave the device"
             )
 
-    def _settle(self, state: LayerState, query: Tensor, visible: Visibility, mass: Sequence[Tensor] | None) -> None:
+    def _settle(
+        self,
+        state: LayerState,
+        query: Tensor,
+        visible: Visibility,
+        mass: Sequence[Tensor] | None,
+        *,
+        decoded: bool,
+    ) -> None:
+        """Gathers the evidence of new tokens and lets the plan act on them, as decoded ones or as a prompt or turn."""
         state.evidence = observe(
             self.needs, state.evidence, query, visible.first_column, mass, real=visible.real, rotation=state.rotation
         )
         if not self.holding:
-            self._act(state, 1 if self.speculating else query.shape[2], visible)
+            self._act(state, 1 if decoded else query.shape[2], visible)
 
     def _act(self, state: LayerState, new: int, visible: Visibility) -> None:
+        close = partial(self._close, decoded=new == 1)
         if self.plan.evicts:
             state.due = new > 1 or self._past_slack(state)
             if self.needs.reconstruction and state.reconstruction is None:
@@ -260,15 +263,15 @@ class Route:
                 state.due = False
             if self.plan.scope == "layer":
                 if state.due:
-                    self.walk.run([state], visible)
+                    self.walk.run([state], visible, close)
             elif self.plan.scope == "progressive":
                 if any(s.due for s in self.states[: state.index + 1]):
-                    self.walk.run(self.states[: state.index + 1], visible)
+                    self.walk.run(self.states[: state.index + 1], visible, close)
             elif state is self.states[-1] and any(s.due for s in self.states):
-                self.walk.run(self.states, visible)
+                self.walk.run(self.states, visible, close)
         if new == 1 and not self._asks_again:
             state.evidence = state.evidence.without_queries()
-        self._close(state, visible)
+        close(state, visible)
 
     @property
     def listens(self) -> bool:

@@ -249,6 +249,10 @@ class Visibility(Protocol):
         """The same without the last `count` new tokens (rejected drafts)."""
         ...
 
+    def without_first(self, count: int) -> Visibility:
+        """The same without the first `count` new tokens (a prompt that a draft follows)."""
+        ...
+
     def with_earlier(self, count: int) -> Visibility:
         """The same with the `count` tokens before the new ones among them (forwards that are judged together)."""
         ...

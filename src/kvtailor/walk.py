@@ -46,7 +46,6 @@ class Walk:
     Args:
         plan: what to do.
         states: all layers that the plan compresses.
-        close: called with each layer that waited for others, and what its last forward saw, once it is cut.
         window_elements: elements of one row that the model's own sliding windows hold, on the other layers.
 
     Attributes:
@@ -57,21 +56,23 @@ class Walk:
         self,
         plan: Plan,
         states: list[LayerState],
-        close: Callable[[LayerState, Visibility], None],
         window_elements: int = 0,
     ):
-        self.plan, self.states, self.close, self.window_elements = plan, states, close, window_elements
+        self.plan, self.states, self.window_elements = plan, states, window_elements
         self.needs = plan.needs
         self.calibration: Mapping[str, Tensor] | None = None
         self._arrived: list[_Scored] = []
 
-    def run(self, states: Sequence[LayerState], visible: Visibility) -> None:
+    def run(
+        self, states: Sequence[LayerState], visible: Visibility, close: Callable[[LayerState, Visibility], None]
+    ) -> None:
         """Cuts layers back to their budget.
 
         Args:
             states: one layer under the scope "layer", all under "prompt", the first so many under "progressive", where
                 those before the newest were walked before, in the same forward.
             visible: of the forward that has just ended.
+            close: called with each layer that waited for others, and `visible`, once it is cut.
         """
         plan = self.plan
         assert plan.score is not None
@@ -114,14 +115,14 @@ class Walk:
                 one.state.moved = True
                 scored[i] = _shrunk(one, keep)
             if last:
-                self._settled(one.state, visible)
+                self._settled(one.state, visible, close)
         self._arrived = [] if last else scored
 
     def forget(self) -> None:
         """Forgets layers that were walked and wait for those that follow."""
         self._arrived = []
 
-    def _settled(self, state: LayerState, visible: Visibility) -> None:
+    def _settled(self, state: LayerState, visible: Visibility, close: Callable[[LayerState, Visibility], None]) -> None:
         state.due = False
         state.settled_seen = state.seen
         state.walk_at = self.plan.slack_tokens
@@ -129,7 +130,7 @@ class Walk:
         if state.walk_at is None:
             state.reconstruction = None
         if self.plan.scope != "layer":
-            self.close(state, visible)
+            close(state, visible)
 
     def _score(self, state: LayerState, visible: Visibility, budget: Tensor, *, alone: bool) -> _Scored:
         assert self.plan.score is not None

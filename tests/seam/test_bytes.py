@@ -35,7 +35,7 @@ def tensors_reachable_from(cache, model) -> list[torch.Tensor]:
     """Every tensor that the garbage collector finds behind the cache and that is not the model's own, without asking
     the ledger what they are."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    found, queue, visited = [], [cache.route.states, cache.layers, cache._real], set()
+    found, queue, visited = [], [cache.route.states, cache.layers, cache.guard.real], set()
     while queue:
         thing = queue.pop()
         if id(thing) in visited:

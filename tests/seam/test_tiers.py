@@ -109,10 +109,12 @@ def test_rows_move_and_are_taken_back(plan: str, tmp_path: Path) -> None:
     both += [copy.deepcopy(both[1]), kvtailor.load_cache(tmp_path / "cache.safetensors", model)]
     for cache in both:
         cache.activate_past_recording()
-    step(4, 6)
+    # Layers that are encoded together take no more than the rest of a block at once.
+    count, wrong = (2, 1) if "minicache" in plan else (4, 2)
+    step(count, 6)
     for cache in both:
-        cache.crop(-2)
-    mask = mask[:, :-2]
+        cache.crop(-wrong)
+    mask = mask[:, :-wrong]
     for state in range(7, 12):
         step(1, state)
     assert all(cache.ledger().total == cache.ledger().closed_form for cache in both)

@@ -182,7 +182,7 @@ def test_what_one_turn_leaves_out_another_may_choose() -> None:
 
 @torch.no_grad()
 def test_a_rejected_draft_is_no_part_of_the_turn() -> None:
-    """The choice is that of the accepted tokens' queries, and a draft of which nothing stays changes nothing."""
+    """Recorded tokens are decoded ones, which choose nothing, and a draft of which nothing stays changes nothing."""
     model = build("llama")
     ids, _ = prompts((60,))
     drafted, plain = kvtailor.cache_for(model, TURNS), kvtailor.cache_for(model, TURNS)
@@ -200,7 +200,7 @@ def test_a_rejected_draft_is_no_part_of_the_turn() -> None:
     model(wrong, past_key_values=drafted)
     drafted.crop(-4)
     for one, two in zip(drafted.route.states, plain.route.states, strict=True):
-        assert one.carry.keys() == two.carry.keys() and {"chosen", "queries", "capacity"} <= one.carry.keys()
+        assert one.carry.keys() == two.carry.keys() and {"chosen", "capacity"} <= one.carry.keys()
         assert all(torch.allclose(tensor, two.carry[name], atol=1e-5) for name, tensor in one.carry.items())
 
 

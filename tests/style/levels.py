@@ -34,6 +34,7 @@ LEVELS = {
     "route": 3,
     "together": 3,
     "walk": 3,
+    "pending": 3,
     "speculate": 3,
     "presets": 3,
     "demo": 3,

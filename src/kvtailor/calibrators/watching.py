@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtailor.hf.cache import KvCache
+from kvtailor.types import Visibility
 
 __all__ = ["LayerStates", "watched"]
 
@@ -52,22 +52,18 @@ def watched(cache: KvCache, see: Callable[[LayerStates], None]) -> Iterator[None
         cache: of one row, under a plan that drops and encodes nothing.
         see: called in the order of the layers.
     """
-    layers = [layer for layer in cache.layers if hasattr(layer, "attend")]
-    originals = [layer.attend for layer in layers]
+    index_of = {layer: index for index, layer in enumerate(cache.geometry.compressed)}
 
-    def watching(index: int, layer: Any, original: Any) -> Any:
-        def attend(query: Tensor, mask: Any, scaling: float) -> Tensor:
-            keys, values = layer.state.parts()[0].decode()
-            see(LayerStates(index, query[0].float(), keys.float(), values.float(), scaling))
-            result: Tensor = original(query, mask, scaling)
-            return result
+    def watch(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+        # (h, n, d): what the layer holds, and the new tokens behind it.
+        state = cache.route.states[index_of[layer]]
+        held = [part.decode() for part in (state.parts() if state.rows else ())]
+        sides = [torch.cat([*(part[side] for part in held), new[0]], 1) for side, new in enumerate((keys, values))]
+        see(LayerStates(index_of[layer], query[0].float(), sides[0].float(), sides[1].float(), scaling))
 
-        return attend
-
-    for index, (layer, original) in enumerate(zip(layers, originals, strict=True)):
-        layer.attend = watching(index, layer, original)
+    before = cache.guard.observers
+    cache.guard.observers = (*before, watch)
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.attend
+        cache.guard.observers = before

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from kvtailor import rollback
 from kvtailor.calibration import Calibration
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.hf.assisted import prompt_of_caller, refusal
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.calibrations import calibrate
 from kvtailor.hf.geometry import Geometry, check
+from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.hf.modules import attention_modules, output_weight, rotation_of
 from kvtailor.ledger import Entry, Ledger
@@ -27,7 +30,6 @@ from kvtailor.plan import Plan
 from kvtailor.repeat import Piece
 from kvtailor.route import Route
 from kvtailor.store.contract import Traffic
-from kvtailor.types import Visibility
 
 __all__ = ["KvCache", "cache_for"]
 
@@ -85,45 +87,30 @@ def _equip(cache: KvCache, model: Any) -> None:
             state.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
 
 
-class _Same:
-    """Keeps an object as itself through a deep copy of what refers to it."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Same:
-        return self
-
-
 class KvCache(Cache):
     """A cache that compresses by a plan. Made by `kvtailor.cache_for`; one for each conversation or batch.
 
     Attributes:
         plan: what it does.
         geometry: of the model that it was made for.
+        guard: what this cache and its layers check together.
         route: the walk and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
-        followers: caches of the same model that overhear each layer; see `hf.sharing`.
     """
-
-    followers: tuple[KvCache, ...] = ()
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any):
         misfits = plan.misfits(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)
         if misfits and geometry.compressed:
             raise PlanError(str(plan), misfits)
-        self.plan, self.geometry, self.config = plan, geometry, _Same(config)
-        self.route = Route(plan, len(geometry.compressed), geometry.window_elements())
-        states = iter(self.route.states)
+        self.plan, self.geometry = plan, geometry
+        self.guard = guard = CacheGuard(plan, geometry, config, len(geometry.windows))
+        states = iter(guard.route.states)
         layers: list[Any] = [
-            CompressedLayer(self, next(states), i) if window is None else WindowLayer(sliding_window=window)
+            CompressedLayer(guard, next(states), i) if window is None else WindowLayer(guard, i, sliding_window=window)
             for i, window in enumerate(geometry.windows)
         ]
         super().__init__(layers=layers)
         self.calibrations: tuple[Calibration, ...] = ()
-        self._awaiting: int | None = None
-        self._real: Tensor | None = None
-        self._warned = False
         if not geometry.compressed and (plan.evicts or plan.encode.block):
             warnings.warn(
                 f"all {geometry.layers} layers of this {geometry.model_type} have a sliding window of the model's "
@@ -132,15 +119,23 @@ class KvCache(Cache):
             )
 
     @property
+    def route(self) -> Route:
+        """The walk and the state of the compressed layers."""
+        return self.guard.route
+
+    @property
     def seen(self) -> int:
         """Tokens seen, padding included."""
         return int(self.layers[0].get_seq_length()) if self.layers else 0
 
     def held(self) -> Tensor:
-        """(b, l, h) int64: tokens held by each row, compressed layer and kv head; b is 0 before the first token."""
+        """(b, l, h) int64: tokens held by each row, compressed layer and kv head, without padding.
+
+        b is 0 before the first token.
+        """
         if not self.route.states or self.route.states[0].rows == 0:
             return torch.zeros((0, len(self.route.states), self.geometry.kv_heads), dtype=torch.int64)
-        return torch.stack([state.counts() for state in self.route.states], 1)
+        return torch.stack([state.counts(self.guard.real) for state in self.route.states], 1)
 
     def ledger(self) -> Ledger:
         """What this cache costs now, read from its storages."""
@@ -158,8 +153,9 @@ class KvCache(Cache):
                 form = sum(t.numel() * t.element_size() for t in held.values())
                 entries.append(Entry(layer=index, room="window", tensors=held, closed_form=form))
                 rows, element = layer.keys.shape[0], layer.keys.element_size()
-        if self._real is not None:
-            entries.append(Entry(layer=0, room="observe", tensors={"real": self._real}, closed_form=self._real.numel()))
+        real = self.guard.real
+        if real is not None:
+            entries.append(Entry(layer=0, room="observe", tensors={"real": real}, closed_form=real.numel()))
         counts = self.held()
         return Ledger.of(
             entries,
@@ -177,69 +173,88 @@ class KvCache(Cache):
         """Writes the compressed cache to one safetensors file; see `kvtailor.load_cache`."""
         from kvtailor.hf.saving import save
 
+        self.guard.check_settled()
         save(self, path)
 
     def reset(self) -> None:
         """Forgets everything; the cache may then serve another batch of the same model."""
+        # Refused until the end, should this be interrupted.
+        self.guard.break_off("cache.reset() did not come to its end")
         for layer in self.layers:
             layer.reset()
         self.route.reset()
-        self._awaiting = self._real = None
+        self.guard.reset()
+
+    def activate_past_recording(self) -> None:
+        """From now on each forward waits for `crop`; transformers' assisted decoding calls it before it begins.
+
+        On an empty cache the first forward is the prompt, and what comes after it are decoded tokens, however many come
+        at once.
+
+        Raises:
+            CacheMisuse: transformers' assisted decoding begins, and would not give the text of plain decoding.
+        """
+        prompt = prompt_of_caller()
+        if prompt is not None:
+            why = refusal(
+                self.plan,
+                layers_wait=self.plan.evicts and self.plan.scope != "layer",
+                encoded_together=any(len(state.group) > 1 for state in self.route.states),
+                seen=self.seen,
+                prompt=prompt,
+            )
+            if why is not None:
+                raise CacheMisuse(why)
+        super().activate_past_recording()
+        self.route.assisted = prompt
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (beam search)."""
-        super().reorder_cache(beam_idx)
-        if self._real is not None:
-            self._real = self._real.index_select(0, beam_idx.to(self._real.device))
+        self._check_rows_may_change()
+        with self.guard.changing("a reordering of the rows"):
+            super().reorder_cache(beam_idx)
+            if self.guard.real is not None:
+                self.guard.real = self.guard.real.index_select(0, beam_idx.to(self.guard.real.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, next to itself."""
-        super().batch_repeat_interleave(repeats)
-        if self._real is not None:
-            self._real = self._real.repeat_interleave(repeats, 0)
+        self._check_rows_may_change()
+        with self.guard.changing("a repetition of the rows"):
+            super().batch_repeat_interleave(repeats)
+            if self.guard.real is not None:
+                self.guard.real = self.guard.real.repeat_interleave(repeats, 0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows, given as indices or as a boolean mask."""
-        super().batch_select_indices(indices)
-        if self._real is not None:
-            self._real = self._real[indices.to(self._real.device)]
+        self._check_rows_may_change()
+        with self.guard.changing("a choice of rows"):
+            super().batch_select_indices(indices)
+            if self.guard.real is not None:
+                self.guard.real = self.guard.real[indices.to(self.guard.real.device)]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest tokens; `tokens_to_remove` is minus their number."""
-        super().crop(tokens_to_remove)
-        if self._real is not None:
-            self._real = self._real[:, : self.seen].clone()
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
+        for state in self.route.states:
+            rollback.check_crop(self.route, state, count)
+        for layer in self.layers:
+            if isinstance(layer, WindowLayer):
+                layer.check_crop()
+        with self.guard.changing("a crop"):
+            super().crop(tokens_to_remove)
+            if self.guard.real is not None:
+                self.guard.real = self.guard.real[:, : self.seen].clone()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer."""
-        self.expect_attention(None)
+        self.guard.check_whole()
         return int(super().get_seq_length(layer_idx))
 
-    def expect_attention(self, layer_idx: int | None) -> None:
-        """Raises where the last update was never attended through kvtailor, then awaits the attention of a layer."""
-        if self._awaiting is not None:
-            raise CacheMisuse(
-                f"layer {self._awaiting} updated this cache, but its attention never asked for it, so its output is "
-                f"not to be trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for "
-                "sets and something has changed since"
-            )
-        self._awaiting = layer_idx
-
-    def attention_came(self, layer_idx: int) -> None:
-        """The attention of the awaited layer asked for it."""
-        if self._awaiting != layer_idx:
-            raise CacheMisuse(f"the attention of layer {layer_idx} asked for its cache twice, or without an update")
-        self._awaiting = None
-
-    def check_opened(self) -> None:
-        """Raises where a plan that reads its context twice would see it only once."""
-        route = self.route
-        if route.needs.reconstruction and not (route.holding or route.opened or route.states[0].seen):
-            raise CacheMisuse(
-                f"{self.plan} reads its context twice, which plain generate() does not: prefill it first with "
-                "kvtailor.prefill(model, cache, input_ids, attention_mask), then hand the whole conversation to "
-                "generate(); kvtailor.session does both by itself"
-            )
+    def _check_rows_may_change(self) -> None:
+        if any(state.pending is not None for state in self.route.states):
+            raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
 
     @contextmanager
     def repeating(self, piece: Piece) -> Iterator[None]:
@@ -254,40 +269,3 @@ class KvCache(Cache):
             self.route.repeating = self.route.passing = None
             for layer in windows:
                 layer.passing = False
-
-    def check_padding(self, layer_idx: int, visible: Visibility) -> None:
-        """Raises where a column that was padding is a token now: what was dropped as padding cannot come back."""
-        if layer_idx != self.geometry.compressed[0]:
-            return
-        self._warn_of_positions()
-        before, now = self._real, visible.real
-        if before is not None:
-            columns = before.shape[1]
-            if now is None or bool((now[:, :columns] & ~before).any()):
-                raise CacheMisuse(
-                    "attention_mask shows tokens that were padding when this cache saw them; pass the mask of the "
-                    f"whole conversation ({visible.first_column + visible.new_tokens} columns) with the same padding"
-                )
-        if now is not None:
-            self._real = now.clone()
-
-    def _warn_of_positions(self) -> None:
-        limit = self.geometry.max_positions
-        if limit is None or self.seen <= limit or self._warned:
-            return
-        rolls = self.plan.attend.in_cache_positions
-        # In a first forward only the first layers hold anything yet.
-        held = max(int(state.counts().max()) for state in self.route.states if state.rows)
-        if rolls and held <= limit:
-            return
-        self._warned = True
-        what = (
-            f"holds {held} tokens, which its positions count,"
-            if rolls
-            else f"has now seen {self.seen} tokens, whose positions compression keeps,"
-        )
-        warnings.warn(
-            f"the cache {what} and this {self.geometry.model_type} was made for {limit} positions: the model is "
-            "beyond what it was trained on",
-            stacklevel=2,
-        )

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from kvtailor import rollback
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import HANDLE
+from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
 from kvtailor.layer import LayerState
 from kvtailor.types import Visibility
-
-if TYPE_CHECKING:
-    from kvtailor.hf.cache import KvCache
 
 __all__ = ["CompressedLayer", "WindowLayer"]
 
@@ -25,6 +25,10 @@ class CompressedLayer(CacheLayerMixin):
     """One layer that the plan compresses, as transformers' `Cache` drives it.
 
     Attributes:
+        guard: of the cache.
+        state: what the layer holds.
+        arriving: keys (b, h, t, d) and values of new tokens, between `update` and the attention; they join what is held
+            only when nothing more can be refused.
         record_past: a forward may be rolled back by `crop` (transformers' name).
     """
 
@@ -33,11 +37,11 @@ class CompressedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, cache: KvCache, state: LayerState, layer_idx: int):
+    def __init__(self, guard: CacheGuard, state: LayerState, layer_idx: int):
         super().__init__()
-        self.cache, self.state, self.layer_idx = cache, state, layer_idx
+        self.guard, self.state, self.layer_idx = guard, state, layer_idx
+        self.arriving: tuple[Tensor, Tensor] | None = None
         self._module: weakref.ref[Any] | None = None
-        self._overheard: tuple[Tensor, Tensor] | None = None
         self._recorded_after = 0
 
     @property
@@ -62,19 +66,18 @@ class CompressedLayer(CacheLayerMixin):
         """Takes new keys (b, h, t, d) and values, and gives the handle by which the attention finds this layer."""
         # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
         key_states = key_states.to(value_states.dtype)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif key_states.dtype != self.dtype or key_states.device != self.device:
+        if self.is_initialized and (key_states.dtype != self.dtype or key_states.device != self.device):
             raise CacheMisuse(
                 f"this cache holds {self.dtype} on {self.device}, and got keys of {key_states.dtype} on "
                 f"{key_states.device}; use a new cache after moving or casting the model"
             )
-        self.cache.check_opened()
-        self.cache.expect_attention(self.layer_idx)
+        self.state.check_fits(key_states)
+        self.guard.check_opened()
+        self.guard.update_begins(self.layer_idx)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         before = self.state.seen
-        self.cache.route.append(self.state, key_states, value_states)
-        if self.cache.followers and self.cache.route.repeating is None:
-            self._overheard = key_states, value_states
+        self.arriving = key_states, value_states
         b, h, t, d = key_states.shape
         keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
         values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, value_states.shape[-1])
@@ -85,7 +88,7 @@ class CompressedLayer(CacheLayerMixin):
         """Raises where another model's attention layer calls than the one that this layer belongs to."""
         bound = None if self._module is None else self._module()
         if bound is None:
-            if getattr(module, "config", None) is not self.cache.config.value:
+            if getattr(module, "config", None) is not self.guard.config:
                 raise CacheMisuse(
                     f"this cache was made for another model than the {type(module).__name__} that is using it; make "
                     "one for this model with kvtailor.cache_for(model, plan)"
@@ -98,9 +101,52 @@ class CompressedLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
         """Attention of the new tokens (b, q, t, d) over what this layer holds, then the walk. (b, q, t, dv)."""
-        self.cache.attention_came(self.layer_idx)
-        new, route = query.shape[2], self.cache.route
-        seen = self.state.seen + (0 if route.repeating is None else new)
+        guard, route = self.guard, self.guard.route
+        guard.attention_begins(self.layer_idx)
+        assert self.arriving is not None
+        (keys, values), self.arriving = self.arriving, None
+        try:
+            visible = self._visible(query, mask)
+            if route.repeating is None:
+                self._check_recorded(visible)
+                rollback.check_draft(route, self.state, query.shape[2])
+                guard.check_padding(self.layer_idx, visible)
+        except CacheMisuse:
+            guard.nothing_changed(self.layer_idx)
+            raise
+        guard.layer_changes(self.layer_idx)
+        if route.repeating is not None:
+            route.append(self.state, keys, values)
+            output = route.attend(self.state, query, visible, scaling)
+        else:
+            for observe in guard.observers:
+                observe(self.layer_idx, keys, values, query, visible, scaling)
+            output = self._attended(keys, values, query, visible, scaling)
+        guard.layer_ends(self.layer_idx)
+        return output
+
+    def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
+        """Attention of tokens that are a prompt, a turn or decoded, of a draft, or of a prompt and its first draft."""
+        guard, route, state = self.guard, self.guard.route, self.state
+        prompt = rollback.prompt_of(route, state, query.shape[2])
+        outputs = []
+        if prompt:
+            # (b, h, t, d) of the prompt and of the draft behind it are taken one after the other.
+            draft = query.shape[2] - prompt
+            route.append(state, keys[:, :, :prompt], values[:, :, :prompt])
+            guard.take_padding(self.layer_idx, visible)
+            outputs.append(route.attend(state, query[:, :, :prompt], visible.without_last(draft), scaling))
+            keys, values, query = keys[:, :, prompt:], values[:, :, prompt:], query[:, :, prompt:]
+            visible = visible.without_first(prompt)
+        if query.shape[2]:
+            guard.take_padding(self.layer_idx, visible)
+            outputs.append(rollback.attend_draft(route, state, keys, values, query, visible, scaling))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+    def _visible(self, query: Tensor, mask: LazyMask | Tensor | None) -> Visibility:
+        """What the new tokens may see, as the model's mask says; raises where that does not fit what was seen."""
+        new = query.shape[2]
+        seen = self.state.seen + new
         visible: Visibility
         if mask is None:
             visible = LazyMask.causal(query.shape[0], new, seen - new, query.device)
@@ -113,14 +159,7 @@ class CompressedLayer(CacheLayerMixin):
                 f"the mask is for {visible.new_tokens} tokens after {visible.first_column}, and the cache has seen "
                 f"{seen - new} tokens before these {new}; was the cache used outside of the model between?"
             )
-        if route.repeating is None:
-            self._check_recorded(visible)
-            self.cache.check_padding(self.layer_idx, visible)
-        if self._overheard is not None:
-            for follower in self.cache.followers:
-                follower.layers[self.layer_idx].overhear(*self._overheard, query, visible, scaling)
-            self._overheard = None
-        return route.attend(self.state, query, visible, scaling)
+        return visible
 
     def _check_recorded(self, visible: Visibility) -> None:
         """Raises where assisted decoding feeds its prompt to a cache that has seen it, as transformers' does."""
@@ -135,19 +174,21 @@ class CompressedLayer(CacheLayerMixin):
 
     def overhear(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         """Takes in what another cache of the same model has just got on this layer; see `hf.sharing`."""
+        guard = self.guard
+        guard.check_padding(self.layer_idx, visible)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        self.cache.check_padding(self.layer_idx, visible)
-        self.cache.route.append(self.state, keys, values)
-        self.cache.route.overhear(self.state, query, visible, scaling)
+        guard.route.append(self.state, keys, values)
+        guard.take_padding(self.layer_idx, visible)
+        guard.route.overhear(self.state, query, visible, scaling)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever is held."""
-        return self.state.seen
+        return self.state.seen + (0 if self.arriving is None else self.arriving[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that transformers makes: all tokens seen and the new ones."""
-        self.cache.check_opened()
+        self.guard.check_opened()
         return self.state.seen + query_length, 0
 
     def get_max_length(self) -> int:
@@ -159,6 +200,7 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
         self.state.reset()
+        self.arriving = None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
@@ -170,10 +212,10 @@ class CompressedLayer(CacheLayerMixin):
         count = -int(tokens_to_remove)
         if count < 0:
             raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
-        if self.cache.route.speculating:
-            self.cache.route.take_back(self.state, count)
+        if self.guard.route.speculating:
+            rollback.take_back(self.guard.route, self.state, count)
         else:
-            self.cache.route.commit(self.state, rejected=count)
+            rollback.crop(self.guard.route, self.state, count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
@@ -192,6 +234,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     """A layer with the model's own sliding window: transformers' layer, less the prompt that its views keep alive.
 
     Attributes:
+        guard: of the cache.
         passing: new tokens are only passing: they see the window and each other, and it stays what it was.
         speculating: what leaves the window stays until `settle`, so that `crop` may come several times before.
     """
@@ -201,22 +244,51 @@ class WindowLayer(DynamicSlidingWindowLayer):
     keys: Tensor
     values: Tensor
 
+    def __init__(self, guard: CacheGuard, layer_idx: int, **options: Any):
+        super().__init__(**options)
+        self.guard, self.layer_idx = guard, layer_idx
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See transformers' `DynamicSlidingWindowLayer`."""
+        self.guard.update_begins(self.layer_idx)
+        self.guard.layer_changes(self.layer_idx, after="updated")
         if self.passing:
-            return torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
+            found = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
+        else:
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            self._free_what_left()
+            # Masks are made for the window alone, but transformers 5.17 gives all that a recording layer holds.
+            visible = self.sliding_window - 1 + key_states.shape[-2]
+            found = keys[:, :, -visible:], values[:, :, -visible:]
+        self.guard.layer_ends(self.layer_idx)
+        return found
+
+    def _free_what_left(self) -> None:
+        """A slice keeps its parent alive: what is in the window gets a storage of its own."""
         if self.keys.untyped_storage().nbytes() > self.keys.numel() * self.keys.element_size():
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        # Masks are made for the window alone, but transformers 5.17 gives all that a recording layer holds.
-        visible = self.sliding_window - 1 + key_states.shape[-2]
-        return keys[:, :, -visible:], values[:, :, -visible:]
+
+    def become(self, other: WindowLayer) -> None:
+        """Holds a copy of what another cache's layer holds; guard and place stay this one's."""
+        kept = {name: value for name, value in other.__dict__.items() if name not in ("guard", "layer_idx")}
+        self.__dict__.update(copy.deepcopy(kept))
+
+    def check_crop(self) -> None:
+        """Raises where tokens that have left the window for good would have to come back."""
+        if not (self.record_past or self.speculating) and self.cumulative_length >= self.sliding_window:
+            raise CacheMisuse(
+                f"asked to crop a cache whose layer {self.layer_idx} has a window of {self.sliding_window} tokens of "
+                f"the model's own and has seen {self.cumulative_length}: what left the window is gone; call "
+                "cache.activate_past_recording() before the forward that may be rolled back"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """See transformers' `DynamicSlidingWindowLayer`."""
         count = -int(tokens_to_remove)
         if not self.speculating:
             super().crop(tokens_to_remove)
+            if self.is_initialized:
+                self._free_what_left()
         elif count:
             self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
             self.cumulative_length -= count

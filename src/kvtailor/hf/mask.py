@@ -86,6 +86,10 @@ class LazyMask:
             self, new_tokens=new, kv_length=self.kv_length - count, padding=padding, _dense=None, _is_dense=False
         )
 
+    def without_first(self, count: int) -> LazyMask:
+        """See `Visibility.without_first`."""
+        return self if count == 0 else self.with_earlier(-count)
+
     def with_earlier(self, count: int) -> LazyMask:
         """See `Visibility.with_earlier`."""
         new, first = self.new_tokens + count, self.first_column - count
@@ -171,6 +175,11 @@ class TensorMask:
         """See `Visibility.without_last`."""
         end = self.new_tokens - count
         return replace(self, allowed=self.allowed[:, :end], new_tokens=end)
+
+    def without_first(self, count: int) -> TensorMask:
+        """See `Visibility.without_first`."""
+        first, new = self.first_column + count, self.new_tokens - count
+        return replace(self, allowed=self.allowed[:, count:], new_tokens=new, first_column=first)
 
     def with_earlier(self, count: int) -> TensorMask:
         """Refused: this mask says nothing of the forward before it."""

@@ -110,7 +110,7 @@ class Replay:
             ring.land(self.done)
         for layer, state in zip(self.cache.geometry.compressed, route.states, strict=True):
             route.replayed(state, self.done, visible)
-            self.cache.check_padding(layer, visible)
+            self.cache.guard.take_padding(layer, visible)
         self.done = 0
 
     def _fixed_layer(self, layer: CompressedLayer | WindowLayer) -> FixedLayer:

@@ -36,7 +36,7 @@ def _obstacle(cache: KvCache, model: Any) -> str | None:
         return f"{plan} limits the bytes on the device, which would be looked at at every token"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{type(model).__name__} counts positions itself: it takes no position_ids"
-    parameters = getattr(cache.config.value, "rope_parameters", None) or {}
+    parameters = getattr(cache.guard.config, "rope_parameters", None) or {}
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
     if any(each.get("rope_type") in _RECOMPUTED for each in kinds):
         return f"this {geometry.model_type} computes its rotary frequencies anew from the length of the text"

@@ -44,8 +44,8 @@ def save(cache: KvCache, path: str | os.PathLike[str]) -> None:
             kept = {} if layer.keys is None else {"keys": layer.keys, "values": layer.values}
             fields.append({"seen": layer.get_seq_length()})
         tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
-    if cache._real is not None:
-        tensors["real"] = cache._real
+    if cache.guard.real is not None:
+        tensors["real"] = cache.guard.real
     once, same = _once(tensors)
     metadata = {
         "format": _FORMAT,
@@ -112,7 +112,7 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
         elif mine:
             layer.lazy_initialization(mine["keys"], mine["values"])
             layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
-    cache._real = tensors.get("real")
+    cache.guard.real = tensors.get("real")
     return cache
 
 

@@ -7,9 +7,8 @@ all tokens can hand them on.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from kvtailor.hf.mask import lazy_mask
 from kvtailor.hold import hold
 from kvtailor.observe import Evidence
 from kvtailor.plan import Plan
-from kvtailor.types import Needs
+from kvtailor.types import Needs, Visibility
 
 __all__ = ["can_follow", "can_remake", "forget_queries", "keep_queries", "overhearing", "remake"]
 
@@ -53,13 +52,22 @@ def forget_queries(source: KvCache) -> None:
 @contextmanager
 def overhearing(source: KvCache, others: Sequence[KvCache]) -> Iterator[None]:
     """Inside, new caches of the same model take in what a new cache reads, each after its own plan."""
-    source.followers = tuple(others)
-    try:
-        yield
-    finally:
-        source.followers = ()
-    for other in others:
-        _copy_windows(source, other)
+
+    def hear(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+        for other in others:
+            other.layers[layer].overhear(keys, values, query, visible, scaling)
+
+    before = source.guard.observers
+    with ExitStack() as changes:
+        for other in others:
+            changes.enter_context(other.guard.changing("a forward of another cache, taken in by this one,"))
+        source.guard.observers = (*before, hear)
+        try:
+            yield
+        finally:
+            source.guard.observers = before
+        for other in others:
+            _copy_windows(source, other)
 
 
 def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
@@ -93,11 +101,11 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
             layer.state.evidence = Evidence(queries=newest[0], columns=newest[1])
     _copy_windows(source, cache)
     if layers:
-        layers[0].cache.check_padding(layers[0].layer_idx, visible)
+        cache.guard.take_padding(layers[0].layer_idx, visible)
         cache.route.release(visible)
 
 
 def _copy_windows(source: KvCache, other: KvCache) -> None:
-    for index, layer in enumerate(source.layers):
+    for layer, own in zip(source.layers, other.layers, strict=True):
         if isinstance(layer, WindowLayer):
-            other.layers[index] = copy.deepcopy(layer)
+            own.become(layer)

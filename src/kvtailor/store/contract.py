@@ -111,6 +111,9 @@ class Shelves(ABC):
     def rest(self) -> None:
         """Nobody reads now: what does not stay on the device leaves it."""
 
+    def keep(self, layer: int, segments: Sequence[Segment]) -> None:  # noqa: B027
+        """These segments of a layer may be asked for again, whatever is put away meanwhile. None of them: no longer."""
+
     def entries(self, layer: int) -> list[Entry]:
         """What the ledger lists for a layer's `Placed` segments, their layouts left out."""
         return []

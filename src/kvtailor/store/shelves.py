@@ -50,11 +50,13 @@ class TieredShelves(Shelves):
         other.__dict__ = dict(self.__dict__)
         other.residency, other._ahead = deepcopy(self.residency), None
         other._held = {unit: list(bundles) for unit, bundles in self._held.items()}
+        other._kept = {unit: list(bundles) for unit, bundles in self._kept.items()}
         other._here = {unit: dict(bundles) for unit, bundles in self._here.items()}
         return other
 
     def reset(self) -> None:
         self._held: dict[int, list[Bundle]] = {}
+        self._kept: dict[int, list[Bundle]] = {}
         self._here: dict[int, dict[Bundle, OnDevice]] = {}
         self._open: int | None = None
         self._ahead: tuple[int, list[Bundle], Arrival] | None = None
@@ -91,6 +93,14 @@ class TieredShelves(Shelves):
             self._settle(unit if fresh else None)
         return kept
 
+    def keep(self, layer: int, segments: Sequence[Segment]) -> None:
+        unit = self._unit_of.get(layer)
+        if unit is None:
+            return
+        self._kept[unit] = list(dict.fromkeys(s.bundle for s in segments if isinstance(s, Shelved)))
+        if not segments and self._open is None:
+            self._settle(None)
+
     def prefetch(self, layer: int) -> None:
         after = [unit for unit in self._units if self._lowest[unit] > layer]
         for unit in after + [unit for unit in self._units if unit not in after]:
@@ -112,7 +122,7 @@ class TieredShelves(Shelves):
         if unit is None or layer != self._lowest[unit]:
             return []
         found = []
-        for bundle in self._held.get(unit, []):
+        for bundle in self._bundles(unit):
             here = self._here.get(unit, {}).get(bundle)
             if bundle.stored is not None:
                 tensors, size = bundle.stored.entry()
@@ -143,6 +153,10 @@ class TieredShelves(Shelves):
 
     def traffic(self) -> Traffic:
         return self._traffic
+
+    def _bundles(self, unit: int) -> list[Bundle]:
+        """What a unit holds, and what it may be asked for again."""
+        return list(dict.fromkeys([*self._held.get(unit, []), *self._kept.get(unit, [])]))
 
     def _absent(self, unit: int, bundles: Sequence[Bundle]) -> list[Bundle]:
         here = self._here.get(unit, {})
@@ -187,10 +201,10 @@ class TieredShelves(Shelves):
     def _settle(self, unit: int | None) -> None:
         """Lets leave what does not stay now that a unit was used; None: none was."""
         if unit is not None:
-            sizes = {each: sum(bundle.form for bundle in bundles) for each, bundles in self._held.items()}
+            sizes = {each: sum(bundle.form for bundle in self._bundles(each)) for each in self._held}
             self.residency.used(unit, sizes)
         for each in list(self._here):
-            held, stays = self._held.get(each, []), each in self.residency.staying
+            held, stays = self._bundles(each), each in self.residency.staying
             for bundle, here in list(self._here[each].items()):
                 if bundle not in held:
                     del self._here[each][bundle]
@@ -201,7 +215,7 @@ class TieredShelves(Shelves):
     def _store(self, bundle: Bundle, here: OnDevice) -> None:
         if bundle.stored is not None:
             return
-        there = [b for held in self._held.values() for b in held if b.stored is not None]
+        there = [b for unit in self._held for b in self._bundles(unit) if b.stored is not None]
         taken = sum(b.form for b in there)
         if self.most is not None and taken + bundle.form > self.most:
             raise TierError(

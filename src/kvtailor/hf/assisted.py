@@ -1,0 +1,63 @@
+"""Where the prompt ends under transformers' prompt lookup and assisted decoding.
+
+Their first forward brings the prompt and the first draft at once, and nothing that reaches a cache says where one ends
+and the other begins. A plan must know: the prompt is compressed, and a drafted token is judged on the compressed
+prompt, as it would be in plain decoding. The loop's own frame knows it, and is read, never written. Where it cannot be
+read, plans for which it matters are refused. docs/decisions/0013-assisted-decoding.md has the alternatives.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor
+from transformers.generation import utils
+
+__all__ = ["prompt_of_caller", "refusal"]
+
+_LOOP = "_assisted_decoding"
+
+
+def prompt_of_caller() -> int | None:
+    """Columns of the ids that transformers' assisted decoding, now running in this thread, has so far; None outside it.
+
+    Asked before its first forward, these are the prompt.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == _LOOP and frame.f_globals.get("__name__") == utils.__name__:
+            ids = frame.f_locals.get("input_ids")
+            return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else 0
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def refusal(plan: object, *, layers_wait: bool, encoded_together: bool, seen: int, prompt: int) -> str | None:
+    """Why transformers' assisted decoding cannot run on a cache, a sentence; None where it can.
+
+    Args:
+        plan: of the cache.
+        layers_wait: layers share a budget, so that the first is only cut when the last has read the prompt.
+        encoded_together: the codec encodes several layers at once.
+        seen: tokens that the cache has seen.
+        prompt: see `prompt_of_caller`.
+    """
+    what = "transformers' prompt lookup and assisted decoding"
+    if seen:
+        return (
+            f"{what} feed the whole prompt again, whatever a cache has seen, and this one has seen {seen} tokens. "
+            "Start them with an empty cache, or draft with kvtailor.generate"
+        )
+    if not prompt:
+        return f"{what} of this version do not show where the prompt ends: draft with kvtailor.generate"
+    why = ""
+    if layers_wait:
+        why = "layers share a budget, which is only known once the last layer has read the prompt"
+    elif encoded_together:
+        why = "several layers are encoded at once, when the last of them has read the prompt"
+    if not why:
+        return None
+    return (
+        f"{what} feed the prompt and the first draft in one forward, and under {plan} {why}: the draft would be judged "
+        "on another cache than in plain decoding. Draft with kvtailor.generate, which reads the prompt first"
+    )

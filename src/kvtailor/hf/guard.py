@@ -1,0 +1,307 @@
+"""What a cache and its layers check together: one user at a time, whole forwards, padding that stays padding.
+
+The layers know this object and not their cache, so that nothing refers in a circle: a cache that is dropped is freed at
+once, without the garbage collector.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from kvtailor import rollback
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.assisted import prompt_of_caller
+from kvtailor.hf.attention import NAME
+from kvtailor.hf.geometry import Geometry
+from kvtailor.plan import Plan
+from kvtailor.route import Route
+from kvtailor.types import Visibility
+
+__all__ = ["CacheGuard", "Observer"]
+
+Observer = Callable[[int, Tensor, Tensor, Tensor, Visibility, float], None]
+"""Layer of the model, keys (b, h, t, d), values (b, h, t, dv), queries (b, q, t, d), what they may see, and the factor
+before the softmax, of the tokens that have just come to a layer."""
+
+_START_OVER = "call cache.reset(), or go on with a copy that was made before"
+
+
+_TWO_THREADS = (
+    "two threads use this cache at once, or a forward on it was interrupted, and what it holds is not to be trusted: "
+    f"{_START_OVER}, and give each thread a cache of its own"
+)
+
+
+class _Same:
+    """Keeps an object as itself through a deep copy of what refers to it."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Same:
+        return self
+
+
+class _Progress(NamedTuple):
+    """How far a forward, or another change of the cache, has come.
+
+    Attributes:
+        thread: identifier of the thread that does it.
+        stage: "updated" (a layer's keys came, its attention did not), "checked" (its attention came), "changing" (what
+            is held is being changed) or "done" (the layer is finished, and others follow).
+        layer: the newest layer of the forward; -1 for a change of all layers.
+        layers: the layers of the forward that have been updated, as bits.
+        what: the change, in words.
+    """
+
+    thread: int
+    stage: str
+    layer: int
+    layers: int
+    what: str = "a forward"
+
+
+class _Alone:
+    """Lets one thread at a time read and replace the progress, unless the cache is refused.
+
+    Never waits: who finds another thread there is a second user, and an interrupt on the way out of a `with` may leave
+    a lock taken for good.
+
+    Attributes:
+        refusal: why the cache is refused, a sentence; None while it is not.
+    """
+
+    def __init__(self, refusal: str | None = None):
+        self.refusal = refusal
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Alone:
+        return _Alone(self.refusal)
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.refuse(self.refusal or _TWO_THREADS)
+        if self.refusal is not None:
+            self._lock.release()
+            raise CacheMisuse(self.refusal)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def refuse(self, why: str) -> NoReturn:
+        """From now on the cache is refused for this reason."""
+        self.refusal = why
+        raise CacheMisuse(why)
+
+
+class CacheGuard:
+    """See the module.
+
+    Args:
+        plan: of the cache.
+        geometry: of the model that the cache was made for.
+        config: of the model.
+        layers: how many layers the cache has, those with a window of the model's own included.
+
+    Attributes:
+        route: the walk and the state of the compressed layers.
+        observers: called at each compressed layer with what has come, before it changes what is held; see `Observer`.
+        real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
+    """
+
+    def __init__(self, plan: Plan, geometry: Geometry, config: Any, layers: int):
+        self.plan, self.geometry, self._config, self.layers = plan, geometry, _Same(config), layers
+        self.route = Route(plan, len(geometry.compressed), geometry.window_elements())
+        self.observers: tuple[Observer, ...] = ()
+        self._warned = False
+        self.reset()
+
+    @property
+    def config(self) -> Any:
+        """The config of the model, the very object."""
+        return self._config.value
+
+    def reset(self) -> None:
+        """Forgets what was seen, and what went wrong."""
+        self.real: Tensor | None = None
+        self._alone = _Alone()
+        # Replaced as a whole, never changed: an interrupt leaves either the old or the new.
+        self._now: _Progress | None = None
+
+    def update_begins(self, layer: int) -> None:
+        """Called before a layer's new keys are taken.
+
+        Raises:
+            CacheMisuse: another thread is at work, or the forward before did not come to its end.
+        """
+        me = threading.get_ident()
+        with self._alone:
+            now = self._now
+            if now is None:
+                self._now = _Progress(me, "updated", layer, 1 << layer)
+            else:
+                self._check_thread(now, me)
+                self._check_attended(now)
+                if now.stage != "done" or now.layers >> layer & 1:
+                    self._alone.refuse(self._unfinished(now))
+                self._now = _Progress(me, "updated", layer, now.layers | 1 << layer)
+        if now is None:
+            self._end_stale_recording()
+
+    def attention_begins(self, layer: int) -> None:
+        """Called when the attention of an updated layer has found it."""
+        self._goes_on(layer, "updated", "checked")
+
+    def nothing_changed(self, layer: int) -> None:
+        """The attention of a layer was refused before anything changed; where it was the first, so was the forward."""
+        with self._alone:
+            if self._now is not None and self._now.layers == 1 << layer:
+                self._now = None
+
+    def layer_changes(self, layer: int, after: str = "checked") -> None:
+        """From now on until `layer_ends` an error or an interrupt leaves the layer half changed."""
+        self._goes_on(layer, after, "changing")
+
+    def layer_ends(self, layer: int) -> None:
+        """The layer is finished. The forward is, too, once all layers are."""
+        self._goes_on(layer, "changing", "done")
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """A change of all layers at once; one that does not come to its end leaves the cache refused."""
+        me = threading.get_ident()
+        with self._alone:
+            if self._now is not None:
+                self._check_thread(self._now, me)
+                self._check_attended(self._now)
+                self._alone.refuse(self._unfinished(self._now))
+            self._now = _Progress(me, "changing", -1, 0, what)
+        yield
+        with self._alone:
+            self._now = None
+
+    def break_off(self, what: str) -> None:
+        """What the cache holds is not to be trusted from now on, for the reason `what`."""
+        self._alone.refusal = f"{what}: {_START_OVER}"
+
+    def check_whole(self) -> None:
+        """Raises where the last update was never attended, or a forward or a change did not come to its end."""
+        self._check_not_refused()
+        now = self._now
+        if now is not None and now.thread == threading.get_ident():
+            self._check_attended(now)
+            if now.stage != "done":
+                raise CacheMisuse(self._unfinished(now))
+
+    def check_settled(self) -> None:
+        """Raises where the cache is in the middle of a forward or a change, or one did not come to its end."""
+        self._check_not_refused()
+        now = self._now
+        if now is not None:
+            self._check_attended(now)
+            raise CacheMisuse(self._unfinished(now))
+
+    def check_opened(self) -> None:
+        """Raises where a plan that reads its context twice would see it only once."""
+        route = self.route
+        if route.needs.reconstruction and not (route.holding or route.opened or route.states[0].seen):
+            raise CacheMisuse(
+                f"{self.plan} reads its context twice, which plain generate() does not: prefill it first with "
+                "kvtailor.prefill(model, cache, input_ids, attention_mask), then hand the whole conversation to "
+                "generate(); kvtailor.session does both by itself"
+            )
+
+    def check_padding(self, layer: int, visible: Visibility) -> None:
+        """Raises where a column that was padding is a token now: what was dropped as padding cannot come back.
+
+        Asked at the first compressed layer of a forward, before anything changes.
+        """
+        if layer != self.geometry.compressed[0]:
+            return
+        rows, now, before = self.route.states[0].rows, visible.real, self.real
+        if now is not None and rows and now.shape[0] != rows:
+            raise CacheMisuse(
+                f"the attention_mask is for {now.shape[0]} rows, and this cache holds {rows}: pass the mask of this "
+                "batch, or use a new cache for another one"
+            )
+        if before is not None:
+            columns = before.shape[1]
+            if now is None or bool((now[:, :columns] & ~before.to(now.device)).any()):
+                raise CacheMisuse(
+                    "attention_mask shows tokens that were padding when this cache saw them; pass the mask of the "
+                    f"whole conversation ({visible.first_column + visible.new_tokens} columns) with the same padding"
+                )
+
+    def take_padding(self, layer: int, visible: Visibility) -> None:
+        """Remembers which columns are padding, once a forward has begun to change the cache."""
+        if layer != self.geometry.compressed[0]:
+            return
+        if visible.real is not None:
+            self.real = visible.real.clone()
+        self._warn_of_positions(visible.first_column + visible.new_tokens)
+
+    def _goes_on(self, layer: int, before: str, after: str) -> None:
+        me = threading.get_ident()
+        with self._alone:
+            now = self._now
+            if now is not None:
+                self._check_thread(now, me)
+            if now is None or now.layer != layer or now.stage != before:
+                raise CacheMisuse(f"the attention of layer {layer} asked for its cache twice, or without an update")
+            whole = after == "done" and now.layers == (1 << self.layers) - 1
+            self._now = None if whole else _Progress(me, after, layer, now.layers)
+
+    def _check_not_refused(self) -> None:
+        if self._alone.refusal is not None:
+            raise CacheMisuse(self._alone.refusal)
+
+    def _check_thread(self, now: _Progress, me: int) -> None:
+        if now.thread != me:
+            self._alone.refuse(_TWO_THREADS)
+
+    def _check_attended(self, now: _Progress) -> None:
+        if now.stage == "updated":
+            raise CacheMisuse(
+                f"layer {now.layer} updated this cache, but its attention never asked for it, so its output is "
+                f"not to be trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for "
+                f"sets and something has changed since. If the forward was interrupted, {_START_OVER}"
+            )
+
+    def _unfinished(self, now: _Progress) -> str:
+        where = "" if now.layer < 0 else f" at layer {now.layer} of {self.layers}"
+        return (
+            f"{now.what} on this cache ended{where} before its end (an error or an interrupt), so what it holds is not "
+            f"to be trusted: {_START_OVER}"
+        )
+
+    def _end_stale_recording(self) -> None:
+        """transformers' assisted decoding never says that it has ended; the first forward outside of it does."""
+        if self.route.assisted and prompt_of_caller() is None:
+            rollback.end_assisted(self.route)
+
+    def _warn_of_positions(self, seen: int) -> None:
+        limit = self.geometry.max_positions
+        if limit is None or seen <= limit or self._warned:
+            return
+        rolls = self.plan.attend.in_cache_positions
+        # In a first forward only the first layers hold anything yet.
+        held = max((int(state.counts().max()) for state in self.route.states if state.rows), default=0)
+        if rolls and held <= limit:
+            return
+        self._warned = True
+        what = (
+            f"holds {held} tokens, which its positions count,"
+            if rolls
+            else f"has now seen {seen} tokens, whose positions compression keeps,"
+        )
+        warnings.warn(
+            f"the cache {what} and this {self.geometry.model_type} was made for {limit} positions: the model is "
+            "beyond what it was trained on",
+            stacklevel=2,
+        )

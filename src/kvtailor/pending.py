@@ -1,0 +1,74 @@
+"""What waits for a crop: tokens of recorded forwards that may yet be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.types import Visibility
+
+__all__ = ["Draft", "Pending"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """Forwards whose last tokens may yet be taken back: their queries, and what the attention had carried before.
+
+    Attributes:
+        query: (b, q, t, d) post-RoPE.
+        visible: what each of them may see.
+        carry: what the attention had carried before.
+        decoded: they are decoded tokens if they stay, and not a prompt or a turn.
+    """
+
+    query: Tensor
+    visible: Visibility
+    carry: Mapping[str, Tensor]
+    decoded: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens may be taken back."""
+        return self.query.shape[2]
+
+    def followed_by(self, query: Tensor, visible: Visibility) -> Pending:
+        """The same and the next forward, with queries (b, q, t, d), as if all had come at once."""
+        joined = visible.with_earlier(self.tokens)
+        return replace(self, query=torch.cat([self.query, query], 2), visible=joined)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Tokens of a recorded forward that are decoded ones if they stay.
+
+    Attributes:
+        keys, values: (b, h, t, d) and (b, h, t, dv).
+        query: (b, q, t, d) post-RoPE.
+        visible: what each of them may see.
+        before: the layer as it was before the first of them, where the plan acts in their midst; else None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    query: Tensor
+    visible: Visibility
+    before: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """t."""
+        return self.query.shape[2]
+
+    def piece(self, first: int, count: int) -> Draft:
+        """`count` of them from `first` on, without `before`."""
+        last = self.tokens - first - count
+        return Draft(
+            keys=self.keys[:, :, first : first + count],
+            values=self.values[:, :, first : first + count],
+            query=self.query[:, :, first : first + count],
+            visible=self.visible.without_last(last).without_first(first),
+        )
