@@ -74,6 +74,13 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
                     f"{find.name_of(parts[room])} works {work}, but there is no scorer, so nothing would be "
                     "evicted: add a scorer such as snapkv, or leave it out"
                 )
+    select, allocate = parts["select"], parts["allocate"]
+    uneven = isinstance(allocate, find.Allocator) and not allocate.even_heads
+    if isinstance(select, find.Selector) and select.same_in_heads and uneven:
+        faults.append(
+            f"{find.name_of(select)} keeps the same tokens in all kv heads of a layer, and {find.name_of(allocate)} "
+            "gives each its own budget: let each head choose, or take an allocator over layers such as pyramid"
+        )
     if isinstance(attend, find.Attention):
         name, wanted = find.name_of(attend), attend.needs_codec
         if wanted is not None and isinstance(encode, find.Codec) and find.name_of(encode) != wanted:
