@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtailor.layer import LayerState
     from kvtailor.plan import Plan
 
-__all__ = ["total_tokens"]
+__all__ = ["only_recents", "recent_tokens", "total_tokens"]
 
 
 def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: LayerState, window_bytes: int = 0) -> Tensor:
@@ -45,6 +45,30 @@ def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: LayerStat
     return total.clamp(min=heads)
 
 
+def recent_tokens(plan: Plan, each: Tensor) -> Tensor:
+    """(b,) int64 on the CPU: the newest tokens that all heads of a row keep whatever their scores.
+
+    They are the score's own (`Scorer.recents`), and never more than the budget pays for.
+
+    Args:
+        each: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average.
+    """
+    assert plan.score is not None
+    return each.clamp(max=plan.score.recents)
+
+
+def only_recents(*, seen: int, held: int, recents: int) -> str:
+    """What a budget of `held` tokens per kv head means where the score always keeps `recents` newest, at least as many.
+
+    A sentence without its subject, the plan.
+    """
+    return (
+        f"{seen} tokens were seen, the budget is {held} per kv head, and the score always keeps the newest {recents}: "
+        f"nothing but the newest {held} is held, no first token (attention sink) and none that the score would choose. "
+        f"Give a budget above {recents} tokens per kv head, or the score a smaller window"
+    )
+
+
 def _affordable(plan: Plan, heads: int, template: LayerState, window_bytes: int) -> int:
     """Tokens of one row that fit its share of `plan.bytes`, positions, tail and half-empty pages included."""
     assert plan.bytes is not None and plan.score is not None
@@ -57,7 +81,11 @@ def _affordable(plan: Plan, heads: int, template: LayerState, window_bytes: int)
     # Each token carries its column (4 bytes), and a weight (4) where the merger gives it one; a ragged lane of s slots
     # carries 12 more, and an owner's last is half empty.
     each = encoded + (8 if plan.merge.weighted else 4)
-    share = plan.bytes / template.rows - window_bytes - heads * recents * (plain + 4)
+    whole = plan.bytes / template.rows - window_bytes
+    share = whole - heads * recents * (plain + 4)
+    if share < 0:
+        # The window itself does not fit, so all that is held are the newest of it, as many in each head.
+        return max(math.floor(whole / heads / (plain + 4)), 0) * heads
     mean = share / heads / each
     if ragged:
         page = page_size(mean, plan.encode.lane_multiple)

@@ -19,6 +19,7 @@ from kvtailor.layer import LayerState, Pending
 from kvtailor.observe import observe
 from kvtailor.plan import Plan
 from kvtailor.repeat import Piece
+from kvtailor.returned import check_attended
 from kvtailor.types import Layout, PlainSegment, Visibility
 from kvtailor.walk import Walk
 
@@ -199,7 +200,7 @@ class Route:
         parts = state.parts()
         self.shelves.prefetch(state.index)
         self._check_limit(state)
-        return self.plan.attend.attend(
+        attended = self.plan.attend.attend(
             query,
             parts,
             visible,
@@ -208,6 +209,8 @@ class Route:
             real_queries=_real_queries(visible),
             facts=self._facts(state),
         )
+        check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
+        return attended
 
     def _facts(self, state: LayerState) -> LayerFacts:
         return LayerFacts(

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.topk import keep_top
+from kvtailor.returned import checked_scores, checked_tensor
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 
@@ -86,13 +87,14 @@ class Critical(Scorer):
 
         Raises:
             ValueError: no output projection or no budget was given, or what the inner score raises.
+            MethodError: the inner score gives something else than scores.
         """
         if held.output is None or held.budget is None:
             raise ValueError(
                 "critical weighs by the output projection and needs the budget, but the layer came without; observe "
                 "with Needs(output=True)"
             )
-        inner = self.of.score(held)
+        inner = checked_scores(self.of, self.of.score(held), held.positions)
         lowest = inner.masked_fill(~held.valid, torch.inf).amin(-1, keepdim=True)
         inner = (inner - lowest.clamp(max=0.0)).masked_fill(~held.valid, 0.0)
         norms = torch.stack([self._norms(held, head) for head in range(held.keys.shape[1])], 1)
@@ -117,7 +119,10 @@ class Critical(Scorer):
         assert held.output is not None
         scale = self.of.attention_scale(held, group=held.output.shape[0] // held.keys.shape[1])
         if scale is not None:
-            return scale.to(inner.device)[:, None, None]
+            rows = inner.shape[:1]
+            return checked_tensor(self.of, "attention_scale", scale, rows, torch.float32)[:, None, None].to(
+                inner.device
+            )
         whole = inner.masked_fill(chosen, 0.0).sum(-1, keepdim=True)
         # Scores that are all the same leave the choice to the values.
         return torch.where(whole > 0, whole, 1.0)
