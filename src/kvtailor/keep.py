@@ -88,7 +88,7 @@ def keep_only(
         plain = _gather(held, keep, merged, cut)
         now = encoding and not state.together
         seeing = state.encoder(plan, held.first)
-        fresh_part = plain
+        fresh_part: Segment = plain
         if now:
             fresh_part = seeing.encode(plain.layout, plain.keys, plain.values, held.first)
             checked_segment(seeing, fresh_part, codec.segment_type(), plain.layout)

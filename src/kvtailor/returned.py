@@ -6,6 +6,7 @@ devices are known without waiting for a device; numbers are compared only where 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from torch import Tensor, device, dtype, float32, int64, stack
@@ -67,16 +68,17 @@ def checked_scores(method: object, found: object, like: Tensor) -> Tensor:
 
 
 def checked_budgets(
-    method: object, found: object, total: Tensor, floor: Tensor, capacity: Tensor, *, spare: int | None
+    method: object, found: object, total: Tensor, floor: Tensor, capacity: Tensor, *, settled: bool, spare: int
 ) -> Tensor:
-    """Budgets (b, l, h) within their bounds, of the right sum.
+    """Budgets (b, l, h) within their bounds, of no more than the total. Less than the total is said, and taken.
 
     Args:
         method: the allocator.
         found: what it returned.
         total: (b,) int64 tokens over all layers.
         floor, capacity: (b, l, h) int64, all on the CPU.
-        spare: how many tokens of a row may stay unspent; None where layers are absent, whose share is not known.
+        settled: no other layer will take from these; before, their sum is only known not to exceed their bounds.
+        spare: how many tokens of a row may stay unspent once all layers are settled.
 
     Raises:
         MethodError: it is something else; the sentence names the method.
@@ -91,11 +93,16 @@ def checked_budgets(
             raise refuse(
                 method, f"gave {int(budgets[at])} tokens to (row, layer, head) {at}, {name}, which are {int(bound[at])}"
             )
+    if not settled:
+        return budgets
     due, sums = total.clamp(floor.sum((1, 2)), capacity.sum((1, 2))), budgets.sum((1, 2))
-    wrong = sums > due if spare is None else (sums > due) | (sums < due - spare)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise refuse(method, f"gave row {row} {int(sums[row])} tokens in all, where {int(due[row])} are due")
+    for wrong in (sums > due, sums < due - spare):
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            said = refuse(method, f"gave row {row} {int(sums[row])} tokens in all, where {int(due[row])} are due")
+            if int(sums[row]) > int(due[row]):
+                raise said
+            warnings.warn(f"{said}: fewer are held than the plan asks for", stacklevel=3)
     return budgets
 
 

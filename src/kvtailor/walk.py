@@ -106,10 +106,10 @@ class Walk:
                 calibration=self.calibration,
             )
         )
-        # Heads of a layer that get the same leave less than one token for each of them.
-        unspent = newest.heads - 1 if plan.allocate.even_heads else 0
-        spare = unspent if len(scored) == len(self.states) else None
-        budgets = checked_budgets(plan.allocate, budgets, total, floor, capacity, spare=spare)
+        # A layer alone has a share that nobody else knows; heads that get the same leave less than a token for each.
+        alike = newest.heads - 1 if plan.allocate.even_heads else 0
+        spare = alike if len(scored) == len(self.states) else int(total.max())
+        budgets = checked_budgets(plan.allocate, budgets, total, floor, capacity, settled=last, spare=spare)
         for i, one in enumerate(scored):
             keep, counts = None, one.counts
             # An inexact selector has its say once for each layer, also where all tokens fit.
