@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,17 +15,41 @@ if TYPE_CHECKING:
     from kvtailor.layer import LayerState
     from kvtailor.plan import Plan
 
-__all__ = ["only_recents", "recent_tokens", "total_tokens"]
+__all__ = ["CacheShape", "only_recents", "recent_tokens", "total_tokens"]
 
 
-def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: LayerState, window_bytes: int = 0) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """The shape of a layer's cache that is not there yet, in place of the layer itself.
+
+    Attributes:
+        heads: h, kv heads.
+        key_size, value_size: d and dv.
+        element_size: bytes of an element of the cache's dtype.
+        rows: b, batch rows.
+    """
+
+    heads: int
+    key_size: int
+    value_size: int
+    element_size: int
+    rows: int = 1
+
+    def sizes(self) -> tuple[int, int, int]:
+        """d, dv and the bytes of an element."""
+        return self.key_size, self.value_size, self.element_size
+
+
+def total_tokens(
+    plan: Plan, tokens: Tensor, *, layers: int, template: LayerState | CacheShape, window_bytes: int = 0
+) -> Tensor:
     """Tokens that each row may hold, over all compressed layers and kv heads.
 
     Args:
         plan: with one of `tokens`, `keep`, `bytes`, or an attention that says what to hold.
         tokens: (b,) int64 on the CPU: real tokens seen by each row.
         layers: layers that the plan compresses.
-        template: any one of them; its shapes and dtype price a token.
+        template: any one of them, or its shape; that and the dtype price a token.
         window_bytes: bytes of one row that the model's own sliding windows take, which `bytes=` has to pay first.
 
     Returns:
@@ -57,19 +82,20 @@ def recent_tokens(plan: Plan, each: Tensor) -> Tensor:
     return each.clamp(max=plan.score.recents)
 
 
-def only_recents(*, seen: int, held: int, recents: int) -> str:
+def only_recents(*, seen: int | None, held: int, recents: int) -> str:
     """What a budget of `held` tokens per kv head means where the score always keeps `recents` newest, at least as many.
 
-    A sentence without its subject, the plan.
+    A sentence without its subject, the plan. `seen` None: of any prompt that is longer.
     """
+    length = "" if seen is None else f"{seen} tokens were seen, "
     return (
-        f"{seen} tokens were seen, the budget is {held} per kv head, and the score always keeps the newest {recents}: "
+        f"{length}the budget is {held} per kv head, and the score always keeps the newest {recents}: "
         f"nothing but the newest {held} is held, no first token (attention sink) and none that the score would choose. "
         f"Give a budget above {recents} tokens per kv head, or the score a smaller window"
     )
 
 
-def _affordable(plan: Plan, heads: int, template: LayerState, window_bytes: int) -> int:
+def _affordable(plan: Plan, heads: int, template: LayerState | CacheShape, window_bytes: int) -> int:
     """Tokens of one row that fit its share of `plan.bytes`, positions, tail and half-empty pages included."""
     assert plan.bytes is not None and plan.score is not None
     key_size, value_size, element = template.sizes()
