@@ -65,6 +65,20 @@ def test_bytes_are_read_as_a_budget_and_written_for_people() -> None:
     assert "MiB" in text and str(holding["bytes"]) not in text
 
 
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        ("h2o + kivi4 @ tokens=20", "none of them is encoded"),
+        ("h2o @ tokens=20", "cut back to the budget whenever more than 32 tokens have come"),
+        ("snapkv @ tokens=20", "every new token is held as well"),
+        ("kivi(bits=4, residual=64)", "236 encoded, the newest 64 in full precision"),
+        ("snapkv + threshold @ tokens=50", "at most 50 of 300 tokens are held"),
+    ],
+)
+def test_what_is_encoded_and_what_decoding_adds_is_said(plan: str, line: str) -> None:
+    assert line in asked("show", plan, "--model", "demo", "--tokens", "300")[1]
+
+
 def test_no_time_is_said_that_nobody_measured() -> None:
     plan = "kivi(bits=4) + disk"
     found, text = asked("show", plan, "--model", "demo", "--tokens", "1000")

@@ -104,6 +104,8 @@ def say_holding(plan: Plan, held: Holding) -> None:
     )
     if held.tokens_encoded and plan.encode.tail:
         click.echo(f"  {held.tokens_encoded} encoded, the newest {held.tokens_full_precision} in full precision")
+    elif plan.encode.block and not held.tokens_encoded:
+        click.echo("  none of them is encoded: the codec leaves so many of the newest in full precision")
     without = held.full_bytes - held.window_bytes
     click.echo(
         f"  keys and values: {byte_text(held.bytes)}, {byte_text(without)} without the plan"
@@ -114,7 +116,9 @@ def say_holding(plan: Plan, held: Holding) -> None:
         click.echo(f"  and {byte_text(held.window_bytes)} in the model's own sliding windows, with the plan or without")
     slack = plan.slack_tokens
     if plan.evicts and slack is not None:
-        click.echo(f"  while decoding: up to {held.tokens_held + slack} tokens, then back to the budget")
+        click.echo(
+            f"  while decoding: cut back to the budget whenever more than {slack} tokens have come since the last cut"
+        )
     else:
         click.echo("  while decoding: every new token is held as well")
 
