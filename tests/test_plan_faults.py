@@ -54,11 +54,6 @@ def faults_of(text: str) -> tuple[str, ...]:
             "score comes from pyramidkv and from streaming: keep one preset, or write your own",
         ),
         (
-            "snapkv @ tokens=31",
-            "tokens=31 is below the window: the scorer always keeps the newest 32 tokens; ask for at least "
-            "tokens=32, or for a smaller window",
-        ),
-        (
             "full @ tokens=99",
             "there is a budget (tokens) but no scorer, so nothing would be evicted: add a scorer such as snapkv, or "
             "leave the budget out",

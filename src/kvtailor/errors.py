@@ -9,6 +9,7 @@ __all__ = [
     "CacheMisuse",
     "CalibrationError",
     "KvtailorError",
+    "MethodError",
     "PlanError",
     "TierError",
     "UnknownName",
@@ -52,6 +53,10 @@ class CalibrationError(KvtailorError, ValueError):
 
 class CacheMisuse(KvtailorError, RuntimeError):
     """A cache used in a way that would give a silently wrong answer."""
+
+
+class MethodError(KvtailorError, TypeError):
+    """A method that returned something else than its contract promises; names the method."""
 
 
 class TierError(KvtailorError, RuntimeError):

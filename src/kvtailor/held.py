@@ -185,8 +185,8 @@ class Held:
             held = _sampled_within(held, needs.rows)
         return held
 
-    def recent(self, count: int) -> Tensor:
-        """(b, h, n) bool: tokens among the newest `count` columns seen."""
+    def recent(self, count: int | Tensor) -> Tensor:
+        """(b, h, n) bool: tokens among the newest `count` columns seen; (b, 1, 1) int64 where rows differ."""
         return self.valid & (self.positions >= self.seen - count)
 
     def looked_back(self, positions: Tensor, values: Tensor) -> Tensor:

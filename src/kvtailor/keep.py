@@ -10,22 +10,32 @@ from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
 from kvtailor.find import name_of
+from kvtailor.merge.contract import Merged
 from kvtailor.ops.kept import place_among_kept
 from kvtailor.ops.ragged import Cut, cut_lanes, gather_held, tokens_of_part
 from kvtailor.ops.weighted import Weighted, without_weight
+from kvtailor.returned import checked_segment, checked_tensor, refuse
 from kvtailor.together import join
 from kvtailor.types import Held, PlainSegment, Segment
 
 if TYPE_CHECKING:
     from kvtailor.layer import LayerState
-    from kvtailor.merge.contract import Merged
+    from kvtailor.merge.contract import Merger
     from kvtailor.plan import Plan
 
 __all__ = ["keep_only", "waits"]
 
 
 def keep_only(
-    state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor, *, encoding: bool = True
+    state: LayerState,
+    plan: Plan,
+    held: Held,
+    slots: list[Tensor],
+    keep: Tensor,
+    *,
+    most: int,
+    recents: int,
+    encoding: bool = True,
 ) -> None:
     """Lets a layer hold only a kept set, with what the plan's merger folds into it.
 
@@ -35,6 +45,8 @@ def keep_only(
         held: the padded rows that were scored.
         slots: for each part the index of its slots along them.
         keep: (b, h, n) bool.
+        most: how many a head keeps at most.
+        recents: the newest tokens that stay in every row and head.
         encoding: False where the layer will be cut again in the same walk: then what is not encoded yet waits as it
             is, so that it is encoded once, for what stays in the end. A layer that is encoded together with others
             waits for the last of them.
@@ -42,10 +54,10 @@ def keep_only(
     Raises:
         CacheMisuse: what was folded gives NaN or infinity.
     """
-    assert state.tail is not None and plan.score is not None
+    assert state.tail is not None
     codec = state.codec(plan)
-    newest = _common_newest(state, held, keep, plan.score.recents)
-    merged = _merged(state, plan, held, slots, keep, newest)
+    newest = _common_newest(state, held, keep, recents)
+    merged = _merged(state, plan, held, slots, keep, newest, most)
     if codec.exact and codec.block == 0 and not plan.merge.weighted:
         cut = cut_lanes(keep)
         if cut is not None and cut.owner is None:
@@ -76,7 +88,10 @@ def keep_only(
         plain = _gather(held, keep, merged, cut)
         now = encoding and not state.together
         seeing = state.encoder(plan, held.first)
-        fresh_part = seeing.encode(plain.layout, plain.keys, plain.values, held.first) if now else plain
+        fresh_part: Segment = plain
+        if now:
+            fresh_part = seeing.encode(plain.layout, plain.keys, plain.values, held.first)
+            checked_segment(seeing, fresh_part, codec.segment_type(), plain.layout)
         segments.append(_weighed(fresh_part, held, keep, merged, cut))
         cuts.append(cut)
     state.tail.drop_oldest(state.tail.length - newest)
@@ -102,14 +117,18 @@ def waits(state: LayerState, plan: Plan) -> bool:
     return not all(isinstance(without_weight(segment), encoded) for segment in state.here())
 
 
-def _merged(state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor, newest: int) -> Merged | None:
-    """What the plan's merger makes of the kept tokens; None where they stay as they are."""
+def _merged(
+    state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor, newest: int, most: int
+) -> Merged | None:
+    """What the plan's merger makes of the kept tokens, `most` in a head; None where they stay as they are."""
     if not bool((held.valid & ~keep).any()):
         return None
     into = keep & ~_encoded(state, plan, slots, keep)
     if plan.merge.weighted and newest:
         into &= ~held.recent(newest)
     merged = plan.merge.merge(held.within(plan.merge.needs), keep, into)
+    if merged is not None:
+        _check_merged(plan.merge, merged, held, most)
     if merged is not None and not bool(torch.isfinite(merged.keys).all() & torch.isfinite(merged.values).all()):
         raise CacheMisuse(
             f"layer {state.index} of the compressed layers: {name_of(plan.merge)} folds dropped tokens into kept ones "
@@ -117,6 +136,20 @@ def _merged(state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep
             "is the usual cause), or leave it out"
         )
     return merged
+
+
+def _check_merged(merge: Merger, merged: object, held: Held, most: int) -> None:
+    """Raises `MethodError` where a merger returns something else than the kept tokens, `most` of each head."""
+    if not isinstance(merged, Merged):
+        raise refuse(merge, f"returned a {type(merged).__name__}, where Merged or None is due")
+    for name, found, like in (("keys", merged.keys, held.keys), ("values", merged.values, held.values)):
+        shape = (*held.positions.shape[:2], most, like.shape[-1])
+        checked_tensor(merge, f"merged {name}", found, shape, like.dtype, like.device)
+    if merged.log_weight is not None:
+        if not merge.weighted:
+            raise refuse(merge, "returned weights, and does not declare that it is `weighted`")
+        shape = (*held.positions.shape[:2], most)
+        checked_tensor(merge, "log_weight", merged.log_weight, shape, torch.float32, held.keys.device)
 
 
 def _encoded(state: LayerState, plan: Plan, slots: list[Tensor], keep: Tensor) -> Tensor:

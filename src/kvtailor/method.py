@@ -16,9 +16,12 @@ class Method:
     Attributes:
         examples: some of these as a plan writes them, where the name alone is not enough. A room's promises are tested
             with each of them. Empty: the name alone is a method.
+        added: arguments that the method got after results had been named by hashes without them. At their defaults they
+            are no part of a plan's hash, so that a plan of before keeps its own.
     """
 
     examples: ClassVar[tuple[str, ...]] = ()
+    added: ClassVar[tuple[str, ...]] = ()
 
     @property
     def content_hash(self) -> str | None:

@@ -155,12 +155,17 @@ def word_of(method: object, *, everything: bool = False) -> Word:
 
 
 def identity_of(method: object) -> object:
-    """What a hash is over: name, all arguments, methods among them likewise, and the hash of the files it read."""
+    """What a hash is over: name, all arguments, methods among them likewise, and the hash of the files it read.
+
+    Arguments that came later (`Method.added`) count where they are not at their defaults.
+    """
     if isinstance(method, tuple | list):
         return [identity_of(each) for each in method]
     if not isinstance(method, Method):
         return method
-    arguments = {key: identity_of(value) for key, value in given_of(method, everything=True).items()}
+    given = given_of(method)
+    counted = {k: v for k, v in given_of(method, everything=True).items() if k in given or k not in method.added}
+    arguments = {key: identity_of(value) for key, value in counted.items()}
     content = method.content_hash
     return [find.name_of(method), arguments, *([content] if content is not None else [])]
 

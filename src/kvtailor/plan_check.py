@@ -24,25 +24,19 @@ def all_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> l
         settings: the given ones among `SETTINGS`.
     """
     score = parts["score"]
-    recents = score.recents if isinstance(score, find.Scorer) else 0
     evicts = score.named or None if isinstance(score, Broken) else score is not None
     attend = parts["attend"]
     splits = isinstance(attend, find.Attention) and attend.held_tokens(torch.ones(1, dtype=torch.int64)) is not None
     faults = _parts_faults(parts) + _together_faults(parts, settings)
-    return faults + _settings_faults(settings, evicts, recents, splits)
+    return faults + _settings_faults(settings, evicts, splits)
 
 
-def _settings_faults(settings: Mapping[str, object], evicts: bool | None, recents: int, splits: bool) -> list[str]:
+def _settings_faults(settings: Mapping[str, object], evicts: bool | None, splits: bool) -> list[str]:
     """`evicts`: whether a scorer is there, None where nobody can say; `splits`: the attention brings a budget."""
     faults = []
     tokens, keep, size, slack = (settings.get(name) for name in SETTINGS)
     if tokens is not None and not (_whole(tokens) and tokens >= 1):
         faults.append(f"tokens is {tokens!r}: give a whole number of tokens from 1 up, per kv head on average")
-    elif _whole(tokens) and tokens < recents:
-        faults.append(
-            f"tokens={tokens} is below the window: the scorer always keeps the newest {recents} tokens; ask for at "
-            f"least tokens={recents}, or for a smaller window"
-        )
     if keep is not None and not (isinstance(keep, float | int) and not isinstance(keep, bool) and 0 < keep <= 1):
         faults.append(f"keep is {keep!r}: give the fraction of tokens to keep, above 0 and at most 1")
     if size is not None and not (_whole(size) and size >= 1):
@@ -74,6 +68,13 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
                     f"{find.name_of(parts[room])} works {work}, but there is no scorer, so nothing would be "
                     "evicted: add a scorer such as snapkv, or leave it out"
                 )
+    select, allocate = parts["select"], parts["allocate"]
+    uneven = isinstance(allocate, find.Allocator) and not allocate.even_heads
+    if isinstance(select, find.Selector) and select.same_in_heads and uneven:
+        faults.append(
+            f"{find.name_of(select)} keeps the same tokens in all kv heads of a layer, and {find.name_of(allocate)} "
+            "gives each its own budget: let each head choose, or take an allocator over layers such as pyramid"
+        )
     if isinstance(attend, find.Attention):
         name, wanted = find.name_of(attend), attend.needs_codec
         if wanted is not None and isinstance(encode, find.Codec) and find.name_of(encode) != wanted:

@@ -21,6 +21,7 @@ from kvtailor.observe import observe
 from kvtailor.pending import Pending
 from kvtailor.plan import Plan
 from kvtailor.repeat import Piece
+from kvtailor.returned import check_attended
 from kvtailor.types import Layout, PlainSegment, Visibility
 from kvtailor.walk import Walk
 
@@ -192,7 +193,7 @@ class Route:
         parts = state.parts()
         self.shelves.prefetch(state.index)
         self._check_limit(state)
-        return self.plan.attend.attend(
+        attended = self.plan.attend.attend(
             query,
             parts,
             visible,
@@ -201,6 +202,8 @@ class Route:
             real_queries=_real_queries(visible),
             facts=self._facts(state),
         )
+        check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
+        return attended
 
     def _facts(self, state: LayerState) -> LayerFacts:
         return LayerFacts(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
 from kvtailor.find import Codec
+from kvtailor.returned import checked_segment, refuse
 from kvtailor.types import Layout, PlainSegment, Segment
 
 __all__ = ["encoded", "join"]
@@ -24,9 +25,15 @@ def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -
 
     Raises:
         CacheMisuse: the layers hold different tokens.
+        MethodError: the codec returns something else than a segment for each layer.
     """
     _check(parts)
-    return codec.encode_together(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
+    found = codec.encode_together(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
+    if len(found) != len(parts):
+        raise refuse(codec, f"returned {len(found)} segments for {len(parts)} layers")
+    for part, segment in zip(parts, found, strict=True):
+        checked_segment(codec, segment, codec.segment_type(), part.layout)
+    return found
 
 
 def join(held: Sequence[list[Segment]], codec: Codec, first: Tensor | None = None) -> None:

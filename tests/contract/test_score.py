@@ -142,6 +142,38 @@ def test_heads_that_change_places_take_their_scores_along(kind: type[Scorer]) ->
 
 
 @every_scorer
+def test_divided_by_its_scale_it_is_a_probability(kind: type[Scorer]) -> None:
+    """A scorer that says a scale says one for each row, the row's own; no score goes above 1 but those it lifts."""
+    scorer = small(kind)
+    for lengths in (LENGTHS, (1,), (33, 31)):
+        held = held_by(scorer, rows_of(lengths))
+        if scorer.needs.mass:
+            # As if all queries of both heads of the group had looked at every token alike.
+            real = (held.seen - held.first)[:, None, None]
+            held = dataclasses.replace(held, mass=torch.ones_like(held.mass) * 2 * real)
+        scale = scorer.attention_scale(held, group=2)
+        if scale is None:
+            return
+        assert scale.shape == (len(lengths),) and scale.dtype == torch.float32 and bool((scale > 0).all())
+        for row, tokens in zip(rows_of(lengths), scale, strict=True):
+            alone = scorer.attention_scale(held_by(scorer, [row]), group=2)
+            assert alone is not None and float(alone) == float(tokens)
+        shares = scorer.score(held) / scale[:, None, None]
+        lifted = held.positions < held.first[:, None, None] + getattr(scorer, "sinks", 0)
+        came_after = held.reconstruction < 0 if held.reconstruction is not None else torch.zeros_like(lifted)
+        weighed = shares[held.valid & ~lifted & ~came_after]
+        assert bool((weighed <= 1 + 1e-5).all()) and bool((weighed >= 0).all())
+
+
+def test_the_scores_that_are_attention_say_so() -> None:
+    said = set()
+    for scorer in map(small, SCORERS):
+        scale = scorer.attention_scale(held_by(scorer, rows_of((40,))), group=2)
+        said |= set() if scale is None else {type(scorer).__name__}
+    assert said == {"H2O", "KVzip", "SnapKV", "TOVA"}
+
+
+@every_scorer
 def test_what_is_the_same_on_all_layers_follows_from_the_columns_alone(kind: type[Scorer]) -> None:
     """Other keys, values and queries at the same columns, and another layer: the same scores of the same tokens."""
     scorer = small(kind)

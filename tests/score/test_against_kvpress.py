@@ -47,13 +47,11 @@ SCORES = (
     Pairing(case="expected f64 e0.02", plan="expected(sinks=4, future=64, epsilon=0.02)"),
     Pairing(case="expected mean only", plan="expected(sinks=2, future=16, covariance=false, value_norm=false)"),
 )
-# kvpress's epsilon stands beside a mean over the group (and the window), ours beside a sum, so it grows with the sum.
+# kvpress's epsilon stands beside a mean over group and window; ours is the same number, whatever our scores sum.
 CRITICAL = (
-    Pairing(case="critical h2o two-rows", plan="critical(of=h2o(recent=0, normalise=true), epsilon=0.0002)"),
-    Pairing(
-        case="critical h2o first 0.25", plan="critical(of=h2o(recent=0, normalise=true), epsilon=0.0002, first=0.25)"
-    ),
-    Pairing(case="critical snapkv three-heads", plan="critical(of=snapkv(window=8, kernel=5), epsilon=0.0008)"),
+    Pairing(case="critical h2o two-rows", plan="critical(of=h2o(recent=0, normalise=true))"),
+    Pairing(case="critical h2o first 0.25", plan="critical(of=h2o(recent=0, normalise=true), first=0.25)"),
+    Pairing(case="critical snapkv three-heads", plan="critical(of=snapkv(window=8, kernel=5))"),
 )
 # Of two layers the file holds the kept sets alone.
 KEPT_ONLY = (
@@ -87,6 +85,41 @@ def test_the_rebuilt_states_are_those_that_kvpress_saw(name: str) -> None:
         torch.testing.assert_close(mass[spots], torch.tensor(seen["mass"]), rtol=1e-4, atol=1e-4)
 
 
+@each_pairing(*CRITICAL)
+def test_weighed_scores_rank_alike_at_the_recorded_budget(pairing: Pairing) -> None:
+    pairing.check_order()
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("snapkv w8 k5 two-rows", "snapkv(window=8, kernel=5)"),
+        ("snapkv w8 k5 two-rows", 'snapkv(window=8, kernel=5, reduce="sum")'),
+        ("snapkv w32 k3 three-heads", "snapkv(window=32, kernel=3)"),
+        ("snapkv w64 k5 one-head", "snapkv(window=64, kernel=5)"),
+        ("snapkv w1 k1 two-rows", "snapkv(window=1, kernel=1)"),
+        ("h2o two-rows", "h2o(recent=0, normalise=true)"),
+        ("h2o three-heads", "h2o(recent=0, normalise=true)"),
+        ("tova one-head", "tova"),
+        ("expected mean only", "expected(sinks=2, future=16, covariance=false, value_norm=false)"),
+    ],
+)
+def test_epsilon_stands_beside_the_published_score(case: str, line: str) -> None:
+    """kvpress adds 1e-4 to its own score, which the file holds, and multiplies by the norm of the projected value."""
+    found, plan = cases()[case], Plan.parse(f"critical(of={line}, first=0) @ tokens=64")
+    assert found.scores is not None and plan.score is not None
+    held = held_of_case(found.geometry, 0, plan.score.needs, 64)
+    projected = held.values[:, :, None].double() @ held.output.double().unflatten(0, (found.geometry.heads, -1))
+    expected = (found.scores[0] + 1e-4) * projected.abs().sum(-1).mean(2)
+    ours = plan.score.score(held).double()
+    # What must stay (a window, sinks) is lifted by both, each in its own way.
+    sinks = getattr(plan.score.of, "sinks", 0)
+    free = slice(sinks, found.geometry.tokens - plan.score.recents)
+    factor = (ours / expected)[..., free]
+    assert expected[..., free].min() > 0 and float(found.scores[0][..., free].median()) < 0.03
+    torch.testing.assert_close(factor, factor[:1, :1, :1].expand_as(factor), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize(
     ("case", "line", "factor"),
     [
@@ -98,7 +131,10 @@ def test_scores_differ_by_a_mean_and_a_sum_alone(case: str, line: str, factor: f
     found, scorer = cases()[case], Plan.parse(line).score
     assert found.scores is not None and scorer is not None
     free = slice(0, found.geometry.tokens - scorer.recents)
-    ours = scorer.score(held_of_case(found.geometry, 0, scorer.needs, 8))[..., free]
+    held = held_of_case(found.geometry, 0, scorer.needs, 8)
+    ours = scorer.score(held)[..., free]
+    said = scorer.attention_scale(held, group=found.geometry.query_heads // found.geometry.heads)
+    assert said is not None and said.tolist() == [factor] * found.geometry.rows
     torch.testing.assert_close(ours, factor * found.scores[0][..., free], rtol=1e-4, atol=1e-6)
 
 

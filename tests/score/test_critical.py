@@ -48,7 +48,8 @@ def test_scores_are_weighed_by_the_mean_norm_of_the_group() -> None:
     """Query heads map a value v to (3v, -4v) and (1v, 0): L1 norms 7 |v| and |v|, 4 |v| on average."""
     held = line([0.5, 0.2, 0.3], [1.0, -10.0, 2.0], [[3.0, -4.0], [1.0, 0.0]], budget=1)
     got = Critical(of=H2O(recent=0), first=0.0, epsilon=0.1).score(held)[0, 0]
-    torch.testing.assert_close(got, torch.tensor([0.6 * 4, 0.3 * 40, 0.4 * 8]))
+    # The mass sums two query heads and three queries, so 0.1 of a mean probability is 0.6 of it.
+    torch.testing.assert_close(got, torch.tensor([1.1 * 4, 0.8 * 40, 0.9 * 8]))
 
 
 def test_half_of_the_budget_goes_by_the_score_alone() -> None:
@@ -64,6 +65,44 @@ def test_recents_count_for_the_first_part() -> None:
     held = line([0.9, 0.05, 0.04, 0.01], [0.1, 0.1, 99.0, 0.1], [[1.0, 0.0], [1.0, 0.0]], budget=2)
     got = Critical(of=H2O(recent=1)).score(held)[0, 0]
     assert got.argsort(descending=True).tolist()[:2] == [3, 2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given(Scorer):
+    """A score that is no probability: the mass, times a number, raised or lowered by another."""
+
+    times: float = 1.0
+    plus: float = 0.0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(mass=True)
+
+    def score(self, held: Held) -> torch.Tensor:
+        assert held.mass is not None
+        return held.mass * self.times + self.plus
+
+
+def test_a_score_that_is_no_probability_is_weighed_alike_on_any_scale() -> None:
+    """Epsilon is a fraction of what the head's scores sum to: 0.1 of 1.0, and of 1000 times as much."""
+    held = line([0.5, 0.2, 0.3, 0.0], [1.0, -10.0, 2.0, 9.0], [[3.0, -4.0], [1.0, 0.0]], budget=1)
+    once = Critical(of=Given(), first=0.0, epsilon=0.1).score(held)[0, 0]
+    torch.testing.assert_close(once, torch.tensor([0.6 * 4, 0.3 * 40, 0.4 * 8, 0.1 * 36]))
+    for given in (Given(times=1000.0), Given(times=1000.0, plus=-700.0)):
+        got = Critical(of=given, first=0.0, epsilon=0.1).score(held)[0, 0]
+        torch.testing.assert_close(got, 1000 * once)
+
+
+def test_a_token_that_the_score_lifts_without_measure_is_no_part_of_the_scale() -> None:
+    held = line([1e30, 0.2, 0.3, 0.5], [1.0, -10.0, 2.0, 9.0], [[3.0, -4.0], [1.0, 0.0]], budget=2)
+    got = Critical(of=Given(), epsilon=0.1).score(held)[0, 0]
+    torch.testing.assert_close(got[1:], torch.tensor([0.3 * 40, 0.4 * 8, 0.6 * 36]))
+
+
+def test_scores_that_are_all_the_same_leave_it_to_the_values() -> None:
+    held = line([0.0] * 4, [1.0, -10.0, 2.0, 9.0], [[3.0, -4.0], [1.0, 0.0]], budget=2)
+    got = Critical(of=Given(), first=0.0).score(held)[0, 0]
+    assert got.argsort(descending=True).tolist() == [1, 3, 2, 0]
 
 
 def test_negative_scores_are_raised_before_they_are_weighed() -> None:

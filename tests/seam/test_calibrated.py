@@ -61,7 +61,7 @@ def test_each_layer_gets_its_tensors_and_the_allocator_all(family: str, tmp_path
     tensors = filters_for(model)
     path = write_file(tmp_path / "f.safetensors", "qfilters", tensors, model)
     score, allocate = Listening(file=path), Weighted(file=path)
-    cache = kvtailor.cache_for(model, Plan(score=score, allocate=allocate, keep=0.5))
+    cache = kvtailor.cache_for(model, Plan(score=score, allocate=allocate, keep=1.0))
     model(prompts((40, 23))[0], past_key_values=cache)
     layers = len(cache.geometry.compressed)
     assert [layer for layer, _ in score.given] == list(range(layers)) and len(allocate.given) == 1

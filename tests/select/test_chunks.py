@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.plan import Plan, parse
 from kvtailor.score.snapkv import SnapKV
 from kvtailor.select.chunks import Chunks
@@ -89,8 +89,51 @@ def test_nan_is_an_error() -> None:
         kept([1.0, math.nan, 2.0], 1, 2)
 
 
+@pytest.mark.parametrize("size", [1, 3, 10, 64])
+def test_heads_that_choose_together_equal_loops_over_the_sum(size: int) -> None:
+    """All heads of a row keep what loops keep of the sum of their scores; rows choose for themselves."""
+    generator = torch.Generator().manual_seed(size)
+    scores = torch.randint(-40, 40, (3, 5, 63), generator=generator).float() / 8
+    draw = torch.rand(3, 1, 63, generator=generator).expand_as(scores)
+    scores = scores.masked_fill(draw < 0.2, -INF).masked_fill(draw > 0.9, INF)
+    available = (scores[:, 0] > -INF).sum(-1)
+    budgets = (torch.rand(3, generator=generator) * (available + 1)).long()
+    got = Chunks(size=size, heads="all").select(scores, budgets[:, None].expand(3, 5))
+    for row in range(3):
+        expected = naive(scores[row].sum(0).tolist(), int(budgets[row]), size)
+        for head in range(5):
+            assert torch.nonzero(got[row, head]).flatten().tolist() == expected
+    alone = Chunks(size=size).select(scores, budgets[:, None].expand(3, 5))
+    assert not torch.equal(alone, got)
+
+
+def test_one_choice_for_all_heads_needs_one_budget_for_all_heads() -> None:
+    with pytest.raises(
+        PlanError, match="chunks keeps the same tokens in all kv heads of a layer, and adakv gives each"
+    ):
+        parse('snapkv + adakv + chunks(heads="all") @ tokens=99')
+    for allocate in ("", " + pyramid", " + inverse(of=pyramid)"):
+        assert parse(f'snapkv{allocate} + chunks(heads="all") @ tokens=99').select == Chunks(heads="all")
+    assert parse("snapkv + adakv + chunks @ tokens=99").select == Chunks()
+
+
+@pytest.mark.parametrize(
+    ("text", "digits"),
+    [("snapkv + chunks @ tokens=99", "595f6e1d34be"), ("knorm + chunks(size=4) @ keep=0.5", "db7733a32b13")],
+)
+def test_an_argument_that_came_later_leaves_the_hashes_of_earlier_results(text: str, digits: str) -> None:
+    assert parse(text).hash == digits
+    other = parse(
+        text.replace("chunks(size=4)", "chunks(size=4, heads=all)").replace("chunks @", "chunks(heads=all) @")
+    )
+    assert other.hash != digits and parse(str(other)) == other
+
+
 def test_settings_and_the_papers_preset() -> None:
-    assert parse("chunkkv @ tokens=99") == Plan(score=SnapKV(kernel=1), select=Chunks(size=10), tokens=99)
+    published = Plan(score=SnapKV(kernel=1), select=Chunks(size=10, heads="all"), tokens=99)
+    assert parse("chunkkv @ tokens=99") == published
+    with pytest.raises(ValueError, match=r"^chunks: heads must be one of \('each', 'all'\), found 'some'"):
+        Chunks(heads="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^chunks: size must be at least 1 token, found 0"):
         Chunks(size=0)
 

@@ -16,6 +16,7 @@ LEVELS = {
     "ops": 1,
     "ledger": 1,
     "calibration": 1,
+    "returned": 1,
     "observe": 2,
     **dict.fromkeys(ROOMS, 2),
     "find": 3,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvtailor.cli.budget_words import ELEMENT_SIZES, budget_notes, element_of
 from kvtailor.cli.plan_words import read_plan
 
 if TYPE_CHECKING:
@@ -23,19 +24,25 @@ __all__ = ["command"]
     "--model",
     help="'demo' or 'demo-draft' (embedded), a folder, or a hub name: also check the plan against this model.",
 )
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    help="Length of a prompt: what the budget comes to there.  [default: the model's positions]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 @click.pass_context
-def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_json: bool) -> None:
+def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens: int | None, as_json: bool) -> None:
     """Check PLAN, a line or a TOML file. Exit code 0: no fault; 2: faults, each a sentence on standard error.
 
-    A model's weights are not loaded, only its configuration. Also says which kernels run on this machine, and why.
+    Also says where a budget does nothing, or leaves nothing to the score. A model's weights are not loaded, only its
+    configuration. Also says which kernels run on this machine, and why.
     """
     import torch
 
     from kvtailor.errors import PlanError
     from kvtailor.ops.twins import explained
 
-    parsed, geometry = None, None
+    parsed, geometry, element = None, None, 1
     faults: list[str] = []
     notes: list[str] = []
     try:
@@ -51,9 +58,11 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_jso
         if sentence is not None:
             faults.append(sentence)
         else:
-            geometry = Geometry.of(config)
+            geometry, element = Geometry.of(config), ELEMENT_SIZES[element_of(config, None)]
             found, notes = _against(parsed, geometry, model)
             faults += found
+    if parsed is not None:
+        notes += budget_notes(parsed, geometry, element, tokens)
     for fault in faults:
         click.echo(f"fault: {fault}", err=True)
     if not faults:
@@ -74,6 +83,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, as_jso
                     "model": model,
                     "layers": None if geometry is None else geometry.layers,
                     "compressed_layers": None if geometry is None else list(geometry.compressed),
+                    "tokens": tokens,
                     "notes": notes,
                     "twins": [{"device": device.type, **asdict(choice)} for choice in choices],
                 }
@@ -105,7 +115,4 @@ def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[st
         for word, found in read_by(plan, model).items():
             named = ", ".join(f"{each.name} of {each.model}" for each in found) or "none that is shipped"
             notes.append(f"{word} reads a calibration: {named}; it must be of this model's very weights")
-    tokens, positions = plan.tokens if plan is not None else None, geometry.max_positions
-    if tokens is not None and positions is not None and tokens >= positions:
-        notes.append(f"tokens={tokens} is not below the {positions} positions of the model: nothing will be evicted")
     return faults, notes

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.cli.budget_words import ELEMENT_SIZES, as_dict, budget_notes, element_of, holding, say_holding
 from kvtailor.cli.plan_words import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtailor.calibration import Calibration
+    from kvtailor.cli.budget_words import Holding
+    from kvtailor.hf.geometry import Geometry
     from kvtailor.plan import Plan
 
 __all__ = ["command"]
 
-ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LAYERS = 32
 
 
@@ -30,10 +32,14 @@ _LAYERS = 32
 @click.option("--head-size", type=click.IntRange(1), default=128, show_default=True, help="Of a key and of a value.")
 @click.option("--dtype", type=click.Choice(list(ELEMENT_SIZES)), help="Of the cache.  [the model's own, else bfloat16]")
 @click.option(
-    "--tokens", type=click.IntRange(1), help="Held by each kv head; predicts a step where layers live elsewhere."
+    "--tokens", type=click.IntRange(1), help="Length of a prompt: what is held of it, and what comes in a step."
 )
-@click.option("--link", default="2GiB", show_default=True, help="With --tokens: bytes per second that can come.")
-@click.option("--step-ms", type=float, default=30.0, show_default=True, help="With --tokens: a step with nothing away.")
+@click.option(
+    "--link", help="Bytes per second that can come, as you measured them; says what the link takes in a step."
+)
+@click.option(
+    "--step-ms", type=float, help="A step with nothing away, as you measured it; with --link predicts a step."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 def command(
     plan: tuple[str, ...],
@@ -41,13 +47,14 @@ def command(
     head_size: int,
     dtype: str | None,
     tokens: int | None,
-    link: str,
-    step_ms: float,
+    link: str | None,
+    step_ms: float | None,
     as_json: bool,
 ) -> None:
     """Show PLAN, a line or a TOML file: the method of each room, its arguments and source, and closed-form bytes.
 
     The bytes are a prediction from the codec's formula; what a cache really holds is measured by `run` and `bench`.
+    Times come from the rates that you give, and without them there are none.
     """
     from kvtailor.cli.calibration_words import about as describe
     from kvtailor.cli.calibration_words import read_by
@@ -55,13 +62,27 @@ def command(
 
     parsed = read_plan(plan)
     sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": dtype or "bfloat16"}
+    geometry = None
     if model is not None:
-        sizes |= _sizes_of(model, dtype)
+        geometry, known = _sizes_of(model, dtype)
+        sizes |= known
+    if tokens is None and not (link is None and step_ms is None):
+        raise click.UsageError("--link and --step-ms need --tokens, the length at which a step is asked")
+    if tokens is not None and geometry is None:
+        raise click.UsageError("--tokens needs the sizes of a model: give --model as well")
     rooms, cost, files = _rooms(parsed), _cost(parsed, sizes), read_by(parsed, model)
     _say(parsed, rooms, sizes, cost)
     for word, found in files.items():
         _say_files(word, found, model)
-    step = None if tokens is None else _forecast(parsed, sizes, cost, tokens, link, step_ms)
+    notes = budget_notes(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
+    held = step = None
+    if tokens is not None and geometry is not None:
+        each = cost["bytes_per_token_and_kv_head"]
+        held = holding(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], each, tokens)
+        say_holding(parsed, held)
+        step = _forecast(parsed, sizes, cost, held, link, step_ms)
+    for note in notes:
+        click.echo(note)
     if as_json:
         about = {
             "plan": str(parsed),
@@ -74,19 +95,19 @@ def command(
         }
         told = {word: [describe(each) for each in found] for word, found in files.items()}
         known = {"rooms": rooms, "sizes": sizes, "closed_form": cost, "calibrations": told, "forecast": step}
+        known |= {"holding": as_dict(held), "notes": notes}
         click.echo(json.dumps({**about, **known}, default=str))
 
 
-def _sizes_of(model: str, dtype: str | None) -> dict[str, Any]:
+def _sizes_of(model: str, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:
     from kvtailor.hf.config import config_of
     from kvtailor.hf.geometry import Geometry
 
     config = config_of(model)
     geometry = Geometry.of(config)
-    own = str(config.get_text_config(decoder=True).dtype or "").removeprefix("torch.")
-    return {
+    return geometry, {
         "head_size": geometry.head_dim,
-        "dtype": dtype or (own if own in ELEMENT_SIZES else "float32"),
+        "dtype": element_of(config, dtype),
         "kv_heads": geometry.kv_heads,
         "compressed_layers": len(geometry.compressed),
     }
@@ -165,21 +186,19 @@ def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[st
 
 
 def _forecast(
-    plan: Plan, sizes: dict[str, Any], cost: dict[str, Any], tokens: int, link: str, step_ms: float
+    plan: Plan, sizes: dict[str, Any], cost: dict[str, Any], held: Holding, link: str | None, step_ms: float | None
 ) -> dict[str, Any]:
     from kvtailor.cli.tier_words import forecast, say_forecast
     from kvtailor.ops.sizes import bytes_of
 
-    if "kv_heads" not in sizes:
-        raise click.UsageError("--tokens needs the sizes of a model: give --model as well")
     try:
-        rate = bytes_of(link)
+        rate = None if link is None else bytes_of(link)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--link") from error
-    if rate <= 0 or step_ms <= 0:
+    if (rate is not None and rate <= 0) or (step_ms is not None and step_ms <= 0):
         raise click.UsageError("--link and --step-ms must be above 0")
-    encoded = cost["bytes_per_token_and_kv_head"]
-    found = forecast(plan, sizes, encoded, tokens=tokens, rate=rate, step_seconds=step_ms / 1e3)
+    seconds = None if step_ms is None else step_ms / 1e3
+    found = forecast(plan, sizes, cost, held, rate=rate, step_seconds=seconds)
     say_forecast(found)
     return found
 

@@ -59,6 +59,22 @@ class Scorer(Method, ABC):
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32; finite wherever `held.valid`, anything elsewhere."""
 
+    def attention_scale(self, held: Held, *, group: int) -> Tensor | None:
+        """What a row's scores must be divided by to be attention probabilities of one query; None: they are none.
+
+        A sum over w queries and g query heads has the scale w * g, a mean has 1. Published constants that stand beside
+        an attention probability, as the epsilon of `critical`, are multiplied by it. Tokens that a scorer lifts above
+        all others (sinks, say) are left out of account.
+
+        Args:
+            held: what `score` was given.
+            group: g, query heads of a kv head.
+
+        Returns:
+            (b,) float32 above 0, or None.
+        """
+        return None
+
     def flops(self, *, tokens: int, group: int, size: int) -> int | None:
         """What one call of `score` computes for one row and kv head; None: not known, which is no claim of zero.
 

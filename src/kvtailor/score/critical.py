@@ -5,13 +5,16 @@ part of the budget goes to the tokens that the score itself wants; for the rest 
 of the projected value.
 
 *Paper*: "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective", arXiv 2502.03805,
-section 4; our `first` = its alpha, 0.5; our `epsilon` = what its code adds to the scores, 1e-4.
+section 4; our `first` = its alpha, 0.5; our `epsilon` = what its code adds to a mean attention probability, 1e-4.
 
 *Source*: the paper and a description of its implementation in kvpress (Apache-2.0).
 
 *Departs*: norms are averaged over a kv head's query heads, as in that implementation. The first part is a share of the
 mean budget per head, since a layer's own is not known when it is scored; recents count for it. A score that can be
-negative is first raised by its least value in each head: the paper's are attention weights.
+negative is first raised by its least value in each head: the paper's are attention weights. Where the inner score is a
+sum of probabilities, `epsilon` is multiplied by the number of its terms, so it means what it means in the paper. Where
+the inner score is no probability (a norm, an age, a projection), the paper has no epsilon for it: ours is then that
+fraction of the sum of the raised scores that are weighed in the head, as the weights of one query sum to at most 1.
 
 *Cost*: that of the score, and one more output projection of all held values for each query head; float32 scratch of
 `block` tokens times the model's width.
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.topk import keep_top
+from kvtailor.returned import checked_scores, checked_tensor
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 
@@ -42,7 +46,8 @@ class Critical(Scorer):
     Attributes:
         of: whose scores.
         first: fraction of the budget that goes by those scores alone.
-        epsilon: added to each score before it is weighed.
+        epsilon: added to each score before it is weighed, on the scale of a mean attention probability; of an inner
+            score that is none, a fraction of the sum of the head's weighed scores.
     """
 
     of: Scorer
@@ -82,21 +87,22 @@ class Critical(Scorer):
 
         Raises:
             ValueError: no output projection or no budget was given, or what the inner score raises.
+            MethodError: the inner score gives something else than scores.
         """
         if held.output is None or held.budget is None:
             raise ValueError(
                 "critical weighs by the output projection and needs the budget, but the layer came without; observe "
                 "with Needs(output=True)"
             )
-        inner = self.of.score(held)
+        inner = checked_scores(self.of, self.of.score(held), held.positions)
         lowest = inner.masked_fill(~held.valid, torch.inf).amin(-1, keepdim=True)
         inner = (inner - lowest.clamp(max=0.0)).masked_fill(~held.valid, 0.0)
         norms = torch.stack([self._norms(held, head) for head in range(held.keys.shape[1])], 1)
-        weighed = (inner + self.epsilon) * norms
 
         lifted = inner.masked_fill(held.recent(self.of.recents), torch.inf).masked_fill(~held.valid, -torch.inf)
         share = (held.budget.double() * self.first).to(torch.int64).to(inner.device)
         chosen = keep_top(lifted, torch.minimum(share[:, None], held.counts()))
+        weighed = (inner + self.epsilon * self._unit(held, inner, chosen)) * norms
         above = weighed.masked_fill(~held.valid, 0.0).amax(-1, keepdim=True) + 1.0
         order = inner / inner.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         return torch.where(chosen, above + order, weighed)
@@ -104,6 +110,22 @@ class Critical(Scorer):
     def flops(self, *, tokens: int, group: int, size: int) -> int | None:
         """Not known: the width of the model, which each value is projected to, is no argument here."""
         return None
+
+    def _unit(self, held: Held, inner: Tensor, chosen: Tensor) -> Tensor:
+        """(b, 1, 1) or (b, h, 1) float32: what is 1 on the scale of the inner scores (b, h, n).
+
+        Tokens that the score alone has `chosen` (b, h, n) do not count: some scores lift their sinks without measure.
+        """
+        assert held.output is not None
+        scale = self.of.attention_scale(held, group=held.output.shape[0] // held.keys.shape[1])
+        if scale is not None:
+            rows = inner.shape[:1]
+            return checked_tensor(self.of, "attention_scale", scale, rows, torch.float32)[:, None, None].to(
+                inner.device
+            )
+        whole = inner.masked_fill(chosen, 0.0).sum(-1, keepdim=True)
+        # Scores that are all the same leave the choice to the values.
+        return torch.where(whole > 0, whole, 1.0)
 
     def _norms(self, held: Held, head: int) -> Tensor:
         """(b, n) float32 L1 norms of the projected values of one kv head, averaged over its query heads."""

@@ -89,6 +89,10 @@ class Expected(Scorer):
         scores = scores.masked_fill(~held.valid, 0.0)
         return torch.where(sink, scores.amax(-1, keepdim=True) + 1.0, scores)
 
+    def attention_scale(self, held: Held, *, group: int) -> Tensor | None:
+        """(b,) ones without `value_norm`; with it a score is a probability times a length, and this is None."""
+        return None if self.value_norm else torch.ones_like(held.first, dtype=torch.float32)
+
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """g n (2 d + 4) for the mean, g n (2 d^2 + 2 d + 2) more with the covariance, n (2 d + 2) for the values."""
         each = group * (2 * size + 4)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvtailor.score.contract import Scorer
@@ -69,6 +70,11 @@ class H2O(Scorer):
         if not self.normalise:
             return held.mass.float().clone()
         return held.mass.float() / (held.seen - held.positions).clamp_min(1)
+
+    def attention_scale(self, held: Held, *, group: int) -> Tensor:
+        """(b,) float32: the group, times all queries of the row where the sum is not divided."""
+        queries = torch.ones_like(held.first) if self.normalise else held.seen - held.first
+        return group * queries.float()
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """0, or n divisions with `normalise`; the sums are evidence and counted where they are gathered."""

@@ -76,6 +76,10 @@ class KVzip(Scorer):
         score = torch.where(held.reconstruction < 0, 2.0 + age, held.reconstruction)
         return torch.where(age < self.sinks, 2.0 + newest + self.sinks - age, score).float()
 
+    def attention_scale(self, held: Held, *, group: int) -> Tensor:
+        """(b,) ones: the score of a token of the context is one probability, the highest."""
+        return torch.ones_like(held.first, dtype=torch.float32)
+
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """0: scores are only chosen here; the repetition is counted where it is run."""
         return 0

@@ -83,6 +83,12 @@ class SnapKV(Scorer):
         history = held.valid & (held.positions < columns[0])
         return pool_members(votes, history, self.kernel, self.pooling)
 
+    def attention_scale(self, held: Held, *, group: int) -> Tensor:
+        """(b,) float32: how many queries of each row vote; times the group where its votes are summed."""
+        _, columns = observed_queries(held, "snapkv scores by", self.window)
+        voters = real_queries(held, columns).sum(-1).float().clamp_min(1)
+        return voters * group if self.reduce == "sum" else voters
+
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """g w n (2 d + 6) + the reduction of the group + the pooling.
 

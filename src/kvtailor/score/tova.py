@@ -65,6 +65,10 @@ class TOVA(Scorer):
         age = (held.positions - first).float() / (held.seen - first)
         return torch.where(own.any(-1)[:, None, None], score, age)
 
+    def attention_scale(self, held: Held, *, group: int) -> Tensor:
+        """(b,) ones: scores are means of probabilities."""
+        return torch.ones_like(held.first, dtype=torch.float32)
+
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """g n (2 d + 5): for each query head and token 2 d for the logit, 4 for its softmax (less the maximum,
         exponential, sum, division) and 1 for the mean over heads, whose one division makes up for the first addition.

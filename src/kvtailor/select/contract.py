@@ -22,6 +22,11 @@ class Selector(Method, ABC):
 
     exact: ClassVar[bool] = True
 
+    @property
+    def same_in_heads(self) -> bool:
+        """Whether all kv heads of a row keep the same tokens, which needs the same budget for all heads of a layer."""
+        return False
+
     @abstractmethod
     def select(self, scores: Tensor, budgets: Tensor) -> Tensor:
         """The kept set.
