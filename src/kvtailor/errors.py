@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "CacheFileError",
     "CacheMisuse",
     "CalibrationError",
     "KvtailorError",
@@ -52,6 +53,10 @@ class CalibrationError(KvtailorError, ValueError):
 
 class CacheMisuse(KvtailorError, RuntimeError):
     """A cache used in a way that would give a silently wrong answer."""
+
+
+class CacheFileError(CacheMisuse):
+    """A file of a saved cache that cannot be written, is damaged, or is not of this model; names the file."""
 
 
 class TierError(KvtailorError, RuntimeError):
