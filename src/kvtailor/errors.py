@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "CacheFileError",
     "CacheMisuse",
     "CalibrationError",
     "KvtailorError",
@@ -57,6 +58,10 @@ class CacheMisuse(KvtailorError, RuntimeError):
 
 class MethodError(KvtailorError, TypeError):
     """A method that returned something else than its contract promises; names the method."""
+
+
+class CacheFileError(CacheMisuse):
+    """A file of a saved cache that cannot be written, is damaged, or is not of this model; names the file."""
 
 
 class TierError(KvtailorError, RuntimeError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +32,10 @@ def continued(model, cache, mask, steps=6):
     return torch.cat(tokens, 1), torch.cat(logits, 1)
 
 
-def saved(family: str, plan: str, path):
+def saved(family: str, plan: str, path, lengths=(40, 33)):
     """A model, a cache that was saved while it held something, and its mask."""
     model = build(family)
-    ids, mask = prompts((40, 33))
+    ids, mask = prompts(lengths)
     _, cache = decoded(model, ids, mask, plan, steps=3)
     cache.save(path)
     return model, cache, torch.cat([mask, mask.new_ones(2, 3)], 1)
@@ -87,3 +90,22 @@ def test_a_damaged_file_is_refused_by_name(tmp_path) -> None:
     cache.save(path)
     with pytest.raises(CacheMisuse, match="model_type"):
         kvtailor.load_cache(path, build("qwen2"))
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())])
+def test_a_cache_is_not_pickled(write) -> None:
+    model = build("llama")
+    ids, mask = prompts((40, 33))
+    for cache in (kvtailor.cache_for(model, PLANS[5]), decoded(model, ids, mask, PLANS[5])[1]):
+        with pytest.raises(CacheMisuse, match=r"cannot be pickled; write it with cache\.save.*kvtailor\.load_cache"):
+            write(cache)
+
+
+@pytest.mark.parametrize("plan", [PLANS[5], PLANS[14], PLANS[3]])
+def test_a_cache_is_copied_all_the_same(plan: str, tmp_path) -> None:
+    model, cache, mask = saved("gemma3", plan, tmp_path / "cache.safetensors")
+    shallow, deep = copy.copy(cache), copy.deepcopy(cache)
+    assert shallow.route is cache.route and vars(shallow) == vars(cache)
+    assert all(layer.cache is deep for layer in deep.layers if hasattr(layer, "cache"))
+    expected = continued(model, cache, mask)[1]
+    assert torch.equal(continued(model, deep, mask)[1], expected)

@@ -6,10 +6,12 @@ left.
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -62,6 +64,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     if refusal is not None:
         raise PlanError(str(parsed), [refusal])
     cache = KvCache(parsed, Geometry.of(model.config), config)
+    cache.model = weakref.ref(model)
     _equip(cache, model)
     if config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
@@ -96,7 +99,10 @@ class KvCache(Cache):
         guard: what this cache and its layers check together.
         route: the walk and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
+        model: a weak reference to the model, whose weights a saved file names; None where `cache_for` did not make it.
     """
+
+    model: weakref.ref[Any] | None = None
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any):
         misfits = plan.misfits(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)
@@ -175,6 +181,25 @@ class KvCache(Cache):
 
         self.guard.check_settled()
         save(self, path)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled: a pickle would say nothing of the model, nor notice damage."""
+        raise CacheMisuse(
+            "a cache cannot be pickled; write it with cache.save(path), and read it with "
+            "kvtailor.load_cache(path, model), which other processes can do as well"
+        )
+
+    # What copies would otherwise ask `__reduce_ex__` for.
+    def __copy__(self) -> KvCache:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvCache:
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
 
     def reset(self) -> None:
         """Forgets everything; the cache may then serve another batch of the same model."""

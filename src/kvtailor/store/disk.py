@@ -23,9 +23,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.store.bundle import Stored, Tier
+from kvtailor.store.bundle import Arrival, Stored, Tier
 from kvtailor.store.contract import Placement, Shelves
-from kvtailor.store.folder import Folder
+from kvtailor.store.folder import Folder, sweep
 from kvtailor.store.residency import Policy
 from kvtailor.store.rooms import Rooms
 from kvtailor.store.segment_file import SegmentFile
@@ -46,6 +46,17 @@ class _File(Stored):
         return {}, self.file.size()
 
 
+class _Coming(Arrival):
+    """Files that a thread of this process reads. A child that was forked meanwhile lacks the thread, and reads them."""
+
+    def __init__(self, files: Sequence[SegmentFile], read: Future[list[Tensor]]):
+        self._files, self._read, self._process = files, read, os.getpid()
+
+    def result(self) -> list[Tensor]:
+        # The lock inside of the future may be held by the thread that the child lacks, so it is not even asked.
+        return self._read.result() if os.getpid() == self._process else [file.read() for file in self._files]
+
+
 class _Files(Tier):
     """A folder, made when the first file is written, and a thread that reads ahead."""
 
@@ -53,23 +64,37 @@ class _Files(Tier):
 
     def __init__(self, root: Path):
         self.root = root
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._folder: Folder | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._rooms = Rooms()
 
+    def _follow_fork(self) -> None:
+        """Begin anew in a child that was forked: the thread is not there, locks may be held by it for good, and files
+        in its parent's folder would get the names that the parent gives to its next ones."""
+        if os.getpid() != self._process:
+            self._begin()
+
     def store(self, tensors: Mapping[str, Tensor], about: object) -> _File:
+        self._follow_fork()
         if self._folder is None:
             self._folder = Folder(self.root)
         return _File(SegmentFile(self._folder, tensors, about))
 
-    def fetch(self, stored: Sequence[Stored]) -> Future[list[Tensor]]:
+    def fetch(self, stored: Sequence[Stored]) -> Arrival:
+        self._follow_fork()
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtailor-disk")
         files = [each.file for each in stored if isinstance(each, _File)]
         self._rooms.expect([file.packing.size for file in files])
-        return self._reader.submit(lambda: [file.read(self._rooms.take) for file in files])
+        take = self._rooms.take
+        return _Coming(files, self._reader.submit(lambda: [file.read(take) for file in files]))
 
     def rest(self) -> None:
+        self._follow_fork()
         self._rooms.expect([])
 
 
@@ -106,7 +131,8 @@ class Disk(Tiered, Placement):
     )
 
     def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
-        """The folder is made when the first segment leaves the device."""
+        """Remove what dead processes left; the folder is made when the first segment leaves the device."""
         own = Path(tempfile.gettempdir()) / f"kvtailor-{os.getuid()}"
         root = own if self.folder is None else Path(os.path.expanduser(self.folder)).absolute()
+        sweep(root)
         return self.shelves(_Files(root), groups)

@@ -3,6 +3,8 @@
 Under the root that a plan names each cache has a subfolder named by the process and a random number, with a locked file
 in it. A lock ends with its process, however that ends, so a subfolder whose lock is free is a leftover: the next cache
 that is made under the same root removes it. Files of other names are never touched.
+
+A child that was forked shares the lock: a folder stays while one of the two lives, though only its maker removes it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from pathlib import Path
 
 from kvtailor.errors import TierError
 
-__all__ = ["PARTIAL", "SEGMENT", "Folder"]
+__all__ = ["PARTIAL", "SEGMENT", "Folder", "sweep"]
 
 SEGMENT, PARTIAL = ".segment", ".partial"
 _OWN = re.compile(r"[0-9]+-[0-9a-f]{16}")
+_OWN_FILE = re.compile(rf"[0-9]{{8}}({re.escape(SEGMENT)}|{re.escape(PARTIAL)})")
 _LOCK = "lock"
 
 
@@ -60,6 +63,12 @@ class Folder:
         """A path that no file has yet."""
         self._number += 1
         return self.path / f"{self._number:08d}{SEGMENT}"
+
+
+def sweep(root: Path) -> None:
+    """Remove what dead processes left under a root, which need not exist. What cannot be removed stays."""
+    with contextlib.suppress(OSError), _alone_in(root):
+        _sweep(root)
 
 
 @contextmanager
@@ -106,7 +115,7 @@ def _remove(path: Path) -> None:
     """Removes files of ours, and the folder if nothing else is in it."""
     with contextlib.suppress(OSError):
         for each in path.iterdir():
-            if each.suffix in (SEGMENT, PARTIAL):
+            if _OWN_FILE.fullmatch(each.name):
                 each.unlink(missing_ok=True)
         (path / _LOCK).unlink(missing_ok=True)
         path.rmdir()

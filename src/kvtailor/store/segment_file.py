@@ -27,6 +27,7 @@ from kvtailor.errors import TierError
 from kvtailor.ops.cpu.checksum import crc32
 from kvtailor.ops.packed import Packing
 from kvtailor.store.folder import PARTIAL, Folder
+from kvtailor.store.written import free_room, sync_folder, write_all
 
 __all__ = ["SegmentFile"]
 
@@ -60,12 +61,12 @@ class SegmentFile:
         try:
             self._checksum, self._header_checksum = self._write(partial, tensors, about)
             os.replace(partial, self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except OSError as error:
             raise TierError(
                 f"disk: cannot write {str(self.path)!r}, {self.header_bytes + self.packing.size} bytes: "
-                f"{error.strerror or error}; nothing that was held is lost. Free some room, name another disk with "
-                "disk(folder=...), or hold less"
+                f"{error.strerror or error}{free_room(folder.path)}; nothing that was held is lost. Free some room, "
+                "name another disk with disk(folder=...), or hold less"
             ) from error
         finally:
             with contextlib.suppress(OSError):
@@ -142,11 +143,11 @@ class SegmentFile:
                 piece = piece.cpu()
                 data = piece.numpy().data
                 checksum = crc32(piece, zlib.crc32(gap, checksum))
-                _write_all(file, memoryview(gap), self.header_bytes + end)
-                _write_all(file, data, self.header_bytes + start)
+                write_all(file, memoryview(gap), self.header_bytes + end)
+                write_all(file, data, self.header_bytes + start)
                 end = start + len(data)
             header = self._header(about, checksum)
-            _write_all(file, memoryview(header), 0)
+            write_all(file, memoryview(header), 0)
             os.fsync(file)
             _drop_from_page_cache(file)
         finally:
@@ -160,24 +161,10 @@ class SegmentFile:
         ) from error
 
 
-def _write_all(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        step = os.pwrite(file, data, offset)
-        data, offset = data[step:], offset + step
-
-
 def _drop_from_page_cache(file: int) -> None:
     # Not every system has it, and where it is missing only memory is lost.
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _unlink(path: Path, process: int) -> None:
