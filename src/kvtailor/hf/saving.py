@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache, cache_for
+from kvtailor.hf.conversation import Conversation, Known
 from kvtailor.hf.layers import CompressedLayer
 from kvtailor.layer import LayerState
 from kvtailor.observe import Evidence
@@ -46,6 +47,8 @@ def save(cache: KvCache, path: str | os.PathLike[str]) -> None:
         tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
     if cache._real is not None:
         tensors["real"] = cache._real
+    if cache.conversation.real is not None:
+        tensors["conversation.real"] = cache.conversation.real
     once, same = _once(tensors)
     metadata = {
         "format": _FORMAT,
@@ -54,6 +57,7 @@ def save(cache: KvCache, path: str | os.PathLike[str]) -> None:
         "geometry": json.dumps(_described(cache)),
         "layers": json.dumps(fields),
         "same": json.dumps(same),
+        "conversation": json.dumps([[known.columns, *known.hashes] for known in cache.conversation.known]),
     }
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
@@ -113,6 +117,11 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
             layer.lazy_initialization(mine["keys"], mine["values"])
             layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
     cache._real = tensors.get("real")
+    known = json.loads(metadata.get("conversation", "[]"))
+    real = tensors.get("conversation.real")
+    cache.conversation = Conversation(
+        [Known(columns, tuple(hashes)) for columns, *hashes in known], None if real is None else real.cpu()
+    )
     return cache
 
 

@@ -48,16 +48,32 @@ class Session:
         """`model.generate` with a new cache, unless one is given as `past_key_values`.
 
         A plan that reads its context twice compresses all of the prompt but its last token before the first new one.
+
+        Raises:
+            CacheMisuse: a used cache was given, and the ids are not those of the conversation that it has seen the
+                beginning of; see `KvCache.check_ids`. New ids alone are taken where an attention_mask covers the tokens
+                seen as well.
         """
-        if "past_key_values" not in kwargs:
-            cache = kwargs["past_key_values"] = self.cache()
-            ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-            if ids is not None:
-                begin(self.model, cache, ids, kwargs.get("attention_mask"), tokenizer=self.tokenizer)
-                rows = self._sequences(kwargs)
-                if cache.seen and rows > 1:
-                    cache.batch_repeat_interleave(rows)
-        return self.model.generate(*args, **kwargs)
+        given = kwargs.get("past_key_values")
+        cache = kwargs["past_key_values"] = self.cache() if given is None else given
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if ids is None or not isinstance(cache, KvCache):
+            return self.model.generate(*args, **kwargs)
+        mask, before = kwargs.get("attention_mask"), cache.seen
+        alone = before > 0 and mask is not None and mask.shape[1] == before + ids.shape[1]
+        if not alone:
+            cache.check_ids(ids)
+        if given is None:
+            begin(self.model, cache, ids, mask, tokenizer=self.tokenizer)
+            # For so many sequences `generate` repeats each row of its inputs, and must find it in the cache.
+            rows = max(self._asked("num_beams", kwargs), self._asked("num_return_sequences", kwargs))
+            if cache.seen and rows > 1:
+                cache.batch_repeat_interleave(rows)
+        output = self.model.generate(*args, **kwargs)
+        # Beams end in another order than the sequences, but each began with its own prompt.
+        certain = ids if self._asked("num_beams", kwargs) > 1 else getattr(output, "sequences", output)
+        _take_note(cache, certain, mask, first=before if alone else 0)
+        return output
 
     @torch.no_grad()
     def score(self, context: Tensor, continuation: Tensor, *, chunk: int | None = None) -> Tensor:
@@ -89,11 +105,22 @@ class Session:
         log_probabilities = torch.cat(logits, 1).float().log_softmax(-1)
         return log_probabilities.gather(-1, continuation[..., None])[..., 0]
 
-    def _sequences(self, kwargs: dict[str, Any]) -> int:
-        """For how many sequences `generate` repeats each row of its inputs, and must find it in the cache."""
+    def _asked(self, name: str, kwargs: dict[str, Any]) -> int:
+        """A number of the generation config, as `generate` will take it; 1 where nobody gave it."""
         config = kwargs.get("generation_config") or self.model.generation_config
-        asked = [kwargs.get(name, getattr(config, name, 1)) for name in ("num_beams", "num_return_sequences")]
-        return max(each or 1 for each in asked)
+        return int(kwargs.get(name, getattr(config, name, 1)) or 1)
+
+
+def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> None:
+    """Tells a cache which ids (b, t) it has seen from column `first` on; it may have seen fewer."""
+    known = cache.conversation.columns
+    if first > known or known >= cache.seen:
+        return
+    rows = ids.repeat_interleave(cache.rows // len(ids), 0)[:, known - first : cache.seen - first]
+    if mask is not None:
+        mask = mask.repeat_interleave(cache.rows // len(mask), 0)
+        mask = torch.cat([mask, mask.new_ones((len(mask), max(0, cache.seen - mask.shape[1])))], 1)
+    cache.conversation.append(rows, mask, at=known)
 
 
 @contextmanager
