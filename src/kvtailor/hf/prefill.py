@@ -72,7 +72,13 @@ def instruction_of(tokenizer: Any) -> Tensor:
 
 
 def begin(
-    model: Any, cache: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, tokenizer: Any = None
+    model: Any,
+    cache: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    tokenizer: Any = None,
+    chunk: int | None = None,
 ) -> None:
     """Before `generate()`: prefills all but the last token of a prompt (b, n), where the plan reads it twice.
 
@@ -85,7 +91,7 @@ def begin(
         cache.route.opened = True
         return
     mask = None if attention_mask is None else attention_mask[:, :-1]
-    prefill(model, cache, input_ids[:, :-1], mask, tokenizer=tokenizer)
+    prefill(model, cache, input_ids[:, :-1], mask, tokenizer=tokenizer, chunk=chunk)
 
 
 def read(
