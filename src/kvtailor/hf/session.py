@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.attention import counting_plain_forwards
 from kvtailor.hf.cache import KvCache, cache_for
 from kvtailor.hf.prefill import begin, instruction_of, prefill, read
 from kvtailor.plan import Plan
@@ -127,6 +129,9 @@ def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> 
 def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Session]:
     """A model under a plan; its own attention comes back at the end.
 
+    The plan acts on the session's caches. What `model.generate` does without one of them is not compressed, and a
+    warning at the end of the block says so.
+
     ```python
     with kvtailor.session(model, "snapkv @ tokens=256") as s:
         for prompt in prompts:
@@ -138,13 +143,23 @@ def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Ses
         plan: one line or a `Plan`.
         tokenizer: of the model; makes the instruction for plans that read the context twice, see `kvtailor.prefill`.
     """
-    before = model.config.get_text_config(decoder=True)._attn_implementation
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     opened = Session(model, parsed, tokenizer)
-    opened.cache()
+    compressed = opened.cache().geometry.compressed
     opened.last = None
     try:
-        yield opened
+        with counting_plain_forwards(config, compressed[0] if compressed else -1) as plain:
+            yield opened
     finally:
         if before is not None:
             model.set_attn_implementation(before)
+    if plain.count and parsed != Plan.parse("full"):
+        # Above this frame stand contextlib's and the one of the with statement.
+        warnings.warn(
+            f"{plain.count} forwards inside kvtailor.session read the model's own cache, on which {parsed} does "
+            "nothing: use s.generate(...) of `with kvtailor.session(model, plan) as s`, or give "
+            "past_key_values=s.cache() to model.generate",
+            stacklevel=3,
+        )
