@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtailor.calibrators.run import calibrate
     from kvtailor.errors import KvtailorError
+    from kvtailor.hf.ask import Answers, Reading, ask, read
     from kvtailor.hf.cache import KvCache, cache_for
     from kvtailor.hf.generate import Generated, generate
     from kvtailor.hf.prefill import prefill
@@ -27,35 +28,43 @@ if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
 __all__ = [
+    "Answers",
     "Generated",
     "KvCache",
     "KvtailorError",
     "Ledger",
     "Plan",
+    "Reading",
     "Session",
     "__version__",
+    "ask",
     "cache_for",
     "calibrate",
     "generate",
     "load_cache",
     "prefill",
+    "read",
     "session",
 ]
 __version__ = "0.1.0"
 
 # Importing transformers takes seconds; `import kvtailor` and the command line's help do not wait for it.
 _HOMES = {
+    "Answers": "hf.ask",
     "Generated": "hf.generate",
     "KvCache": "hf.cache",
     "KvtailorError": "errors",
     "Ledger": "ledger",
     "Plan": "plan",
+    "Reading": "hf.ask",
     "Session": "hf.session",
+    "ask": "hf.ask",
     "cache_for": "hf.cache",
     "calibrate": "calibrators.run",
     "generate": "hf.generate",
     "load_cache": "hf.saving",
     "prefill": "hf.prefill",
+    "read": "hf.ask",
     "session": "hf.session",
 }
 

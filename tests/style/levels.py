@@ -43,6 +43,7 @@ LEVELS = {
     "bench": 5,
     "calibrators": 5,
     "cli": 6,
+    "__main__": 6,
 }
 # `layer` is the other half of `route`: docs/decisions/0003-lanes.md. `walk` and `keep` do what follows a score.
 MAY_NAME_ROOMS = ("find", "route", "walk", "layer", "keep")

@@ -263,11 +263,9 @@ class Subject:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _start(self) -> list[int]:
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        begin = getattr(self.tokenizer, "bos_token_id", None)
-        ids = list(self.tokenizer("")["input_ids"])
-        # Some tokenizers close a text with the end token: that is no beginning, unless it doubles as one.
-        return ids[:-1] if ids and ids[-1] == end and end != begin else ids
+        from kvtailor.hf.chat import start_ids
+
+        return start_ids(self.tokenizer)
 
 
 def hash_of(*ids: Tensor) -> str:

@@ -104,6 +104,7 @@ def generate(
     show: Callable[[str], None] = lambda piece: None,
     temperature: float = 0.0,
     seed: int | None = None,
+    chunk: int | None = None,
     cold: bool = True,
 ) -> Generated:
     """Generates after a prompt (n,) of token ids, through the model's own `generate`.
@@ -116,11 +117,13 @@ def generate(
         show: gets the text piece by piece.
         temperature: 0: the likeliest token; above: sampled.
         seed: random state of the sampling; None: a new one.
+        chunk: read so many tokens of the prompt at a time; None: all at once.
         cold: see `Generated.started_cold`.
     """
     import torch
 
     from kvtailor.bench.weighing import weigh
+    from kvtailor.hf.prefill import begin as read_twice
 
     cache = subject.new_cache(contestant)
     streamer = Streamer(subject.text, show)
@@ -132,7 +135,9 @@ def generate(
         torch.manual_seed(seed)
     begin = time.perf_counter()
     with torch.inference_mode():
-        subject.begin(ids, cache)
+        read_twice(subject.model, cache, ids, tokenizer=subject.tokenizer, chunk=chunk)
+        if chunk is not None and not cache.seen:
+            how["prefill_chunk_size"] = chunk
         subject.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -170,6 +175,12 @@ def generate(
 )
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: the likeliest token.")
 @click.option("--seed", type=int, help="Random state of the sampling.")
+@click.option("--chunk", type=click.IntRange(1), help="Read so many tokens of the prompt at a time; bounds the peak.")
+@click.option(
+    "--beyond",
+    is_flag=True,
+    help="Allow more tokens than the model has positions; with streamingllm and --chunk no distance exceeds them.",
+)
 @click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--device", help="Such as cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
@@ -181,6 +192,8 @@ def command(
     max_new_tokens: int,
     temperature: float,
     seed: int | None,
+    chunk: int | None,
+    beyond: bool,
     dtype: str | None,
     device: str | None,
     as_json: bool,
@@ -190,6 +203,7 @@ def command(
     \b
     kvtailor run --plan "snapkv @ tokens=256" --prompt-file long.txt
     echo "Once upon a time" | kvtailor run --plan "streaming @ tokens=64"
+    kvtailor run --plan "streamingllm @ tokens=1024" --chunk 512 --beyond --prompt-file book.txt
 
     The text goes to standard output, the numbers to standard error.
     """
@@ -207,7 +221,9 @@ def command(
         with console.status(f"loading {model}"):
             subject = Subject.load(model, dtype=dtype, device=device)
         ids = subject.prompt(text)
-        room = _room(subject, int(ids.numel()))
+        if beyond:
+            _check_beyond(subject)
+        room = None if beyond else _room(subject, int(ids.numel()))
         tokens = max_new_tokens if room is None else min(max_new_tokens, room)
         if tokens < max_new_tokens:
             console.print(
@@ -221,6 +237,7 @@ def command(
             show=lambda piece: click.echo(piece, nl=False),
             temperature=temperature,
             seed=seed,
+            chunk=chunk,
         )
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
@@ -256,9 +273,26 @@ def _room(subject: Subject, prompt: int) -> int | None:
         raise KvtailorError(
             f"the prompt has {prompt} tokens, but {subject.name} was made for {subject.positions}: give a "
             "prompt of at most "
-            f"{subject.positions - 1} tokens, or a model with more positions"
+            f"{subject.positions - 1} tokens, a model with more positions, or --beyond"
         )
     return subject.positions - prompt
+
+
+def _check_beyond(subject: Subject) -> None:
+    """Raises where the model looks positions up in a table, which has no more of them."""
+    from torch import nn
+
+    from kvtailor.errors import KvtailorError
+
+    words = subject.model.get_input_embeddings()
+    for name, module in subject.model.named_modules():
+        # OPT's table has two rows more than it has positions.
+        table = isinstance(module, nn.Embedding) and module is not words
+        if table and subject.positions is not None and 0 <= module.num_embeddings - subject.positions <= 2:
+            raise KvtailorError(
+                f"--beyond: {subject.name} looks its {subject.positions} positions up in a table ({name}), so nothing "
+                "can stand beyond them; leave it out, or take a model with rotary positions"
+            )
 
 
 def _say(found: Generated, console: Any) -> None:

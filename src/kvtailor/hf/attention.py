@@ -7,6 +7,9 @@ NaN: where some other attention runs on it after all, the output says so at once
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +20,45 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.mask import LazyMask, lazy_mask
 
-__all__ = ["HANDLE", "NAME", "attention", "register"]
+__all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "register"]
 
 NAME = "kvtailor"
 HANDLE = "_kvtailor_layer"
+
+
+@dataclass
+class PlainForwards:
+    """Forwards in which a model reads a cache that is not kvtailor's.
+
+    Attributes:
+        config: of the model, the very object.
+        layer: the layer at which they are counted: one that a plan would compress.
+        count: so far. A forward that reads nothing but its own tokens is none of them.
+    """
+
+    config: Any
+    layer: int
+    count: int = 0
+
+    def attention_came(self, module: torch.nn.Module, query: Tensor, key: Tensor) -> None:
+        """Counts the attention of a layer over keys (b, h, n, d) without a handle."""
+        mine = getattr(module, "config", None) is self.config
+        if mine and getattr(module, "layer_idx", self.layer) == self.layer and key.shape[2] > query.shape[2]:
+            self.count += 1
+
+
+_COUNTED: list[PlainForwards] = []
+
+
+@contextmanager
+def counting_plain_forwards(config: Any, layer: int) -> Iterator[PlainForwards]:
+    """Counts them while it is entered."""
+    found = PlainForwards(config, layer)
+    _COUNTED.append(found)
+    try:
+        yield found
+    finally:
+        _COUNTED[:] = [each for each in _COUNTED if each is not found]
 
 
 def attention(
@@ -48,6 +86,8 @@ def attention(
     """
     layer = getattr(key, HANDLE, None)
     if layer is None:
+        for each in _COUNTED:
+            each.attention_came(module, query, key)
         mask = attention_mask.dense() if isinstance(attention_mask, LazyMask) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     for name, what in (("softcap", "softcapped attention logits"), ("s_aux", "learned attention sinks")):

@@ -7,6 +7,7 @@ left.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.assisted import prompt_of_caller, refusal
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.calibrations import calibrate
+from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
 from kvtailor.hf.geometry import Geometry, check
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
@@ -100,6 +102,7 @@ class KvCache(Cache):
         route: the walk and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
         model: a weak reference to the model, whose weights a saved file names; None where `cache_for` did not make it.
+        conversation: which token ids it has seen, as far as kvtailor was shown them.
     """
 
     model: weakref.ref[Any] | None = None
@@ -117,6 +120,7 @@ class KvCache(Cache):
         ]
         super().__init__(layers=layers)
         self.calibrations: tuple[Calibration, ...] = ()
+        self.conversation = Conversation()
         if not geometry.compressed and (plan.evicts or plan.encode.block):
             warnings.warn(
                 f"all {geometry.layers} layers of this {geometry.model_type} have a sliding window of the model's "
@@ -133,6 +137,34 @@ class KvCache(Cache):
     def seen(self) -> int:
         """Tokens seen, padding included."""
         return int(self.layers[0].get_seq_length()) if self.layers else 0
+
+    @property
+    def rows(self) -> int:
+        """b; 0 before the first token."""
+        if self.route.states:
+            return self.route.states[0].rows
+        return next((layer.keys.shape[0] for layer in self.layers if layer.is_initialized), 0)
+
+    def check_ids(self, input_ids: Tensor) -> None:
+        """Raises where a conversation is not one whose beginning this cache has seen.
+
+        `generate()` and sessions ask this by themselves. Of what plain forwards fed, the cache knows the length alone.
+
+        Args:
+            input_ids: (b, n) token ids of the whole conversation, the tokens seen included.
+
+        Raises:
+            CacheMisuse: it is no longer than what was seen, has other rows, or begins otherwise.
+        """
+        self.conversation.check(input_ids, seen=self.seen, rows=self.rows)
+
+    def __repr__(self) -> str:
+        plan = f"KvCache({str(self.plan)!r}, seen={self.seen}"
+        if not self.seen:
+            return f"{plan})"
+        ledger = self.ledger()
+        held = "" if ledger.held is None else f", held={ledger.held:.1f}"
+        return f"{plan}{held}, bytes={ledger.total} of {ledger.full})"
 
     def held(self) -> Tensor:
         """(b, l, h) int64: tokens held by each row, compressed layer and kv head, without padding.
@@ -208,6 +240,7 @@ class KvCache(Cache):
         for layer in self.layers:
             layer.reset()
         self.route.reset()
+        self.conversation = Conversation()
         self.guard.reset()
 
     def activate_past_recording(self) -> None:
@@ -240,19 +273,24 @@ class KvCache(Cache):
             super().reorder_cache(beam_idx)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.index_select(0, beam_idx.to(self.guard.real.device))
+            self.conversation.select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, next to itself."""
         self._check_rows_may_change()
+        rows = self.rows
         with self.guard.changing("a repetition of the rows"):
             super().batch_repeat_interleave(repeats)
+            self.conversation.select_rows([row for row in range(rows) for _ in range(repeats)])
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.repeat_interleave(repeats, 0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows, given as indices or as a boolean mask."""
         self._check_rows_may_change()
+        chosen = torch.arange(self.rows)[indices.cpu()].tolist()
         with self.guard.changing("a choice of rows"):
+            self.conversation.select_rows(chosen)
             super().batch_select_indices(indices)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[indices.to(self.guard.real.device)]
@@ -271,11 +309,45 @@ class KvCache(Cache):
             super().crop(tokens_to_remove)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[:, : self.seen].clone()
+            self.conversation.crop(self.seen)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer."""
         self.guard.check_whole()
-        return int(super().get_seq_length(layer_idx))
+        length = int(super().get_seq_length(layer_idx))
+        shown = shown_to_generate(sys._getframe(1))
+        if shown is not None:
+            self._check_shown(shown)
+        return length
+
+    def _check_shown(self, shown: Shown) -> None:
+        """Raises where `generate()` goes on with another conversation; else remembers what it will feed."""
+        seen = self.seen
+        alone = shown.columns == seen + shown.tokens
+        if seen and not alone:
+            if shown.columns != shown.tokens:
+                raise CacheMisuse(
+                    f"attention_mask has {shown.columns} columns, and generate() got {shown.tokens} tokens for a cache "
+                    f"that has seen {seen}: pass one of {seen + shown.tokens} columns, if all of these tokens are new, "
+                    f"or of {shown.tokens}, if they are the whole conversation"
+                )
+            if shown.ids is None:
+                check_longer(shown.tokens, seen=seen)
+            else:
+                self.check_ids(shown.ids)
+        self.conversation.crop(seen)
+        if shown.ids is not None:
+            self.conversation.append(shown.ids if alone else shown.ids[:, seen:], shown.real, at=seen)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of a layer's mask; raises where `generate()` found nothing new in its input."""
+        if not query_length and self.seen:
+            raise CacheMisuse(
+                f"this cache has seen {self.seen} tokens, and generate() got so few that it has cut off all of them: "
+                f"{right_call()}"
+            )
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def _check_rows_may_change(self) -> None:
         if any(state.pending is not None for state in self.route.states):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import constants, try_to_load_from_cache
 
 from kvtailor import demo
 from kvtailor.errors import KvtailorError
 
-__all__ = ["RANDOM", "RANDOM_SHAPES", "config_of", "source_of"]
+__all__ = ["RANDOM", "RANDOM_SHAPES", "check_hub", "config_of", "is_local", "source_of"]
+
+_PATIENCE = 3.0
+"""Seconds that the hub has for its one answer, before it is taken for unreachable."""
 
 RANDOM = "random-llama"
 """The name of a model that is not trained: for what a plan costs, where lengths matter and answers do not."""
@@ -60,6 +67,42 @@ def source_of(model: str | Path) -> str:
     return str(model)
 
 
+def is_local(source: str) -> bool:
+    """Whether a folder, or the configuration of a hub name in the hub's local cache, is on this disk.
+
+    Raises:
+        FileNotFoundError: this cannot be the name of a model on the hub.
+    """
+    if Path(source).is_dir():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(source, "config.json"), str)
+    except ValueError as error:
+        raise FileNotFoundError(f"there is no folder {source!r}, and no model has such a name: {error}") from error
+
+
+def check_hub(source: str) -> None:
+    """Asks the hub once whether it can be reached, before a library asks it again and again.
+
+    Raises:
+        ConnectionError: it does not answer, or the environment says not to ask.
+    """
+    asked = (
+        f"asked for model {source!r}, which is not on this disk (no such folder, and not whole in "
+        f"{constants.HF_HUB_CACHE}): check the name, or give 'demo' for the embedded model. It cannot be fetched"
+    )
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError(f"{asked}: HF_HUB_OFFLINE forbids to ask {constants.ENDPOINT}")
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_PATIENCE).close()
+    except urllib.error.HTTPError:
+        # Whatever it says, it is there.
+        return
+    except OSError as error:
+        raise ConnectionError(f"{asked}: {constants.ENDPOINT} does not answer ({error})") from error
+
+
 def config_of(model: str) -> Any:
     """The transformers configuration of a model, see `source_of`.
 
@@ -71,7 +114,13 @@ def config_of(model: str) -> Any:
     if model in RANDOM_SHAPES:
         return AutoConfig.for_model("llama", **RANDOM_SHAPES[model])
     try:
-        return AutoConfig.from_pretrained(source_of(model))
+        source = source_of(model)
+        local = is_local(source)
+        if not local:
+            check_hub(source)
+        return AutoConfig.from_pretrained(source, local_files_only=local)
+    except ConnectionError as error:
+        raise KvtailorError(str(error)) from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n", 1)[0]
         raise KvtailorError(

@@ -177,10 +177,13 @@ def generate(
     sequences = decoding.run(ids, rule.pick(rule.said(logits)), max_new_tokens)
     if streamer is not None:
         streamer.end()
+    cache = target.close()
+    known = cache.conversation.columns
+    cache.conversation.append(sequences[:, known : cache.seen], None, at=known)
     return Generated(
         sequences=sequences,
         statistics=decoding.statistics,
-        cache=target.close(),
+        cache=cache,
         drafts=tuple(reader.cache for reader in readers[1:]),
     )
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from kvtailor import demo
 from kvtailor.hf.calibrations import UNTRAINED
-from kvtailor.hf.config import RANDOM, RANDOM_SHAPES, source_of
+from kvtailor.hf.config import RANDOM, RANDOM_SHAPES, check_hub, is_local, source_of
 
 __all__ = ["load", "new_model", "save", "wrap_tokenizer"]
 
@@ -44,15 +44,16 @@ def load(
 
     Raises:
         FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
-        OSError: neither a folder nor a model that the hub (or its local cache) has.
+        ConnectionError: not on this disk, and the hub does not answer.
+        OSError: neither a folder nor a model that the hub's local cache or the hub has.
     """
     if str(model) in RANDOM_SHAPES:
         return _random(str(model), dtype, device)
     name = source_of(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-        with _quietly(local=Path(name).is_dir()):
-            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+        tokenizer, loaded = _read(name, dtype)
+    except ConnectionError:
+        raise
     except OSError as error:
         raise OSError(
             f"asked for model {name!r}, which is neither a folder here nor found on the hub: check the name, "
@@ -63,6 +64,30 @@ def load(
     if device is not None:
         loaded = loaded.to(device)
     return loaded.eval(), tokenizer
+
+
+def _read(name: str, dtype: torch.dtype | str | None) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """From this disk where all of it is there, without a word to the hub; else from the hub, if it answers at all."""
+
+    def read(local: bool) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", local_files_only=local)
+        with _quietly(local=local):
+            return tokenizer, AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", local_files_only=local)
+
+    if Path(name).is_dir():
+        return read(True)
+    if is_local(name):
+        try:
+            return read(True)
+        except (OSError, ValueError) as error:
+            # A part of it may be missing here. What is wrong with it otherwise is wrong with the hub's as well.
+            try:
+                check_hub(name)
+            except ConnectionError as unreachable:
+                raise ConnectionError(f"{unreachable}; what is here cannot be read: {error}") from error
+    else:
+        check_hub(name)
+    return read(False)
 
 
 def _random(

@@ -55,7 +55,8 @@ def prefill(
         instruction: token ids of another instruction. With neither, those plans repeat the context without one.
 
     Raises:
-        CacheMisuse: what was given does not fit together; nothing has been fed then.
+        CacheMisuse: what was given does not fit together, or begins with all that a used cache has seen; nothing has
+            been fed then.
     """
     cache = plan if isinstance(plan, KvCache) else cache_for(model, plan)
     words = instruction_of(tokenizer) if instruction is None else torch.as_tensor(instruction, dtype=torch.int64)
@@ -71,7 +72,13 @@ def instruction_of(tokenizer: Any) -> Tensor:
 
 
 def begin(
-    model: Any, cache: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, tokenizer: Any = None
+    model: Any,
+    cache: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    tokenizer: Any = None,
+    chunk: int | None = None,
 ) -> None:
     """Before `generate()`: prefills all but the last token of a prompt (b, n), where the plan reads it twice.
 
@@ -84,7 +91,7 @@ def begin(
         cache.route.opened = True
         return
     mask = None if attention_mask is None else attention_mask[:, :-1]
-    prefill(model, cache, input_ids[:, :-1], mask, tokenizer=tokenizer)
+    prefill(model, cache, input_ids[:, :-1], mask, tokenizer=tokenizer, chunk=chunk)
 
 
 def read(
@@ -129,6 +136,7 @@ def read(
             cache.reset()
         route.holding, route.opened = False, cache.seen > 0
         raise
+    cache.conversation.append(input_ids, attention_mask, at=before)
     return torch.cat(logits, 1)
 
 
@@ -194,6 +202,8 @@ def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) 
             f"{cache.plan} reads its context twice, and this cache holds one already, compressed: give the whole "
             "context to a new cache, or what follows to generate()"
         )
+    if mask is None:
+        cache.conversation.check_new(ids, seen=cache.seen)
 
 
 def _pieces(tokens: int, chunk: int | None) -> Iterator[tuple[int, int]]:

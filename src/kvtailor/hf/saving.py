@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvtailor.errors import CacheFileError, CacheMisuse, KvtailorError, PlanError
 from kvtailor.hf.cache import KvCache, cache_for
+from kvtailor.hf.conversation import Conversation, Known
 from kvtailor.hf.layers import CompressedLayer
 from kvtailor.hf.saved_model import differences, said_of_geometry, said_of_model
 from kvtailor.layer import LayerState
@@ -59,6 +60,8 @@ def save(cache: KvCache, path: str | os.PathLike[str]) -> None:
         tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
     if cache.guard.real is not None:
         tensors["real"] = cache.guard.real
+    if cache.conversation.real is not None:
+        tensors["conversation.real"] = cache.conversation.real
     once, same = _once(tensors)
     about = {
         "plan": str(cache.plan),
@@ -67,6 +70,7 @@ def save(cache: KvCache, path: str | os.PathLike[str]) -> None:
         "model": json.dumps(_model_of(cache)),
         "layers": json.dumps(fields),
         "same": json.dumps(same),
+        "conversation": json.dumps([[known.columns, *known.hashes] for known in cache.conversation.known]),
     }
     write_cache_file(Path(path), once, about)
 
@@ -90,6 +94,7 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
     try:
         about = {each: json.loads(file.about[each]) for each in ("geometry", "layers")}
         about["same"] = json.loads(file.about.get("same", "{}"))
+        about["conversation"] = json.loads(file.about.get("conversation", "[]"))
         about["model"] = json.loads(file.about["model"]) if file.checked else None
         plan, plan_hash = file.about["plan"], file.about["plan_hash"]
     except _MALFORMED as error:
@@ -109,6 +114,7 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
     try:
         tensors |= {each: tensors[first] for each, first in about["same"].items()}
         _fill(cache, about["layers"], tensors, device)
+        _fill_conversation(cache, about["conversation"], tensors.get("conversation.real"))
     except _MALFORMED as error:
         if isinstance(error, KvtailorError):
             raise
@@ -196,6 +202,14 @@ def _fill(cache: KvCache, layers: list[Any], tensors: Mapping[str, Tensor], devi
     if real is not None and (real.dtype != torch.bool or real.ndim != 2 or real.shape[0] not in (rows or {len(real)})):
         raise ValueError(f"its mask of tokens that are no padding is {real.dtype} of shape {tuple(real.shape)}")
     cache.guard.real = real
+
+
+def _fill_conversation(cache: KvCache, known: list[Any], real: Tensor | None) -> None:
+    """Tell a cache which ids it has seen; raises as `_fill` does."""
+    if real is not None and (real.dtype != torch.bool or real.ndim != 2):
+        raise ValueError(f"its mask of known token ids is {real.dtype} of shape {tuple(real.shape)}")
+    beginnings = [Known(int(columns), tuple(int(each) for each in hashes)) for columns, *hashes in known]
+    cache.conversation = Conversation(beginnings, None if real is None else real.cpu())
 
 
 def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

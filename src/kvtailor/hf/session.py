@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.attention import counting_plain_forwards
 from kvtailor.hf.cache import KvCache, cache_for
 from kvtailor.hf.prefill import begin, instruction_of, prefill, read
 from kvtailor.plan import Plan
@@ -48,16 +50,32 @@ class Session:
         """`model.generate` with a new cache, unless one is given as `past_key_values`.
 
         A plan that reads its context twice compresses all of the prompt but its last token before the first new one.
+
+        Raises:
+            CacheMisuse: a used cache was given, and the ids are not those of the conversation that it has seen the
+                beginning of; see `KvCache.check_ids`. New ids alone are taken where an attention_mask covers the tokens
+                seen as well.
         """
-        if "past_key_values" not in kwargs:
-            cache = kwargs["past_key_values"] = self.cache()
-            ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-            if ids is not None:
-                begin(self.model, cache, ids, kwargs.get("attention_mask"), tokenizer=self.tokenizer)
-                rows = self._sequences(kwargs)
-                if cache.seen and rows > 1:
-                    cache.batch_repeat_interleave(rows)
-        return self.model.generate(*args, **kwargs)
+        given = kwargs.get("past_key_values")
+        cache = kwargs["past_key_values"] = self.cache() if given is None else given
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if ids is None or not isinstance(cache, KvCache):
+            return self.model.generate(*args, **kwargs)
+        mask, before = kwargs.get("attention_mask"), cache.seen
+        alone = before > 0 and mask is not None and mask.shape[1] == before + ids.shape[1]
+        if not alone:
+            cache.check_ids(ids)
+        if given is None:
+            begin(self.model, cache, ids, mask, tokenizer=self.tokenizer)
+            # For so many sequences `generate` repeats each row of its inputs, and must find it in the cache.
+            rows = max(self._asked("num_beams", kwargs), self._asked("num_return_sequences", kwargs))
+            if cache.seen and rows > 1:
+                cache.batch_repeat_interleave(rows)
+        output = self.model.generate(*args, **kwargs)
+        # Beams end in another order than the sequences, but each began with its own prompt.
+        certain = ids if self._asked("num_beams", kwargs) > 1 else getattr(output, "sequences", output)
+        _take_note(cache, certain, mask, first=before if alone else 0)
+        return output
 
     @torch.no_grad()
     def score(self, context: Tensor, continuation: Tensor, *, chunk: int | None = None) -> Tensor:
@@ -89,16 +107,30 @@ class Session:
         log_probabilities = torch.cat(logits, 1).float().log_softmax(-1)
         return log_probabilities.gather(-1, continuation[..., None])[..., 0]
 
-    def _sequences(self, kwargs: dict[str, Any]) -> int:
-        """For how many sequences `generate` repeats each row of its inputs, and must find it in the cache."""
+    def _asked(self, name: str, kwargs: dict[str, Any]) -> int:
+        """A number of the generation config, as `generate` will take it; 1 where nobody gave it."""
         config = kwargs.get("generation_config") or self.model.generation_config
-        asked = [kwargs.get(name, getattr(config, name, 1)) for name in ("num_beams", "num_return_sequences")]
-        return max(each or 1 for each in asked)
+        return int(kwargs.get(name, getattr(config, name, 1)) or 1)
+
+
+def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> None:
+    """Tells a cache which ids (b, t) it has seen from column `first` on; it may have seen fewer."""
+    known = cache.conversation.columns
+    if first > known or known >= cache.seen:
+        return
+    rows = ids.repeat_interleave(cache.rows // len(ids), 0)[:, known - first : cache.seen - first]
+    if mask is not None:
+        mask = mask.repeat_interleave(cache.rows // len(mask), 0)
+        mask = torch.cat([mask, mask.new_ones((len(mask), max(0, cache.seen - mask.shape[1])))], 1)
+    cache.conversation.append(rows, mask, at=known)
 
 
 @contextmanager
 def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Session]:
     """A model under a plan; its own attention comes back at the end.
+
+    The plan acts on the session's caches. What `model.generate` does without one of them is not compressed, and a
+    warning at the end of the block says so.
 
     ```python
     with kvtailor.session(model, "snapkv @ tokens=256") as s:
@@ -111,13 +143,23 @@ def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Ses
         plan: one line or a `Plan`.
         tokenizer: of the model; makes the instruction for plans that read the context twice, see `kvtailor.prefill`.
     """
-    before = model.config.get_text_config(decoder=True)._attn_implementation
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     opened = Session(model, parsed, tokenizer)
-    opened.cache()
+    compressed = opened.cache().geometry.compressed
     opened.last = None
     try:
-        yield opened
+        with counting_plain_forwards(config, compressed[0] if compressed else -1) as plain:
+            yield opened
     finally:
         if before is not None:
             model.set_attn_implementation(before)
+    if plain.count and parsed != Plan.parse("full"):
+        # Above this frame stand contextlib's and the one of the with statement.
+        warnings.warn(
+            f"{plain.count} forwards inside kvtailor.session read the model's own cache, on which {parsed} does "
+            "nothing: use s.generate(...) of `with kvtailor.session(model, plan) as s`, or give "
+            "past_key_values=s.cache() to model.generate",
+            stacklevel=3,
+        )

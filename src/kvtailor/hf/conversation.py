@@ -1,0 +1,200 @@
+"""Which conversation a cache has seen: hashes of its token ids, as far as kvtailor was shown them.
+
+A cache gets keys and values, never token ids. Where ids pass through kvtailor (`prefill`, a session, `generate`), or
+transformers' `generate()` asks the cache how many of them it has seen, the cache remembers a rolling hash of each row,
+and refuses a conversation that begins otherwise. Plain forwards show it nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import Tensor
+from transformers.generation import utils
+
+from kvtailor.errors import CacheMisuse
+
+__all__ = ["Conversation", "Known", "Shown", "check_longer", "right_call", "shown_to_generate"]
+
+# A polynomial in a fixed base modulo a Mersenne prime: 61 bits for each row, and more tokens can join at any time.
+_PRIME = (1 << 61) - 1
+_BASE = 1_000_003
+# Two texts that begin alike by chance do not do so for longer.
+_NO_CHANCE = 16
+
+
+@dataclass(frozen=True)
+class Known:
+    """The beginning of a conversation.
+
+    Attributes:
+        columns: how many tokens, padding included.
+        hashes: of each row.
+    """
+
+    columns: int
+    hashes: tuple[int, ...]
+
+
+class Conversation:
+    """What is known of the ids that a cache has seen.
+
+    Attributes:
+        known: its beginnings, each longer than the one before; the last reaches as far as ids were shown without a gap.
+        real: (b, columns) bool on the CPU, False for padding, whose ids say nothing; None: no padding.
+    """
+
+    def __init__(self, known: Sequence[Known] = (), real: Tensor | None = None):
+        self.known, self.real = tuple(known), real
+
+    @property
+    def columns(self) -> int:
+        """How many of the tokens seen are known, from the first one on."""
+        return self.known[-1].columns if self.known else 0
+
+    def append(self, ids: Tensor, real: Tensor | None, *, at: int) -> None:
+        """Takes note of tokens that the cache has seen.
+
+        Args:
+            ids: (b, t) token ids.
+            real: (b, at + t) bool or more columns, False for padding; None: no padding.
+            at: the column of the first of them. Where it is not the first unknown one, nothing is noted.
+        """
+        if at != self.columns or not ids.shape[1]:
+            return
+        before = self.known[-1].hashes if self.known else (0,) * ids.shape[0]
+        if len(before) != ids.shape[0]:
+            return
+        end = at + ids.shape[1]
+        if real is not None and not bool(real[:, :end].all()):
+            self.real = real[:, :end].to(device="cpu", dtype=torch.bool)
+        elif self.real is not None:
+            self.real = torch.cat([self.real, self.real.new_ones(ids.shape)], 1)
+        hashes = _hashes(ids, None if self.real is None else self.real[:, at:], before)
+        self.known += (Known(end, hashes),)
+
+    def check(self, ids: Tensor, *, seen: int, rows: int) -> None:
+        """Raises where ids are not a conversation whose beginning the cache has seen.
+
+        Args:
+            ids: (b, n) token ids of a whole conversation.
+            seen: tokens that the cache has seen.
+            rows: of the cache; several of them may belong to one row of ids, next to each other.
+
+        Raises:
+            CacheMisuse: it is no longer than what was seen, has other rows, or begins otherwise.
+        """
+        self.crop(seen)
+        if not seen:
+            return
+        if ids.ndim != 2 or ids.shape[0] == 0 or rows % ids.shape[0]:
+            raise CacheMisuse(
+                f"this cache holds {rows} rows, and got token ids {tuple(ids.shape)}: hand it the "
+                "batch that it has seen"
+            )
+        check_longer(ids.shape[1], seen=seen)
+        equal = 0
+        spread = ids.repeat_interleave(rows // ids.shape[0], 0)
+        hashes = (0,) * rows
+        for known in self.known:
+            piece = slice(equal, known.columns)
+            hashes = _hashes(spread[:, piece], None if self.real is None else self.real[:, piece], hashes)
+            for row, (found, wanted) in enumerate(zip(hashes, known.hashes, strict=True)):
+                if found != wanted:
+                    raise CacheMisuse(
+                        f"row {row} is another conversation than the one of which this cache has seen {seen} tokens: "
+                        f"token ids differ between columns {equal} and {known.columns}; {right_call()}"
+                    )
+            equal = known.columns
+
+    def check_new(self, ids: Tensor, *, seen: int) -> None:
+        """Raises where ids (b, t) that should follow what was seen begin with all of it once more."""
+        columns = self.columns
+        if columns < max(seen, _NO_CHANCE) or ids.shape[1] <= columns or ids.shape[0] != len(self.known[-1].hashes):
+            return
+        beginning = _hashes(ids[:, :columns], self.real, (0,) * ids.shape[0])
+        if beginning == self.known[-1].hashes:
+            raise CacheMisuse(
+                f"these {ids.shape[1]} token ids begin with the {seen} that this cache has seen, and prefill takes "
+                f"what follows them: give it input_ids[:, {seen}:], or a new cache"
+            )
+
+    def crop(self, seen: int) -> None:
+        """The cache has forgotten all but its first `seen` tokens."""
+        self.known = tuple(known for known in self.known if known.columns <= seen)
+        if self.real is not None:
+            self.real = self.real[:, : self.columns] if self.known else None
+
+    def select_rows(self, index: Sequence[int]) -> None:
+        """Becomes the conversation of a batch made of the rows `index` of this one."""
+        self.known = tuple(Known(known.columns, tuple(known.hashes[i] for i in index)) for known in self.known)
+        if self.real is not None:
+            self.real = self.real[list(index)]
+
+
+def check_longer(tokens: int, *, seen: int) -> None:
+    """Raises where a conversation is no longer than what a cache has seen."""
+    if tokens <= seen:
+        raise CacheMisuse(f"this cache has seen {seen} tokens, and got a conversation of {tokens}: {right_call()}")
+
+
+def right_call() -> str:
+    """What to do with a used cache, in words."""
+    return (
+        "hand it the whole conversation, model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), of "
+        "which generate() feeds what is new; for another conversation make a new cache or call cache.reset(); for "
+        "several questions on one context, kvtailor.read(model, tokenizer, context, plan).ask(questions)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What transformers' `generate()` was given.
+
+    Attributes:
+        ids: (b, n) token ids; None where it was given embeddings.
+        tokens: n, of the ids or the embeddings.
+        columns: of the 2-D attention mask; n where there is none.
+        real: (b, columns) bool of that mask, False for padding; None: nothing is padding.
+    """
+
+    ids: Tensor | None
+    tokens: int
+    columns: int
+    real: Tensor | None
+
+
+def shown_to_generate(frame: FrameType | None) -> Shown | None:
+    """What `generate()` was given, where `frame` is that in which it asks a cache how much of it to cut off; else None.
+
+    Nothing but the length of the cache is asked there, and no later call brings the ids: so they are read from the
+    frame. It is never written. Of a transformers whose `_prefill` has another form nothing is read.
+    """
+    if frame is None or frame.f_code.co_name != "_prefill" or frame.f_globals.get("__name__") != utils.__name__:
+        return None
+    given = frame.f_locals
+    ids, more = given.get("input_ids"), given.get("model_kwargs")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(more, dict):
+        return None
+    embedded, mask = more.get("inputs_embeds"), more.get("attention_mask")
+    tokens = ids.shape[1] if embedded is None else embedded.shape[1]
+    # From 5.23 on a mask that hides nothing is dropped, and its length kept.
+    columns = getattr(given.get("generation_config"), "_mask_length", tokens) if mask is None else mask.shape[-1]
+    real = None if mask is None else mask.to(torch.bool)
+    return Shown(ids=ids if embedded is None else None, tokens=tokens, columns=int(columns), real=real)
+
+
+def _hashes(ids: Tensor, real: Tensor | None, before: Sequence[int]) -> tuple[int, ...]:
+    """The hash of each row after ids (b, t) follow what had the hashes `before`."""
+    terms = ids.to(device="cpu", dtype=torch.int64) + 1
+    if real is not None:
+        terms = terms.masked_fill(~real.to(device="cpu", dtype=torch.bool), 0)
+    found = []
+    for row, value in zip(terms.tolist(), before, strict=True):
+        for term in row:
+            value = (value * _BASE + term) % _PRIME
+        found.append(value)
+    return tuple(found)
