@@ -25,8 +25,8 @@ def test_a_plan_loses_nothing_only_if_it_loses_nothing_on_every_text():
         a + (0.02 if i % 2 else -0.019) for i, a in enumerate(BASE)]))]).headline  # fmt: skip
     worse = on("other.txt", replace(WORSE, label="same", plan="same", plan_hash="#same"))
     said = summarise([FULL, SAME, on("other.txt", FULL), worse]).headline
-    assert said.startswith("Every plan here that saves bytes loses more than 0.02 nats per token; the mildest is same: +0.300")
-    assert "per token on other.txt" in said
+    assert said.startswith("Every plan here that saves bytes loses more than 0.02 nats per token; the mildest is same:")
+    assert "+0.300 nats per token on other.txt" in said
 
 
 def test_a_plan_that_was_not_asked_everything_is_not_said_to_lose_nothing():
@@ -45,7 +45,8 @@ def test_lost_answers_of_one_kind_are_not_made_good_by_another():
     full = [FULL, asked("full", "passkey", [1] * 10 + [0] * 10), asked("full", "needle", [1] * 20)]
     same = [SAME, asked("same", "passkey", [1] * 18 + [0] * 2), asked("same", "needle", [1] * 12 + [0] * 8)]
     said = summarise([*full, *same]).headline
-    assert "loses more than 0.02 nats per token or 10 points of right answers" in said and "at worst of 2 tasks -40.0 points" in said and "in needle" in said
+    assert "loses more than 0.02 nats per token or 10 points of right answers" in said
+    assert "at worst of 2 tasks -40.0 points" in said and "in needle" in said
 
 
 def test_a_memory_that_could_not_be_read_says_nothing_about_quality():

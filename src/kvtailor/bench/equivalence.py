@@ -6,7 +6,7 @@ things keep a sentence about the best of several plans true in 95 % of runs:
 - *Several plans*: each is asked at the share `ERROR / plans` (Bonferroni). Of several texts and tasks every one must
   pass, which needs no further share (an intersection-union test).
 - *Rare losses*: below `least_samples` windows there is no verdict, since a loss that falls on one window in ten might
-  not have been met at all. From there on Student's bound also holds up on skewed losses: docs/coverage.py.
+  not have been met at all. From there on Student's bound also holds up on skewed losses: docs/write_coverage.py.
 - *Windows of one document* count as one cluster: the bound has the cluster-robust error and as many degrees of freedom
   as there are documents, less one.
 """

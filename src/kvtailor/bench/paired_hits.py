@@ -18,7 +18,7 @@ from kvtailor.bench.statistics import Estimate, mean_difference, wilson
 __all__ = ["hit_difference", "loss_bound", "pairs_for", "share", "share_difference"]
 
 # Score intervals of few hits cover less than they say (95 % is 92.6 % at worst). With so much of the nominal error they
-# cover 94.9 % or more for 5 to 200 pairs and losses of 0 to 10 points: docs/coverage.py.
+# cover 94.9 % or more for 5 to 200 pairs and losses of 0 to 10 points: docs/write_coverage.py.
 _INNER = 0.7
 _FEWEST_DIFFERING = 10
 _STEPS = 60
@@ -99,8 +99,8 @@ def share_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate
     """
     if len(ours) != len(theirs) or not ours or not all(0 <= value <= 1 for value in (*ours, *theirs)):
         raise ValueError(
-            f"asked for paired differences of {len(ours)} and {len(theirs)} shares: give the same samples of both, each "
-            "between 0 and 1"
+            f"asked for paired differences of {len(ours)} and {len(theirs)} shares: give the same samples of both, "
+            "each between 0 and 1"
         )
     lost, gained, counts_as_hits = differing(ours, theirs)
     return hit_difference(lost, gained, len(ours)) if counts_as_hits else mean_difference(ours, theirs)
@@ -117,8 +117,8 @@ def differing(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, fl
 def _check(lost: float, gained: float, count: int) -> None:
     if count < 1 or min(lost, gained) < 0 or lost + gained > count + 1e-9:
         raise ValueError(
-            f"asked for the difference of {count} pairs of which {lost:g} are lost and {gained:g} gained: give at least "
-            "one pair, and no more that differ than there are"
+            f"asked for the difference of {count} pairs of which {lost:g} are lost and {gained:g} gained: give at "
+            "least one pair, and no more that differ than there are"
         )
 
 

@@ -222,8 +222,8 @@ def _beaten(shown: Judged, fair: Sequence[Judged], limit: str) -> str:
     lacking = too_few(better)
     return (
         f"No plan is recommended: {shown.row.label} loses less than {limit} at {share_of_bytes(shown)} of the bytes, "
-        f"yet {better.row.label} lost less ({loss_words(better)}) at {share_of_bytes(better)}, which is not shown to be "
-        f"below that{': ' + lacking if lacking else ''}."
+        f"yet {better.row.label} lost less ({loss_words(better)}) at {share_of_bytes(better)}, which is not shown to "
+        f"be below that{': ' + lacking if lacking else ''}."
     )
 
 

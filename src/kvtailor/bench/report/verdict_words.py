@@ -67,7 +67,8 @@ def how_sure(judged: Judged) -> str:
         if score.losses.documents is not None:
             where += f" from {score.losses.documents} documents"
         parts.append(
-            f"ΔNLL {signed(score.losses.mean, 4)}, at most {signed(found.bound, 4)}, over {score.samples} windows{where}"
+            f"ΔNLL {signed(score.losses.mean, 4)}, at most {signed(found.bound, 4)}, "
+            f"over {score.samples} windows{where}"
         )
     answers = _answers(judged)
     bounds = [f.bound for m, _, _, f in judged.scores if m.difference_unit == POINTS and f.bound is not None]
