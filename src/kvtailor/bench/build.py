@@ -14,7 +14,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Task
 from kvtailor.errors import KvtailorError, UnknownName
 
-__all__ = ["SettingsError", "make_task"]
+__all__ = ["SettingsError", "Text", "make_task"]
 
 
 class SettingsError(KvtailorError, ValueError):
@@ -25,7 +25,7 @@ class SettingsError(KvtailorError, ValueError):
         super().__init__("\n  - ".join([f"{what} cannot be done as asked:", *self.faults]))
 
 
-class _Text(NamedTuple):
+class Text(NamedTuple):
     """A text, its name in records, where a corpus was read from, and where its documents begin, in characters."""
 
     text: str
@@ -77,7 +77,7 @@ def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, da
         raise SettingsError(f"the task {name!r}", [str(error)]) from error
 
 
-def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) -> _Text:
+def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) -> Text:
     """A text as a task takes it."""
     tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes)
     # Tokens of the coarsest tokenizers have about 6 characters.
@@ -86,18 +86,18 @@ def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) ->
 
 
 @lru_cache(maxsize=4)
-def _read(name: str, characters: int | None, data: Path | None) -> _Text:
+def _read(name: str, characters: int | None, data: Path | None) -> Text:
     """Several tasks of a suite read the same text; of a corpus, as much as is usual."""
     from kvtailor.bench.texts import BETWEEN, generated_documents, read_text, starts_of
 
     if characters is not None:
         documents = generated_documents(characters)
-        return _Text(BETWEEN.join(documents), "generated text", None, starts_of(documents))
+        return Text(BETWEEN.join(documents), "generated text", None, starts_of(documents))
     if is_path(name):
-        return _Text(read_text(Path(name)), Path(name).name, None, ())
+        return Text(read_text(Path(name)), Path(name).name, None, ())
     try:
         corpus = importlib.import_module("kvtailor.bench.corpora").corpus
     except ImportError as error:
         raise KvtailorError(f"The corpora cannot be imported: {error}") from error
     found = corpus(name, data=data)
-    return _Text(str(found.text), str(found.source), str(found.origin), tuple(found.starts))
+    return Text(str(found.text), str(found.source), str(found.origin), tuple(found.starts))
