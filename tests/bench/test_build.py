@@ -95,13 +95,13 @@ def test_a_corpus_gets_the_folder(monkeypatch):
 
     def corpus(name, *, data):
         asked.append((name, data))
-        return SimpleNamespace(text="a text", source="the name", origin="there@1")
+        return SimpleNamespace(text="a text", source="the name", origin="there@1", starts=(0, 4))
 
     monkeypatch.setitem(sys.modules, "kvtailor.bench.corpora", SimpleNamespace(corpus=corpus))
     build._read.cache_clear()
     found = build._text("wikitext2", {}, KINDS["perplexity"], Path("there"))
     build._read.cache_clear()
-    assert found == ("a text", "the name", "there@1")
+    assert found == ("a text", "the name", "there@1", (0, 4))
     assert asked == [("wikitext2", Path("there"))]
 
 

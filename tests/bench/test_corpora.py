@@ -83,6 +83,8 @@ def test_another_text_under_wikitext2s_name_is_refused(tmp_path, standard):
 def test_c4_is_cut_after_a_whole_document(tmp_path, wanted, parts):
     documents(tmp_path / "c4_en" / "validation.jsonl", 40)
     found = corpus("c4", data=tmp_path, characters=wanted)
+    assert all(found.text[at - 2 : at] == "\n\n" for at in found.starts[1:]) and found.starts[0] == 0
+    assert len(found.starts) == found.text.count("\n\n") + 1
     assert found.text == "\n\n".join(f"validation.jsonl {i}" for i in range(parts))
     assert found.origin == str(tmp_path / "c4_en" / "validation.jsonl")
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,11 +14,12 @@ from tests.bench.test_report import needles, record, scored, timed
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.bars import Bar, bars
 from kvtailor.bench.report.files import texts
+from kvtailor.bench.report.grid import Cell, Grid, as_csv
 from kvtailor.bench.report.heat import HeatCell, heat_map
 from kvtailor.bench.report.page import page, pareto
 from kvtailor.bench.report.style import COLOURS, DARK, LIGHT
 from kvtailor.bench.report.svg import Line, Mark, lines, scatter, ticks
-from kvtailor.bench.report.tables import csv_text, latex, markdown
+from kvtailor.bench.report.tables import latex, markdown
 from kvtailor.bench.schema import latest
 from kvtailor.cli.report import write
 
@@ -145,7 +147,8 @@ def test_a_plan_that_is_not_there_stands_in_a_box_and_nowhere_else():
     box = text[text.index('class="missing"') : text.index("</section>")]
     assert "rankkv @ keep=0.25" in box and "the score method &#x27;rankkv&#x27;" in box
     assert "rankkv" not in text.replace(box, "")[: text.index('id="records"') - len(box)]
-    assert "Not in this kvtailor yet" in found["report.md"] and "rankkv" not in found["rows.csv"] + found["table.tex"]
+    assert "Not in this kvtailor yet" in found["report.md"]
+    assert "rankkv" not in found["results.csv"] + found["table.tex"]
 
 
 def test_a_mark_says_its_numbers_and_where_they_came_from():
@@ -197,18 +200,6 @@ def test_colours_stand_out_from_the_paper(colours):
 
 def test_all_points_have_tables_of_their_own():
     found = texts(whole_run())
-    read = {name: list(csv.DictReader(io.StringIO(text))) for name, text in found.items() if name.endswith(".csv")}
-    assert [(row["context"], row["batch"]) for row in read["speed.csv"] if row["plan"] == "full"] == [
-        ("256", "1"), ("256", "4"), ("512", "1"), ("512", "4"),
-    ]  # fmt: skip
-    assert all(row["tokens"] == "16" and float(row["floor of TPOT, ms"]) == 0.4 for row in read["speed.csv"][:8])
-    (kivi,) = [row for row in read["quality.csv"] if row["plan"] == "kivi(bits=4)"]
-    record = next(r for r in whole_run() if r.label == "kivi(bits=4)" and r.text == "c4")
-    assert float(kivi["c4, context 256, perplexity"]) == pytest.approx(record.metrics["perplexity"])
-    assert float(kivi["c4, context 256, perplexity, low"]) < 0 < float(kivi["c4, context 256, perplexity, high"])
-    assert record.key in kivi["records"].split()
-    assert {row["floor of TTFT, ms"] for row in read["speed.csv"][:8]} == {"3.0"}
-    assert read["capacity.csv"][0]["largest batch"] == "90.0" and len(read["memory.csv"]) == 8
     for name, text in found.items():
         if name.endswith(".tex"):
             columns = text[text.index("{l") : text.index("}\n")].count("r")
@@ -228,15 +219,60 @@ def test_every_number_of_the_table_is_on_the_page_and_in_markdown():
     assert "| `h2o @ tokens=9` |" in table and "–" in table
 
 
-def test_csv_has_plain_numbers_and_empty_cells_where_nothing_was_measured():
-    rows = summarise(RECORDS).rows
-    read = list(csv.DictReader(io.StringIO(csv_text(rows))))
-    assert [each["plan"] for each in read] == [row.label for row in rows]
-    snap = next(each for each in read if each["plan"].startswith("snapkv"))
-    row = next(row for row in rows if row.label.startswith("snapkv"))
-    assert float(snap["loss"]) == row.loss.value and float(snap["loss_low"]) == row.loss.low
-    assert float(snap["bytes_held"]) == 250 and snap["kl"] == ""
-    assert next(each for each in read if each["plan"].startswith("h2o"))["loss"] == ""
+def long_rows(records):
+    text = texts(records)["results.csv"]
+    return list(csv.DictReader(io.StringIO(text))), text
+
+
+def test_the_csv_has_a_row_for_each_number_with_what_it_is_of_and_its_unit():
+    records = whole_run()
+    rows, text = long_rows(records)
+    assert text.splitlines()[0] == "model,text,point,plan,metric,unit,value,low,high,n"
+    assert all(row["model"] == "made-up" and row["unit"] and row["plan"] and float(row["value"]) is not None
+               for row in rows)  # fmt: skip
+    names = [(row["text"], row["point"], row["plan"], row["metric"]) for row in rows]
+    assert len(set(names)) == len(names) > 500
+
+    def of(metric, plan, **point):
+        return [row for row in rows if row["metric"] == metric and row["plan"] == plan
+                and point.items() <= json.loads(row["point"]).items()]  # fmt: skip
+
+    record = next(r for r in records if r.label == "kivi(bits=4)" and r.text == "c4" and r.task == "perplexity")
+    (row,) = [row for row in of("perplexity.perplexity", "kivi(bits=4)", context=256) if row["text"] == "c4"]
+    assert float(row["value"]) == record.metrics["perplexity"] and row["low"] == row["high"] == "" and row["n"] == "12"
+    (row,) = [row for row in of("perplexity.nll_over_full", "kivi(bits=4)", context=256) if row["text"] == "c4"]
+    assert row["unit"] == "nats per token" and float(row["low"]) < float(row["value"]) < float(row["high"])
+    (row,) = [row for row in of("perplexity.perplexity_over_full", "kivi(bits=4)", context=256) if row["text"] == "c4"]
+    assert row["unit"] == "ratio" and 0.9 < float(row["low"]) < 1 < float(row["high"]) < 1.1
+    # The interval of a value holds it: what is beside a number is in that number's unit.
+    assert all(float(r["low"]) - 1e-9 <= float(r["value"]) <= float(r["high"]) + 1e-9 for r in rows if r["low"])
+    assert {r["plan"] for r in rows} >= {"own", "full"} and of("speed.tpot_median", "full", batch=4, context=512)
+    assert float(of("capacity.largest_batch", "full")[0]["value"]) == 90
+    assert of("needle.accuracy_over_full", "kivi(bits=4)")[-1]["n"] == "24"
+
+
+def test_a_text_in_a_csv_is_no_formula_and_a_number_stays_one():
+    records = [replace(each, label="=cmd|' /C calc'!A0", text="@evil", model="+1") if "odd" in each.label else
+               replace(each, model="+1") for each in RECORDS]  # fmt: skip
+    rows, _ = long_rows(records)
+    assert {row["model"] for row in rows} == {"'+1"}
+    assert any(row["plan"].startswith("'=cmd") and row["text"] == "'@evil" for row in rows)
+    assert not any(value[:1] in "=@\t\r" for row in rows for value in row.values() if value)
+    assert any(float(row["low"]) < 0 for row in rows if row["low"])
+    grid = Grid(name="g", title="t", heads=("=head", "b"), plans=("-h",),
+                rows=((Cell(text="-1+1", value="-1+1"), Cell(text="-1.5", value=-1.5)),))  # fmt: skip
+    read = list(csv.reader(io.StringIO(as_csv(grid))))
+    assert read == [["'=head", "b", "plan_hash", "records"], ["'-1+1", "-1.5", "'-h", ""]]
+
+
+@pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "a`<script>alert(1)</script>`", "x | <b>\n# y"])
+def test_markdown_escapes_html(name):
+    records = [replace(each, label=name, notes=(f"About {name}.",)) if "odd" in each.label else
+               replace(each, text=each.text and name) for each in RECORDS]  # fmt: skip
+    found = texts(records)["report.md"]
+    assert "<" not in found and "&lt;" in found and "\n# y" not in found
+    assert all(line.count(" | ") == found.split("\n\n")[1].split("\n")[0].count(" | ")
+               for line in found.split("\n\n")[1].replace(r"\|", "").split("\n")[2:])  # fmt: skip
 
 
 def test_latex_escapes_what_latex_reads():
@@ -284,8 +320,8 @@ def test_pages_are_made_again_from_records_alone(tmp_path):
     (tmp_path / "records-a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     written = write(tmp_path, tmp_path / "pages")
     names = [path.name for path in written]
-    assert names[:4] == ["report.html", "report.md", "rows.csv", "table.tex"]
-    assert {"quality.csv", "quality.tex"} <= set(names) and all(path.stat().st_size for path in written)
+    assert names[:4] == ["report.html", "report.md", "results.csv", "table.tex"]
+    assert "quality.tex" in names and all(path.stat().st_size for path in written)
     before = [path.read_text(encoding="utf-8") for path in written]
     assert [path.read_text(encoding="utf-8") for path in write(tmp_path, tmp_path / "pages")] == before
 

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -9,8 +10,9 @@ from tests.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, con
 from kvtailor.bench import tripwires
 from kvtailor.bench.runner import plan_run, run
 from kvtailor.bench.schema import read_records
+from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.perplexity import Perplexity
-from kvtailor.bench.texts import generated_text
+from kvtailor.bench.texts import BETWEEN, generated_text, starts_of
 from kvtailor.bench.tripwires import Fraud
 from kvtailor.errors import KvtailorError
 
@@ -193,3 +195,17 @@ def test_where_a_corpus_came_from_is_in_its_records():
     asked = Perplexity(text=generated_text(1500), source="c4", origin="hub:c4@c0ffee", context=100, continuation=20)
     [record] = run(subject(CountingModel()), [FULL], [asked], bandwidth=False)
     assert "c4 was read from hub:c4@c0ffee." in record.notes
+
+
+def test_a_window_is_of_the_document_that_its_first_target_is_from(tmp_path):
+    documents = [f"{'ä' * 7} " + " ".join(f"{name}{i}" for i in range(90)) for name in "abcdef"]
+    text = BETWEEN.join(documents)
+    task = Perplexity(text=text, source="t", starts=starts_of(documents), context=30, continuation=8, windows=9)
+    loaded = Subject.load("demo")
+    windows = task.cut(loaded)
+    assert [window.document for window in windows] == sorted(window.document for window in windows)
+    assert len({window.document for window in windows}) > 3
+    for window in windows:
+        target = loaded.text(window.targets.tolist()).strip()
+        assert target.split()[1] in documents[window.document - 1]
+    assert {window.document for window in replace(task, starts=()).cut(loaded)} == {None}

@@ -10,6 +10,7 @@ import pytest
 from tests.bench.dummy import DummyTokenizer
 
 from kvtailor.bench import suite as suite_module
+from kvtailor.bench.build import Text
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.suite import SuiteError, read_suite, suites
@@ -111,7 +112,7 @@ def test_a_shipped_suite_has_no_fault_and_awaits_nothing_that_is_here(name):
 
 @pytest.mark.parametrize(("name", "model"), ALL)
 def test_every_task_of_every_suite_can_be_made_for_its_models(name, model, monkeypatch):
-    monkeypatch.setattr("kvtailor.bench.build._read", lambda *_: ("a text", "a name", None))
+    monkeypatch.setattr("kvtailor.bench.build._read", lambda *_: Text("a text", "a name", None, ()))
     for kind in KINDS.values():
         with suppress(KvtailorError):  # some read their data to say how long they take
             monkeypatch.setattr(kind.load(), "units", lambda task, contestants: contestants)

@@ -7,14 +7,14 @@ import importlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from kvtailor.bench.kinds import GENERATED, KINDS, Kind, is_path, setting_faults
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Task
 from kvtailor.errors import KvtailorError, UnknownName
 
-__all__ = ["SettingsError", "make_task"]
+__all__ = ["SettingsError", "Text", "make_task"]
 
 
 class SettingsError(KvtailorError, ValueError):
@@ -23,6 +23,15 @@ class SettingsError(KvtailorError, ValueError):
     def __init__(self, what: str, faults: Sequence[str]):
         self.faults = tuple(faults)
         super().__init__("\n  - ".join([f"{what} cannot be done as asked:", *self.faults]))
+
+
+class Text(NamedTuple):
+    """A text, its name in records, where a corpus was read from, and where its documents begin, in characters."""
+
+    text: str
+    source: str
+    origin: str | None
+    starts: tuple[int, ...]
 
 
 def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, data: Path | None) -> Task:
@@ -56,9 +65,9 @@ def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, da
     try:
         if kind.reads_text:
             made(**given, text="none", source="none")
-            given["text"], given["source"], origin = _text(str(settings.get("text", GENERATED)), given, kind, data)
-            if "origin" in has:
-                given["origin"] = origin
+            text = _text(str(settings.get("text", GENERATED)), given, kind, data)
+            given["text"], given["source"] = text.text, text.source
+            given |= {each: getattr(text, each) for each in ("origin", "starts") if each in has}
         if kind.reads_data:
             given["data"] = data
         return cast(Task, made(**given))
@@ -68,8 +77,8 @@ def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, da
         raise SettingsError(f"the task {name!r}", [str(error)]) from error
 
 
-def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) -> tuple[str, str, str | None]:
-    """A text, its name in records, and where a corpus was read from."""
+def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) -> Text:
+    """A text as a task takes it."""
     tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes)
     # Tokens of the coarsest tokenizers have about 6 characters.
     characters = 6 * tokens * int(given.get("windows", kind.default("windows") or 1)) + 10_000
@@ -77,17 +86,18 @@ def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) ->
 
 
 @lru_cache(maxsize=4)
-def _read(name: str, characters: int | None, data: Path | None) -> tuple[str, str, str | None]:
+def _read(name: str, characters: int | None, data: Path | None) -> Text:
     """Several tasks of a suite read the same text; of a corpus, as much as is usual."""
-    from kvtailor.bench.texts import generated_text, read_text
+    from kvtailor.bench.texts import BETWEEN, generated_documents, read_text, starts_of
 
     if characters is not None:
-        return generated_text(characters), "generated text", None
+        documents = generated_documents(characters)
+        return Text(BETWEEN.join(documents), "generated text", None, starts_of(documents))
     if is_path(name):
-        return read_text(Path(name)), Path(name).name, None
+        return Text(read_text(Path(name)), Path(name).name, None, ())
     try:
         corpus = importlib.import_module("kvtailor.bench.corpora").corpus
     except ImportError as error:
         raise KvtailorError(f"The corpora cannot be imported: {error}") from error
     found = corpus(name, data=data)
-    return str(found.text), str(found.source), str(found.origin)
+    return Text(str(found.text), str(found.source), str(found.origin), tuple(found.starts))

@@ -15,18 +15,22 @@ Licences: WikiText-2 CC BY-SA 3.0, C4 ODC-BY 1.0, PG-19 books in the public doma
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtailor.bench.sources import find_files, hub_rows, read_rows, read_utf8
+from kvtailor.bench.texts import BETWEEN, starts_of
 from kvtailor.errors import KvtailorError, UnknownName
 
 __all__ = ["CORPORA", "Corpus", "corpus"]
 
 CORPORA: tuple[str, ...] = ("wikitext2", "c4", "pg19")
-_BETWEEN = "\n\n"
+_BETWEEN = BETWEEN
+# A line " = Title = "; sections have more signs on both sides.
+_ARTICLE = re.compile(r"^ = [^=\n]+ = *$", re.MULTILINE)
 _CHARACTERS = 4_000_000
 # wiki.test.raw of wikitext-2-raw-v1.zip (Merity et al. 2016); 1,290,590 bytes, 4,358 lines.
 _WIKITEXT2_BYTES = 1_290_590
@@ -51,12 +55,14 @@ class Corpus:
     Attributes:
         text: the text.
         source: its name in records: that of the corpus, or of the books that do its duty.
+        starts: where its documents (articles of WikiText, books) begin in it, in characters.
         origin: the folder or `hub:NAME@REVISION` it was read from, and for WikiText-2 the file's SHA-256.
     """
 
     text: str
     source: str
     origin: str
+    starts: tuple[int, ...] = ()
 
 
 def corpus(name: str, *, data: Path | None = None, characters: int | None = None) -> Corpus:
@@ -100,8 +106,9 @@ def _wikitext2(data: Path | None, characters: int | None) -> Corpus:
             f"bytes with SHA-256 {digest}, not {_WIKITEXT2_BYTES} bytes with {_WIKITEXT2_SHA256}: give the original "
             "file, or measure this one as a text file of its own"
         )
-    text = _joined("wikitext2", rows, origin, characters, characters)
-    return Corpus(text, "wikitext2", f"{origin} sha256:{digest}")
+    text, _ = _joined("wikitext2", rows, origin, characters, characters)
+    articles = tuple(found.start() for found in _ARTICLE.finditer(text))
+    return Corpus(text, "wikitext2", f"{origin} sha256:{digest}", articles)
 
 
 def _c4(data: Path | None, characters: int | None) -> Corpus:
@@ -112,7 +119,8 @@ def _c4(data: Path | None, characters: int | None) -> Corpus:
         files = _c4_files(data)
         rows, origin = (row for file in files for row in read_rows(file)), _origin(files)
     documents = (_text(row, origin) for row in rows)
-    return Corpus(_joined("c4", documents, origin, characters, characters or _CHARACTERS), "c4", origin)
+    text, starts = _joined("c4", documents, origin, characters, characters or _CHARACTERS)
+    return Corpus(text, "c4", origin, starts)
 
 
 def _pg19(data: Path | None, characters: int | None) -> Corpus:
@@ -125,7 +133,8 @@ def _pg19(data: Path | None, characters: int | None) -> Corpus:
         files = _books(data)
         source, origin = (_BOOKS if files[0].parent.name == _BOOKS else source), _origin(files)
         books = _texts_of(files)
-    return Corpus(_joined("pg19", books, origin, characters, characters or _CHARACTERS), source, origin)
+    text, starts = _joined("pg19", books, origin, characters, characters or _CHARACTERS)
+    return Corpus(text, source, origin, starts)
 
 
 def _own(data: Path, name: str, folders: tuple[str, ...]) -> tuple[str, ...]:
@@ -161,8 +170,10 @@ def _texts_of(files: Iterable[Path]) -> Iterator[str]:
             yield read_utf8(file)
 
 
-def _joined(name: str, parts: Iterable[str], origin: str, wanted: int | None, enough: int | None) -> str:
-    """The first parts that together have `enough` characters; all where that is None."""
+def _joined(
+    name: str, parts: Iterable[str], origin: str, wanted: int | None, enough: int | None
+) -> tuple[str, tuple[int, ...]]:
+    """The first parts that together have `enough` characters, and where each begins; all parts where that is None."""
     found: list[str] = []
     size = -len(_BETWEEN)
     for part in parts:
@@ -177,7 +188,7 @@ def _joined(name: str, parts: Iterable[str], origin: str, wanted: int | None, en
         raise KvtailorError(
             f"asked for {wanted} characters of {name}, but {origin} has {len(text)}: ask for fewer, or give more of it"
         )
-    return text
+    return text, starts_of(found)
 
 
 def _text(row: dict[str, Any], origin: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "FEWEST",
@@ -124,7 +125,12 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def mean_difference(
-    ours: Sequence[float], theirs: Sequence[float], *, confidence: float = 0.95, resamples: int = 10_000
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    documents: Sequence[float] = (),
 ) -> Estimate:
     """Mean of `ours - theirs` over paired samples, with a bootstrap interval.
 
@@ -132,10 +138,14 @@ def mean_difference(
     (Hesterberg 2015, "What teachers should know about the bootstrap", the expanded percentile interval). The random
     state is fixed: the same samples give the same interval. Fewer than `FEWEST` samples give no interval.
 
+    Samples of one document are drawn together (a cluster bootstrap), since their differences may go together. With
+    fewer than `FEWEST` documents every sample is drawn by itself: the interval is then about these documents alone.
+
     Args:
         ours, theirs: sample i of both is the same window, document or round.
         confidence: share of such intervals that cover the true mean.
         resamples: how often the samples are drawn again.
+        documents: which document each sample is from; empty where each is from one of its own, or nobody knows.
 
     Raises:
         ValueError: unequal counts, no samples, or a confidence outside of 0 to 1.
@@ -150,18 +160,27 @@ def mean_difference(
     count = len(differences)
     if count < FEWEST:
         return Estimate(fmean(differences), None, None, count)
-    sample = torch.tensor(differences, dtype=torch.float64)
+    sums, sizes = _clusters(differences, documents)
+    drawn = len(sums)
     generator = torch.Generator().manual_seed(_STATE)
-    means = torch.cat(
-        [
-            sample[torch.randint(count, (rows, count), generator=generator)].mean(1)
-            for rows in _chunks(resamples, max(1, _CHUNK // count))
-        ]
-    )
-    t = student_quantile(1 - (1 - confidence) / 2, count - 1)
-    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t)
-    ordered = means.tolist()
+    means = []
+    for rows in _chunks(resamples, max(1, _CHUNK // drawn)):
+        chosen = torch.randint(drawn, (rows, drawn), generator=generator)
+        means.append(sums[chosen].sum(1) / sizes[chosen].sum(1))
+    t = student_quantile(1 - (1 - confidence) / 2, drawn - 1)
+    tail = NormalDist().cdf(-math.sqrt(drawn / (drawn - 1)) * t)
+    ordered = torch.cat(means).tolist()
     return Estimate(fmean(differences), quantile(ordered, tail), quantile(ordered, 1 - tail), count)
+
+
+def _clusters(differences: Sequence[float], documents: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """(g,) sums and sizes of what is drawn together."""
+    sample = torch.tensor(differences, dtype=torch.float64)
+    if len(documents) != len(differences) or len(set(documents)) < FEWEST:
+        return sample, torch.ones_like(sample)
+    names, index = torch.tensor(documents, dtype=torch.float64).unique(return_inverse=True)
+    sums, sizes = (torch.zeros(names.numel(), dtype=torch.float64) for _ in range(2))
+    return sums.index_add(0, index, sample), sizes.index_add(0, index, torch.ones_like(sample))
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -210,15 +229,17 @@ def calibration_error(confidence: Sequence[float], right: Sequence[bool], *, bin
     return sum(map(abs, total)) / len(confidence)
 
 
-def wilson(hits: int, count: int, *, confidence: float = 0.95) -> Estimate:
+def wilson(hits: float, count: int, *, confidence: float = 0.95) -> Estimate:
     """A share of right answers with Wilson's score interval (Wilson 1927), right also at 0 and 1.
+
+    A part of a hit counts as that part; the interval is then wider than it need be.
 
     Raises:
         ValueError: no answers, or more hits than answers.
     """
     if count < 1 or not 0 <= hits <= count:
         raise ValueError(
-            f"asked for the share of {hits} hits among {count} answers: give 0 <= hits <= count, count >= 1"
+            f"asked for the share of {hits:g} hits among {count} answers: give 0 <= hits <= count, count >= 1"
         )
     z = NormalDist().inv_cdf(1 - (1 - confidence) / 2)
     share = hits / count

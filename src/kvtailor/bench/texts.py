@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from kvtailor.bench.synthetic import TASKS, make_document
 from kvtailor.errors import KvtailorError
 
-__all__ = ["generated_text", "read_text"]
+__all__ = ["BETWEEN", "generated_documents", "generated_text", "read_text", "starts_of"]
 
+BETWEEN = "\n\n"
 _PIECE = 1500
 
 
@@ -28,6 +31,16 @@ def read_text(path: Path) -> str:
 
 
 def generated_text(characters: int) -> str:
+    """The documents of `generated_documents`, joined with a blank line."""
+    return BETWEEN.join(generated_documents(characters))
+
+
+def starts_of(documents: Sequence[str]) -> tuple[int, ...]:
+    """Where each document begins in all of them joined with a blank line, in characters."""
+    return tuple(accumulate((len(document) + len(BETWEEN) for document in documents[:-1]), initial=0))
+
+
+def generated_documents(characters: int) -> list[str]:
     """At least so many characters of generated documents of all kinds, each with its question and answer.
 
     Evaluation split, the same on every machine. It is plain prose with facts that come back later: what a cache forgets
@@ -43,4 +56,4 @@ def generated_text(characters: int) -> str:
         document = make_document(kind, state=state, length=_PIECE, depth=(state % 10) / 9)
         pieces.append(document.prompt + document.answer)
         size += len(pieces[-1]) + 2
-    return "\n\n".join(pieces)
+    return pieces

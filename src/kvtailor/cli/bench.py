@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtailor.cli.asked import SERVES, SETS, TASKS, USUAL, numbers, settings_of, sizes, split_tasks, text_name
+from kvtailor.cli.margins import margin_options, margins_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvtailor.bench.equivalence import Margins
     from kvtailor.bench.report import Summary
     from kvtailor.bench.schema import Record
     from kvtailor.bench.subject import Subject
@@ -107,6 +109,7 @@ _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "bey
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and pages; goes on there."
 )
+@margin_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
@@ -201,8 +204,9 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
             allow=options["allow"],
         )  # fmt: skip
     _say_kept(before, records, console)
-    summary = summarise(records)
-    _pages(options["out"], console)
+    margins = margins_of(options["margin"], options["margin_points"])
+    summary = summarise(records, margins)
+    _pages(options["out"], margins, console)
     _picture(summary, options["out"], console)
     show(summary, _terminal())
     return summary.as_dict()
@@ -232,9 +236,10 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
     with bar(prepared.units, console) as advance:
         records = prepared.run(out=options["out"], advance=advance, resume=not options["again"], allow=options["allow"])
     _say_kept(before, records, console)
-    _pages(options["out"], console)
+    margins = margins_of(options["margin"], options["margin_points"])
+    _pages(options["out"], margins, console)
     pages = suite_pages(suite, records, only=options["tables"])
-    summary = summarise(records)
+    summary = summarise(records, margins)
     _terminal().print(f"\n[bold]{escape(summary.headline)}[/]")
     if pages is not None:
         show_suite(pages, _terminal())
@@ -272,11 +277,11 @@ def _say_kept(before: dict[str, Record], records: list[Record], console: Console
         console.print(f"{kept} of {len(records)} records were there already (--again measures anew)", style="dim")
 
 
-def _pages(out: Path | None, console: Console) -> None:
+def _pages(out: Path | None, margins: Margins, console: Console) -> None:
     from kvtailor.cli.report import write
 
     if out is not None:
-        made = write(out, out)
+        made = write(out, out, margins)
         console.print(f"{made[0]} and {len(made) - 1} files beside it", style="dim", markup=False, soft_wrap=True)
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from kvtailor.cli.margins import margin_options, margins_of
+
+if TYPE_CHECKING:
+    from kvtailor.bench.equivalence import Margins
 
 __all__ = ["command", "write"]
 
@@ -12,18 +18,24 @@ __all__ = ["command", "write"]
 @click.command(short_help="Pages of a run: HTML, Markdown, CSV, LaTeX.")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Where to write.  [FOLDER]")
-def command(folder: Path, to: Path | None) -> None:
-    """Write report.html, report.md, and all tables as CSV and LaTeX from the records that `kvtailor bench --out` left.
+@margin_options
+def command(folder: Path, to: Path | None, margin: float, margin_points: float) -> None:
+    """Write report.html, report.md, results.csv and all tables as LaTeX from what `kvtailor bench --out` left.
 
     No model is loaded and nothing is measured: whatever a page shows is in the records. The tables of a suite that was
     run there are made again as well.
     """
-    for path in write(folder, to or folder):
+    for path in write(folder, to or folder, margins_of(margin, margin_points)):
         click.echo(path)
 
 
-def write(folder: Path, to: Path) -> list[Path]:
+def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
     """The pages of the records in a folder; of records of the same thing, the latest. `report.html` comes first.
+
+    Args:
+        folder: with records.
+        to: where to write.
+        margins: what counts as no loss in the headline; None: the usual ones.
 
     Raises:
         RecordError: the folder holds no records.
@@ -38,7 +50,7 @@ def write(folder: Path, to: Path) -> list[Path]:
     records = latest(read_records(folder))
     tripwires.check_records(records)
     to.mkdir(parents=True, exist_ok=True)
-    pages = texts(records, [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))])
+    pages = texts(records, [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))], margins)
     for name, text in pages.items():
         (to / name).write_text(text, encoding="utf-8")
     return [to / name for name in pages]

@@ -17,7 +17,8 @@ import torch
 from rich.progress import track
 
 from kvtailor import demo
-from kvtailor.bench.statistics import Estimate, mean_difference, wilson
+from kvtailor.bench.paired_hits import share
+from kvtailor.bench.statistics import Estimate, mean_difference
 from kvtailor.demo.measures import (
     ASKED,
     Retrieval,
@@ -45,12 +46,9 @@ def table(results: list[Retrieval], lengths: list[int]) -> str:
 
 
 def _percent(scores: list[float]) -> str:
-    share = 100 * sum(scores) / len(scores)
-    if any(score not in (0.0, 1.0) for score in scores):
-        return f"{share:.0f} % of {len(scores)}"
-    found = wilson(round(sum(scores)), len(scores))
+    found = share(scores)
     assert found.low is not None and found.high is not None
-    return f"{share:.0f} % of {len(scores)} ({100 * found.low:.0f} to {100 * found.high:.0f})"
+    return f"{100 * found.value:.0f} % of {len(scores)} ({100 * found.low:.0f} to {100 * found.high:.0f})"
 
 
 def _natural_rows(tokenizer: Any, files: list[Path], length: int, count: int) -> list[list[int]]:
@@ -103,8 +101,8 @@ def main() -> None:
 
     for name, files in texts.items() if given.windows else ():
         for window in (256, 2048):
-            share = max(1, given.windows * 2048 // window // len(files))
-            found = [bits_per_byte(model, tokenizer, f.read_text(encoding="utf-8"), window, share) for f in files]
+            each = max(1, given.windows * 2048 // window // len(files))
+            found = [bits_per_byte(model, tokenizer, f.read_text(encoding="utf-8"), window, each) for f in files]
             value, count = sum(v * n for v, n in found) / sum(n for _, n in found), sum(n for _, n in found)
             told["bits_per_byte"][f"{name}, {count} windows of {window}"] = round(value, 4)
             print(f"{name}: {value:.4f} bits per byte, {count} windows of {window} tokens", flush=True)

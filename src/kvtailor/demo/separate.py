@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from kvtailor import demo
+from kvtailor.bench.paired_hits import share_difference
 from kvtailor.bench.progress import bar
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.schema import Record
@@ -100,7 +101,10 @@ def compare(records: Sequence[Record], order: Order) -> list[tuple[str, str, Est
     for keep in keeps:
         better, worse = order.better.format(keep=keep), order.worse.format(keep=keep)
         ours, theirs = (samples(records, label, order.task, name) for label in (better, worse))
-        found.append((better, worse, mean_difference([sign * x for x in ours], [sign * x for x in theirs])))
+        first, second = (ours, theirs) if sign > 0 else (theirs, ours)
+        found.append(
+            (better, worse, share_difference(ours, theirs) if name == "hit" else mean_difference(first, second))
+        )
     return found
 
 
@@ -131,11 +135,12 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def _cell(ours: list[float], full: list[float], scale: int, digits: int) -> str:
-    found = mean_difference([scale * x for x in ours], [scale * x for x in full])
+    # Of hits the card shows percent, and nothing else is scaled.
+    found = share_difference(ours, full) if scale != 1 else mean_difference(ours, full)
     value = f"{scale * sum(ours) / len(ours):.{digits}f}"
     if found.low is None or found.high is None:
         return value
-    return f"{value} ({found.low:+.{digits}f} to {found.high:+.{digits}f})"
+    return f"{value} ({scale * found.low:+.{digits}f} to {scale * found.high:+.{digits}f})"
 
 
 def _verdicts(records: Sequence[Record]) -> list[str]:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvtailor.bench.equivalence import Margins
 from kvtailor.bench.report.footnotes import footnotes
 from kvtailor.bench.report.machines import machines_of
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.quality import Measure, measures_of
 from kvtailor.bench.report.rows import FULL, Row, rows_of
-from kvtailor.bench.report.verdict import headline
+from kvtailor.bench.report.verdict import headline, how_judged
 from kvtailor.bench.schema import Record
 
 __all__ = ["Row", "Summary", "summarise"]
@@ -22,7 +23,8 @@ class Summary:
     """A run in words and numbers.
 
     Attributes:
-        headline: one sentence: which plan, at which memory, loses nothing measurable here.
+        headline: one sentence: which plan, at which memory, is shown to lose less than the margins here.
+        margins: what counts as no loss.
         rows: one for each plan, 'full' first.
         measures: every text, kind of document and task with the scores of all plans.
         missing: plans that this kvtailor does not have yet, each with what it lacks.
@@ -31,6 +33,7 @@ class Summary:
     """
 
     headline: str
+    margins: Margins
     rows: tuple[Row, ...]
     measures: tuple[Measure, ...]
     missing: tuple[tuple[str, str], ...]
@@ -42,8 +45,12 @@ class Summary:
         return asdict(self)
 
 
-def summarise(records: Sequence[Record]) -> Summary:
+def summarise(records: Sequence[Record], margins: Margins | None = None) -> Summary:
     """The summary of the records of one run, or of a folder of runs: of the model that was measured last.
+
+    Args:
+        records: of one run, or of a folder of runs.
+        margins: what counts as no loss in the headline; None: the usual ones.
 
     Raises:
         ValueError: no records.
@@ -52,12 +59,15 @@ def summarise(records: Sequence[Record]) -> Summary:
     rows = rows_of(ours)
     full = next((row.plan_hash for row in rows if row.label == FULL), None)
     measures = measures_of(ours, full)
+    margins = margins or Margins()
+    rule = how_judged(rows, measures, margins)
     there = [record for record in ours if not record.missing]
     return Summary(
-        headline=headline(rows, measures),
+        headline=headline(rows, measures, margins),
+        margins=margins,
         rows=tuple(rows),
         measures=tuple(measures),
         missing=tuple(dict.fromkeys((r.label, "; ".join(r.missing)) for r in ours if r.missing)),
-        footnotes=tuple(footnotes(there, rows, measures, others=others)),
+        footnotes=(*footnotes(there, rows, measures, others=others), *([rule] if rule else [])),
         machines=machines_of([record for record in there if record.error is None] or ours),
     )

@@ -4,62 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvtailor.bench.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.costs import grids
-from kvtailor.bench.report.grid import Grid, as_csv, as_latex, as_markdown
+from kvtailor.bench.report.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown
+from kvtailor.bench.report.long_table import long_table
 from kvtailor.bench.report.page import page
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.suite_pages import SuitePages, suite_pages
-from kvtailor.bench.report.tables import csv_text, latex, main_grid, quality_grid
+from kvtailor.bench.report.tables import latex, main_grid, quality_grid
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite import Suite
 
 __all__ = ["markdown_page", "texts"]
 
 
-def texts(records: Sequence[Record], suites: Sequence[Suite] = ()) -> dict[str, str]:
-    """`report.html` and `report.md` have everything; `rows.csv` and `table.tex` the main table, one line for a plan.
+def texts(
+    records: Sequence[Record], suites: Sequence[Suite] = (), margins: Margins | None = None
+) -> dict[str, str]:  # fmt: skip
+    """`report.html`, `report.md`: everything; `results.csv`: every number, a row each; `table.tex`: the main table.
 
-    The tables over all points are `NAME.csv` and `NAME.tex`: quality, and of speed, memory, capacity and fidelity those
-    that were measured. Of a suite they are `suite-SUITE-TABLE.csv` and `.tex`.
+    The tables over all points are `NAME.tex`: quality, and of speed, memory, capacity and fidelity those that were
+    measured. Tables of a suite are `suite-SUITE-TABLE.csv` and `.tex`.
 
     Args:
         records: of one run, or of a folder of runs.
         suites: those whose tables are wanted; one that has no record is passed over.
+        margins: what counts as no loss in the headline; None: the usual ones.
 
     Raises:
         ValueError: no records.
     """
-    summary = summarise(records)
+    summary = summarise(records, margins)
     filled = [pages for suite in suites if (pages := suite_pages(suite, records)) is not None]
     found = {
-        "report.html": page(records, filled),
+        "report.html": page(records, filled, margins=margins),
         "report.md": markdown_page(records, summary, filled),
-        "rows.csv": csv_text(summary.rows),
+        "results.csv": long_table(of_one_model(records)[0], summary.measures),
         "table.tex": latex(summary.rows) + "\n",
     }
     for grid in _further(records, summary):
-        found |= {f"{grid.name}.csv": as_csv(grid), f"{grid.name}.tex": as_latex(grid) + "\n"}
+        found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
     for grid in (grid for pages in filled for grid in pages.grids):
         found |= {f"suite-{grid.name}.csv": as_csv(grid), f"suite-{grid.name}.tex": as_latex(grid) + "\n"}
     return found
 
 
 def markdown_page(records: Sequence[Record], summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
-    """The headline, all tables, and what the numbers rest on."""
-    parts = [f"**{summary.headline}**"]
+    """The headline, all tables, and what the numbers rest on. Nothing that a record says becomes HTML."""
+    safe = safe_markdown
+    parts = [f"**{safe(summary.headline)}**"]
     for pages in suites:
-        parts.append(f"# {pages.title}\n\n{pages.line}")
-        parts += [f"## {grid.title}\n\n{as_markdown(grid)}\n\n{grid.note}".rstrip() for grid in pages.grids]
+        parts.append(f"# {safe(pages.title)}\n\n{safe(pages.line)}")
+        parts += [f"## {safe(grid.title)}\n\n{as_markdown(grid)}\n\n{safe(grid.note)}".rstrip() for grid in pages.grids]
         if pages.idle:
-            parts.append(f"Not run: {'; '.join(pages.idle)}.")
+            parts.append(f"Not run: {safe('; '.join(pages.idle))}.")
     if summary.missing:
-        absent = "\n".join(f"- `{plan}`: {what}" for plan, what in summary.missing)
+        absent = "\n".join(f"- {safe(plan)}: {safe(what)}" for plan, what in summary.missing)
         parts.append(f"Not in this kvtailor yet, so not measured:\n\n{absent}")
     parts.append(as_markdown(main_grid(summary.rows)))
     for grid in _further(records, summary):
-        parts.append(f"## {grid.title}\n\n{grid.note}\n\n{as_markdown(grid)}")
-    parts.append("## What the numbers rest on\n\n" + "\n".join(f"- {note}" for note in summary.footnotes))
+        parts.append(f"## {safe(grid.title)}\n\n{safe(grid.note)}\n\n{as_markdown(grid)}")
+    parts.append("## What the numbers rest on\n\n" + "\n".join(f"- {safe(note)}" for note in summary.footnotes))
     return "\n\n".join(parts) + "\n"
 
 

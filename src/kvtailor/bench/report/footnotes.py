@@ -7,10 +7,11 @@ from itertools import groupby
 
 from kvtailor.bench import tripwires
 from kvtailor.bench.report.points import Series, base, named, series_of
-from kvtailor.bench.report.quality import Measure, official_is_mean
+from kvtailor.bench.report.quality import Measure, documents_of, official_is_mean
 from kvtailor.bench.report.rows import FULL, OWN, Row, asked_of_both
 from kvtailor.bench.report.verdict import beats_full, beyond_the_model
 from kvtailor.bench.schema import Record
+from kvtailor.bench.statistics import FEWEST
 
 __all__ = ["footnotes"]
 
@@ -37,8 +38,9 @@ def footnotes(
     if shown is not None:
         scored, point = next(iter(shown.records.values())), shown.point
         yield (
-            f"ΔNLL: nats per token against 'full' with a 95 % bootstrap interval over {scored.samples} windows of "
-            f"{scored.text} ({point['context']} tokens compressed, the next {point['continuation']} scored on what is "
+            f"ΔNLL: nats per token against 'full' with a 95 % bootstrap interval over {scored.samples} windows"
+            f"{_from_documents(scored)} of {scored.text} "
+            f"({point['context']} tokens compressed, the next {point['continuation']} scored on what is "
             f"left, {scored.tokens_scored} tokens in all, the same for every plan)."
         )
         if (scored.samples or 0) < 50:
@@ -99,6 +101,16 @@ def footnotes(
         for error in row.errors:
             if row.plan_hash != OWN:
                 yield f"{row.label} has no number for {error}"
+
+
+def _from_documents(scored: Record) -> str:
+    """What the windows were drawn by; nothing where the record does not say from which documents they are."""
+    count, known = len(set(documents_of(scored))), documents_of(scored)
+    if not known or count == len(known):
+        return ""
+    if count < FEWEST:
+        return f" (from only {count} documents, so that it says nothing about others)"
+    return f" from {count} documents, each of them drawn as a whole,"
 
 
 def _which_point(series: Sequence[Series]) -> Iterator[str]:

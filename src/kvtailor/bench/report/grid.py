@@ -6,8 +6,13 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from html import escape
 
-__all__ = ["EMPTY", "Cell", "Grid", "as_csv", "as_latex", "as_markdown", "interval"]
+__all__ = ["EMPTY", "Cell", "Grid", "as_csv", "as_latex", "as_markdown", "csv_cell", "interval", "safe_markdown"]
+
+
+BAR = r"\|"
+FORMULA = "=+-@\t\r\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +67,28 @@ class Grid:
 
 
 def as_markdown(grid: Grid) -> str:
-    """A table; what was not measured is a dash."""
+    """A table; what was not measured is a dash, and nothing in it is HTML."""
     lines = ["| " + " | ".join(map(_flat, grid.heads)) + " |", "|---" * len(grid.heads) + "|"]
     for first, *others in grid.rows:
-        lines.append(f"| `{_flat(first.text or '')}` | " + " | ".join(_flat(_whole(cell)) for cell in others) + " |")
+        name = (first.text or "").replace("\n", " ")
+        # Within a code span nothing can be escaped but the bar.
+        shown = _flat(name) if set(name) & set("`<>&") else f"`{name.replace('|', BAR)}`"
+        lines.append(f"| {shown} | " + " | ".join(_flat(_whole(cell)) for cell in others) + " |")
     return "\n".join(lines)
+
+
+def safe_markdown(text: str) -> str:
+    """A text in which neither HTML nor a code span can begin, on one line."""
+    return escape(" ".join(text.splitlines()), quote=False).replace("`", r"\`")
+
+
+def csv_cell(value: float | str) -> float | str:
+    """A cell of a CSV file that a spreadsheet takes for what it is.
+
+    A text that begins like a formula (=, +, -, @, tab, carriage return or line feed) gets an apostrophe before it, as
+    OWASP advises against CSV injection. Numbers stay numbers.
+    """
+    return f"'{value}" if isinstance(value, str) and value[:1] in FORMULA and value else value
 
 
 def as_csv(grid: Grid) -> str:
@@ -78,12 +100,15 @@ def as_csv(grid: Grid) -> str:
     writer = csv.writer(out, lineterminator="\n")
     ends = [i for i in range(len(grid.heads)) if any(row[i].ends is not None for row in grid.rows)]
     further = [f"{grid.heads[i]}, {end}" for i in ends for end in ("low", "high")]
-    writer.writerow([*grid.heads, *further, *(name for name, _ in grid.same), "plan_hash", "records"])
+    heads = [*grid.heads, *further, *(name for name, _ in grid.same), "plan_hash", "records"]
+    writer.writerow([csv_cell(head) for head in heads])
     for plan, row in zip(grid.plans, grid.rows, strict=True):
         keys = dict.fromkeys(key for cell in row for key in cell.keys)
         values = [cell.value for cell in row] + [end for i in ends for end in row[i].ends or (None, None)]
         values += [cell.value for _, cell in grid.same]
-        writer.writerow(["" if value is None else value for value in values] + [plan, " ".join(keys)])
+        writer.writerow(
+            ["" if value is None else csv_cell(value) for value in values] + [csv_cell(plan), " ".join(keys)]
+        )
     return out.getvalue()
 
 
@@ -110,7 +135,7 @@ def _whole(cell: Cell) -> str:
 
 
 def _flat(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")
+    return safe_markdown(text).replace("|", BAR)
 
 
 def _safe(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from kvtailor.bench.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.charts import Drawn, against_memory, colour, every_task, times
 from kvtailor.bench.report.costs import grids
@@ -22,18 +23,25 @@ from kvtailor.bench.schema import Record
 __all__ = ["page", "pareto"]
 
 
-def page(records: Sequence[Record], suites: Sequence[SuitePages] = (), *, title: str = "kvtailor bench") -> str:
+def page(
+    records: Sequence[Record],
+    suites: Sequence[SuitePages] = (),
+    *,
+    title: str = "kvtailor bench",
+    margins: Margins | None = None,
+) -> str:
     """The page as text.
 
     Args:
         records: of one run, or of a folder of runs.
         suites: whose tables come first, from `suite_pages` of the same records.
         title: of the window.
+        margins: what counts as no loss in the headline; None: the usual ones.
 
     Raises:
         ValueError: no records.
     """
-    summary = summarise(records)
+    summary = summarise(records, margins)
     records, _ = of_one_model(records)
     plans = [row for row in summary.rows if row.plan_hash != OWN]
     there = [r for r in records if r.error is None]

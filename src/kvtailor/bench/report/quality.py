@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
 
+from kvtailor.bench.equivalence import Losses, losses_of
+from kvtailor.bench.paired_hits import share_difference
 from kvtailor.bench.report.points import Series, base, named, series_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import Estimate, mean_difference
 
-__all__ = ["Measure", "NATS", "POINTS", "Score", "difference", "measures_of", "official_is_mean"]
+__all__ = ["Measure", "NATS", "POINTS", "Score", "difference", "documents_of", "measures_of", "official_is_mean"]
 
 NATS = "nats per token"
 POINTS = "points"
@@ -26,6 +28,7 @@ class Score:
         value: in the measure's unit.
         difference: to 'full' over the same samples, in the measure's unit of differences; None without 'full', or
             where the task gives no number for one sample.
+        losses: the same, as a verdict needs it.
         low, high: where the value lies if the ends of the difference's interval are added to that of 'full'; None too
             where the value is not the mean that the difference is of.
         samples: windows, documents or examples behind it.
@@ -36,6 +39,7 @@ class Score:
 
     value: float
     difference: Estimate | None = None
+    losses: Losses | None = None
     low: float | None = None
     high: float | None = None
     samples: int
@@ -78,9 +82,38 @@ def measures_of(records: Sequence[Record], full: str | None) -> list[Measure]:
 
 
 @lru_cache(maxsize=4096)
-def difference(ours: tuple[float, ...], theirs: tuple[float, ...]) -> Estimate:
-    """`mean_difference`, once for the same samples."""
-    return mean_difference(ours, theirs)
+def difference(
+    ours: tuple[float, ...],
+    theirs: tuple[float, ...],
+    *,
+    documents: tuple[float, ...] = (),
+    top: float | None = None,
+    scale: float = 1.0,
+) -> Estimate:
+    """Mean of `ours - theirs` over paired samples with its interval, computed once for the same samples.
+
+    Args:
+        ours, theirs: sample i of both is the same.
+        documents: see `mean_difference`.
+        top: the score of a right answer, for scores between 0 and it; None: they have no such range.
+        scale: what the result is multiplied by.
+    """
+    if top is None and ours == theirs and ours:
+        # Samples that are all equal do not say how far the next ones may be apart.
+        return Estimate(0.0, None, None, len(ours))
+    found = (
+        mean_difference(ours, theirs, documents=documents)
+        if top is None
+        else share_difference(tuple(x / top for x in ours), tuple(x / top for x in theirs))
+    )
+    by = scale * (top or 1.0)
+    low, high = (None if end is None else by * end for end in (found.low, found.high))
+    return Estimate(by * found.value, low, high, found.count)
+
+
+def documents_of(record: Record) -> tuple[float, ...]:
+    """Which document each window is from; empty where the record does not say."""
+    return record.values.get("document", ())
 
 
 def official_is_mean(record: Record) -> bool:
@@ -102,12 +135,15 @@ def _perplexities(records: Sequence[Record], full: str | None) -> Iterator[Measu
                 continue
             middle = record.metrics.get("nll")
             middle = fmean(values) if middle is None else middle
-            found = _against(record, reference, "nll", 1.0)
+            found = _against(record, reference)
             start = fmean(reference.values["nll"]) if found is not None and reference is not None else None
             low, high = _ends(found, start)
             scores[plan] = Score(
                 value=math.exp(middle),
                 difference=found,
+                losses=None
+                if found is None or reference is None
+                else losses_of(values, reference.values["nll"], lower_is_better=True, documents=documents_of(record)),
                 low=None if low is None else math.exp(low),
                 high=None if high is None else math.exp(high),
                 samples=len(values),
@@ -131,7 +167,7 @@ def _needles(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
         groups.setdefault(place, []).append(each)
     for (kind, outside), members in groups.items():
         what = "recall" if any("recall" in r.values for each in members for r in each.records.values()) else "hit"
-        joined = _joined(members, full, what, 100.0)
+        joined = _joined(members, full, what, top=1.0)
         if joined:
             name = f"{kind}, {'recall' if what == 'recall' else 'right'}" + (", question outside" if outside else "")
             yield Measure(
@@ -151,7 +187,8 @@ def _sets(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
                 lower = any(note.endswith("lower is better.") for r in each.records.values() for note in r.notes)
                 values = [x for r in each.records.values() for x in r.values.get("score", ())]
                 share = bool(values) and not lower and all(0.0 <= x <= top for x in values)
-                scores = _joined([each], full, "score", 100.0 / top if share else 1.0) or _unpaired(each)
+                joined = _joined([each], full, "score", top=top if share else None, lower_is_better=lower)
+                scores = joined or _unpaired(each)
                 if task == "longcontext":
                     scores = {plan: _official(score, each.records[plan]) for plan, score in scores.items()}
                 if scores:
@@ -193,9 +230,15 @@ def _official(score: Score, record: Record) -> Score:
     return replace(score, value=value, low=None, high=None)
 
 
-def _joined(members: Sequence[Series], full: str | None, name: str, scale: float) -> dict[str, Score]:
+def _joined(
+    members: Sequence[Series], full: str | None, name: str, *, top: float | None, lower_is_better: bool = False
+) -> dict[str, Score]:
     """Scores over all the samples of several points; without those that 'full' does not have, and of plans that lack
-    one of them no score."""
+    one of them no score.
+
+    With a `top` they are in percent of it.
+    """
+    scale = 1.0 if top is None else 100.0 / top
     if full is not None and any(full in each.records for each in members):
         members = [each for each in members if full in each.records]
     found = {}
@@ -203,38 +246,48 @@ def _joined(members: Sequence[Series], full: str | None, name: str, scale: float
         mine = [each.records[plan] for each in members if plan in each.records and name in each.records[plan].values]
         if len(mine) < len(members):
             continue
-        values = tuple(scale * x for r in mine for x in r.values[name])
+        values = tuple(x for r in mine for x in r.values[name])
         references = [each.records[full] for each in members if full is not None and full in each.records]
-        theirs = tuple(scale * x for r in references for x in r.values.get(name, ()))
+        theirs = tuple(x for r in references for x in r.values.get(name, ()))
         if not values:
             continue
-        paired = difference(values, theirs) if len(theirs) == len(values) else None
-        low, high = _ends(paired, fmean(theirs) if paired is not None else None)
+        paired = losses = None
+        if len(theirs) == len(values):
+            paired = difference(values, theirs, top=top, scale=scale)
+            losses = losses_of(
+                [scale * x for x in values], [scale * x for x in theirs], lower_is_better=lower_is_better,
+                top=None if top is None else 100.0,
+            )  # fmt: skip
+        low, high = _ends(
+            paired, scale * fmean(theirs) if paired is not None else None, top=None if top is None else 100.0
+        )
         heaviest = max(mine, key=lambda r: r.bytes_held or 0)
         found[plan] = Score(
-            value=fmean(values), difference=paired, low=low, high=high, samples=len(values),
+            value=scale * fmean(values), difference=paired, losses=losses, low=low, high=high, samples=len(values),
             bytes_held=heaviest.bytes_held, ratio=_ratio(heaviest),
             keys=_keys(mine, references if paired is not None else []),
         )  # fmt: skip
     return found
 
 
-def _against(ours: Record, full: Record | None, name: str, scale: float) -> Estimate | None:
-    if full is None or len(ours.values[name]) != len(full.values.get(name, ())):
+def _against(ours: Record, full: Record | None) -> Estimate | None:
+    if full is None or len(ours.values["nll"]) != len(full.values.get("nll", ())):
         return None
-    if not all(map(math.isfinite, full.values[name])):
+    if not all(map(math.isfinite, full.values["nll"])):
         return None
-    return difference(tuple(scale * x for x in ours.values[name]), tuple(scale * x for x in full.values[name]))
+    return difference(ours.values["nll"], full.values["nll"], documents=documents_of(ours))
 
 
 def _keys(ours: Sequence[Record], references: Sequence[Record]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(record.key for record in [*ours, *references]))
 
 
-def _ends(found: Estimate | None, start: float | None) -> tuple[float | None, float | None]:
+def _ends(found: Estimate | None, start: float | None, top: float | None = None) -> tuple[float | None, float | None]:
+    """The interval moved to where 'full' is; of scores that end at a top, what lies between 0 and it."""
     if found is None or start is None or found.low is None or found.high is None:
         return None, None
-    return start + found.low, start + found.high
+    low, high = start + found.low, start + found.high
+    return (low, high) if top is None else (max(0.0, low), min(top, high))
 
 
 def _ratio(record: Record) -> float | None:

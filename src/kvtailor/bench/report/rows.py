@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvtailor.bench.paired_hits import share
 from kvtailor.bench.report.points import Series, base, series_of
-from kvtailor.bench.report.quality import difference
+from kvtailor.bench.report.quality import difference, documents_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import Estimate, geometric_mean, mean, wilson
 
@@ -270,12 +271,13 @@ def _paired(pairs: Sequence[tuple[Record, Record]], name: str) -> Estimate | Non
     b = tuple(x for _, r in pairs for x in r.values[name])
     if not a or not all(map(math.isfinite, a + b)):
         return None
-    return difference(a, b)
+    # Numbered apart in each record, so only one record's documents can be told from each other.
+    return difference(a, b, documents=documents_of(pairs[0][0]) if len(pairs) == 1 else ())
 
 
 def _recall(needles: Sequence[Record]) -> Estimate | None:
-    shares = tuple(share for record in needles for share in record.values.get("recall", ()))
-    return difference(shares, (0.0,) * len(shares)) if shares else None
+    shares = [part for record in needles for part in record.values.get("recall", ())]
+    return share(shares) if shares else None
 
 
 def _over(ours: Record, base: Record, name: str, which: str) -> float | None:

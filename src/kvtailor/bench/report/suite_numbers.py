@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.paired_hits import share, share_difference
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import Estimate, geometric_mean, mean, mean_difference, wilson
+from kvtailor.bench.statistics import Estimate, geometric_mean, mean, mean_difference
 from kvtailor.bench.suite_cells import Cell
 
 __all__ = ["measured", "point_of"]
+
+SHARES = ("hit", "recall", "score")
+"""Values that are right answers, or parts of them, where all of them are between 0 and a top."""
 
 
 def point_of(record: Record) -> str:
@@ -49,7 +53,8 @@ def _plain(measure: str, tasks: Sequence[Sequence[Record]]) -> Estimate | None:
             return None
         if head == "geometric":
             return geometric_mean(values) if min(values) > 0 else None
-        return wilson(round(sum(values)), len(values)) if name == "hit" else mean(values)
+        top = _top(name, tasks, values)
+        return mean(values) if top is None else _times(share([value / top for value in values]), top)
     per_task = [_of_task(measure, records) for records in tasks]
     numbers = [number for number in per_task if number is not None]
     return Estimate(fmean(numbers), None, None, len(numbers)) if len(numbers) == len(per_task) else None
@@ -95,12 +100,28 @@ def _paired(
     if not pairs or not all(math.isfinite(x) for both in pairs for x in both):
         return None
     if shows == "value":
-        return mean_difference(*zip(*pairs, strict=True))
+        top = _top(name, ours, [x for both in pairs for x in both])
+        if top is not None:
+            return _times(share_difference(*zip(*((a / top, b / top) for a, b in pairs), strict=True)), top)
+        documents = ours[0][0].values.get("document", ()) if len(ours) == len(ours[0]) == 1 else ()
+        return mean_difference(*zip(*pairs, strict=True), documents=documents)
     if not all(x > 0 for both in pairs for x in both):
         return None
     found = geometric_mean([mine / other for mine, other in pairs])
     low, high = (None if end is None else end - (shows == "change") for end in (found.low, found.high))
     return Estimate(found.value - (shows == "change"), low, high, found.count)
+
+
+def _top(name: str, tasks: Sequence[Sequence[Record]], values: Sequence[float]) -> float | None:
+    """The score of a right answer; None for what is none, or lies outside of 0 and it."""
+    percent = all(record.task == "longcontext" for records in tasks for record in records)
+    top = 100.0 if percent else 1.0
+    return top if name in SHARES and all(0 <= value <= top for value in values) else None
+
+
+def _times(found: Estimate, by: float) -> Estimate:
+    low, high = (None if end is None else by * end for end in (found.low, found.high))
+    return Estimate(by * found.value, low, high, found.count)
 
 
 def _disturbed(record: Record, name: str) -> Sequence[float]:

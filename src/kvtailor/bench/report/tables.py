@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,7 +11,7 @@ from kvtailor.bench.report.rows import FULL, OWN, Row
 from kvtailor.bench.report.words import byte_text
 from kvtailor.bench.statistics import Estimate
 
-__all__ = ["COLUMNS", "Column", "csv_text", "latex", "main_grid", "markdown", "measured", "quality_grid"]
+__all__ = ["COLUMNS", "Column", "latex", "main_grid", "markdown", "measured", "quality_grid"]
 
 
 class Column(NamedTuple):
@@ -170,27 +168,3 @@ def markdown(rows: Sequence[Row]) -> str:
 def latex(rows: Sequence[Row]) -> str:
     """The main table as a ``tabular`` with booktabs rules."""
     return as_latex(main_grid(rows))
-
-
-_PLAIN = ("plan_hash", "tokens_held", "tokens_seen", "bytes_held", "bytes_full", "ratio", "bytes_resident",
-          "bytes_peak", "bytes_peak_decode", "nll", "perplexity", "bits_per_byte", "hits", "answers", "kl", "kl_p99",
-          "top1", "ece", "output_error", "ttft_seconds", "tpot_seconds", "floor_seconds", "ttft_ratio", "tpot_ratio",
-          "floor_ratio", "tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill",
-          "flops_method_token", "achieved_gflops_prefill", "achieved_gflops_token", "largest_batch",
-          "largest_batch_verified", "longest_context", "longest_context_verified", "bytes_per_token")  # fmt: skip
-_WITH_ENDS = ("loss", "accuracy", "recall", "answer_loss")
-
-
-def csv_text(rows: Sequence[Row]) -> str:
-    """Plain numbers, interval ends in columns of their own; what was not measured is empty."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    ends = [f"{name}{end}" for name in _WITH_ENDS for end in ("", "_low", "_high", "_samples")]
-    writer.writerow(["plan", *_PLAIN, *ends])
-    for row in rows:
-        cells: list[object] = [row.label, *(getattr(row, name) for name in _PLAIN)]
-        for name in _WITH_ENDS:
-            found: Estimate | None = getattr(row, name)
-            cells += [None] * 4 if found is None else [found.value, found.low, found.high, found.count]
-        writer.writerow(["" if cell is None else cell for cell in cells])
-    return out.getvalue()

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvtailor.bench.equivalence import Margins
 from kvtailor.bench.report import Row, Summary
 from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.quality import POINTS, Measure
@@ -72,7 +73,7 @@ def _plans(summary: Summary) -> list[Row]:
 def _tables(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Table]:
     """The main table's columns and those of cost."""
     rows = _plans(summary)
-    yield from _split(_columns(_naming(rows, narrow), "\n" if narrow else "  "), rows, console)
+    yield from _split(_columns(_naming(rows, narrow), "\n" if narrow else "  ", summary.margins), rows, console)
 
 
 def _naming(rows: list[Row], narrow: bool) -> Rendering:
@@ -80,12 +81,12 @@ def _naming(rows: list[Row], narrow: bool) -> Rendering:
     return "plan", "left", lambda row: Text(names[row.plan_hash], style="bold" if row.label == FULL else "")
 
 
-def _columns(naming: Rendering, joint: str) -> list[Rendering]:
+def _columns(naming: Rendering, joint: str, margins: Margins) -> list[Rendering]:
     return [
         naming,
         ("held/seen", "right", _tokens),
         ("bytes", "right", _bytes),
-        ("ΔNLL (95 %)", "right", lambda row: _loss(row, joint)),
+        ("ΔNLL (95 %)", "right", lambda row: _loss(row, joint, margins)),
         ("needle (95 %)", "right", lambda row: _accuracy(row, joint)),
         ("recall (95 %)", "right", lambda row: _estimate(row.recall, joint, lambda x: f"{100 * x:.0f} %")),
         ("KL", "right", lambda row: _missing() if row.kl is None else Text(f"{row.kl:.3f}")),
@@ -128,7 +129,7 @@ def _score(measure: Measure, row: Row) -> Text:
     digits = 1 if measure.unit == "%" else 3
     text = Text(f"{score.value:.{digits}f}")
     found = score.difference
-    if found is not None and found.low is not None and row.label != FULL:
+    if found is not None and found.low is not None and found.high is not None and row.label != FULL:
         fine = 1 if measure.difference_unit == POINTS else 3
         text.append(f"\n{found.low:+.{fine}f} … {found.high:+.{fine}f}", style="dim")
     return text
@@ -182,12 +183,12 @@ def _bytes(row: Row) -> Text:
     )
 
 
-def _loss(row: Row, joint: str) -> Text:
+def _loss(row: Row, joint: str, margins: Margins) -> Text:
     if row.loss is None:
         return _missing()
     if row.label == FULL:
         return Text("0")
-    text = Text(f"{row.loss.value:+.3f}", style=_colour(row))
+    text = Text(f"{row.loss.value:+.3f}", style=_colour(row, margins))
     if row.loss.low is not None:
         text.append(f"{joint}{row.loss.low:+.3f} … {row.loss.high:+.3f}", style="dim")
     return text
@@ -231,11 +232,13 @@ def _times(ratio: float | None) -> Text:
     return _missing() if ratio is None else Text(f"{ratio:.2f}×")
 
 
-def _colour(row: Row) -> str:
-    """Green: no loss that could be told from chance. Yellow: a loss. No colour: cannot be told."""
-    if row.loss is None or row.loss.low is None:
+def _colour(row: Row, margins: Margins) -> str:
+    """Green: the whole interval is below the margin. Yellow: all of it is above 0. No colour: cannot be told."""
+    if row.loss is None or row.loss.low is None or row.loss.high is None:
         return ""
-    return "green" if row.loss.low <= 0 else "yellow"
+    if row.loss.high < margins.nats:
+        return "green"
+    return "yellow" if row.loss.low > 0 else ""
 
 
 def _missing() -> Text:

@@ -1,100 +1,254 @@
-"""The sentence above a table: which plan, at which memory, loses nothing measurable here."""
+"""The sentence above a table: which plan, at which memory, is shown to lose less than a stated margin."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtailor.bench.equivalence import ERROR, Margins, Outcome, least_samples, outcome
 from kvtailor.bench.report.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.rows import FULL, OWN, Row
-from kvtailor.bench.statistics import FEWEST
+from kvtailor.bench.report.verdict_words import (
+    counted,
+    fell,
+    how_sure,
+    limits,
+    loss_words,
+    share_of_bytes,
+    too_few,
+)
 
-__all__ = ["beats_full", "beyond_the_model", "headline"]
+__all__ = ["Judged", "beats_full", "beyond_the_model", "headline", "how_judged"]
 
 POINTS_MAY_DROP = 2.0
-COARSE_NATS = 0.05
-COARSE_POINTS = 5.0
 LEAST_TELLING = 5.0
+LEAST_GAIN = 0.005
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """A plan with what it scored in each measure that 'full' has too, and whether it scored in all of them."""
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A plan that holds less than 'full'.
+
+    Attributes:
+        row: the plan.
+        scores: each measure that 'full' has too, the plan's score, that of 'full', and what the losses show.
+        complete: whether it was measured in all that 'full' was.
+    """
 
     row: Row
-    scores: tuple[tuple[Measure, Score, Score], ...]
+    scores: tuple[tuple[Measure, Score, Score, Outcome], ...]
     complete: bool
+
+    @property
+    def shown(self) -> bool:
+        """Whether its loss is shown to be below the margin in everything."""
+        return all(found.below for *_, found in self.scores)
+
+    @property
+    def worse(self) -> bool:
+        """Whether its loss is shown to be above the margin in anything."""
+        return any(found.above for *_, found in self.scores)
 
     def drop(self, unit: str) -> float:
         """The largest loss in differences of one unit; a drop of answers that counts as none is 0."""
-        if unit == NATS:
-            found = [s.difference.value for m, s, _ in self.scores if m.difference_unit == NATS and s.difference]
-            return max(found, default=0.0)
-        lost = [full.value - s.value for m, s, full in self.scores if m.difference_unit == unit]
-        return max([x for x in lost if x > POINTS_MAY_DROP], default=0.0)
+        lost = [s.losses.mean for m, s, _, _ in self.scores if m.difference_unit == unit and s.losses is not None]
+        return max([x for x in lost if unit == NATS or x > POINTS_MAY_DROP], default=0.0)
 
     def score_drop(self) -> float:
         """The largest loss beyond chance in scores on scales of their own, as a share of what 'full' has."""
-        found = [(m, s, full) for m, s, full in self.scores if m.difference_unit not in (NATS, POINTS)]
-        return max([_share_lost(*each) for each in found if not _kept(*each)], default=0.0)
+        found = [each for each in self.scores if each[0].difference_unit not in (NATS, POINTS)]
+        return max([s.losses.mean / abs(full.value or 1.0) for m, s, full, _ in found
+                    if s.losses is not None and fell(m, s)], default=0.0)  # fmt: skip
+
+    def beaten_by(self, other: Judged) -> bool:
+        """Whether another plan holds no more bytes and loses no more in anything, and less of one of the two."""
+        pairs = [(self.row.ratio or 1.0, other.row.ratio or 1.0)]
+        theirs = {id(measure): score for measure, score, _, _ in other.scores}
+        for measure, ours, _, _ in self.scores:
+            score = theirs.get(id(measure))
+            if score is None or ours.losses is None or score.losses is None:
+                return False
+            pairs.append((ours.losses.mean, score.losses.mean))
+            if ours.ratio is not None and score.ratio is not None:
+                pairs.append((ours.ratio, score.ratio))
+        return all(b <= a for a, b in pairs) and any(b < a for a, b in pairs)
 
 
-def headline(rows: Sequence[Row], measures: Sequence[Measure]) -> str:
-    """Which plan, at which memory, loses nothing measurable here; if none does, which loses least and how much.
+def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins | None = None) -> str:
+    """Which plan with the fewest bytes is shown to lose less than the margins; if none is, why.
 
-    A plan loses nothing only if it was asked all that 'full' was asked and loses nothing in any of it.
+    A plan loses less than the margins only if it was asked all that 'full' was asked, and in each of it the upper end
+    of its loss's interval is below the margin, see `bench.equivalence`. It is not named where another plan beats it in
+    bytes and in loss, shown or not.
+
+    Args:
+        rows: from `rows_of`.
+        measures: from `measures_of`.
+        margins: what counts as no loss; None: the usual ones.
     """
+    margins = margins or Margins()
     full = next((row for row in rows if row.label == FULL), None)
-    smaller = [row for row in rows if row.plan_hash != OWN and row.ratio is not None and row.ratio < 0.99]
+    smaller = _smaller(rows)
     if full is None or not smaller:
         return "No plan of this run holds less than the full cache, so there is nothing to choose."
-    # Without numbers for single samples nothing can be told from chance: such a measure decides nothing.
-    paired = [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].difference is not None]
-    asked = [m for m in paired if not beyond_the_model(m, full)]
-    if paired and not asked:
+    asked = _asked(full, measures)
+    if not asked and _paired(full, measures):
         return (
             "No verdict: 'full' itself gets next to nothing right in all that was asked, so that nothing shows "
             "what the saved bytes cost."
         )
-    judged = [each for each in (_judge(row, full, asked) for row in smaller) if each.scores]
+    judged = [each for each in _judge_all(smaller, full, asked, margins) if each.scores]
     if not judged:
         return _nothing_to_judge(smaller, measures)
-    if all(m.difference_unit == NATS and s.difference is not None and s.difference.low is None
-           for each in judged for m, s, _ in each.scores):  # fmt: skip
-        return f"Too few windows to tell a loss from chance: ask for at least {FEWEST}, better 50."
     complete = [each for each in judged if each.complete]
     if not complete:
         return (
             f"No plan that holds less was measured in all {len(asked)} texts and tasks that 'full' was measured in, so "
             "none can be said to lose nothing."
         )
-    fine = [each for each in complete if all(_kept(*score) for score in each.scores)]
-    if fine:
-        best = min(fine, key=lambda each: each.row.ratio or 1.0)
-        return f"{best.row.label} loses nothing measurable here at {_share(best)} of the bytes{_how_sure(best)}."
-    worse = [each for each in complete if not beats_full(each.row)]
-    if not worse:
+    # Better beyond chance is no praise: it says that the text or the model is odd, and a footnote says so.
+    fair = [each for each in complete if not beats_full(each.row)]
+    if not fair:
         return (
             "No verdict: every plan that holds less does better than 'full' beyond chance, so this model does not use "
             "the context of this text."
         )
-    mildest = min(worse, key=lambda each: (each.drop(POINTS), each.score_drop(), each.drop(NATS)))
-    who = "Every plan here that saves bytes"
-    if len(complete) < len(smaller):
-        who += " and was measured in everything"
-    what = _loss(mildest)
-    return f"{who} loses something; the mildest is {mildest.row.label}: {what}, at {_share(mildest)} of the bytes."
+    limit = limits(asked, margins)
+    shown = [each for each in fair if each.shown]
+    best = _best(shown, fair)
+    if best is not None:
+        return f"{best.row.label} loses less than {limit} here at {share_of_bytes(best)} of the bytes{how_sure(best)}."
+    if shown:
+        return _beaten(min(shown, key=_by_bytes), fair, limit)
+    mildest = min(fair, key=lambda each: (each.drop(POINTS), each.score_drop(), each.drop(NATS), *_by_bytes(each)))
+    if all(each.worse for each in fair):
+        who = "Every plan here that saves bytes"
+        if len(complete) < len(smaller):
+            who += " and was measured in everything"
+        either = limit.replace(" and ", " or ")
+        what = loss_words(mildest)
+        return f"{who} loses more than {either}; the mildest is {mildest.row.label}: {what}, at " \
+            f"{share_of_bytes(mildest)} of the bytes."  # fmt: skip
+    return _no_verdict(mildest, [each for each in fair if not each.worse], fair, asked, margins)
+
+
+def how_judged(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> str | None:
+    """By which rule the headline was found, whole sentences; None where there was nothing to judge."""
+    full = next((row for row in rows if row.label == FULL), None)
+    smaller = _smaller(rows)
+    asked = _asked(full, measures) if full is not None else []
+    if full is None or not smaller or not asked:
+        return None
+    error = ERROR / _competing(smaller, asked)
+    plans = "the plan" if len(smaller) == 1 else f"all {_competing(smaller, asked)} plans together"
+    said = (
+        f"The first line: a plan loses less than {limits(asked, margins)} where the upper end of its loss's one-sided "
+        f"interval is below that in every text and task, 95 % for {plans} (Bonferroni)"
+    )
+    if any(measure.difference_unit == NATS for measure in asked):
+        said += f"; with fewer than {least_samples(error)} windows a loss on one window in ten might not be met at all"
+    open_ = [
+        f"{each.row.label} {counted(needed, measure)}"
+        for each in _judge_all(smaller, full, asked, margins)
+        for measure, score, _, found in each.scores
+        if not found.below and not found.above and (needed := found.needed) is not None and needed > score.samples
+    ]
+    return f"{said}. To be told there, if more turn out as these did: {'; '.join(open_)}." if open_ else f"{said}."
 
 
 def beats_full(row: Row) -> bool:
-    """Whether a plan predicts the text better than 'full' beyond chance, which no compression should."""
-    return row.loss is not None and row.loss.high is not None and row.loss.high < 0
+    """Whether a plan predicts the text better than 'full' beyond chance, and by more than rounding could."""
+    return row.loss is not None and row.loss.high is not None and row.loss.high < 0 and row.loss.value < -LEAST_GAIN
 
 
 def beyond_the_model(measure: Measure, full: Row) -> bool:
     """Whether 'full' has so few right answers that no drop could count as one."""
     score = measure.scores.get(full.plan_hash)
     return score is not None and measure.difference_unit == POINTS and score.value < LEAST_TELLING
+
+
+def _smaller(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.plan_hash != OWN and row.ratio is not None and row.ratio < 0.99]
+
+
+def _paired(full: Row, measures: Sequence[Measure]) -> list[Measure]:
+    """Without numbers for single samples nothing can be told from chance: such a measure decides nothing."""
+    return [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].losses is not None]
+
+
+def _asked(full: Row, measures: Sequence[Measure]) -> list[Measure]:
+    return [measure for measure in _paired(full, measures) if not beyond_the_model(measure, full)]
+
+
+def _competing(smaller: Sequence[Row], asked: Sequence[Measure]) -> int:
+    """The plans among which the headline may choose."""
+    return max(1, sum(all(row.plan_hash in measure.scores for measure in asked) for row in smaller))
+
+
+def _judge_all(
+    smaller: Sequence[Row], full: Row, asked: Sequence[Measure], margins: Margins
+) -> list[Judged]:  # fmt: skip
+    error = ERROR / _competing(smaller, asked)
+    found = []
+    for row in smaller:
+        scores = []
+        for measure in (measure for measure in asked if row.plan_hash in measure.scores):
+            score, theirs = measure.scores[row.plan_hash], measure.scores[full.plan_hash]
+            if score.losses is not None:
+                margin = _margin(measure, theirs, margins)
+                scores.append((measure, score, theirs, outcome(score.losses, margin, error)))
+        found.append(Judged(row=row, scores=tuple(scores), complete=len(scores) == len(asked)))
+    return found
+
+
+def _margin(measure: Measure, full: Score, margins: Margins) -> float:
+    if measure.difference_unit == NATS:
+        return margins.nats
+    return margins.points if measure.difference_unit == POINTS else margins.points / 100 * abs(full.value)
+
+
+def _by_bytes(judged: Judged) -> tuple[float, float]:
+    return judged.row.ratio or 1.0, judged.drop(NATS)
+
+
+def _best(shown: Sequence[Judged], fair: Sequence[Judged]) -> Judged | None:
+    """Of the plans that are shown to lose little, and that no other beats, the one with the fewest bytes."""
+    unbeaten = [each for each in shown if not any(each.beaten_by(other) for other in fair)]
+    return min(unbeaten, key=_by_bytes, default=None)
+
+
+def _beaten(shown: Judged, fair: Sequence[Judged], limit: str) -> str:
+    better = min((other for other in fair if shown.beaten_by(other)), key=_by_bytes)
+    lacking = too_few(better)
+    return (
+        f"No plan is recommended: {shown.row.label} loses less than {limit} at {share_of_bytes(shown)} of the bytes, "
+        f"yet {better.row.label} lost less ({loss_words(better)}) at {share_of_bytes(better)}, which is not shown to "
+        f"be below that{': ' + lacking if lacking else ''}."
+    )
+
+
+def _no_verdict(
+    mildest: Judged, undecided: Sequence[Judged], fair: Sequence[Judged], asked: Sequence[Measure], margins: Margins
+) -> str:
+    limit = limits(asked, margins)
+    # The plan that is nearest to a verdict says what is lacking.
+    nearest = min(undecided, key=lambda each: (sum(not found.below for *_, found in each.scores), each.drop(NATS)))
+    lacking = too_few(nearest)
+    said = f"No verdict: no plan that saves bytes is shown to lose less than {limit}"
+    said += f"; the mildest is {mildest.row.label}: {loss_words(mildest)}, at {share_of_bytes(mildest)} of the bytes."
+    said += f" To show it for {nearest.row.label} takes {lacking}." if lacking else ""
+    texts = [measure for measure in asked if measure.difference_unit == NATS]
+    if texts and len(texts) < len(asked):
+        alone = [each for each in fair if not each.worse and
+                 all(found.below for m, *_, found in each.scores if m.difference_unit == NATS) and
+                 not any(fell(m, s) for m, s, *_ in each.scores if m.difference_unit != NATS)]  # fmt: skip
+        best = _best(alone, fair)
+        if best is not None:
+            said += (
+                f" On the text alone, {best.row.label} loses less than {limits(texts, margins)} at "
+                f"{share_of_bytes(best)} of the bytes{how_sure(best)}."
+            )
+    return said
 
 
 def _nothing_to_judge(smaller: Sequence[Row], measures: Sequence[Measure]) -> str:
@@ -106,124 +260,3 @@ def _nothing_to_judge(smaller: Sequence[Row], measures: Sequence[Measure]) -> st
     if measures:
         return "No verdict: no smaller plan has a perplexity or answers in this run that it can be judged by."
     return "Quality was not measured in this run: nothing can be said about what the saved bytes cost."
-
-
-def _judge(row: Row, full: Row, asked: Sequence[Measure]) -> _Judged:
-    found = tuple(
-        (m, m.scores[row.plan_hash], m.scores[full.plan_hash]) for m in asked if row.plan_hash in m.scores
-    )  # fmt: skip
-    return _Judged(row=row, scores=found, complete=len(found) == len(asked))
-
-
-def _kept(measure: Measure, ours: Score, full: Score) -> bool:
-    found = ours.difference
-    if found is None:
-        return False
-    if measure.difference_unit == NATS:
-        # Better beyond chance is no praise: it says that the text or the model is odd, and a footnote says so.
-        return found.low is not None and found.high is not None and found.low <= 0 <= found.high
-    if measure.difference_unit != POINTS:
-        worst = found.low if measure.lower_is_better else found.high
-        return worst is not None and (worst <= 0 if measure.lower_is_better else worst >= 0)
-    return ours.value >= full.value - POINTS_MAY_DROP and not (found.high is not None and found.high < 0)
-
-
-def _share_lost(measure: Measure, ours: Score, full: Score) -> float:
-    """Above 0 where 'full' is better; of two scales neither counts more than the other."""
-    lost = ours.value - full.value if measure.lower_is_better else full.value - ours.value
-    return lost / abs(full.value) if full.value else lost
-
-
-def _worst(judged: _Judged) -> tuple[Measure, Score] | None:
-    """Of the texts, the one whose interval reaches furthest above 0."""
-    nats = [(m, s) for m, s, _ in judged.scores if m.difference_unit == NATS and s.difference is not None]
-
-    def reach(each: tuple[Measure, Score]) -> float:
-        found = each[1].difference
-        assert found is not None
-        return found.value if found.high is None else found.high
-
-    return max(nats, key=reach, default=None)
-
-
-def _loss(judged: _Judged) -> str:
-    several = len([m for m, _, _ in judged.scores if m.difference_unit == NATS]) > 1
-    parts = []
-    worst = max(
-        ((m, s.difference.value) for m, s, _ in judged.scores if m.difference_unit == NATS and s.difference),
-        key=lambda each: each[1],
-        default=None,
-    )
-    if worst is not None:
-        parts.append(f"{_signed(worst[1], 3)} nats per token" + (f" on {worst[0].name}" if several else ""))
-    parts += _answers(judged)
-    return ", ".join(parts) or "fewer right answers"
-
-
-def _answers(judged: _Judged) -> list[str]:
-    """Right answers, and where a score on its own scale fell most: beside answers only if it fell beyond chance."""
-    shares = [(m, s, full) for m, s, full in judged.scores if m.difference_unit == POINTS]
-    others = [each for each in judged.scores if each[0].difference_unit not in (NATS, POINTS) and each[1].difference]
-    worst = max(others, key=lambda each: (not _kept(*each), _share_lost(*each)), default=None)
-    scores = []
-    if worst is not None and worst[1].difference is not None and not (shares and _kept(*worst)):
-        scores = [f"{worst[1].difference.value:+.3g} in {worst[0].name}"]
-    return _right_answers(shares) + scores
-
-
-def _right_answers(shares: Sequence[tuple[Measure, Score, Score]]) -> list[str]:
-    """In numbers where one kind of them was asked; else where most were lost."""
-    if not shares:
-        return []
-    if len(shares) == 1 and shares[0][0].task == "needle" and shares[0][0].name.endswith("right"):
-        _, ours, full = shares[0]
-        return [
-            f"{round(ours.value * ours.samples / 100)} of {ours.samples} answers right "
-            f"('full': {round(full.value * full.samples / 100)})"
-        ]
-    measure, ours, full = min(shares, key=lambda each: each[1].value - each[2].value)
-    change = f"{_signed(ours.value - full.value, 1)} points"
-    found = ours.difference
-    if found is not None and found.low is not None and found.high is not None and found.low < found.high:
-        # A set's own score may differ from the mean that the interval is of.
-        change = f"{_signed(found.value, 1)} points ({_signed(found.low, 1)} to {_signed(found.high, 1)})"
-    return [
-        f"{change} in {measure.name}"
-        if len(shares) == 1
-        else f"at worst of {len(shares)} tasks {change} in {measure.name}"
-    ]
-
-
-def _how_sure(judged: _Judged) -> str:
-    parts = []
-    texts = [m for m, _, _ in judged.scores if m.difference_unit == NATS]
-    worst = _worst(judged)
-    reach = None
-    if worst is not None:
-        measure, score = worst
-        assert score.difference is not None
-        low, reach = score.difference.low, score.difference.high
-        if low is not None and reach is not None:
-            where = f" of {measure.name}, the widest of {len(texts)}" if len(texts) > 1 else ""
-            parts.append(f"ΔNLL {low:+.3f} to {reach:+.3f} nats over {score.samples} windows{where}")
-    parts += _answers(judged)
-    if reach is not None and reach > COARSE_NATS:
-        parts.append(f"losses below {reach:.2f} nats would not show with so few windows")
-    shares = [s for m, s, _ in judged.scores if m.difference_unit == POINTS]
-    lows = [s.difference.low for s in shares if s.difference is not None and s.difference.low is not None]
-    if lows and min(lows) < -COARSE_POINTS:
-        parts.append(f"drops below {-min(lows):.0f} points would not show with so few examples")
-    return f" ({'; '.join(parts)})" if parts else ""
-
-
-def _share(judged: _Judged) -> str:
-    """Of the bytes: at the main table's point, or from the least to the most over all that was measured."""
-    assert judged.row.ratio is not None
-    shares = [judged.row.ratio, *(s.ratio for _, s, _ in judged.scores if s.ratio is not None)]
-    low, high = f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}"
-    return f"{low} %" if low == high else f"{low} to {high} %"
-
-
-def _signed(value: float, digits: int) -> str:
-    """With its sign, and none for what is shown as 0."""
-    return f"{value:+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"

@@ -6,15 +6,18 @@ while it decodes may evict. The first target is scored from the prefill's logits
 All plans score the same tokens of the same windows.
 
 Metrics: `nll` (nats per target token), `perplexity` (exp of it), `bits_per_byte` (None where the tokenizer gives no
-offsets), `distinct_8grams` (of the windows' words). Values: `nll`, the mean over each window's targets.
+offsets), `distinct_8grams` (of the windows' words). Values: `nll`, the mean over each window's targets, and where it is
+known `document`, the number of the document that its first target is from.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -45,12 +48,14 @@ class Window:
         targets: (t,) int64.
         bytes: UTF-8 bytes of the targets' text; None where unknown.
         text: the whole window as text.
+        document: which document of the text its first target is from; None where that is not known.
     """
 
     context: Tensor
     targets: Tensor
     bytes: int | None
     text: str
+    document: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,7 @@ class Perplexity(Task):
         text: the text itself.
         source: its name in records and reports.
         origin: where a corpus was read from, for a note; None: the name says it.
+        starts: where the documents of the text begin, in characters; empty where nobody says.
         context: tokens that are prefilled and compressed.
         continuation: tokens that are scored.
         chunk: tokens of the continuation that are fed at once; None: all of them, so that they see each other exactly.
@@ -76,6 +82,7 @@ class Perplexity(Task):
     text: str
     source: str
     origin: str | None = None
+    starts: tuple[int, ...] = ()
     context: int = 512
     continuation: int = 128
     chunk: int | None = None
@@ -104,6 +111,8 @@ class Perplexity(Task):
         share = tripwires.check_repetition([w.text for w in windows], self.least_distinct, self.source)
         hashes = [hash_of(w.context, w.targets) for w in windows]
         tripwires.check_distinct(hashes, self.source)
+        known_documents = [window.document for window in windows if window.document is not None]
+        documents = {"document": tuple(map(float, known_documents))} if len(known_documents) == len(windows) else {}
         notes = origin_notes(self.source, self.origin)
         size, positions = self.context + self.continuation, given.subject.positions
         if positions is not None and size > positions:
@@ -156,7 +165,7 @@ class Perplexity(Task):
                     "bits_per_byte": _bits_per_byte([-float(s.sum()) for s, _ in scored], sizes),
                     "distinct_8grams": share,
                 },
-                values={"nll": nll},
+                values={"nll": nll, **documents},
                 notes=(*notes, *tried),
                 wall_seconds=time.perf_counter() - begin,
                 **heaviest,
@@ -190,15 +199,21 @@ class Perplexity(Task):
                 "for a shorter --context"
             )
         count = min(fit, self.windows)
-        return [self._window(tokens, start, i * fit // count * stride, stride) for i in range(count)]
+        starts = self._starts_in_bytes()
+        return [self._window(tokens, start, i * fit // count * stride, stride, starts) for i in range(count)]
 
-    def _window(self, tokens: Tokens, start: Tensor, at: int, stride: int) -> Window:
+    def _starts_in_bytes(self) -> list[int]:
+        pieces = [self.text[a:b] for a, b in pairwise([0, *self.starts])]
+        return list(accumulate(len(piece.encode()) for piece in pieces))
+
+    def _window(self, tokens: Tokens, start: Tensor, at: int, stride: int, starts: Sequence[int]) -> Window:
         split, end = at + stride - self.continuation, at + stride
         if tokens.ends is None:
             return Window(torch.cat([start, tokens.ids[at:split]]), tokens.ids[split:end], None, "")
         text = tokens.text.encode()[(tokens.ends[at - 1] if at else 0) : tokens.ends[end - 1]].decode(errors="replace")
         size = tokens.ends[end - 1] - tokens.ends[split - 1]
-        return Window(torch.cat([start, tokens.ids[at:split]]), tokens.ids[split:end], size, text)
+        document = bisect_right(starts, tokens.ends[split - 1]) if starts else None
+        return Window(torch.cat([start, tokens.ids[at:split]]), tokens.ids[split:end], size, text, document)
 
     def _run(
         self, given: Given, contestant: Contestant, windows: Sequence[Window]

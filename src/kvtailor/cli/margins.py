@@ -1,0 +1,42 @@
+"""The options that say what counts as no loss in a headline, the same for every command that prints one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from kvtailor.bench.equivalence import Margins
+
+__all__ = ["margin_options", "margins_of"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_ABOVE_0 = click.FloatRange(min=0, min_open=True)
+
+
+def margin_options(command: Command) -> Command:
+    """Adds --margin and --margin-points."""
+    points = click.option(
+        "--margin-points",
+        type=_ABOVE_0,
+        default=10.0,
+        show_default=True,
+        help="Headline: a loss of right answers must be shown to be below so many points.",
+    )
+    nats = click.option(
+        "--margin",
+        type=_ABOVE_0,
+        default=0.02,
+        show_default=True,
+        help="Headline: a loss on a text must be shown to be below so many nats per token.",
+    )
+    return nats(points(command))
+
+
+def margins_of(nats: float, points: float) -> Margins:
+    """What the options say."""
+    from kvtailor.bench.equivalence import Margins
+
+    return Margins(nats=nats, points=points)
