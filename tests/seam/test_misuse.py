@@ -109,9 +109,10 @@ def test_a_cache_reused_on_another_model_is_an_error() -> None:
     ids, _ = prompts((30,))
     one(ids, past_key_values=cache)
     for model in (other, third):
-        kvtailor.cache_for(model, "full")
+        own = kvtailor.cache_for(model, "full")
         with pytest.raises(CacheMisuse, match="another model"):
             model(ids[:, :1], past_key_values=cache)
+        del own
         cache = kvtailor.cache_for(one, SNAP)
         one(ids, past_key_values=cache)
 

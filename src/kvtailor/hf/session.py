@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.attention import NAME
 from kvtailor.hf.cache import KvCache, cache_for
 from kvtailor.hf.prefill import begin, instruction_of, prefill, read
+from kvtailor.hf.switch import attention_restored
 from kvtailor.plan import Plan
 
 __all__ = ["Session", "session"]
@@ -111,13 +113,9 @@ def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Ses
         plan: one line or a `Plan`.
         tokenizer: of the model; makes the instruction for plans that read the context twice, see `kvtailor.prefill`.
     """
-    before = model.config.get_text_config(decoder=True)._attn_implementation
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     opened = Session(model, parsed, tokenizer)
-    opened.cache()
-    opened.last = None
-    try:
+    with attention_restored(model, NAME):
+        opened.cache()
+        opened.last = None
         yield opened
-    finally:
-        if before is not None:
-            model.set_attn_implementation(before)
