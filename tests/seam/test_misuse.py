@@ -34,10 +34,11 @@ def test_a_static_cache_asked_for_at_the_same_time_is_refused() -> None:
 
 def test_a_static_cache_alone_still_works_with_our_attention_on() -> None:
     own, ours = build("llama"), build("llama")
-    kvtailor.cache_for(ours, SNAP)
+    cache = kvtailor.cache_for(ours, SNAP)
     ids, mask = prompts((20, 13))
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
     found = ours.generate(ids, cache_implementation="static", **options)
+    assert cache.seen == 0 and ours.config._attn_implementation == "kvtailor"
     assert torch.equal(found, own.generate(ids, **options))
 
 
