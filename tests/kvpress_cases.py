@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def left(plan: Plan, geometry: Geometry) -> Tensor:
     visible = Padded(new_tokens=geometry.tokens, first_column=0)
     for layer, state in enumerate(route.states):
         of_layer = states_of(geometry, layer)
-        state.output, state.rotation = output(geometry, layer), Rotation(frequencies=geometry.frequencies)
+        state.output, state.rotation = partial(output, geometry, layer), Rotation(frequencies=geometry.frequencies)
         state.calibration = calibration(geometry, layer)
         state.reconstruction = repeated(geometry, layer, plan.needs)
         route.append(state, of_layer.keys, of_layer.values)

@@ -79,7 +79,7 @@ def hold(
         sampled=evidence.sampled,
         sampled_columns=evidence.sampled_columns,
         moments=evidence.moments,
-        output=state.output if needs.output else None,
+        output=state.output() if needs.output and state.output is not None else None,
         rotation=state.rotation if needs.rotation else None,
         calibration=state.calibration,
         log_weight=log_weight,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class LayerState:
         scored, scored_columns: (b, h, k) the scores of the last walk and the columns they belong to; None where the
             scorer does not look back.
         reconstruction: (b, h, n) float32 what a pass that repeats the context said of its columns; None without one.
-        output: (q, dv, D) the layer's own output projection, for plans that need it.
+        output: gives the layer's own output projection, (q, dv, D), as it is now; for plans that need it.
         rotation: the layer's rotary embedding, for plans that need it.
         calibration: this layer's tensors of the scorer's calibration file.
         together: the layers whose tokens are encoded at once, this one among them; none where it is alone.
@@ -70,7 +70,7 @@ class LayerState:
         self._together: tuple[weakref.ref[LayerState], ...] = ()
         self.recording = False
         self.scaling = 1.0
-        self.output: Tensor | None = None
+        self.output: Callable[[], Tensor] | None = None
         self.rotation: Rotation | None = None
         self.calibration: Mapping[str, Tensor] | None = None
         self.encoding: Mapping[str, Tensor] | None = None

@@ -34,10 +34,11 @@ def test_a_static_cache_asked_for_at_the_same_time_is_refused() -> None:
 
 def test_a_static_cache_alone_still_works_with_our_attention_on() -> None:
     own, ours = build("llama"), build("llama")
-    kvtailor.cache_for(ours, SNAP)
+    cache = kvtailor.cache_for(ours, SNAP)
     ids, mask = prompts((20, 13))
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
     found = ours.generate(ids, cache_implementation="static", **options)
+    assert cache.seen == 0 and ours.config._attn_implementation == "kvtailor"
     assert torch.equal(found, own.generate(ids, **options))
 
 
@@ -105,9 +106,10 @@ def test_a_cache_reused_on_another_model_is_an_error() -> None:
     ids, _ = prompts((30,))
     one(ids, past_key_values=cache)
     for model in (other, third):
-        kvtailor.cache_for(model, "full")
+        own = kvtailor.cache_for(model, "full")
         with pytest.raises(CacheMisuse, match="another model"):
             model(ids[:, :1], past_key_values=cache)
+        del own
         cache = kvtailor.cache_for(one, SNAP)
         one(ids, past_key_values=cache)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
 
 import kvtailor
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.geometry import Geometry
-from kvtailor.hf.modules import attention_modules, output_weight, rotation_of
+from kvtailor.hf.modules import attention_modules, rotation_of
+from kvtailor.hf.projection import output_weight
 from kvtailor.ops.rotate import turn
 from kvtailor.types import Rotation
 from tests.seam.zoo import COMPRESSIBLE, build
@@ -56,7 +59,7 @@ def test_the_output_weight_maps_heads_to_the_hidden_state(family: str) -> None:
     model = build(family)
     module = attention_modules(model)[0]
     heads = Geometry.of(model.config).q_heads
-    weight = output_weight(module, heads)
+    weight = output_weight(module, heads, Geometry.of(model.config).head_dim)
     projection = next(
         getattr(module, name) for name in ("o_proj", "dense", "out_proj", "c_proj") if hasattr(module, name)
     )
@@ -80,3 +83,76 @@ def test_a_rotation_that_changes_with_the_length_is_refused() -> None:
     model.model.rotary_emb.rope_type = "dynamic"
     with pytest.raises(UnsupportedModel, match="depend on the length"):
         rotation_of(model, attention_modules(model)[0], None, 16)
+
+
+def test_modules_of_a_picture_encoder_are_no_attention_of_the_decoder() -> None:
+    model = build("llama")
+    model.tower = torch.nn.Module()
+    model.tower.layer_idx, model.tower.config = 0, transformers.LlamaConfig()
+    model.tower.o_proj = torch.nn.Linear(2, 2)
+    model._modules = {"tower": model._modules.pop("tower"), **model._modules}
+    assert [type(module).__name__ for module in attention_modules(model)] == ["LlamaAttention"] * 3
+
+
+_TINY = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 32, "pad_token_id": 0,
+}  # fmt: skip
+_WINDOWS = ["sliding_attention", "full_attention"] * 2
+# By family: a configuration, and for each layer that sees all whether its keys are turned.
+_SOME_UNTURNED = {
+    "smollm3": (lambda: transformers.SmolLM3Config(**_TINY, no_rope_layers=[1, 0, 1, 0]), (True, False, True, False)),
+    "cohere2": (
+        lambda: transformers.Cohere2Config(**_TINY, sliding_window=8, layer_types=_WINDOWS, bos_token_id=1),
+        (False, False),
+    ),
+    "exaone4": (
+        lambda: transformers.Exaone4Config(**_TINY, sliding_window=8, layer_types=_WINDOWS),
+        (False, False),
+    ),
+    "gemma3": (
+        lambda: transformers.Gemma3TextConfig(**_TINY, head_dim=16, sliding_window=8, layer_types=_WINDOWS),
+        (True, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", _SOME_UNTURNED)
+def test_a_layer_that_turns_no_keys_is_refused_where_a_plan_would_turn_them(family: str) -> None:
+    """Several families leave the rotary embedding out in some layers."""
+    make, turned = _SOME_UNTURNED[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make()).eval()
+    geometry = Geometry.of(model.config)
+    modules = attention_modules(model)
+    for layer, expected in zip(geometry.compressed, turned, strict=True):
+        if expected:
+            rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+            continue
+        with pytest.raises(UnsupportedModel, match=f"layer {layer} of this {family}.* does not turn its own"):
+            rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+    if not all(turned):
+        with pytest.raises(UnsupportedModel, match="does not turn its own"):
+            kvtailor.cache_for(model, "position + rolling @ tokens=16, slack=3")
+
+
+def test_angles_that_a_model_withholds_are_refused_too() -> None:
+    """Some models hand no angles on to a layer, and some have none for its kind."""
+    model = build("llama")
+    model.config.layer_rope_theta = [10000.0, 0, 10000.0]
+    modules = attention_modules(model)
+    rotation_of(model, modules[0], None, 16)
+    with pytest.raises(UnsupportedModel, match="layer 1 of this llama does not turn"):
+        rotation_of(model, modules[1], None, 16)
+    model = build("gemma3")
+    del model.model.rotary_emb.rope_type["full_attention"]
+    with pytest.raises(UnsupportedModel, match="does not turn"):
+        rotation_of(model, attention_modules(model)[1], "full_attention", 16)
+
+
+def test_an_attention_that_cannot_be_asked_is_refused() -> None:
+    model = build("llama")
+    module = attention_modules(model)[0]
+    module.forward = lambda hidden_states, position_embeddings, something: None
+    with pytest.raises(UnsupportedModel, match="cannot be told: TypeError"):
+        rotation_of(model, module, None, 16)

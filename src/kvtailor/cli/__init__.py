@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import click
 
 import kvtailor
+from kvtailor.cli.machine_share import share_machine
 from kvtailor.errors import KvtailorError, UnknownName
 
 __all__ = ["Verbs", "main"]
@@ -32,6 +35,12 @@ def _verbs() -> tuple[str, ...]:
 
 class Verbs(click.Group):
     """Finds its verbs in this folder, and turns errors that were raised on purpose into messages."""
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+        if args is None:
+            # Called as the program, which has this process for itself.
+            share_machine()
+        return super().main(args, *more, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_verbs())

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.mask import LazyMask, lazy_mask
+from kvtailor.hf.switch import forward_began
 
 __all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "register"]
 
@@ -121,7 +122,15 @@ class _Ungraded(torch.autograd.Function):
         )
 
 
+def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
+    """`lazy_mask` for a forward of a model with this configuration, whose attention stays ours until it ends."""
+    mask = lazy_mask(*args, **kwargs)
+    if config is not None and not torch.compiler.is_compiling():
+        forward_began(config, mask)
+    return mask
+
+
 def register() -> None:
     """Makes the name "kvtailor" known to transformers. Nothing changes for models that do not ask for it."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, lazy_mask)
+    AttentionMaskInterface.register(NAME, forward_mask)

@@ -28,7 +28,9 @@ from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_ca
 from kvtailor.hf.geometry import Geometry, check
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
-from kvtailor.hf.modules import attention_modules, output_weight, rotation_of
+from kvtailor.hf.modules import attention_modules, rotation_of
+from kvtailor.hf.projection import OutputProjection
+from kvtailor.hf.switch import Lease, switch
 from kvtailor.ledger import Entry, Ledger
 from kvtailor.plan import Plan
 from kvtailor.repeat import Piece
@@ -47,7 +49,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     ```
 
     The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which is transformers' own sdpa
-    for every other cache, so that it can stay on.
+    for every other cache. The model gets its own attention back once no cache of ours is alive.
 
     Args:
         model: a transformers decoder-only model.
@@ -68,8 +70,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     cache = KvCache(parsed, Geometry.of(model.config), config)
     cache.model = weakref.ref(model)
     _equip(cache, model)
-    if config._attn_implementation != NAME:
-        model.set_attn_implementation(NAME)
+    cache.lease = switch(model, NAME)
     return cache
 
 
@@ -87,7 +88,7 @@ def _equip(cache: KvCache, model: Any) -> None:
         )
     for state, layer in zip(cache.route.states, geometry.compressed, strict=True):
         if needs.output:
-            state.output = output_weight(modules[layer], geometry.q_heads)
+            state.output = OutputProjection(modules[layer], geometry.q_heads, geometry.head_dim)
         if needs.rotation:
             state.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
 
@@ -103,9 +104,11 @@ class KvCache(Cache):
         calibrations: the files whose tensors the plan's methods read.
         model: a weak reference to the model, whose weights a saved file names; None where `cache_for` did not make it.
         conversation: which token ids it has seen, as far as kvtailor was shown them.
+        lease: keeps the model's attention ours while this cache or a copy of it is alive; see `hf.switch`.
     """
 
     model: weakref.ref[Any] | None = None
+    lease: Lease | None = None
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any):
         misfits = plan.misfits(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)

@@ -12,6 +12,19 @@ __all__ = ["Geometry", "check", "refusal"]
 _SEES_ALL, _WINDOWED = "full_attention", "sliding_attention"
 # Their attention changes keys or values between the cache and the attention function: the hand-over would be lost.
 _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
+_MASKS_BY_STATES = frozenset({"doge"})
+# What transformers lets differ between layers and a geometry has once.
+_PER_LAYER = frozenset(
+    {
+        "head_dim",
+        "kv_lora_rank",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "qk_nope_head_dim",
+        "sliding_window",
+        "v_head_dim",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +93,23 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder model; kvtailor compresses the cache of decoder-only models"
     text = config.get_text_config(decoder=True)
+    if text.model_type.startswith(("gemma4", "diffusion_gemma")):
+        return (
+            f"{name} is of the Gemma 4 family, whose layers may differ in heads and head sizes, share keys, or read "
+            "those of another model; kvtailor does not support that yet"
+        )
+    differing = sorted(_PER_LAYER & set(getattr(text, "per_layer_attributes", None) or ()))
+    heads = getattr(text, "num_attention_heads_per_layer", None) or []
+    if differing or any(each != text.num_attention_heads for each in heads):
+        what = ", ".join(differing) or "num_attention_heads_per_layer"
+        return f"{name} has layers that differ in their shapes ({what}); kvtailor does not support that yet"
     if getattr(text, "kv_lora_rank", None):
         return f"{name} uses multi-head latent attention (MLA): its cache is a latent already, which is not supported"
     if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
-        return f"{name} has no attention heads in its configuration: a recurrent model has no KV cache to compress"
+        return (
+            f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
+            "recurrent, or made of several transformers, and kvtailor supports neither"
+        )
     unknown = sorted(set(_layer_types(text)) - {_SEES_ALL, _WINDOWED})
     if unknown:
         kinds = ", ".join(unknown)
@@ -94,6 +120,16 @@ def refusal(config: Any) -> str | None:
         return f"{name} caps its attention logits (softcapping); kvtailor does not support that yet"
     if name in _CHANGES_STATES or text.model_type in _CHANGES_STATES:
         return f"{name} changes keys or values between cache and attention; kvtailor does not support that"
+    if text.model_type in _MASKS_BY_STATES:
+        return (
+            f"{name} makes an attention mask of its own from the values of all tokens at each step, so none of them "
+            "may be evicted; kvtailor does not support that"
+        )
+    if getattr(text, "cross_attention_layers", None):
+        return (
+            f"{name} has cross-attention layers ({', '.join(map(str, text.cross_attention_layers))}) in its decoder; "
+            "kvtailor supports self-attention only"
+        )
     if getattr(text, "is_causal", True) is False:
         return f"{name} is configured for bidirectional attention; a KV cache needs causal attention"
     if getattr(text, "add_cross_attention", False):
@@ -113,17 +149,35 @@ def check(model: Any, own_name: str) -> None:
         raise UnsupportedModel(f"expected a transformers causal language model, and got a {type(model).__name__}")
     name = config.model_type
     if getattr(model, "_is_stateful", False):
-        raise UnsupportedModel(f"{name} keeps a recurrent state; a recurrent model has no KV cache to compress")
+        raise UnsupportedModel(
+            f"{name} keeps a state of its own instead of some or all keys and values (recurrent, convolutional or "
+            "compressed); kvtailor does not support that yet"
+        )
     sentence = refusal(config)
     if sentence is not None:
         raise UnsupportedModel(sentence)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(
-            f"{name} does not take its attention from transformers' AttentionInterface, which kvtailor needs"
+            f"{type(model).__name__} does not declare that all of its attention comes from transformers' "
+            "AttentionInterface (_supports_attention_backend), which kvtailor needs"
         )
-    if any(parameter.endswith(".sinks") for parameter, _ in model.named_parameters()):
-        raise UnsupportedModel(f"{name} has learned attention sinks; kvtailor does not support them yet")
-    asked = config.get_text_config(decoder=True)._attn_implementation
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise UnsupportedModel(
+            f"this {name} is wrapped by a PEFT adapter that puts learned tokens or keys before each prompt "
+            f"({type(adapter).__name__}), which kvtailor's cache would not count; kvtailor supports adapters of weights"
+        )
+    text = config.get_text_config(decoder=True)
+    # Some prefixes are read in both directions by a decoder; an encoder says so itself.
+    if getattr(text, "is_decoder", None) is False:
+        for module in model.modules():
+            own = getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
+            if own and getattr(module, "is_causal", True) is False:
+                raise UnsupportedModel(
+                    f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
+                    "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
+                )
+    asked = text._attn_implementation
     if asked not in (None, "sdpa", "eager", own_name):
         raise UnsupportedModel(
             f"this model was loaded with attn_implementation={asked!r}, and kvtailor's cache comes with an attention "

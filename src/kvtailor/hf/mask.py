@@ -48,6 +48,13 @@ class LazyMask:
     _dense: Tensor | None = None
     _is_dense: bool = False
 
+    def __getattr__(self, name: str) -> Any:
+        """Says why a model that computes with its mask cannot use this one."""
+        raise AttributeError(
+            f"this model asks its attention mask for {name!r}, so it computes with the mask itself; kvtailor's mask is "
+            "a rule and no tensor, and kvtailor does not support such a model"
+        )
+
     @classmethod
     def causal(cls, batch_size: int, new_tokens: int, first_column: int, device: torch.device) -> LazyMask:
         """Plain causality, for a model that hands on no mask."""

@@ -1,4 +1,4 @@
-"""What kvtailor reads of a model's own modules, for the plans that need it: output projections and rotary embeddings.
+"""What kvtailor finds in a model for the plans that need it: its attention modules and its rotary embedding.
 
 Nothing is hooked or changed. What is read is checked against the model's own code before it is used, since families
 differ in how they pair the channels of a rotation and in how they lay out a projection.
@@ -6,7 +6,9 @@ differ in how they pair the channels of a rotation and in how they lay out a pro
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,51 +16,27 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.projection import output_layer
 from kvtailor.ops.rotate import turn
 from kvtailor.types import Rotation
 
-__all__ = ["attention_modules", "output_weight", "rotation_of"]
+__all__ = ["attention_modules", "rotation_of"]
 
-_OUTPUTS = ("o_proj", "dense", "out_proj", "c_proj", "wo")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+# Whether an attention module turns its keys, asked once: the answer costs a forward of a few tokens.
+_turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def attention_modules(model: Any) -> list[torch.nn.Module]:
-    """The model's attention modules by layer, those that have a `layer_idx` and an output projection."""
+    """The decoder's attention modules by layer, those that have a `layer_idx` and an output projection."""
+    text = model.config.get_text_config(decoder=True)
     found: dict[int, torch.nn.Module] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and _output_layer(module) is not None:
+        # A vision encoder's modules may count their layers too.
+        if isinstance(index, int) and getattr(module, "config", text) is text and output_layer(module) is not None:
             found.setdefault(index, module)
     return [found[index] for index in sorted(found)]
-
-
-def output_weight(module: torch.nn.Module, q_heads: int) -> Tensor:
-    """The output projection of an attention module, (q, dv, D), as a view of the model's own weight.
-
-    Args:
-        module: of one layer.
-        q_heads: its query heads.
-
-    Raises:
-        UnsupportedModel: it has none that can be read as a plain matrix.
-    """
-    layer = _output_layer(module)
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        kind = "none" if layer is None else type(layer).__name__
-        raise UnsupportedModel(
-            f"the plan weighs values by the output projection, and {type(module).__name__} has {kind} that can be read "
-            "as a plain matrix"
-        )
-    # GPT-2's Conv1D holds its weight the other way round.
-    by_input = weight if type(layer).__name__ == "Conv1D" else weight.t()
-    if by_input.shape[0] % q_heads:
-        raise UnsupportedModel(
-            f"the output projection of {type(module).__name__} takes {by_input.shape[0]} channels, which {q_heads} "
-            "query heads do not divide"
-        )
-    return by_input.detach().unflatten(0, (q_heads, -1))
 
 
 def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, head_dim: int) -> Rotation:
@@ -71,12 +49,16 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
         head_dim: d.
 
     Raises:
-        UnsupportedModel: it has none, one that changes with the length, or one whose effect is not understood.
+        UnsupportedModel: it has none, one that changes with the length, one that this layer does not use, or one whose
+            effect is not understood.
     """
     name = model.config.model_type
     rotary = _rotary(model, module)
     if rotary is None:
         raise UnsupportedModel(f"the plan turns queries or keys by positions, and {name} has no rotary embedding")
+    layer = getattr(module, "layer_idx", None)
+    if not _has_angles(model, rotary, layer, layer_type):
+        raise _does_not_turn(name, layer)
     kind = _rope_type(rotary, layer_type)
     if kind not in _SAME_AT_ANY_LENGTH:
         raise UnsupportedModel(
@@ -91,6 +73,8 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             continue
         rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
         if rotation.size <= head_dim and _agrees(rotation, module, cos, sin, head_dim):
+            if not _turns(module, cos, sin, name):
+                raise _does_not_turn(name, layer)
             exact = _stored_frequencies(rotary, layer_type)
             if exact is not None and exact.shape == frequencies.shape and torch.allclose(exact, frequencies, atol=1e-4):
                 rotation = Rotation(frequencies=exact.to(device), interleaved=interleaved)
@@ -100,12 +84,56 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
     )
 
 
-def _output_layer(module: torch.nn.Module) -> torch.nn.Module | None:
-    found = (getattr(module, name, None) for name in _OUTPUTS)
-    return next((layer for layer in found if isinstance(layer, torch.nn.Module)), None)
+def _does_not_turn(name: str, layer: int | None) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the plan turns queries or keys by positions, and layer {layer} of this {name} does not turn its own: it has "
+        "no rotary embedding"
+    )
+
+
+def _has_angles(model: Any, rotary: Any, layer: int | None, layer_type: str | None) -> bool:
+    """Whether the model gives this layer angles at all, as far as its configuration and its embedding say so."""
+    bases = getattr(model.config.get_text_config(decoder=True), "layer_rope_theta", None)
+    if bases is not None and layer is not None and not bases[layer]:
+        return False
+    kinds = getattr(rotary, "rope_type", None)
+    return not isinstance(kinds, dict) or layer_type in kinds
+
+
+@torch.no_grad()
+def _turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> bool:
+    """Whether this attention module uses the angles that it is given; several families leave them out in some layers.
+
+    Its forward runs on eight made-up tokens, once with the angles and once with cos and sin exchanged. Without a
+    rotation both outputs are the same bits.
+    """
+    known = _turning.get(module)
+    if known is not None:
+        return known
+    tokens, config, like = cos.shape[0], getattr(module, "config", None), next(module.parameters())
+    taken = inspect.signature(module.forward).parameters
+    given = {"attention_mask": None, "position_ids": torch.arange(tokens, device=cos.device)[None]}
+    given = {argument: value for argument, value in given.items() if argument in taken}
+    said = []
+    try:
+        width = getattr(config, "hidden_size", like.shape[-1])
+        hidden = torch.linspace(-9, 9, tokens * width, device=cos.device).sin().mul(4).view(1, tokens, width)
+        for pair in ((cos, sin), (sin, cos)):
+            angles = tuple(each[None].to(like.dtype) for each in pair)
+            output = module.forward(hidden.to(like.dtype), position_embeddings=angles, **given)
+            said.append(output[0] if isinstance(output, tuple) else output)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"the plan turns queries or keys by positions, and whether {type(module).__name__} of {name} turns its own "
+            f"cannot be told: {type(error).__name__}: {error}"
+        ) from error
+    _turning[module] = not torch.equal(*said)
+    return _turning[module]
 
 
 def _rotary(model: Any, module: torch.nn.Module) -> Any:
+    # An adapter around the model calls what it wraps its base model; the method knows whose it is.
+    model = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
     base = getattr(model, "base_model", model)
     for owner in (base, getattr(base, "decoder", None), getattr(base, "language_model", None), module):
         found = getattr(owner, "rotary_emb", None)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.hf.attention import counting_plain_forwards
+from kvtailor.hf.attention import NAME, counting_plain_forwards
 from kvtailor.hf.cache import KvCache, cache_for
 from kvtailor.hf.prefill import begin, instruction_of, prefill, read
+from kvtailor.hf.switch import attention_restored
 from kvtailor.plan import Plan
 
 __all__ = ["Session", "session"]
@@ -143,18 +144,18 @@ def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Ses
         plan: one line or a `Plan`.
         tokenizer: of the model; makes the instruction for plans that read the context twice, see `kvtailor.prefill`.
     """
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
     opened = Session(model, parsed, tokenizer)
-    compressed = opened.cache().geometry.compressed
-    opened.last = None
-    try:
+    config = model.config.get_text_config(decoder=True)
+    with attention_restored(model, NAME):
+        first = opened.cache()
+        # The model's attention stays ours between two caches of this session.
+        compressed, lease = first.geometry.compressed, first.lease
+        opened.last = None
+        del first
         with counting_plain_forwards(config, compressed[0] if compressed else -1) as plain:
             yield opened
-    finally:
-        if before is not None:
-            model.set_attn_implementation(before)
+        del lease
     if plain.count and parsed != Plan.parse("full"):
         # Above this frame stand contextlib's and the one of the with statement.
         warnings.warn(

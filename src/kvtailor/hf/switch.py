@@ -1,0 +1,138 @@
+"""A model's attention is kvtailor's while a cache of ours is alive, and its own again afterwards.
+
+transformers keeps the name of an attention in the configuration, so two models that share a configuration share the
+switch. Each cache of a model holds the same `Lease`; when the last one is gone, so is the lease, and the names that
+were there before come back. A forward makes its mask under the name that it finds first, so nothing is given back while
+one is under way: then the end of the forward does it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+
+__all__ = ["Lease", "attention_restored", "forward_began", "switch"]
+
+_lock = threading.RLock()
+_switched: dict[int, _Switched] = {}
+
+
+class Lease:
+    """What every cache of a model holds, and its copies with it: while one is alive, the model's attention is ours."""
+
+    def __copy__(self) -> Lease:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
+        return self
+
+
+class _Switched:
+    """A configuration whose attention was switched.
+
+    Attributes:
+        text: the configuration of the decoder.
+        own_name: the name under which our attention is registered.
+        lease: of the caches that are alive; None once all is given back.
+        before: by id, each configuration that was switched and the name of its attention before.
+        masks: by id, the masks of the forwards that are under way.
+    """
+
+    def __init__(self, text: Any, own_name: str):
+        key = id(text)
+        self.text, self.own_name = weakref.ref(text, lambda _: _switched.pop(key, None)), own_name
+        self.lease: weakref.ref[Lease] | None = None
+        self.before: dict[int, tuple[weakref.ref[Any], str | None]] = {}
+        self.masks: dict[int, weakref.ref[Any]] = {}
+
+    def give_back(self) -> None:
+        """Puts the names back, unless a cache is alive, a forward is under way, or another name has been set since."""
+        with _lock:
+            if self.masks or self.lease is None or self.lease() is not None:
+                return
+            for reference, name in self.before.values():
+                config = reference()
+                if config is not None and config._attn_implementation == self.own_name:
+                    _set(config, name)
+            self.before.clear()
+            self.lease = None
+
+    def forward_ended(self, key: int) -> None:
+        """The mask of a forward is gone, and so is the forward."""
+        with _lock:
+            self.masks.pop(key, None)
+            self.give_back()
+
+
+def switch(model: Any, own_name: str) -> Lease:
+    """Switches a model's attention to ours until the lease that this gives is gone.
+
+    Args:
+        model: a transformers causal language model.
+        own_name: the name under which our attention is registered.
+    """
+    text = model.config.get_text_config(decoder=True)
+    with _lock:
+        record = _switched.get(id(text))
+        if record is None or record.text() is not text:
+            record = _switched[id(text)] = _Switched(text, own_name)
+        lease = None if record.lease is None else record.lease()
+        if lease is None:
+            lease = Lease()
+            weakref.finalize(lease, record.give_back).atexit = False
+        # From here on an older lease that is collected late gives nothing back.
+        record.lease = weakref.ref(lease)
+        if text._attn_implementation != own_name:
+            for config in _configs(model):
+                if config._attn_implementation != own_name:
+                    record.before[id(config)] = weakref.ref(config), config._attn_implementation
+            model.set_attn_implementation(own_name)
+        return lease
+
+
+def forward_began(config: Any, mask: Any) -> None:
+    """A forward of a model with this configuration has made its mask, which lives until the forward ends."""
+    text = config.get_text_config(decoder=True)
+    with _lock:
+        record = _switched.get(id(text))
+        if record is not None and record.text() is text:
+            key, ended = id(mask), record.forward_ended
+            record.masks[key] = weakref.ref(mask, lambda _: ended(key))
+
+
+@contextmanager
+def attention_restored(model: Any, own_name: str) -> Iterator[None]:
+    """The names of a model's attention are at the end what they were at the beginning.
+
+    A name that was ours at the beginning belongs to a lease, which gives it back.
+    """
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    try:
+        yield
+    finally:
+        for config, name in before:
+            if name != own_name and config._attn_implementation != name:
+                _set(config, name)
+
+
+def _configs(model: Any) -> list[Any]:
+    """Every configuration of a model, of its parts and of their parts."""
+    waiting = [model.config, *(part.config for part in model.modules() if isinstance(part, PreTrainedModel))]
+    found: dict[int, Any] = {}
+    while waiting:
+        config = waiting.pop()
+        if config is None or id(config) in found:
+            continue
+        found[id(config)] = config
+        waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+def _set(config: Any, name: str | None) -> None:
+    """Names the attention of one configuration and of none of its parts."""
+    config._attn_implementation = {"": name}
