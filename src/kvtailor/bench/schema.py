@@ -67,11 +67,17 @@ class Record:
             None where nothing did.
         bytes_by_layer: `bytes_held` by layer of the model.
         bytes_resident: growth of the resident memory of a fresh process per cache that it holds.
+        bytes_alive: growth of all tensors of this process by one more such cache after its prefill, files left out; see
+            `bench.probing`.
         bytes_peak: highest memory of that process during one prefill, above what it held before (weights, mostly);
             resident memory on the CPU, the allocator's on an accelerator.
         bytes_peak_decode: the same while it decodes after that prefill.
         metrics: the task's numbers by name; see the task's module for each.
         values: the same by sample, in an order that is equal for all plans of a run, so that they can be paired.
+        rounding: most by which a token's log-probability differs where 'full' is fed in blocks of another size, in
+            nats; of this model, dtype and text. None where no plan that holds less was probed.
+        reads_held: the scores change by more than that where all that is held is set to zero; None where that could
+            not be tried.
         timings: seconds by name, each with `median`, `q1`, `q3`, `p10`, `count` and `left_out` (disturbed samples).
         floor_seconds: time for one token if every byte of weights and cache were read once at `machine.read_bandwidth`.
         machine: versions, processor, threads, load and bandwidth, see `bench.machine`.
@@ -117,10 +123,13 @@ class Record:
     traffic: Mapping[str, float] | None = None
     bytes_by_layer: tuple[int, ...] | None = None
     bytes_resident: int | None = None
+    bytes_alive: int | None = None
     bytes_peak: int | None = None
     bytes_peak_decode: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    rounding: float | None = None
+    reads_held: bool | None = None
     timings: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     floor_seconds: float | None = None
     machine: Mapping[str, object] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvtailor.bench import tripwires
 from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.probing import fed_scores, probe, rounding_of
 from kvtailor.bench.rounding import tolerances_here
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, Tokens, hash_of
@@ -117,6 +118,7 @@ class Perplexity(Task):
             tripwires.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
         whole = whole_budgets(given, windows[0], self.source)
         own: list[tuple[Tensor, dict[str, Any]]] | None = None
+        rounding: float | None = None
         for contestant in given.contestants:
             begin = time.perf_counter()
             blank = replace(
@@ -146,6 +148,15 @@ class Perplexity(Task):
                 continue
             sizes = [w.bytes for w in windows]
             heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
+            if contestant.label == "full":
+                rounding = self._rounding(given.subject, contestant, windows[0], scored[0][0])
+            elif tripwires.is_smaller(heaviest):
+                if rounding is None:
+                    rounding = self._rounding(given.subject, given.contestants[0], windows[0])
+                heaviest |= probe(
+                    given.subject, contestant, windows[-1].context, windows[-1].targets, scored[-1][0], rounding,
+                    self.chunk,
+                )  # fmt: skip
             yield replace(
                 blank,
                 samples=len(windows),
@@ -209,6 +220,11 @@ class Perplexity(Task):
             given.advance(f"perplexity · {contestant.label}")
         return found
 
+    def _rounding(self, subject: Subject, full: Contestant, window: Window, scores: Tensor | None = None) -> float:
+        if scores is None:
+            scores = score_window(subject, full, window.context, window.targets, self.chunk)[0]
+        return rounding_of(subject, full, window.context, window.targets, scores, self.chunk)
+
     def _check_identity(
         self,
         subject: Subject,
@@ -254,15 +270,8 @@ def score_window(
     """
     logits, cache = subject.prefill(context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
-    rows = [logits[0, -1:]]
-    fed = targets[:-1]
-    for piece in fed.split(chunk or max(1, fed.numel())) if fed.numel() else ():
-        logits, cache = subject.forward(piece[None], cache)
-        rows.append(logits[0])
-    if chunk is not None:
-        weight = weigh(cache)
-    scores = torch.cat(rows).float().log_softmax(-1)
-    return scores.gather(1, targets.to(scores.device)[:, None])[:, 0].cpu(), weight
+    scores = fed_scores(subject, logits[0, -1:], cache, targets, chunk)
+    return scores, weight if chunk is None else weigh(cache)
 
 
 def _bits_per_byte(nats: Sequence[float], sizes: Sequence[int | None]) -> float | None:
