@@ -182,7 +182,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
 
 def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
     from kvtailor.bench.build import make_task
-    from kvtailor.bench.progress import bar
+    from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.terminal import show
     from kvtailor.bench.runner import contestants_of, finished, plan_run, run
@@ -195,10 +195,10 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
     wanted = settings_of(asked.pop("tasks"), context=size, continuation=tail, **asked)
     tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
     before = {} if options["again"] else finished(options["out"], subject.device)
-    with bar(plan_run(tasks, contestants), console) as advance:
+    with watch(*plan_run(tasks, contestants), console) as seen:
         records = run(
-            subject, contestants, tasks, out=options["out"], advance=advance, resume=not options["again"],
-            allow=options["allow"],
+            subject, contestants, tasks, out=options["out"], advance=seen.step, finish=seen.finish,
+            resume=not options["again"], allow=options["allow"],
         )  # fmt: skip
     _say_kept(before, records, console)
     summary = summarise(records)
@@ -211,7 +211,7 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
 def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
     from rich.markup import escape
 
-    from kvtailor.bench.progress import bar
+    from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.suite_pages import show_suite, suite_pages
     from kvtailor.bench.runner import finished
@@ -229,8 +229,11 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(suites().get(options["suite"], Path(options["suite"])).read_bytes())
     before = {} if options["again"] else finished(options["out"], subject.device)
-    with bar(prepared.units, console) as advance:
-        records = prepared.run(out=options["out"], advance=advance, resume=not options["again"], allow=options["allow"])
+    with watch(*prepared.size, console) as seen:
+        records = prepared.run(
+            out=options["out"], advance=seen.step, finish=seen.finish, resume=not options["again"],
+            allow=options["allow"],
+        )  # fmt: skip
     _say_kept(before, records, console)
     _pages(options["out"], console)
     pages = suite_pages(suite, records, only=options["tables"])

@@ -19,7 +19,7 @@ MEANINGS = {
     "one text under two names": "two data sets of a run are the same text",
     "different data": "a plan was asked something else than 'full'",
     "same results on other data": "a plan gives the same values on different tokens",
-    "untouched cache": "a plan says that it holds less, yet nothing differs from 'full', or nothing reads what it holds",
+    "untouched cache": "a plan says that it holds less, yet nothing differs from 'full', or what it holds is not read",
     "equal results": "two plans hold different things, yet all of their results are equal",
     "better than full": "a plan that holds less beats 'full' beyond chance",
     "full that holds less": "the reference itself does not hold every token",
