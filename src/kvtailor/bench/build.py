@@ -73,16 +73,16 @@ def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) ->
     tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes)
     # Tokens of the coarsest tokenizers have about 6 characters.
     characters = 6 * tokens * int(given.get("windows", kind.default("windows") or 1)) + 10_000
-    return _read(name, characters if name == GENERATED else None, data)
+    return _read(name, characters if name == GENERATED else None, int(given.get("state", 0)), data)
 
 
 @lru_cache(maxsize=4)
-def _read(name: str, characters: int | None, data: Path | None) -> tuple[str, str, str | None]:
+def _read(name: str, characters: int | None, state: int, data: Path | None) -> tuple[str, str, str | None]:
     """Several tasks of a suite read the same text; of a corpus, as much as is usual."""
-    from kvtailor.bench.texts import generated_text, read_text
+    from kvtailor.bench.texts import STATES, generated_text, read_text
 
     if characters is not None:
-        return generated_text(characters), "generated text", None
+        return generated_text(characters, state if 0 < state < STATES else 0), "generated text", None
     if is_path(name):
         return read_text(Path(name)), Path(name).name, None
     try:

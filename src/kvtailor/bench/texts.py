@@ -7,9 +7,12 @@ from pathlib import Path
 from kvtailor.bench.synthetic import TASKS, make_document
 from kvtailor.errors import KvtailorError
 
-__all__ = ["generated_text", "read_text"]
+__all__ = ["STATES", "generated_text", "read_text"]
 
 _PIECE = 1500
+# Of the evaluation split's states; those of the retrieval task stay below.
+_FIRST, _EACH, STATES = 500_000, 4_000, 50
+"""How many texts there are to generate, by their state from 0."""
 
 
 def read_text(path: Path) -> str:
@@ -27,20 +30,22 @@ def read_text(path: Path) -> str:
     return text
 
 
-def generated_text(characters: int) -> str:
+def generated_text(characters: int, state: int = 0) -> str:
     """At least so many characters of generated documents of all kinds, each with its question and answer.
 
-    Evaluation split, the same on every machine. It is plain prose with facts that come back later: what a cache forgets
-    shows, but no model was made for it, so its perplexity says nothing about English.
+    Evaluation split, the same on every machine; another `state` has other documents. It is plain prose with
+    facts that come back later: what a cache forgets shows, but no model was made for it, so its perplexity says nothing
+    about English.
     """
+    if not 0 <= state < STATES:
+        raise KvtailorError(f"asked for the generated text of state {state}: give 0 to {STATES - 1}")
     pieces: list[str] = []
     size = 0
     kinds = list(TASKS)
     while size < characters:
-        # States far from those of the retrieval task, which counts up from 0.
-        state = 500_000 + len(pieces)
+        own = _FIRST + state * _EACH + len(pieces)
         kind = kinds[len(pieces) % len(kinds)]
-        document = make_document(kind, state=state, length=_PIECE, depth=(state % 10) / 9)
+        document = make_document(kind, state=own, length=_PIECE, depth=(own % 10) / 9)
         pieces.append(document.prompt + document.answer)
         size += len(pieces[-1]) + 2
     return "\n\n".join(pieces)

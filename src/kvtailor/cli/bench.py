@@ -28,9 +28,21 @@ OF_ONE_RUN = {
     "depths": "--depths",
     "documents": "--documents", "kind": "--kind", "question_outside": "--question-outside", "examples": "--examples",
     "contexts": "--contexts", "batches": "--batches", "new_tokens": "--new-tokens", "rounds": "--rounds",
+    "state": "--state",
     "memory": "--memory", "gamma": "--gamma", **{name: "--" + name.replace("_", "-") for name in AS_NAMED},
 }  # fmt: skip
-_AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "beyond", "examples", "gamma", *AS_NAMED)
+_AS_GIVEN = (
+    "documents",
+    "question_outside",
+    "rounds",
+    "windows",
+    "chunk",
+    "beyond",
+    "examples",
+    "gamma",
+    "state",
+    *AS_NAMED,
+)
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
@@ -82,6 +94,13 @@ _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "bey
 )
 @click.option("--question-outside", is_flag=True, help="Ask after the compressed context, not inside it.")
 @click.option("--examples", type=click.IntRange(1), help=f"So many examples of each of {', '.join(SETS)}.  [all]")
+@click.option(
+    "--state",
+    type=click.IntRange(0, 49),
+    default=0,
+    show_default=True,
+    help="Another number takes other documents: those generated, windows of a text, --examples of a set.",
+)
 @click.option("--contexts", help="Prompts of speed, memory and speculation in tokens, with ',' between.  [--context]")
 @click.option("--batches", default="1", show_default=True, help="Rows of speed and memory, with ',' between.")
 @click.option(

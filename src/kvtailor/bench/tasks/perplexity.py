@@ -12,6 +12,7 @@ offsets), `distinct_8grams` (of the windows' words). Values: `nll`, the mean ove
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,8 @@ class Perplexity(Task):
         tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: see
             `tripwires.tolerances`.
         least_distinct: see `tripwires.check_repetition`.
+        state: 0: the windows that are spread evenly over the text. Any other chooses others at random, from another
+            beginning, and is in every record.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -84,6 +87,7 @@ class Perplexity(Task):
     windows: int = 50
     tolerance: float | None = None
     least_distinct: float = 0.9
+    state: int = 0
 
     def __post_init__(self) -> None:
         for what in ("context", "continuation", "windows"):
@@ -91,6 +95,8 @@ class Perplexity(Task):
                 raise ValueError(f"asked for {what}={getattr(self, what)}: give at least 1")
         if self.continuation < 2:
             raise ValueError("asked for continuation=1: the prompt's own logits score that token, and no cache is read")
+        if self.state < 0:
+            raise ValueError(f"asked for state={self.state}: give 0 or more")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"asked for chunk={self.chunk}: give at least 1 token, or None to feed all at once")
 
@@ -126,6 +132,7 @@ class Perplexity(Task):
                 point={"context": self.context, "continuation": self.continuation, "chunk": self.chunk},
                 text=self.source,
                 text_hash=hash_of(*(torch.cat([w.context, w.targets]) for w in windows)),
+                state=self.state or None,
                 notes=tuple(notes),
             )
             if (known := given.known(blank)) is not None:
@@ -200,6 +207,12 @@ class Perplexity(Task):
                 "longer text or ask "
                 "for a shorter --context"
             )
+        if self.state:
+            draw = random.Random(f"windows:{self.state}")
+            first = draw.randrange(tokens.ids.numel() - fit * stride + 1 if fit == 1 else stride)
+            fit = (tokens.ids.numel() - first) // stride
+            chosen = sorted(draw.sample(range(fit), min(fit, self.windows)))
+            return [self._window(tokens, start, first + i * stride, stride) for i in chosen]
         count = min(fit, self.windows)
         return [self._window(tokens, start, i * fit // count * stride, stride) for i in range(count)]
 
