@@ -14,7 +14,7 @@ import torch
 from kvtailor.bench import machine, tripwires
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
-from kvtailor.bench.schema import Record, read_records
+from kvtailor.bench.schema import NoRecords, Record, read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
@@ -65,7 +65,11 @@ def finished(out: Path | None, device: torch.device | None = None) -> dict[str, 
     here = machine.describe(bandwidth=False, device=device)
     if str(here["commit"]).endswith("-dirty"):
         return {}
-    records = sorted(read_records(out), key=lambda record: record.started)
+    try:
+        records = sorted(read_records(out), key=lambda record: record.started)
+    except NoRecords:
+        # A run that was killed before its first record was whole: there is nothing that could stand for anything.
+        return {}
     return {
         record.key: record
         for record in records

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Record", "RecordError", "SCHEMA", "latest", "read_records"]
+__all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "latest", "read_records"]
 
 SCHEMA = 1
+_LARGEST = 2**63
 
 
 class RecordError(KvtailorError, ValueError):
     """A line of a record file that is not a record of this schema."""
+
+
+class NoRecords(RecordError):
+    """A file or folder that holds no finished record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +187,9 @@ class Record:
             RecordError: not JSON, another schema, or unknown or missing fields.
         """
         try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
+            found = json.loads(line, parse_constant=_no_number)
+        # Python itself refuses numbers of thousands of digits, and brackets that are thousands deep.
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"expected one JSON object on a line, found {line[:60]!r}: {error}") from error
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             schema = found.get("schema") if isinstance(found, dict) else None
@@ -188,17 +198,14 @@ class Record:
         unknown = sorted(set(found) - known)
         if unknown:
             raise RecordError(f"a record of schema {SCHEMA} has no field {', '.join(unknown)}: run the bench again")
-        if found.get("bytes_by_layer") is not None:
-            found["bytes_by_layer"] = tuple(found["bytes_by_layer"])
-        if found.get("tokens_by_head") is not None:
-            found["tokens_by_head"] = tuple(tuple(heads) for heads in found["tokens_by_head"])
-        found["values"] = {name: tuple(values) for name, values in found.get("values", {}).items()}
-        for name in ("notes", "missing", "calibrated_on"):
-            found[name] = tuple(found.get(name, ()))
+        lacking = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING and f.name not in found]
+        if lacking:
+            raise RecordError(f"a record lacks the fields {', '.join(lacking)}: run the bench again")
+        hints = _hints()
         try:
-            return cls(**found)
-        except TypeError as error:
-            raise RecordError(f"a record lacks a field ({error}): run the bench again") from error
+            return cls(**{name: _fitted(value, hints[name], name) for name, value in found.items()})
+        except ValueError as error:
+            raise RecordError(f"a record of plan {str(found['label'])[:60]!r} cannot be read: {error}") from error
 
 
 def read_records(path: Path) -> list[Record]:
@@ -209,12 +216,12 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         RecordError: the path holds no record, or a finished line is none.
     """
+    if not path.exists():
+        raise NoRecords(f"asked for the records in {path}, which is not there: run `kvtailor bench --out {path}` first")
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    found = [
-        record for file in files for record in _records_of(file.read_text(encoding="utf-8").splitlines(keepends=True))
-    ]
+    found = [record for file in files for record in _records_of(file)]
     if not found:
-        raise RecordError(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
+        raise NoRecords(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
     return found
 
 
@@ -228,7 +235,50 @@ def latest(records: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
-def _records_of(lines: Iterable[str]) -> Iterator[Record]:
-    for line in lines:
-        if line.endswith("\n") and line.strip():
-            yield Record.from_json(line)
+def _records_of(file: Path) -> Iterator[Record]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"asked for the records in {file}, which cannot be read: {error}") from error
+    # Not splitlines(): a name in a record may hold other line separators of Unicode.
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        if line.strip():
+            try:
+                yield Record.from_json(line)
+            except RecordError as error:
+                raise RecordError(f"{file}, line {number}: {error}") from error
+
+
+@cache
+def _hints() -> Mapping[str, Any]:
+    return get_type_hints(Record)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number that a record may hold")
+
+
+def _fitted(value: Any, hint: Any, where: str) -> Any:
+    """A JSON value as a field's annotation says, lists as tuples.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        if value is None:
+            return None
+        [hint] = [each for each in inner if each is not NoneType]
+        return _fitted(value, hint, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_fitted(each, inner[0], where) for each in value)
+    if origin is Mapping and isinstance(value, dict):
+        return {name: _fitted(each, inner[1], f"{where}.{name}") for name, each in value.items()}
+    if hint is object:
+        return value
+    if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return value
+    if isinstance(hint, type) and type(value) is hint and (hint is not int or abs(value) < _LARGEST):
+        return value
+    wanted = "a list" if origin is tuple else "an object" if origin is Mapping else f"a {hint.__name__}"
+    raise ValueError(f"{where} is {str(value)[:60]!r}, but it must be {wanted}")
