@@ -16,7 +16,8 @@ from kvtailor.plan_text import MOST_CHARACTERS
 
 METHODS = [name for room in find.rooms() for name in find.methods(room)]
 PIECES = [
-    *"()[]{}=,+@'\"\\.- \n\t\x00\u2028\ud800é🙂", "none", "true", "inf", "-inf", "nan", "1e400", "-1", "0", "9" * 50, "1_000", "0x10",
+    *"()[]{}=,+@'\"\\.- \n\t\x00\u2028\ud800é🙂", "none", "true", "inf", "-inf", "nan", "1e400", "-1", "0", "9" * 50,
+    "1_000", "0x10",
     "tokens", "keep", "bytes", "slack", "of", "preset", "method", "[[", "]]", "...", "64MiB", "1e-5", "of=vector",
     *METHODS, *find.presets(),
 ]  # fmt: skip
@@ -101,7 +102,10 @@ LONG = {
     "1 MB of brackets": ("[" * 1_000_000, f"it has 1000000 characters, and a plan has at most {MOST_CHARACTERS}"),
     "brackets": ("snapkv(" + "[" * 150_000, "brackets are 150001 deep"),
     "methods": ("a+" * 90_000, "90001 methods are named"),
-    "settings": ("snapkv(" + ",".join(f"a{i}=1" for i in range(20_000)) + ")", "in snapkv\\(...\\) stand 20000 settings"),
+    "settings": (
+        "snapkv(" + ",".join(f"a{i}=1" for i in range(20_000)) + ")",
+        "in snapkv\\(...\\) stand 20000 settings",
+    ),
     "at": ("@" * 100_000, "more than one '@'"),
     "name": ("a" * 150_000, "150000 characters"),
     "no text": ("snapkv\udcff @ tokens=3", "it holds bytes that are no text"),

@@ -38,7 +38,9 @@ class PlanError(KvtailorError, ValueError):
     def __init__(self, plan: str, faults: Sequence[str]):
         self.faults = tuple(faults)
         head = f"the plan {shown(plan)} has {len(self.faults)} fault{'s' if len(self.faults) != 1 else ''}:"
-        told = [fault if len(fault) <= _MOST_TOLD else f"{fault[:_MOST_TOLD]} ..." for fault in self.faults[:_MOST_FAULTS]]
+        told = [
+            fault if len(fault) <= _MOST_TOLD else f"{fault[:_MOST_TOLD]} ..." for fault in self.faults[:_MOST_FAULTS]
+        ]
         more = [f"and {len(self.faults) - len(told)} more"] if len(self.faults) > len(told) else []
         super().__init__("\n  - ".join([head, *told, *more]))
 

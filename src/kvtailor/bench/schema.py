@@ -188,6 +188,8 @@ class Record:
         """
         try:
             found = json.loads(line, parse_constant=_no_number)
+            if "\\ud" in line.lower():
+                json.dumps(found, ensure_ascii=False).encode()  # half of a pair of surrogates is a UnicodeEncodeError
         # Python itself refuses numbers of thousands of digits, and brackets that are thousands deep.
         except (ValueError, RecursionError) as error:
             raise RecordError(f"expected one JSON object on a line, found {line[:60]!r}: {error}") from error
@@ -278,7 +280,9 @@ def _fitted(value: Any, hint: Any, where: str) -> Any:
         return value
     if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return value
-    if isinstance(hint, type) and type(value) is hint and (hint is not int or abs(value) < _LARGEST):
+    if hint is int and type(value) is int and abs(value) < _LARGEST:
+        return value
+    if hint in (str, bool) and type(value) is hint:
         return value
     wanted = "a list" if origin is tuple else "an object" if origin is Mapping else f"a {hint.__name__}"
     raise ValueError(f"{where} is {str(value)[:60]!r}, but it must be {wanted}")
