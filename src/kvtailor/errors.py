@@ -15,8 +15,13 @@ __all__ = [
     "TierError",
     "UnknownName",
     "UnsupportedModel",
+    "shown",
     "suggest",
 ]
+
+_MOST_SHOWN = 1000
+_MOST_TOLD = 4000
+_MOST_FAULTS = 50
 
 
 class KvtailorError(Exception):
@@ -26,14 +31,20 @@ class KvtailorError(Exception):
 class PlanError(KvtailorError, ValueError):
     """A plan that cannot be run. Holds all of its faults at once, each a whole sentence.
 
+    The message tells the first 50, and the beginning of one that is very long.
+
     Attributes:
         faults: the sentences, in the order in which a reader of the plan meets them.
     """
 
     def __init__(self, plan: str, faults: Sequence[str]):
         self.faults = tuple(faults)
-        head = f"the plan {plan!r} has {len(self.faults)} fault{'s' if len(self.faults) != 1 else ''}:"
-        super().__init__("\n  - ".join([head, *self.faults]))
+        head = f"the plan {shown(plan)} has {len(self.faults)} fault{'s' if len(self.faults) != 1 else ''}:"
+        told = [
+            fault if len(fault) <= _MOST_TOLD else f"{fault[:_MOST_TOLD]} ..." for fault in self.faults[:_MOST_FAULTS]
+        ]
+        more = [f"and {len(self.faults) - len(told)} more"] if len(self.faults) > len(told) else []
+        super().__init__("\n  - ".join([head, *told, *more]))
 
 
 class UnknownName(KvtailorError, LookupError):
@@ -41,7 +52,7 @@ class UnknownName(KvtailorError, LookupError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]):
         self.name = name
-        super().__init__(f"there is no {kind} named {name!r}{suggest(name, known)}")
+        super().__init__(f"there is no {kind} named {shown(name)}{suggest(name, known)}")
 
 
 class UnsupportedModel(KvtailorError, ValueError):
@@ -68,10 +79,17 @@ class TierError(KvtailorError, RuntimeError):
     """A tier that cannot hold what it was given, or cannot give back what it holds; names the file."""
 
 
+def shown(text: str) -> str:
+    """A text that a user gave, in quotes; of a long one the beginning, the end, and how long it is."""
+    if len(text) <= _MOST_SHOWN:
+        return repr(text)
+    return f"{text[:200]!r} ... {text[-40:]!r} ({len(text)} characters)"
+
+
 def suggest(name: str, known: Iterable[str], limit: int = 3) -> str:
     """The tail of a message about an unknown name: near names if any, else all of them."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=limit, cutoff=0.5) if len(name) <= _MOST_SHOWN else []
     if near:
         return "; did you mean " + " or ".join(repr(n) for n in near) + "?"
     return "; known: " + ", ".join(names) if names else ""

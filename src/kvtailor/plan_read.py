@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtailor import find
-from kvtailor.errors import KvtailorError, UnknownName, suggest
+from kvtailor.errors import KvtailorError, UnknownName, shown, suggest
 from kvtailor.plan_arguments import Broken, load
 from kvtailor.plan_check import BUDGETS, SETTINGS, all_faults
-from kvtailor.plan_text import Value, Word, bytes_of, read_line
+from kvtailor.plan_text import MOST_DEEP, Value, Word, bytes_of, read_line, too_much
 
 __all__ = ["Asked", "line_parts", "toml_parts"]
+
+_LARGEST = 10**40
+_MOST_KEYS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +56,19 @@ def toml_parts(text: str) -> Asked:
     """What the TOML form asks for."""
     chosen, known = _Chosen(), find.presets()
     try:
+        if (why := too_much(text)) is not None:
+            raise ValueError(why)
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        return Asked(parts={}, settings={}, faults=[f"this is not TOML: {error}"])
+    # Beside its own error, a ValueError, tomllib lets through what Python says of a number of thousands of digits.
+    except (ValueError, RecursionError) as error:
+        why = "it goes too deep" if isinstance(error, RecursionError) else str(error)
+        why = "it holds a number of thousands of digits" if "integer string conversion" in why else why
+        return Asked(parts={}, settings={}, faults=[f"this is not TOML: {why}"])
+    if why := _unfit(table):
+        return Asked(parts={}, settings={}, faults=[why])
     named = table.pop("preset", [])
-    for name in [named] if isinstance(named, str) else named:
-        if name in known:
+    for name in named if isinstance(named, list) else [named]:
+        if isinstance(name, str) and name in known:
             chosen.add_preset(known[name])
         else:
             chosen.faults.append(str(UnknownName("preset", str(name), known)))
@@ -163,5 +173,17 @@ def _plain(value: Any) -> Any:
     return None if value == "none" else value
 
 
+def _unfit(value: Any, depth: int = 0) -> str | None:
+    """Why a TOML value cannot be part of a plan: how deep it goes, or its numbers; None: it can."""
+    if depth > MOST_DEEP:
+        return f"its tables are more than {MOST_DEEP} deep"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"a number in it is above {_LARGEST:.0e}"
+    if isinstance(value, Mapping) and len(value) > _MOST_KEYS:
+        return f"a table in it has {len(value)} keys, which no method has"
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next((why for each in inside if (why := _unfit(each, depth + 1)) is not None), None)
+
+
 def _check_keys(found: Mapping[str, object], known: Sequence[str], kind: str, faults: list[str]) -> None:
-    faults += [f"there is no {kind} named {key!r}{suggest(key, known)}" for key in found if key not in known]
+    faults += [f"there is no {kind} named {shown(key)}{suggest(key, known)}" for key in found if key not in known]

@@ -22,19 +22,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtailor.errors import shown
 from kvtailor.ops.sizes import bytes_of, write_bytes
 
 __all__ = [
+    "MOST_CHARACTERS",
+    "MOST_DEEP",
     "Line",
     "Value",
     "Word",
     "bytes_of",
     "read_line",
+    "too_much",
     "toml_value",
     "write_bytes",
     "write_settings",
     "write_value",
 ]
+
+MOST_CHARACTERS = 200_000
+"""Of the text of a plan: what a table of weights for each head of a large model takes, many times over."""
+MOST_DEEP = 32
+"""Brackets inside one another."""
+_MOST_DIGITS = 40
+_MOST_PIECES = 256
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -49,6 +60,7 @@ _KEYWORDS: dict[str, bool | float | None] = {
     "-inf": -math.inf,
 }
 _CLOSING = {"(": ")", "[": "]"}
+_OPENING = _CLOSING | {"{": "}"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +90,21 @@ class _Unreadable(Exception):
 
 
 def read_line(text: str, faults: list[str]) -> Line:
-    """Reads `snapkv(window=32) + kivi(bits=4) @ tokens=1024, slack=64`; mistakes go to `faults`."""
+    """Reads `snapkv(window=32) + kivi(bits=4) @ tokens=1024, slack=64`; mistakes go to `faults`.
+
+    What is too long or too deep to be a plan is one fault, and nothing of it is read.
+    """
+    if (why := too_much(text)) is not None:
+        faults.append(why)
+        return Line(words=(), settings={})
     head, *tails = _split(text, "@")
     if len(tails) > 1:
         faults.append("there is more than one '@': write the settings once, behind the last method")
     words = []
     pieces = _split(head, "+")
+    if len(pieces) > _MOST_PIECES:
+        faults.append(f"{len(pieces)} methods are named: a plan has at most one for each room")
+        return Line(words=(), settings={})
     for piece in pieces:
         if piece.strip():
             word = _read_word(piece.strip(), faults)
@@ -98,6 +119,26 @@ def read_line(text: str, faults: list[str]) -> Line:
             faults.append("nothing stands behind the '@': write settings like tokens=1024, or leave the '@' out")
         settings |= _read_settings(tail, "behind the '@'", faults)
     return Line(words=tuple(words), settings=settings)
+
+
+def too_much(text: str) -> str | None:
+    """Why a text cannot be a plan, whatever it says: its length, its bytes, how deep its brackets go; None: it can."""
+    if len(text) > MOST_CHARACTERS:
+        return f"it has {len(text)} characters, and a plan has at most {MOST_CHARACTERS}"
+    if not _is_unicode(text):
+        return "it holds bytes that are no text"
+    depth = deepest = 0
+    for _, mark in _marks(text):
+        depth = max(0, depth + (mark in _OPENING) - (mark in _OPENING.values()))
+        deepest = max(deepest, depth)
+    if deepest > MOST_DEEP:
+        return f"its brackets are {deepest} deep, and those of a plan at most {MOST_DEEP}"
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which stands for bytes that could not be decoded."""
+    return not any("\ud800" <= mark <= "\udfff" for mark in text)
 
 
 def write_value(value: object) -> str:
@@ -134,25 +175,28 @@ def write_settings(settings: Mapping[str, object]) -> str:
 def _read_word(text: str, faults: list[str]) -> Word | None:
     hit = _NAME.match(text)
     if hit is None:
-        faults.append(f"{text!r} does not begin with a name: write a method such as snapkv(window=32)")
+        faults.append(f"{shown(text)} does not begin with a name: write a method such as snapkv(window=32)")
         return None
     name, rest = hit.group(), text[hit.end() :].strip()
     if not rest:
         return Word(name=name, arguments={})
     if rest[0] == "(" and _balanced(rest):
         return Word(name=name, arguments=_read_settings(rest[1:-1], f"in {name}(...)", faults))
-    faults.append(f"{text!r} is not a name with arguments: write {name}, or {name}(name=value, ...)")
+    faults.append(f"{shown(text)} is not a name with arguments: write {name}, or {name}(name=value, ...)")
     return Word(name=name, arguments={})
 
 
 def _read_settings(text: str, where: str, faults: list[str]) -> dict[str, Value]:
     read: dict[str, Value] = {}
     pieces = [piece.strip() for piece in _split(text, ",")] if text.strip() else []
+    if len(pieces) > _MOST_PIECES:
+        faults.append(f"{where} stand {len(pieces)} settings, which no method has")
+        return read
     for piece in pieces:
         name, equals, value = piece.partition("=")
         name = name.strip()
         if not equals or not _NAME.fullmatch(name):
-            faults.append(f"{where} stands {piece!r}, which has no name: write name=value")
+            faults.append(f"{where} stands {shown(piece)}, which has no name: write name=value")
         elif name in read:
             faults.append(f"{where} {name} is given twice: keep one")
         else:
@@ -169,6 +213,8 @@ def _read_value(text: str, faults: list[str]) -> Value:
     if text.lower() in _KEYWORDS:
         return _KEYWORDS[text.lower()]
     if _INTEGER.fullmatch(text):
+        if len(text) > _MOST_DIGITS:
+            raise _Unreadable(f"a number of {len(text)} digits, {text[:12]}...")
         return int(text)
     if _FLOAT.fullmatch(text):
         return float(text)
@@ -184,18 +230,20 @@ def _read_value(text: str, faults: list[str]) -> Value:
     hit = _NAME.match(text)
     if hit is not None and text[hit.end() :].lstrip()[:1] == "(" and _balanced(text[hit.end() :].lstrip()):
         return _read_word(text, faults)
-    raise _Unreadable("empty" if not text else f"{text!r}, which is no value")
+    raise _Unreadable("empty" if not text else f"{shown(text)}, which is no value")
 
 
 def _read_string(text: str) -> str:
     try:
         if text[0] == '"':
-            return str(json.loads(text))
+            read = str(json.loads(text))
+            if _is_unicode(read):
+                return read
         if len(text) > 1 and text.endswith("'") and "'" not in text[1:-1]:
             return text[1:-1]
     except ValueError:
         pass
-    raise _Unreadable(f"{text!r}, a string that does not end")
+    raise _Unreadable(f"{shown(text)}, a string that does not end")
 
 
 def _balanced(text: str) -> bool:

@@ -95,7 +95,7 @@ def go(suite, model=None, **options):
     counted = []
     found = prepare(suite, dummy(model), data=options.pop("data", None))
     records = found.run(bandwidth=False, advance=counted.append, **options)
-    assert len(counted) == found.units > 0
+    assert len(counted) == found.size[1] > 0 and len(records) == found.size[0]
     return records
 
 

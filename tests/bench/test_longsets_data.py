@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import json
 import sys
@@ -73,6 +74,41 @@ def test_what_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path, monkeypa
     lines_to(tmp_path / "qasper" / "validation.jsonl", [scrolls_row("a", "D", "Who?", None)])
     with pytest.raises(KvtailorError, match="no right answer.*public"):
         read_examples("zeroscrolls", "qasper", tmp_path)
+
+
+NAMES = {
+    "longbench": ("qasper.jsonl", "qasper.json", "qasper.jsonl.gz", "qasper.json.gz", "qasper.parquet",
+                  "qasper.dev.jsonl", "qasper.first100.jsonl.gz", "longbench/qasper.test.json",
+                  "LongBench/qasper.jsonl.gz",
+                  "qasper/test.jsonl", "qasper/test.dev.jsonl", "qasper-00000-of-00001.parquet",
+                  "data/qasper/test-00000-of-00001.parquet"),
+    "zeroscrolls": ("qasper/validation.jsonl", "qasper/validation.json.gz", "zero_scrolls/qasper/validation.dev.jsonl",
+                    "qasper/validation.parquet", "qasper/qasper/validation.jsonl.gz"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("benchmark", "name"), [(each, name) for each, names in NAMES.items() for name in names])
+def test_any_name_that_the_other_loaders_take_is_taken(benchmark, name, tmp_path):
+    row = longbench_row("D", ["Anna"]) if benchmark == "longbench" else scrolls_row("a", "D", "Who?", "Anna")
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist([row]), file)
+    else:
+        line = (json.dumps(row) + "\n").encode()
+        file.write_bytes(gzip.compress(line) if file.suffix == ".gz" else line)
+    [example], origin = read_examples(benchmark, "qasper", tmp_path)
+    assert example.references == ("Anna",) and origin == str(file)
+
+
+def test_several_files_of_one_set_are_not_mixed(tmp_path):
+    for part in ("dev", "test"):
+        lines_to(tmp_path / f"qasper.{part}.jsonl", [longbench_row("D", ["Anna"])])
+    with pytest.raises(KvtailorError, match=r"several files of it: qasper.dev.jsonl, qasper.test.jsonl; keep one"):
+        read_examples("longbench", "qasper", tmp_path)
+    lines_to(tmp_path / "qasper.jsonl", [longbench_row("D", ["Anna"])])
+    assert read_examples("longbench", "qasper", tmp_path)[1].endswith("qasper.jsonl")
 
 
 def test_archives_are_read_from_a_folder_and_from_the_hub(tmp_path, monkeypatch):

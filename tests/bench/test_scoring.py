@@ -159,5 +159,30 @@ def test_the_page_is_made_from_records_alone(suite: Suite, tmp_path: Path) -> No
     assert "| `score · h2o` | – | – | – | – |" in page and "h2o was tired" in page
     assert "2026-01-02" in page and "commit aaaaaaaaaaaa" in page and "(one)" in page
     assert "kvtailor bench --suite scoring --model random-llama --out FOLDER" in page
-    table = suite_tables(suite, records)[1]
-    assert [row.cells[0].value for row in table.rows] == [pytest.approx(math.fsum((1.0, 1.5, 1.2, 0.9, 1.1)) / 5)] * 2
+    table = suite_tables(suite, records)[2]
+    assert [row.cells[0].value for row in table.rows] == [pytest.approx(math.fsum((1.0, 1.5, 1.2, 0.9, 1.1)) / 5)] * 3
+
+
+def test_one_table_of_the_page_is_written_anew_and_says_so(suite: Suite, tmp_path: Path) -> None:
+    records = made(suite)
+    writer = runpy.run_path(str(WRITER))
+    (tmp_path / "records-1.jsonl").write_text("".join(f"{each.to_json()}\n" for each in records))
+    whole = writer["page"](tmp_path)
+    assert "## A short prompt: 1024 tokens kept of 2048" in whole and "| `snapkv` | +20.0" in whole
+
+    def slow(each: Record) -> Record:
+        twice = tuple(2 * x for x in each.values["ttft_processor"])
+        return replace(each, values={**each.values, "ttft_processor": twice})
+
+    slower = [slow(each) if each.label.startswith("snapkv @") else each for each in records]
+    (tmp_path / "records-1.jsonl").write_text("".join(f"{each.to_json()}\n" for each in slower))
+    spliced = writer["with_table"](whole, tmp_path, "brief")
+    assert "| `snapkv` | +140.0" in spliced and "| `score · snapkv` | +20.0 (+20.0 to +20.0)" in spliced
+    assert spliced.count("## A short prompt") == 1 and spliced.count("--table brief --model") == 1
+    assert writer["with_table"](spliced, tmp_path, "brief") == spliced
+    without = "".join(part for part in spliced.split("## ") if not part.startswith("A short"))
+    assert "A short prompt" in writer["with_table"](
+        without.replace("\n\nChoosing", "\n\n## Choosing"), tmp_path, "brief"
+    )
+    with pytest.raises(ValueError, match="no record of the table 'breef' of the suite 'scoring'"):
+        writer["with_table"](whole, tmp_path, "breef")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -133,5 +134,6 @@ def test_eval_is_the_harness_with_our_model_in_it(tmp_path, capfd):
     done = CliRunner().invoke(eval_verb.command, words)
     assert done.exit_code == 0, done.output
     assert "lambada_openai" in done.output and "perplexity" in done.output and "snapkv @ keep=0.25" in done.output
+    assert re.search(r"\|\s*Tasks\s*\|\s*Version\s*\|\s*Filter\s*\|", done.output), "a table without its heads"
     helped = CliRunner().invoke(eval_verb.command, ["--help"])
     assert "with the model `kvtailor` registered" in " ".join(helped.output.split()) and "lm-eval" in helped.output

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.seam.zoo import build
 from tests.segments_of import states
 
+from kvtailor import cache_for
 from kvtailor.encode.kivi import Kivi, KiviSegment
 from kvtailor.types import Layout
 
@@ -92,11 +94,30 @@ def test_moving_drops_the_scales_that_nobody_uses() -> None:
         ({"group": 1}, "group=32"),
         ({"residual": 100}, "residual=96"),
         ({"residual": 8}, "residual=32"),
+        ({"residual": -32}, "must be 0 or a multiple of its group, and residual=-32"),
     ],
 )
 def test_bad_numbers_say_what_to_write(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Kivi(**options)
+
+
+def test_without_a_residual_all_of_a_prompt_is_encoded_and_then_whole_groups() -> None:
+    model = build("llama")
+    cache = cache_for(model, "kivi(bits=8, group=8, residual=0)")
+    exact = cache_for(model, "full")
+    ids = torch.randint(3, model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    state, held = cache.route.states[0], []
+    with torch.inference_mode():
+        for each in ids[:, :21], *ids[:, 21:].split(1, 1):
+            ours = model(each, past_key_values=cache).logits
+            theirs = model(each, past_key_values=exact).logits
+            held.append(state.tail.length)
+            assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
+    assert held == [0, *[i % 8 for i in range(1, 20)]]
+    assert [segment.layout.size for segment in state.segments] == [21, 8, 8]
+    ledger = cache.ledger()
+    assert ledger.total == ledger.closed_form
 
 
 def test_keys_and_values_can_have_other_bits_each() -> None:

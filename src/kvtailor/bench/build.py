@@ -82,16 +82,16 @@ def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) ->
     tokens = sum(int(given.get(each, kind.default(each) or 0)) for each in kind.sizes)
     # Tokens of the coarsest tokenizers have about 6 characters.
     characters = 6 * tokens * int(given.get("windows", kind.default("windows") or 1)) + 10_000
-    return _read(name, characters if name == GENERATED else None, data)
+    return _read(name, characters if name == GENERATED else None, int(given.get("state", 0)), data)
 
 
 @lru_cache(maxsize=4)
-def _read(name: str, characters: int | None, data: Path | None) -> Text:
+def _read(name: str, characters: int | None, state: int, data: Path | None) -> Text:
     """Several tasks of a suite read the same text; of a corpus, as much as is usual."""
-    from kvtailor.bench.texts import BETWEEN, generated_documents, read_text, starts_of
+    from kvtailor.bench.texts import BETWEEN, STATES, generated_documents, read_text, starts_of
 
     if characters is not None:
-        documents = generated_documents(characters)
+        documents = generated_documents(characters, state if 0 < state < STATES else 0)
         return Text(BETWEEN.join(documents), "generated text", None, starts_of(documents))
     if is_path(name):
         return Text(read_text(Path(name)), Path(name).name, None, ())

@@ -89,7 +89,7 @@ KINDS: dict[str, Kind] = {
     "perplexity": Kind(
         module="perplexity",
         class_name="Perplexity",
-        settings=("text", "context", "continuation", "chunk", "beyond", "windows"),
+        settings=("text", "context", "continuation", "chunk", "beyond", "windows", "state"),
         sizes=("context", "continuation"),
         reads_text=True,
         metrics=("nll", "perplexity", "bits_per_byte", "distinct_8grams"),
@@ -98,7 +98,7 @@ KINDS: dict[str, Kind] = {
     "fidelity": Kind(
         module="fidelity",
         class_name="Fidelity",
-        settings=("text", "context", "continuation", "windows"),
+        settings=("text", "context", "continuation", "windows", "state"),
         sizes=("context", "continuation"),
         reads_text=True,
         metrics=("kl", "kl_p99", "top1", "ece", "key_error", "value_error", "retained_mass", "attention_cosine",
@@ -159,7 +159,7 @@ KINDS: dict[str, Kind] = {
     "longcontext": Kind(
         module="longcontext",
         class_name="LongContext",
-        settings=("benchmark", "subset", "examples", "max_tokens"),
+        settings=("benchmark", "subset", "examples", "max_tokens", "state"),
         needs=("benchmark", "subset"),
         sizes=("max_tokens",),
         reads_data=True,

@@ -14,7 +14,7 @@ import torch
 from kvtailor.bench import machine, tripwires
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
-from kvtailor.bench.schema import Record, read_records
+from kvtailor.bench.schema import NoRecords, Record, read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.errors import KvtailorError
@@ -44,10 +44,11 @@ def contestants_of(plans: Sequence[str], *, may_be_missing: bool = False) -> lis
     return list(found.values())
 
 
-def plan_run(tasks: Sequence[Task], contestants: Sequence[Contestant]) -> int:
-    """How often `advance` is going to be called, for a progress bar."""
+def plan_run(tasks: Sequence[Task], contestants: Sequence[Contestant]) -> tuple[int, int]:
+    """How many records a run gives, and how often `advance` is going to be called at most."""
     there = sum(not contestant.missing for contestant in contestants)
-    return sum(task.units(there) for task in tasks)
+    absent = len(contestants) - there
+    return sum(task.cells(there) + absent for task in tasks), sum(task.units(there) for task in tasks)
 
 
 def finished(out: Path | None, device: torch.device | None = None) -> dict[str, Record]:
@@ -64,7 +65,11 @@ def finished(out: Path | None, device: torch.device | None = None) -> dict[str, 
     here = machine.describe(bandwidth=False, device=device)
     if str(here["commit"]).endswith("-dirty"):
         return {}
-    records = sorted(read_records(out), key=lambda record: record.started)
+    try:
+        records = sorted(read_records(out), key=lambda record: record.started)
+    except NoRecords:
+        # A run that was killed before its first record was whole: there is nothing that could stand for anything.
+        return {}
     return {
         record.key: record
         for record in records
@@ -79,6 +84,7 @@ def run(
     *,
     out: Path | None = None,
     advance: Callable[[str], None] = lambda label: None,
+    finish: Callable[[Record], None] = lambda record: None,
     bandwidth: bool = True,
     resume: bool = True,
     allow: Sequence[str] = (),
@@ -91,6 +97,7 @@ def run(
         tasks: what to measure.
         out: folder to which `records-RUN.jsonl` is written line by line; None: nothing is written.
         advance: called after each unit of work with the label of what runs.
+        finish: called with each record once it is written, or known to be there.
         bandwidth: measure the machine's read bandwidth and its arithmetic first.
         resume: take what `finished` finds in `out` instead of measuring it again.
         allow: tripwires of `tripwires.MAY_BE_ALLOWED` that may be touched; every record says so in its notes.
@@ -160,6 +167,7 @@ def run(
             if path is not None and (record.run == name or record.notes != found.notes):
                 with path.open("a", encoding="utf-8") as lines:
                     lines.write(record.to_json() + "\n")
+            finish(record)
     tripwires.check_records(records)
     return records
 

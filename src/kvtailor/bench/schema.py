@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Record", "RecordError", "SCHEMA", "latest", "read_records"]
+__all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "latest", "read_records"]
 
 SCHEMA = 1
+_LARGEST = 2**63
 
 
 class RecordError(KvtailorError, ValueError):
     """A line of a record file that is not a record of this schema."""
+
+
+class NoRecords(RecordError):
+    """A file or folder that holds no finished record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +76,17 @@ class Record:
             None where nothing did.
         bytes_by_layer: `bytes_held` by layer of the model.
         bytes_resident: growth of the resident memory of a fresh process per cache that it holds.
+        bytes_alive: growth of all tensors of this process by one more such cache after its prefill, files left out; see
+            `bench.probing`.
         bytes_peak: highest memory of that process during one prefill, above what it held before (weights, mostly);
             resident memory on the CPU, the allocator's on an accelerator.
         bytes_peak_decode: the same while it decodes after that prefill.
         metrics: the task's numbers by name; see the task's module for each.
         values: the same by sample, in an order that is equal for all plans of a run, so that they can be paired.
+        rounding: most by which a token's log-probability differs where 'full' is fed in blocks of another size, in
+            nats; of this model, dtype and text. None where no plan that holds less was probed.
+        reads_held: the scores change by more than that where all that is held is set to zero; None where that could
+            not be tried.
         timings: seconds by name, each with `median`, `q1`, `q3`, `p10`, `count` and `left_out` (disturbed samples).
         floor_seconds: time for one token if every byte of weights and cache were read once at `machine.read_bandwidth`.
         machine: versions, processor, threads, load and bandwidth, see `bench.machine`.
@@ -117,10 +132,13 @@ class Record:
     traffic: Mapping[str, float] | None = None
     bytes_by_layer: tuple[int, ...] | None = None
     bytes_resident: int | None = None
+    bytes_alive: int | None = None
     bytes_peak: int | None = None
     bytes_peak_decode: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    rounding: float | None = None
+    reads_held: bool | None = None
     timings: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     floor_seconds: float | None = None
     machine: Mapping[str, object] = field(default_factory=dict)
@@ -169,8 +187,11 @@ class Record:
             RecordError: not JSON, another schema, or unknown or missing fields.
         """
         try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
+            found = json.loads(line, parse_constant=_no_number)
+            if "\\ud" in line.lower():
+                json.dumps(found, ensure_ascii=False).encode()  # half of a pair of surrogates is a UnicodeEncodeError
+        # Python itself refuses numbers of thousands of digits, and brackets that are thousands deep.
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"expected one JSON object on a line, found {line[:60]!r}: {error}") from error
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             schema = found.get("schema") if isinstance(found, dict) else None
@@ -179,17 +200,14 @@ class Record:
         unknown = sorted(set(found) - known)
         if unknown:
             raise RecordError(f"a record of schema {SCHEMA} has no field {', '.join(unknown)}: run the bench again")
-        if found.get("bytes_by_layer") is not None:
-            found["bytes_by_layer"] = tuple(found["bytes_by_layer"])
-        if found.get("tokens_by_head") is not None:
-            found["tokens_by_head"] = tuple(tuple(heads) for heads in found["tokens_by_head"])
-        found["values"] = {name: tuple(values) for name, values in found.get("values", {}).items()}
-        for name in ("notes", "missing", "calibrated_on"):
-            found[name] = tuple(found.get(name, ()))
+        lacking = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING and f.name not in found]
+        if lacking:
+            raise RecordError(f"a record lacks the fields {', '.join(lacking)}: run the bench again")
+        hints = _hints()
         try:
-            return cls(**found)
-        except TypeError as error:
-            raise RecordError(f"a record lacks a field ({error}): run the bench again") from error
+            return cls(**{name: _fitted(value, hints[name], name) for name, value in found.items()})
+        except ValueError as error:
+            raise RecordError(f"a record of plan {str(found['label'])[:60]!r} cannot be read: {error}") from error
 
 
 def read_records(path: Path) -> list[Record]:
@@ -200,12 +218,12 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         RecordError: the path holds no record, or a finished line is none.
     """
+    if not path.exists():
+        raise NoRecords(f"asked for the records in {path}, which is not there: run `kvtailor bench --out {path}` first")
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    found = [
-        record for file in files for record in _records_of(file.read_text(encoding="utf-8").splitlines(keepends=True))
-    ]
+    found = [record for file in files for record in _records_of(file)]
     if not found:
-        raise RecordError(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
+        raise NoRecords(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
     return found
 
 
@@ -219,7 +237,52 @@ def latest(records: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
-def _records_of(lines: Iterable[str]) -> Iterator[Record]:
-    for line in lines:
-        if line.endswith("\n") and line.strip():
-            yield Record.from_json(line)
+def _records_of(file: Path) -> Iterator[Record]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"asked for the records in {file}, which cannot be read: {error}") from error
+    # Not splitlines(): a name in a record may hold other line separators of Unicode.
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        if line.strip():
+            try:
+                yield Record.from_json(line)
+            except RecordError as error:
+                raise RecordError(f"{file}, line {number}: {error}") from error
+
+
+@cache
+def _hints() -> Mapping[str, Any]:
+    return get_type_hints(Record)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number that a record may hold")
+
+
+def _fitted(value: Any, hint: Any, where: str) -> Any:
+    """A JSON value as a field's annotation says, lists as tuples.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        if value is None:
+            return None
+        [hint] = [each for each in inner if each is not NoneType]
+        return _fitted(value, hint, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_fitted(each, inner[0], where) for each in value)
+    if origin is Mapping and isinstance(value, dict):
+        return {name: _fitted(each, inner[1], f"{where}.{name}") for name, each in value.items()}
+    if hint is object:
+        return value
+    if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return value
+    if hint is int and type(value) is int and abs(value) < _LARGEST:
+        return value
+    if hint in (str, bool) and type(value) is hint:
+        return value
+    wanted = "a list" if origin is tuple else "an object" if origin is Mapping else f"a {hint.__name__}"
+    raise ValueError(f"{where} is {str(value)[:60]!r}, but it must be {wanted}")

@@ -115,7 +115,9 @@ def _from_hub(name: str, purpose: str) -> Iterator[None]:
         ) from error
 
 
-def find_files(data: Path, folders: Sequence[str], patterns: Sequence[str], *, purpose: str) -> list[Path]:
+def find_files(
+    data: Path, folders: Sequence[str], patterns: Sequence[str], *, purpose: str, usual: Sequence[str] | None = None
+) -> list[Path]:
     """The files of a data set below a local folder: those of the first folder and pattern that match, by name.
 
     Args:
@@ -123,6 +125,7 @@ def find_files(data: Path, folders: Sequence[str], patterns: Sequence[str], *, p
         folders: names that the data set's own folder may have below it; "." is the folder itself.
         patterns: names that its files may have.
         purpose: what they are wanted for, as in "the data set X".
+        usual: the patterns that an error names; None: all.
 
     Raises:
         KvtailorError: there are none.
@@ -133,7 +136,7 @@ def find_files(data: Path, folders: Sequence[str], patterns: Sequence[str], *, p
         for pattern in patterns:
             if found := sorted(path for path in (data / folder).glob(pattern) if path.is_file()):
                 return found
-    wanted = ", ".join(str(Path(folder) / pattern) for folder in folders for pattern in patterns)
+    wanted = ", ".join(str(Path(folder) / pattern) for folder in folders for pattern in usual or patterns)
     raise KvtailorError(
         f"asked for {purpose} in {data}, which has none of {wanted}: give the folder that has it in one of these "
         "layouts, or no folder for the hub"

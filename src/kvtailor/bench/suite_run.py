@@ -45,6 +45,10 @@ class _Part(Task):
         object.__setattr__(self, "name", self.asked.kind)
         object.__setattr__(self, "version", self.task.version if self.task is not None else 0)
 
+    def cells(self, contestants: int) -> int:
+        there = len(self.there)
+        return (there if self.task is None else self.task.cells(there)) + len(self.absent)
+
     def units(self, contestants: int) -> int:
         return 0 if self.task is None else self.task.units(len(self.there))
 
@@ -112,9 +116,9 @@ class Prepared:
         return tuple(dict.fromkeys(contestant.label for part in self.parts for contestant in part.absent))
 
     @property
-    def units(self) -> int:
-        """How often `advance` is going to be called, for a progress bar."""
-        return sum(part.units(0) for part in self.parts)
+    def size(self) -> tuple[int, int]:
+        """How many records come, and how often `advance` is going to be called at most."""
+        return sum(part.cells(0) for part in self.parts), sum(part.units(0) for part in self.parts)
 
     def run(self, **options: Any) -> list[Record]:
         """The records; `options` are those of `runner.run`, which says what is raised."""

@@ -9,10 +9,13 @@ from pathlib import Path
 from kvtailor.bench.synthetic import TASKS, make_document
 from kvtailor.errors import KvtailorError
 
-__all__ = ["BETWEEN", "generated_documents", "generated_text", "read_text", "starts_of"]
+__all__ = ["BETWEEN", "STATES", "generated_documents", "generated_text", "read_text", "starts_of"]
 
 BETWEEN = "\n\n"
 _PIECE = 1500
+# Of the evaluation split's states; those of the retrieval task stay below.
+_FIRST, _EACH, STATES = 500_000, 4_000, 50
+"""How many texts there are to generate, by their state from 0."""
 
 
 def read_text(path: Path) -> str:
@@ -30,9 +33,9 @@ def read_text(path: Path) -> str:
     return text
 
 
-def generated_text(characters: int) -> str:
+def generated_text(characters: int, state: int = 0) -> str:
     """The documents of `generated_documents`, joined with a blank line."""
-    return BETWEEN.join(generated_documents(characters))
+    return BETWEEN.join(generated_documents(characters, state))
 
 
 def starts_of(documents: Sequence[str]) -> tuple[int, ...]:
@@ -40,20 +43,22 @@ def starts_of(documents: Sequence[str]) -> tuple[int, ...]:
     return tuple(accumulate((len(document) + len(BETWEEN) for document in documents[:-1]), initial=0))
 
 
-def generated_documents(characters: int) -> list[str]:
+def generated_documents(characters: int, state: int = 0) -> list[str]:
     """At least so many characters of generated documents of all kinds, each with its question and answer.
 
-    Evaluation split, the same on every machine. It is plain prose with facts that come back later: what a cache forgets
-    shows, but no model was made for it, so its perplexity says nothing about English.
+    Evaluation split, the same on every machine; another `state` has other documents. It is plain prose with
+    facts that come back later: what a cache forgets shows, but no model was made for it, so its perplexity says nothing
+    about English.
     """
+    if not 0 <= state < STATES:
+        raise KvtailorError(f"asked for the generated text of state {state}: give 0 to {STATES - 1}")
     pieces: list[str] = []
     size = 0
     kinds = list(TASKS)
     while size < characters:
-        # States far from those of the retrieval task, which counts up from 0.
-        state = 500_000 + len(pieces)
+        own = _FIRST + state * _EACH + len(pieces)
         kind = kinds[len(pieces) % len(kinds)]
-        document = make_document(kind, state=state, length=_PIECE, depth=(state % 10) / 9)
+        document = make_document(kind, state=own, length=_PIECE, depth=(own % 10) / 9)
         pieces.append(document.prompt + document.answer)
         size += len(pieces[-1]) + 2
     return pieces

@@ -21,6 +21,8 @@ SETS = {"longbench": "longcontext", "zeroscrolls": "longcontext", "harness": "ha
 ANSWER_ROOM = 32
 WINDOWS = 50
 FIDELITY_WINDOWS = 20
+STATE_APART = 10_000
+"""Random states between two numbers of --state: more than a run has documents of one kind, or rounds."""
 SERVES = {
     **dict.fromkeys(("chunk", "beyond"), ("perplexity",)),
     "continuation": ("perplexity", "fidelity"),
@@ -31,6 +33,7 @@ SERVES = {
     "graphs": ("speed",),
     **dict.fromkeys(("new_tokens", "rounds"), ("speed", "speculation")),
     **dict.fromkeys(("draft", "draft_plan", "middle_plan", "gamma"), ("speculation",)),
+    "state": ("perplexity", "fidelity", "needle", "speculation", "longbench", "zeroscrolls"),
     "memory": ("capacity",),
     "examples": tuple(SETS),
 }
@@ -117,21 +120,22 @@ def settings_of(
     draft_plan: str | None,
     middle_plan: str | None,
     gamma: int,
+    state: int,
 ) -> Iterator[Asked]:
     """Kind and settings of every task, in the order asked; see the options of `kvtailor bench`."""
     for name, which in tasks:
         if name == "perplexity":
             for text in texts:
                 yield name, {"text": text, "context": context, "continuation": continuation, "chunk": chunk,
-                             "beyond": beyond, "windows": windows or WINDOWS}  # fmt: skip
+                             "beyond": beyond, "windows": windows or WINDOWS, "state": state}  # fmt: skip
         elif name == "needle":
             for kind in kinds:
                 yield name, {"lengths": lengths, "depths": depths, "documents": documents, "kind": kind,
-                             "question_outside": question_outside}  # fmt: skip
+                             "question_outside": question_outside, "state": state * STATE_APART}  # fmt: skip
         elif name == "fidelity":
             for text in texts:
                 yield name, {"text": text, "context": context, "continuation": continuation,
-                             "windows": windows or FIDELITY_WINDOWS}  # fmt: skip
+                             "windows": windows or FIDELITY_WINDOWS, "state": state}  # fmt: skip
         elif name == "speed":
             for size, batch, tokens in product(contexts, batches, new_tokens):
                 yield name, {"text": texts[0], "context": size, "batch": batch, "tokens": tokens, "rounds": rounds,
@@ -142,13 +146,14 @@ def settings_of(
         elif name == "speculation":
             for size, tokens in product(contexts, new_tokens):
                 yield name, {"text": texts[0], "context": size, "tokens": tokens, "rounds": rounds, "draft": draft,
-                             "draft_plan": draft_plan, "middle_plan": middle_plan, "gamma": gamma}  # fmt: skip
+                             "draft_plan": draft_plan, "middle_plan": middle_plan, "gamma": gamma,
+                             "state": state * STATE_APART}  # fmt: skip
         elif name == "capacity":
             yield name, {"memory_bytes": memory_bytes}
         elif name == "harness":
             yield SETS[name], {"task": which, "limit": examples}
         else:
-            yield SETS[name], {"benchmark": name, "subset": which, "examples": examples}
+            yield SETS[name], {"benchmark": name, "subset": which, "examples": examples, "state": state}
 
 
 def text_name(text: str) -> str:

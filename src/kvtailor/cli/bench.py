@@ -30,9 +30,21 @@ OF_ONE_RUN = {
     "depths": "--depths",
     "documents": "--documents", "kind": "--kind", "question_outside": "--question-outside", "examples": "--examples",
     "contexts": "--contexts", "batches": "--batches", "new_tokens": "--new-tokens", "rounds": "--rounds",
+    "state": "--state",
     "memory": "--memory", "gamma": "--gamma", **{name: "--" + name.replace("_", "-") for name in AS_NAMED},
 }  # fmt: skip
-_AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "beyond", "examples", "gamma", *AS_NAMED)
+_AS_GIVEN = (
+    "documents",
+    "question_outside",
+    "rounds",
+    "windows",
+    "chunk",
+    "beyond",
+    "examples",
+    "gamma",
+    "state",
+    *AS_NAMED,
+)
 
 
 @click.command(short_help="Compare plans: quality, bytes and speed.")
@@ -84,6 +96,13 @@ _AS_GIVEN = ("documents", "question_outside", "rounds", "windows", "chunk", "bey
 )
 @click.option("--question-outside", is_flag=True, help="Ask after the compressed context, not inside it.")
 @click.option("--examples", type=click.IntRange(1), help=f"So many examples of each of {', '.join(SETS)}.  [all]")
+@click.option(
+    "--state",
+    type=click.IntRange(0, 49),
+    default=0,
+    show_default=True,
+    help="Another number takes other documents: those generated, windows of a text, --examples of a set.",
+)
 @click.option("--contexts", help="Prompts of speed, memory and speculation in tokens, with ',' between.  [--context]")
 @click.option("--batches", default="1", show_default=True, help="Rows of speed and memory, with ',' between.")
 @click.option(
@@ -185,7 +204,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
 
 def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
     from kvtailor.bench.build import make_task
-    from kvtailor.bench.progress import bar
+    from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.terminal import show
     from kvtailor.bench.runner import contestants_of, finished, plan_run, run
@@ -198,10 +217,10 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
     wanted = settings_of(asked.pop("tasks"), context=size, continuation=tail, **asked)
     tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
     before = {} if options["again"] else finished(options["out"], subject.device)
-    with bar(plan_run(tasks, contestants), console) as advance:
+    with watch(*plan_run(tasks, contestants), console) as seen:
         records = run(
-            subject, contestants, tasks, out=options["out"], advance=advance, resume=not options["again"],
-            allow=options["allow"],
+            subject, contestants, tasks, out=options["out"], advance=seen.step, finish=seen.finish,
+            resume=not options["again"], allow=options["allow"],
         )  # fmt: skip
     _say_kept(before, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
@@ -215,7 +234,7 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
 def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
     from rich.markup import escape
 
-    from kvtailor.bench.progress import bar
+    from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.suite_pages import show_suite, suite_pages
     from kvtailor.bench.runner import finished
@@ -233,8 +252,11 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(suites().get(options["suite"], Path(options["suite"])).read_bytes())
     before = {} if options["again"] else finished(options["out"], subject.device)
-    with bar(prepared.units, console) as advance:
-        records = prepared.run(out=options["out"], advance=advance, resume=not options["again"], allow=options["allow"])
+    with watch(*prepared.size, console) as seen:
+        records = prepared.run(
+            out=options["out"], advance=seen.step, finish=seen.finish, resume=not options["again"],
+            allow=options["allow"],
+        )  # fmt: skip
     _say_kept(before, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
     _pages(options["out"], margins, console)

@@ -192,7 +192,7 @@ def _first_line(text: str) -> str:
 def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) -> Any:
     from rich.console import Console as Terminal
 
-    from kvtailor.bench.progress import bar
+    from kvtailor.bench.progress import watch
     from kvtailor.bench.runner import plan_run, run
     from kvtailor.bench.tasks import Task
     from kvtailor.bench.tasks.fidelity import Fidelity
@@ -218,8 +218,8 @@ def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) ->
         Fidelity(text=text, source=source, context=context, continuation=tail, windows=FIDELITY_WINDOWS),
         Speed(text=text, source=source, context=context, tokens=24, rounds=ROUNDS, warmup=1),
     ]
-    with bar(plan_run(tasks, contestants), Terminal(stderr=True)) as advance:
-        return run(subject, contestants, tasks, out=out, advance=advance, resume=False)
+    with watch(*plan_run(tasks, contestants), Terminal(stderr=True)) as seen:
+        return run(subject, contestants, tasks, out=out, advance=seen.step, finish=seen.finish, resume=False)
 
 
 def _next(console: Console, seconds: float, page: Path | None) -> None:

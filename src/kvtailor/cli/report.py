@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtailor.cli.margins import margin_options, margins_of
+from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:
     from kvtailor.bench.equivalence import Margins
@@ -38,19 +39,29 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
         margins: what counts as no loss in the headline; None: the usual ones.
 
     Raises:
-        RecordError: the folder holds no records.
+        RecordError: the folder holds no records, or they do not fit together.
         SuiteError: a suite's file beside them has faults.
         Fraud: the records cannot be what they say.
     """
     from kvtailor.bench import tripwires
     from kvtailor.bench.report.files import texts
-    from kvtailor.bench.schema import latest, read_records
+    from kvtailor.bench.schema import RecordError, latest, read_records
     from kvtailor.bench.suite import read_suite
 
     records = latest(read_records(folder))
-    tripwires.check_records(records)
+    suites = [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))]
+    try:
+        tripwires.check_records(records)
+        pages = texts(records, suites, margins)
+    # Each field is of its type, but no type says that a measure has its samples, or a name its number.
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        if isinstance(error, KvtailorError):
+            raise
+        raise RecordError(
+            f"the records in {folder} do not fit together ({type(error).__name__}: {error}): one may have been edited; "
+            "measure again, or report this if no one touched them"
+        ) from error
     to.mkdir(parents=True, exist_ok=True)
-    pages = texts(records, [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))], margins)
     for name, text in pages.items():
         (to / name).write_text(text, encoding="utf-8")
     return [to / name for name in pages]

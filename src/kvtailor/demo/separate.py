@@ -19,7 +19,7 @@ from rich.console import Console
 
 from kvtailor import demo
 from kvtailor.bench.paired_hits import share_difference
-from kvtailor.bench.progress import bar
+from kvtailor.bench.progress import watch
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.statistics import Estimate, mean_difference
@@ -189,8 +189,10 @@ def main() -> None:
             windows=given.windows,
         ),
     ]
-    with bar(plan_run(tasks, contestants), Console(stderr=True)) as advance:
-        records = run(subject, contestants, tasks, out=given.out, advance=advance, bandwidth=False)
+    with watch(*plan_run(tasks, contestants), Console(stderr=True)) as seen:
+        records = run(
+            subject, contestants, tasks, out=given.out, advance=seen.step, finish=seen.finish, bandwidth=False
+        )
     print(tables(records))
     print("\n" + "\n".join(_verdicts(records)))
     held = {r.label: {"seen": r.tokens_seen, "held": r.tokens_held, "bytes": r.bytes_held} for r in records}

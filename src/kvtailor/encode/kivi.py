@@ -44,7 +44,8 @@ class Kivi(TwoSided, Codec):
     Attributes:
         bits: of a code, 1 to 8.
         group: tokens of a key group, and channels of a value group.
-        residual: newest tokens in full precision, and tokens encoded at once; a multiple of `group`.
+        residual: newest tokens in full precision, and tokens encoded at once; a multiple of `group`. With 0 all of a
+            prompt is encoded, and decoded tokens stay in full precision only until they are a whole group.
         key_bits: of a key's code, where it is to differ.
         value_bits: of a value's code, where it is to differ.
         only: what is encoded; the other side stays as it is.
@@ -65,9 +66,9 @@ class Kivi(TwoSided, Codec):
                 raise ValueError(f"kivi: {name} must be 1 to 8, found {bits}; the paper's are {name}=2 and {name}=4")
         if self.group < 2:
             raise ValueError(f"kivi: group must be 2 values or more, found {self.group}; the paper's is group=32")
-        if self.residual < self.group or self.residual % self.group:
+        if self.residual < 0 or self.residual % self.group:
             raise ValueError(
-                f"kivi: residual must be a multiple of its group, and residual={self.residual} is none of "
+                f"kivi: residual must be 0 or a multiple of its group, and residual={self.residual} is none of "
                 f"group={self.group}; write residual={max(1, round(self.residual / self.group)) * self.group}"
             )
 
@@ -88,8 +89,8 @@ class Kivi(TwoSided, Codec):
 
     @property
     def block(self) -> int:
-        """The residual leaves the tail as a whole."""
-        return self.residual
+        """The residual leaves the tail as a whole; without one, a group does."""
+        return self.residual or self.group
 
     @property
     def lane_multiple(self) -> int:

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 from kvtailor import demo
+from kvtailor.errors import KvtailorError
 from kvtailor.hf.calibrations import UNTRAINED
 from kvtailor.hf.config import RANDOM, RANDOM_SHAPES, check_hub, is_local, source_of
 
@@ -46,7 +47,9 @@ def load(
         FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
         ConnectionError: not on this disk, and the hub does not answer.
         OSError: neither a folder nor a model that the hub's local cache or the hub has.
+        KvtailorError: there is no such device here; nothing has been loaded then.
     """
+    _check_device(device)
     if str(model) in RANDOM_SHAPES:
         return _random(str(model), dtype, device)
     name = source_of(model)
@@ -88,6 +91,21 @@ def _read(name: str, dtype: torch.dtype | str | None) -> tuple[PreTrainedTokeniz
     else:
         check_hub(name)
     return read(False)
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    try:
+        wanted = torch.device(device) if device is not None else torch.device("cpu")
+    except RuntimeError as error:
+        raise KvtailorError(
+            f"asked for the device {str(device)!r}, which torch does not know: give cpu or cuda"
+        ) from error
+    here = torch.cuda.device_count() if wanted.type == "cuda" else 1
+    if (wanted.index or 0) >= here:
+        raise KvtailorError(
+            f"asked for the device {str(device)!r}, but torch {torch.__version__} finds {here} CUDA devices here: give "
+            f"{'a smaller number' if here else 'cpu'}, or install a torch for this machine's GPU"
+        )
 
 
 def _random(

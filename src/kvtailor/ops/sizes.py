@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
+
+from kvtailor.errors import shown
 
 __all__ = ["asked_bytes", "bytes_of", "write_bytes"]
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?)?B?", re.IGNORECASE)
+_LONGEST = 40
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -18,10 +21,10 @@ def bytes_of(text: str) -> int:
         ValueError: not a size, or not a whole number of bytes.
     """
     hit = _SIZE.fullmatch(text.strip())
-    number = float(hit[1]) * _UNITS[(hit[2] or "").lower()] if hit else math.nan
-    if not number.is_integer():
-        raise ValueError(f"{text!r} is not a whole number of bytes: write for example 64MiB, 1.5G or 4096")
-    return int(number)
+    number = Fraction(hit[1]) * _UNITS[(hit[2] or "").lower()] if hit and len(text) <= _LONGEST else None
+    if number is None or number.denominator != 1:
+        raise ValueError(f"{shown(text)} is not a whole number of bytes: write for example 64MiB, 1.5G or 4096")
+    return number.numerator
 
 
 def write_bytes(count: int) -> str:

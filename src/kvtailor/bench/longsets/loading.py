@@ -1,9 +1,13 @@
 """Examples of the long-context sets, from a local folder in the original layout or from the hub.
 
-LongBench: `SUBSET.jsonl` as in its `data.zip`, with input, context, answers, all_classes and _id; files like
-`SUBSET.dev.jsonl` are read as well. ZeroSCROLLS: `SUBSET/validation.jsonl` as in its `SUBSET.zip`, with id, input,
-output, query_start_index, query_end_index and truncation_seperator (so spelled); rows with the same id are one example
-with several right answers. The archives need not be unpacked, and are what is read on the hub.
+LongBench: `SUBSET.jsonl` as in its `data.zip`, with input, context, answers, all_classes and _id. ZeroSCROLLS:
+`SUBSET/validation.jsonl` as in its `SUBSET.zip`, with id, input, output, query_start_index, query_end_index and
+truncation_seperator (so spelled); rows with the same id are one example with several right answers. The archives need
+not be unpacked, and are what is read on the hub.
+
+Any file that `sources.read_rows` reads will do in place of those: `.jsonl` or `.json`, either with `.gz`, or
+`.parquet`; with a word between, as in `SUBSET.dev.jsonl`, if it is the only one; and of LongBench in a folder of the
+set, named after its split.
 """
 
 from __future__ import annotations
@@ -27,9 +31,22 @@ _FOLDERS = {
     "longbench": ("longbench", "LongBench", "longbench/data", "LongBench/data", "data", "."),
     "zeroscrolls": ("zero_scrolls", "zeroscrolls", "ZeroSCROLLS", "."),
 }
+_ENDS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+
+
+def _names(*stems: str) -> tuple[str, ...]:
+    return tuple(stem + end for stem in stems for end in _ENDS)
+
+
 _FILES = {
+    "longbench": (*_names("{0}", "{0}.*", "{0}/test", "{0}/test.*", "{0}/{0}"), "{0}/test-*.parquet", "{0}-*.parquet",
+                  "data.zip", "{0}.zip"),
+    "zeroscrolls": (*_names("{0}/validation", "{0}/{0}/validation", "{0}/validation.*"), "{0}/validation-*.parquet",
+                    "{0}.zip"),
+}  # fmt: skip
+_USUAL = {
     "longbench": ("{0}.jsonl", "{0}.dev.jsonl", "{0}/test-*.parquet", "data.zip"),
-    "zeroscrolls": ("{0}/validation.jsonl", "{0}/{0}/validation.jsonl", "{0}/validation-*.parquet", "{0}.zip"),
+    "zeroscrolls": ("{0}/validation.jsonl", "{0}/validation-*.parquet", "{0}.zip"),
 }
 _LONGBENCH_FIELDS = {"input": str, "context": str, "answers": list}
 _ZEROSCROLLS_FIELDS = {
@@ -69,7 +86,14 @@ def read_examples(benchmark: str, subset: str, data: Path | None) -> tuple[list[
         rows, origin = hub.rows, hub.origin
     else:
         folders, patterns = ([each.format(subset) for each in names[benchmark]] for names in (_FOLDERS, _FILES))
-        files = find_files(data, folders, patterns, purpose=purpose)
+        usual = [each.format(subset) for each in _USUAL[benchmark]]
+        files = find_files(data, folders, patterns, purpose=purpose, usual=usual)
+        # What hubs cut into parts is parquet with a dash; of other names each is a file of its own.
+        if len(files) > 1 and not all("-" in file.name and file.suffix == ".parquet" for file in files):
+            raise KvtailorError(
+                f"asked for {purpose} in {data}, found several files of it: {', '.join(file.name for file in files)}; "
+                "keep one of them in the folder"
+            )
         rows = (row for file in files for row in read_rows(file, member))
         origin = str(files[0])
     found = _longbench(rows, origin) if benchmark == "longbench" else _zeroscrolls(rows, origin)

@@ -57,9 +57,13 @@ class Task(ABC):
         """The texts that it scores, by the names under which they are reported; none where they are made."""
         return {}
 
+    def cells(self, contestants: int) -> int:
+        """How many records it gives."""
+        return contestants
+
     @abstractmethod
     def units(self, contestants: int) -> int:
-        """How often `advance` is going to be called."""
+        """How often `advance` is going to be called at most."""
 
     @abstractmethod
     def measure(self, given: Given) -> Iterator[Record]:

@@ -96,6 +96,9 @@ class Capacity(Task):
                 f"steps, must be run; give reach={max(2 * self.context, 4 * self.step)} or more"
             )
 
+    def cells(self, contestants: int) -> int:
+        return contestants + 1
+
     def units(self, contestants: int) -> int:
         return contestants + 1
 

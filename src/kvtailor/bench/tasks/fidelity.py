@@ -63,6 +63,7 @@ class Fidelity(Task):
         continuation: tokens that are compared.
         windows: how many.
         least_distinct: see `tripwires.check_repetition`.
+        state: see `Perplexity`.
     """
 
     name: ClassVar[str] = "fidelity"
@@ -74,6 +75,7 @@ class Fidelity(Task):
     continuation: int = 128
     windows: int = 20
     least_distinct: float = 0.9
+    state: int = 0
 
     def __post_init__(self) -> None:
         self._windows_task()
@@ -85,6 +87,7 @@ class Fidelity(Task):
             context=self.context,
             continuation=self.continuation,
             windows=self.windows,
+            state=self.state,
         )
 
     def texts(self) -> dict[str, str]:
@@ -139,6 +142,7 @@ class Fidelity(Task):
             point={"context": self.context, "continuation": self.continuation},
             text=self.source,
             text_hash=hash_of(*(torch.cat([w.context, w.targets]) for w in windows)),
+            state=self.state or None,
         )
 
     def _record(self, blank: Record, found: _Found, windows: Sequence[Window], wall: float) -> Record:

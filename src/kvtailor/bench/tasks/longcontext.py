@@ -10,6 +10,7 @@ examples' geometric means is not the score.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -56,6 +57,7 @@ class LongContext(Task):
         examples: how many, from the first on; None: all.
         max_tokens: longest prompt, before a chat template comes around it; what is longer is cut by the benchmark's
             rule. None: the model's positions less the answer's length and the chat template.
+        state: 0: the first examples. Any other chooses as many at random, and is in every record.
     """
 
     name: ClassVar[str] = "longcontext"
@@ -65,25 +67,37 @@ class LongContext(Task):
     data: Path | None = None
     examples: int | None = None
     max_tokens: int | None = None
+    state: int = 0
 
     def __post_init__(self) -> None:
         long_set(self.benchmark, self.subset)
         if self.examples is not None and self.examples < 1:
             raise ValueError(f"asked for {self.examples} examples of {self.subset}: ask for at least 1")
+        if self.state < 0:
+            raise ValueError(f"asked for state={self.state}: give 0 or more")
         if self.max_tokens is not None and self.max_tokens < _LEAST_TOKENS:
             raise ValueError(f"asked for prompts of {self.max_tokens} tokens: allow at least {_LEAST_TOKENS}")
+
+    def _chosen(self, examples: list[Example]) -> list[Example]:
+        """The first ones, or with a state as many others at random, in the data set's order."""
+        if not self.state or self.examples is None or self.examples >= len(examples):
+            return examples[: self.examples]
+        draw = random.Random(f"{self.benchmark}:{self.subset}:{self.state}")
+        return [examples[i] for i in sorted(draw.sample(range(len(examples)), self.examples))]
 
     def units(self, contestants: int) -> int:
         return len(self._found[0]) * contestants
 
     def measure(self, given: Given) -> Iterator[Record]:
-        chosen, (examples, origin) = long_set(self.benchmark, self.subset), self._found
+        chosen, (examples, origin, whole) = long_set(self.benchmark, self.subset), self._found
         prompts = self._prompts(given.subject, chosen, examples)
         source = f"{self.benchmark}/{self.subset}"
         tripwires.check_distinct((hash_of(ids) for ids in prompts.ids), source)
         notes = [f"Examples from {origin}."]
         if self.examples is not None and len(examples) < self.examples:
             notes.append(f"There are {len(examples)} examples, not {self.examples}.")
+        if self.state and len(examples) == whole:
+            notes.append(f"All examples were taken, so that state {self.state} chose nothing.")
         if prompts.cut:
             notes.append(f"{prompts.cut} of {len(examples)} prompts were longer than {prompts.limit} tokens and cut.")
         for contestant in given.contestants:
@@ -103,6 +117,7 @@ class LongContext(Task):
                 },
                 text=source,
                 text_hash=hash_of(*prompts.ids),
+                state=self.state if self.state and len(examples) < whole else None,
                 notes=tuple(notes),
             )
             if (known := given.known(blank)) is not None:
@@ -125,9 +140,9 @@ class LongContext(Task):
             )
 
     @cached_property
-    def _found(self) -> tuple[list[Example], str]:
+    def _found(self) -> tuple[list[Example], str, int]:
         examples, origin = read_examples(self.benchmark, self.subset, self.data)
-        return examples[: self.examples], origin
+        return self._chosen(examples), origin, len(examples)
 
     def _run(
         self, given: Given, contestant: Contestant, chosen: LongSet, examples: Sequence[Example], prompts: list[Tensor]

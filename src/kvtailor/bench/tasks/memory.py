@@ -58,6 +58,9 @@ class Memory(Task):
                 f"asked for context={self.context}, batch={self.batch}, caches={self.caches}: give at least 1 of each"
             )
 
+    def cells(self, contestants: int) -> int:
+        return contestants + 1
+
     def units(self, contestants: int) -> int:
         return contestants + 1
 

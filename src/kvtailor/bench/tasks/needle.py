@@ -85,6 +85,9 @@ class Needle(Task):
                 "one of each"
             )
 
+    def cells(self, contestants: int) -> int:
+        return len(self.lengths) * len(self.depths) * contestants
+
     def units(self, contestants: int) -> int:
         return len(self.lengths) * len(self.depths) * self.documents * contestants
 

@@ -13,6 +13,7 @@ known `document`, the number of the document that its first target is from.
 from __future__ import annotations
 
 import math
+import random
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from kvtailor.bench import tripwires
 from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.probing import fed_scores, probe, rounding_of
 from kvtailor.bench.rounding import tolerances_here
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, Tokens, hash_of
@@ -75,6 +77,8 @@ class Perplexity(Task):
         tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: see
             `tripwires.tolerances`.
         least_distinct: see `tripwires.check_repetition`.
+        state: 0: the windows that are spread evenly over the text. Any other chooses others at random, from another
+            beginning, and is in every record.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -90,6 +94,7 @@ class Perplexity(Task):
     windows: int = 50
     tolerance: float | None = None
     least_distinct: float = 0.9
+    state: int = 0
 
     def __post_init__(self) -> None:
         for what in ("context", "continuation", "windows"):
@@ -97,6 +102,8 @@ class Perplexity(Task):
                 raise ValueError(f"asked for {what}={getattr(self, what)}: give at least 1")
         if self.continuation < 2:
             raise ValueError("asked for continuation=1: the prompt's own logits score that token, and no cache is read")
+        if self.state < 0:
+            raise ValueError(f"asked for state={self.state}: give 0 or more")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"asked for chunk={self.chunk}: give at least 1 token, or None to feed all at once")
 
@@ -126,6 +133,7 @@ class Perplexity(Task):
             tripwires.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
         whole = whole_budgets(given, windows[0], self.source)
         own: list[tuple[Tensor, dict[str, Any]]] | None = None
+        rounding: float | None = None
         for contestant in given.contestants:
             begin = time.perf_counter()
             blank = replace(
@@ -133,6 +141,7 @@ class Perplexity(Task):
                 point={"context": self.context, "continuation": self.continuation, "chunk": self.chunk},
                 text=self.source,
                 text_hash=hash_of(*(torch.cat([w.context, w.targets]) for w in windows)),
+                state=self.state or None,
                 notes=tuple(notes),
             )
             if (known := given.known(blank)) is not None:
@@ -155,6 +164,15 @@ class Perplexity(Task):
                 continue
             sizes = [w.bytes for w in windows]
             heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
+            if contestant.label == "full":
+                rounding = self._rounding(given.subject, contestant, windows[0], scored[0][0])
+            elif tripwires.is_smaller(heaviest):
+                if rounding is None:
+                    rounding = self._rounding(given.subject, given.contestants[0], windows[0])
+                heaviest |= probe(
+                    given.subject, contestant, windows[-1].context, windows[-1].targets, scored[-1][0], rounding,
+                    self.chunk,
+                )  # fmt: skip
             yield replace(
                 blank,
                 samples=len(windows),
@@ -198,6 +216,12 @@ class Perplexity(Task):
                 "longer text or ask "
                 "for a shorter --context"
             )
+        if self.state:
+            draw = random.Random(f"windows:{self.state}")
+            first = draw.randrange(tokens.ids.numel() - fit * stride + 1 if fit == 1 else stride)
+            fit = (tokens.ids.numel() - first) // stride
+            chosen = sorted(draw.sample(range(fit), min(fit, self.windows)))
+            return [self._window(tokens, start, first + i * stride, stride) for i in chosen]
         count = min(fit, self.windows)
         starts = self._starts_in_bytes()
         return [self._window(tokens, start, i * fit // count * stride, stride, starts) for i in range(count)]
@@ -223,6 +247,11 @@ class Perplexity(Task):
             found.append(score_window(given.subject, contestant, window.context, window.targets, self.chunk))
             given.advance(f"perplexity · {contestant.label}")
         return found
+
+    def _rounding(self, subject: Subject, full: Contestant, window: Window, scores: Tensor | None = None) -> float:
+        if scores is None:
+            scores = score_window(subject, full, window.context, window.targets, self.chunk)[0]
+        return rounding_of(subject, full, window.context, window.targets, scores, self.chunk)
 
     def _check_identity(
         self,
@@ -269,15 +298,8 @@ def score_window(
     """
     logits, cache = subject.prefill(context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
-    rows = [logits[0, -1:]]
-    fed = targets[:-1]
-    for piece in fed.split(chunk or max(1, fed.numel())) if fed.numel() else ():
-        logits, cache = subject.forward(piece[None], cache)
-        rows.append(logits[0])
-    if chunk is not None:
-        weight = weigh(cache)
-    scores = torch.cat(rows).float().log_softmax(-1)
-    return scores.gather(1, targets.to(scores.device)[:, None])[:, 0].cpu(), weight
+    scores = fed_scores(subject, logits[0, -1:], cache, targets, chunk)
+    return scores, weight if chunk is None else weigh(cache)
 
 
 def _bits_per_byte(nats: Sequence[float], sizes: Sequence[int | None]) -> float | None:

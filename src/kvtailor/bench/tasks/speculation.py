@@ -104,6 +104,9 @@ class Speculation(Task):
                 except KvtailorError as error:
                     raise ValueError(f"{name}: {error}") from error
 
+    def cells(self, contestants: int) -> int:
+        return contestants + 1
+
     def units(self, contestants: int) -> int:
         return (self.patience * self.rounds + self.warmup) * (contestants + 1)
 

@@ -96,6 +96,9 @@ class Speed(Task):
                 "least 1 and at least 2 tokens"
             )
 
+    def cells(self, contestants: int) -> int:
+        return contestants + 1
+
     def units(self, contestants: int) -> int:
         return (self.patience * self.rounds + self.warmup + 1) * (contestants + 1)
 

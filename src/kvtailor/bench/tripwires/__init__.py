@@ -20,7 +20,7 @@ from kvtailor.bench.tripwires.fraud import (
     is_allowance,
 )
 from kvtailor.bench.tripwires.holdings import of_holdings, same_peaks
-from kvtailor.bench.tripwires.results import of_results, same_doings
+from kvtailor.bench.tripwires.results import is_smaller, of_results, same_doings
 from kvtailor.bench.tripwires.scores import (
     check_identity,
     check_whole_budget,
@@ -54,6 +54,7 @@ __all__ = [
     "distinct_8grams",
     "findings",
     "is_allowance",
+    "is_smaller",
     "tolerances",
     "tolerances_of_another_path",
     "warnings_of",

@@ -13,6 +13,9 @@ __all__ = ["of_holdings", "same_peaks"]
 
 _RESIDENT_FACTOR = 1.5
 _NOISE = 2**19
+# Tensors are counted exactly; what is granted is for tables that all caches share and that grow by a little.
+_ALIVE_FACTOR = 1.01
+_ALIVE_NOISE = 2**12
 _PEAK_FACTOR = 1.25
 _TOKENS_FACTOR = 1.25
 
@@ -64,10 +67,17 @@ def _bytes(record: Record) -> Iterator[tuple[str, str]]:
             f"{plan} says that its cache holds {held} bytes, yet a fresh process grew by {record.bytes_resident} for "
             "each such cache: something is kept that the ledger does not see",
         )
+    here = _in_memory(record)
+    if record.bytes_alive is not None and record.bytes_alive > _ALIVE_FACTOR * here + _ALIVE_NOISE:
+        yield (
+            "hidden bytes",
+            f"{plan} says that its cache holds {here} bytes in memory, yet one more such cache leaves "
+            f"{record.bytes_alive} bytes of tensors alive: something is kept that the ledger does not list",
+        )
     on_cpu = str(record.device).startswith("cpu")
     device = record.machine.get("memory_bytes" if on_cpu else "accelerator_bytes")
-    here = _in_memory(record) if on_cpu or record.bytes_by_tier is None else record.bytes_by_tier.get("device", 0)
-    needs = max(here, record.bytes_peak or 0, record.bytes_peak_decode or 0) + (record.weight_bytes or 0)
+    near = here if on_cpu or record.bytes_by_tier is None else record.bytes_by_tier.get("device", 0)
+    needs = max(near, record.bytes_peak or 0, record.bytes_peak_decode or 0) + (record.weight_bytes or 0)
     if isinstance(device, int) and needs > device:
         yield (
             "impossible bytes",

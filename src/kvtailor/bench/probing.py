@@ -1,0 +1,180 @@
+"""Two experiments on one more cache of a plan: is what it lists read, and is what it lists all that it keeps?
+
+*Read*: all that its segments hold is set to zero after the prefill, and the same targets are scored again. An attention
+that reads what is held then gives other scores. One that reads something else (a copy of the full keys, say) gives the
+same ones, but for rounding.
+
+*All*: the tensors of this process are counted before the cache is made and after its prefill. What came to life and is
+still there is the cache's, whether its ledger lists it or not. Files, and memory that no tensor of Python stands for,
+are not seen; the task `memory` weighs those in a fresh process.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.subject import Subject
+
+__all__ = ["fed_scores", "probe", "rounding_of"]
+
+_BLOCK = 16
+
+
+def fed_scores(subject: Subject, logits: Tensor, cache: Any, targets: Tensor, chunk: int | None) -> Tensor:
+    """Log-probability of each target (t,) on the CPU after a prefill that gave the last logits (1, V).
+
+    Args:
+        subject: the model.
+        logits: of the prompt's last token.
+        cache: after the prompt.
+        targets: (t,) int64.
+        chunk: so many of them are fed at once; None: all.
+    """
+    rows, fed = [logits], targets[:-1]
+    for piece in fed.split(chunk or max(1, fed.numel())) if fed.numel() else ():
+        found, cache = subject.forward(piece[None], cache)
+        rows.append(found[0])
+    scores = torch.cat(rows).float().log_softmax(-1)
+    return scores.gather(1, targets.to(scores.device)[:, None])[:, 0].cpu()
+
+
+def rounding_of(
+    subject: Subject, full: Contestant, context: Tensor, targets: Tensor, scores: Tensor, chunk: int | None
+) -> float:
+    """Largest difference of a target's log-probability, in nats, where 'full' is fed in blocks of another size.
+
+    Both ways are exact, so this is what rounding does to this model in its dtype.
+
+    Args:
+        subject: the model.
+        full: the null plan.
+        context: (n,) int64. targets: (t,) int64.
+        scores: (t,) of the targets under 'full', the context fed at once and the targets as `chunk` says.
+        chunk: see `fed_scores`.
+    """
+    cache, half = subject.new_cache(full), max(1, context.numel() // 2)
+    for piece in context.split(half):
+        logits, cache = subject.forward(piece[None], cache, last_only=True)
+    other = _BLOCK if chunk != _BLOCK else _BLOCK // 2
+    return float((fed_scores(subject, logits[0, -1:], cache, targets, other) - scores).abs().max())
+
+
+def probe(
+    subject: Subject,
+    contestant: Contestant,
+    context: Tensor,
+    targets: Tensor,
+    scores: Tensor,
+    rounding: float,
+    chunk: int | None,
+) -> dict[str, Any]:
+    """Makes both experiments, and gives `rounding`, `reads_held` and `bytes_alive` of a `Record`.
+
+    A cache that is not kvtailor's has no segments to look at; its `reads_held` and `bytes_alive` are None.
+
+    Args:
+        subject: the model. A cache of the plan after a context of this length must have been made before, so that what
+            all caches share is there already.
+        contestant: the plan.
+        context: (n,) int64. targets: (t,) int64.
+        scores: (t,) of the targets under the plan.
+        rounding: see `rounding_of`.
+        chunk: see `fed_scores`.
+    """
+    gc.collect(0)
+    collecting = gc.isenabled()
+    # What is new stays in the youngest generation, so that its garbage can be told from what is kept.
+    gc.disable()
+    try:
+        before = _alive()
+        logits, cache = subject.prefill(context[None], subject.new_cache(contestant), last_only=True)
+        row = logits[0, -1:].tolist()
+        dtype = logits.dtype
+        del logits
+        if not _can_be_emptied(cache):
+            return {"rounding": rounding, "reads_held": None, "bytes_alive": None}
+        gc.collect(0)
+        alive = _alive() - before
+    finally:
+        if collecting:
+            gc.enable()
+    if _is_placed(cache):
+        cache = subject.new_cache(_unplaced(contestant))
+        subject.prefill(context[None], cache, last_only=True)
+    found: dict[str, Any] = {"rounding": rounding, "reads_held": None, "bytes_alive": alive}
+    stored = list(_held_storages(cache)) if _can_be_emptied(cache) and not _is_placed(cache) else []
+    if stored:
+        # A calibration's tensors may be among them, which other caches share: all are put back.
+        kept = [each.clone() for each in stored]
+        for each in stored:
+            each.zero_()
+        try:
+            first = torch.tensor(row, dtype=dtype, device=subject.device)
+            emptied = fed_scores(subject, first, cache, targets, chunk)
+        finally:
+            for each, was in zip(stored, kept, strict=True):
+                each.copy_(was)
+        # A difference that is not a number is one.
+        found["reads_held"] = not float((emptied - scores).abs().max()) <= rounding
+    return found
+
+
+def _alive() -> int:
+    """Bytes of the unique storages of all tensors that Python knows of."""
+    kinds, charged = set(_kinds(Tensor)), {}
+    for each in gc.get_objects():
+        # Asking an arbitrary object for its class may run its code; its type does not.
+        if type(each) in kinds and each.layout is torch.strided and each.device.type != "meta":
+            storage = each.untyped_storage()
+            charged[str(each.device), storage.data_ptr()] = storage.nbytes()
+    return sum(charged.values())
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    yield kind
+    below: list[type] = kind.__subclasses__()
+    for each in below:
+        yield from _kinds(each)
+
+
+def _can_be_emptied(cache: Any) -> bool:
+    return hasattr(cache, "route") and hasattr(cache, "ledger")
+
+
+def _is_placed(cache: Any) -> bool:
+    return bool(cache.route.plan.store.moves)
+
+
+def _unplaced(contestant: Contestant) -> Contestant:
+    """The plan with its segments left on the device: where they live changes nothing of what is read."""
+    from kvtailor.plan import Plan
+
+    plan = replace(Plan.parse(str(contestant.plan)), store=Plan().store)
+    return replace(contestant, plan=str(plan))
+
+
+def _held_storages(cache: Any) -> Iterator[Tensor]:
+    """The storages of each layer's segments, or of its tail where it has none, as flat tensors, each once.
+
+    Of a segment those of real numbers, or all where it has none: a code or an index of 0 is valid everywhere. Where its
+    tokens sit stays as it is.
+    """
+    seen: set[tuple[str, int]] = set()
+    for state in cache.route.states:
+        parts = state.segments or ([state.tail.as_segment()] if state.tail is not None and state.tail.length else [])
+        for part in parts:
+            where = part.layout.tensors()
+            own = [tensor for name, tensor in part.tensors().items() if name not in where]
+            for tensor in [each for each in own if each.is_floating_point()] or own:
+                storage = tensor.untyped_storage()
+                key = str(tensor.device), storage.data_ptr()
+                if storage.nbytes() and key not in seen:
+                    seen.add(key)
+                    yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
