@@ -216,14 +216,14 @@ class Perplexity(Task):
                 "longer text or ask "
                 "for a shorter --context"
             )
+        starts = self._starts_in_bytes()
         if self.state:
             draw = random.Random(f"windows:{self.state}")
             first = draw.randrange(tokens.ids.numel() - fit * stride + 1 if fit == 1 else stride)
             fit = (tokens.ids.numel() - first) // stride
             chosen = sorted(draw.sample(range(fit), min(fit, self.windows)))
-            return [self._window(tokens, start, first + i * stride, stride) for i in chosen]
+            return [self._window(tokens, start, first + i * stride, stride, starts) for i in chosen]
         count = min(fit, self.windows)
-        starts = self._starts_in_bytes()
         return [self._window(tokens, start, i * fit // count * stride, stride, starts) for i in range(count)]
 
     def _starts_in_bytes(self) -> list[int]:
