@@ -137,11 +137,12 @@ def test_what_is_encoded_is_what_the_models_own_projection_gave(family: str) -> 
     """Full and partial rotary models: the inner codec sees the keys as they were before the embedding, to 1e-5."""
     model = build(family)
     ids, _ = prompts((40,))
+    # Made first: it runs a few tokens through the attention modules, to see whether they turn keys.
+    cache = kvtailor.cache_for(model, "unrotated(of=indexed(page=8, block_size=8))")
     seen = {}
     name = "k_proj" if family == "llama" else "query_key_value"
     for layer, module in enumerate(m for n, m in model.named_modules() if n.endswith(name)):
         module.register_forward_hook(lambda _, __, out, layer=layer: seen.setdefault(layer, out))
-    cache = kvtailor.cache_for(model, "unrotated(of=indexed(page=8, block_size=8))")
     model(ids, past_key_values=cache)
     for layer, state in enumerate(cache.route.states):
         heads = state.heads

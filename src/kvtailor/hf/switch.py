@@ -11,14 +11,36 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import PreTrainedModel
 
 __all__ = ["Lease", "attention_restored", "forward_began", "switch"]
 
-_lock = threading.RLock()
+
+class _Turn:
+    """One thread at a time reads and changes the record of switched configurations.
+
+    An interrupt on the way out of a `with` may leave a lock taken for good. What is done under it takes far less than a
+    second, so whoever has waited that long takes a new one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=1.0):
+            self._lock = threading.RLock()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        # Another thread may have replaced the lock meanwhile.
+        with suppress(RuntimeError):
+            self._lock.release()
+
+
+_turn = _Turn()
 _switched: dict[int, _Switched] = {}
 
 
@@ -52,7 +74,7 @@ class _Switched:
 
     def give_back(self) -> None:
         """Puts the names back, unless a cache is alive, a forward is under way, or another name has been set since."""
-        with _lock:
+        with _turn:
             if self.masks or self.lease is None or self.lease() is not None:
                 return
             for reference, name in self.before.values():
@@ -64,7 +86,7 @@ class _Switched:
 
     def forward_ended(self, key: int) -> None:
         """The mask of a forward is gone, and so is the forward."""
-        with _lock:
+        with _turn:
             self.masks.pop(key, None)
             self.give_back()
 
@@ -77,7 +99,7 @@ def switch(model: Any, own_name: str) -> Lease:
         own_name: the name under which our attention is registered.
     """
     text = model.config.get_text_config(decoder=True)
-    with _lock:
+    with _turn:
         record = _switched.get(id(text))
         if record is None or record.text() is not text:
             record = _switched[id(text)] = _Switched(text, own_name)
@@ -98,7 +120,7 @@ def switch(model: Any, own_name: str) -> Lease:
 def forward_began(config: Any, mask: Any) -> None:
     """A forward of a model with this configuration has made its mask, which lives until the forward ends."""
     text = config.get_text_config(decoder=True)
-    with _lock:
+    with _turn:
         record = _switched.get(id(text))
         if record is not None and record.text() is text:
             key, ended = id(mask), record.forward_ended
