@@ -63,6 +63,7 @@ def test_a_loaded_cache_keeps_it_and_a_refused_plan_does_not(tmp_path) -> None:
 
 def test_continuous_batching_works_before_and_after() -> None:
     """`generate_batch` takes no attention but its own few."""
+    pytest.importorskip("psutil", reason="transformers reads free memory with it")
     model = build("llama", layers=1)
     config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
     small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
