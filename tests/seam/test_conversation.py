@@ -241,13 +241,14 @@ def _repeated(model, ids: Tensor, mask: Tensor):
     return cache
 
 
-def test_beams_are_followed_as_far_as_their_prompt() -> None:
+def test_what_beams_leave_is_no_conversation_of_the_sequences_they_returned() -> None:
     model = build("llama")
     ids, mask = prompts((40, 31))
     with kvtailor.session(model, SNAP) as s:
         s.generate(ids, attention_mask=mask, num_beams=2, **GREEDY)
         assert s.last.conversation.columns == 40 < s.last.seen
-        s.last.check_ids(torch.cat([ids.repeat_interleave(2, 0), other(9).expand(4, -1)], 1))
+        with pytest.raises(CacheMisuse, match="beam search has left its beams in this cache"):
+            s.last.check_ids(torch.cat([ids.repeat_interleave(2, 0), other(9).expand(4, -1)], 1))
         s.generate(ids, attention_mask=mask, num_return_sequences=2, max_new_tokens=3, do_sample=True)
         assert s.last.conversation.columns == s.last.seen == 42
 
@@ -275,11 +276,11 @@ def test_a_crop_takes_the_knowledge_back_with_the_tokens() -> None:
     cache = kvtailor.prefill(model, "full", ids[:, :30])
     kvtailor.prefill(model, cache, ids[:, 30:])
     cache.crop(-4)
-    assert cache.seen == 36 and cache.conversation.columns == 30
+    assert cache.seen == 36 and cache.conversation.columns == 36
     fresh = torch.cat([ids[:, :36], other(6)], 1)
     cache.check_ids(fresh)
     wrong = fresh.clone()
-    wrong[0, 29] += 1
+    wrong[0, 35] += 1
     with pytest.raises(CacheMisuse, match="another conversation"):
         cache.check_ids(wrong)
 

@@ -9,11 +9,14 @@ read, plans for which it matters are refused. docs/decisions/0013-assisted-decod
 from __future__ import annotations
 
 import sys
+from types import FrameType
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation import utils
 
-__all__ = ["prompt_of_caller", "refusal"]
+__all__ = ["ids_of_caller", "prompt_of_caller", "refusal"]
 
 _LOOP = "_assisted_decoding"
 
@@ -23,12 +26,33 @@ def prompt_of_caller() -> int | None:
 
     Asked before its first forward, these are the prompt.
     """
-    frame = sys._getframe(1)
+    found = _loop()
+    if found is None:
+        return None
+    ids = found.get("input_ids")
+    return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else 0
+
+
+def ids_of_caller() -> tuple[Tensor, Tensor | None] | None:
+    """Those ids (b, n), and (b, n) bool, False for padding (None: no padding); None outside of assisted decoding."""
+    found = _loop()
+    if found is None or not isinstance(found.get("input_ids"), Tensor):
+        return None
+    more = found.get("model_kwargs")
+    mask = more.get("attention_mask") if isinstance(more, dict) else None
+    ids = found["input_ids"]
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return ids, None
+    return ids, mask.to(torch.bool)
+
+
+def _loop() -> dict[str, Any] | None:
+    """What transformers' assisted decoding, now running in this thread, knows; None outside of it."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == _LOOP and frame.f_globals.get("__name__") == utils.__name__:
-            ids = frame.f_locals.get("input_ids")
-            return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else 0
-        frame = frame.f_back  # type: ignore[assignment]
+            return dict(frame.f_locals)
+        frame = frame.f_back
     return None
 
 
@@ -49,7 +73,10 @@ def refusal(plan: object, *, layers_wait: bool, encoded_together: bool, seen: in
             "Start them with an empty cache, or draft with kvtailor.generate"
         )
     if not prompt:
-        return f"{what} of this version do not show where the prompt ends: draft with kvtailor.generate"
+        return (
+            f"{what} show no token ids here (a prompt of embeddings alone, or another version), so it is not known "
+            "where the prompt ends: give input_ids, or draft with kvtailor.generate"
+        )
     why = ""
     if layers_wait:
         why = "layers share a budget, which is only known once the last layer has read the prompt"

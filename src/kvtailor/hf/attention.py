@@ -91,14 +91,20 @@ def attention(
             each.attention_came(module, query, key)
         mask = attention_mask.dense() if isinstance(attention_mask, LazyMask) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
-    for name, what in (("softcap", "softcapped attention logits"), ("s_aux", "learned attention sinks")):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModel(
-                f"{type(module).__name__} asks for {what} ({name}=), which kvtailor does not support"
+    try:
+        for name, what in (("softcap", "softcapped attention logits"), ("s_aux", "learned attention sinks")):
+            if kwargs.get(name) is not None:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} asks for {what} ({name}=), which kvtailor does not support"
+                )
+        if dropout:
+            raise CacheMisuse(
+                "a compressed cache is for inference: the model asks for dropout; call model.eval() first"
             )
-    if dropout:
-        raise CacheMisuse("a compressed cache is for inference: the model asks for dropout; call model.eval() first")
-    layer.check_model(module)
+        layer.check_model(module)
+    except (CacheMisuse, UnsupportedModel):
+        layer.refuse_forward()
+        raise
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):

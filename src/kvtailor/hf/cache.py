@@ -21,7 +21,7 @@ from transformers import Cache
 from kvtailor import rollback
 from kvtailor.calibration import Calibration
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
-from kvtailor.hf.assisted import prompt_of_caller, refusal
+from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.calibrations import calibrate
 from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
@@ -68,7 +68,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     if refusal is not None:
         raise PlanError(str(parsed), [refusal])
     cache = KvCache(parsed, Geometry.of(model.config), config)
-    cache.model = weakref.ref(model)
+    cache.model = cache.guard.model = weakref.ref(model)
     _equip(cache, model)
     cache.lease = switch(model, NAME)
     return cache
@@ -266,8 +266,11 @@ class KvCache(Cache):
             )
             if why is not None:
                 raise CacheMisuse(why)
-        super().activate_past_recording()
         self.route.assisted = prompt
+        super().activate_past_recording()
+        ids = ids_of_caller()
+        if ids is not None:
+            self.conversation.append(*ids, at=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (beam search)."""
@@ -276,7 +279,7 @@ class KvCache(Cache):
             super().reorder_cache(beam_idx)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.index_select(0, beam_idx.to(self.guard.real.device))
-            self.conversation.select_rows(beam_idx.tolist())
+            self.conversation.select_rows(beam_idx.tolist(), seen=self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, next to itself."""
@@ -325,7 +328,13 @@ class KvCache(Cache):
 
     def _check_shown(self, shown: Shown) -> None:
         """Raises where `generate()` goes on with another conversation; else remembers what it will feed."""
+        if not shown.uses_cache:
+            raise CacheMisuse(
+                "use_cache=False feeds the whole text again at every token, and this cache would take all of it as "
+                "new: leave it out, or call generate() without past_key_values"
+            )
         seen = self.seen
+        self.conversation.check_rows(seen=seen)
         alone = shown.columns == seen + shown.tokens
         if seen and not alone:
             if shown.columns != shown.tokens:

@@ -44,11 +44,15 @@ class Conversation:
 
     Attributes:
         known: its beginnings, each longer than the one before; the last reaches as far as ids were shown without a gap.
+        reordered: rows were put in another order after tokens that were not shown, as beam search does.
         real: (b, columns) bool on the CPU, False for padding, whose ids say nothing; None: no padding.
     """
 
     def __init__(self, known: Sequence[Known] = (), real: Tensor | None = None):
         self.known, self.real = tuple(known), real
+        self.reordered = False
+        # (b, columns) int64, the hash of each row after each column; shorter where it is not known of all.
+        self._trail: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -73,8 +77,12 @@ class Conversation:
             self.real = real[:, :end].to(device="cpu", dtype=torch.bool)
         elif self.real is not None:
             self.real = torch.cat([self.real, self.real.new_ones(ids.shape)], 1)
-        hashes = _hashes(ids, None if self.real is None else self.real[:, at:], before)
-        self.known += (Known(end, hashes),)
+        trail = _trails(ids, None if self.real is None else self.real[:, at:], before)
+        if at == 0:
+            self._trail = trail
+        elif self._trail is not None and self._trail.shape == (ids.shape[0], at):
+            self._trail = torch.cat([self._trail, trail], 1)
+        self.known += (Known(end, tuple(trail[:, -1].tolist())),)
 
     def check(self, ids: Tensor, *, seen: int, rows: int) -> None:
         """Raises where ids are not a conversation whose beginning the cache has seen.
@@ -90,6 +98,7 @@ class Conversation:
         self.crop(seen)
         if not seen:
             return
+        self.check_rows(seen=seen)
         if ids.ndim != 2 or ids.shape[0] == 0 or rows % ids.shape[0]:
             raise CacheMisuse(
                 f"this cache holds {rows} rows, and got token ids {tuple(ids.shape)}: hand it the "
@@ -124,12 +133,28 @@ class Conversation:
 
     def crop(self, seen: int) -> None:
         """The cache has forgotten all but its first `seen` tokens."""
+        cut = self.columns > seen
         self.known = tuple(known for known in self.known if known.columns <= seen)
+        if cut and seen and self._trail is not None and self._trail.shape[1] >= seen > self.columns:
+            self.known += (Known(seen, tuple(self._trail[:, seen - 1].tolist())),)
+        if self._trail is not None:
+            self._trail = self._trail[:, :seen]
         if self.real is not None:
             self.real = self.real[:, : self.columns] if self.known else None
 
-    def select_rows(self, index: Sequence[int]) -> None:
-        """Becomes the conversation of a batch made of the rows `index` of this one."""
+    def check_rows(self, *, seen: int) -> None:
+        """Raises where no one can tell which row of the cache has seen which text."""
+        if self.reordered and seen:
+            raise CacheMisuse(
+                f"beam search has left its beams in this cache, which has seen {seen} tokens, in an order that the "
+                "sequences it returned do not tell: go on with a new cache and the whole conversation"
+            )
+
+    def select_rows(self, index: Sequence[int], *, seen: int = 0) -> None:
+        """Becomes the conversation of a batch made of the rows `index` of this one, which has seen so many tokens."""
+        self.reordered = self.reordered or seen > self.columns
+        if self._trail is not None:
+            self._trail = self._trail[list(index)]
         self.known = tuple(Known(known.columns, tuple(known.hashes[i] for i in index)) for known in self.known)
         if self.real is not None:
             self.real = self.real[list(index)]
@@ -159,12 +184,14 @@ class Shown:
         tokens: n, of the ids or the embeddings.
         columns: of the 2-D attention mask; n where there is none.
         real: (b, columns) bool of that mask, False for padding; None: nothing is padding.
+        uses_cache: it will feed only what the cache has not seen.
     """
 
     ids: Tensor | None
     tokens: int
     columns: int
     real: Tensor | None
+    uses_cache: bool = True
 
 
 def shown_to_generate(frame: FrameType | None) -> Shown | None:
@@ -184,17 +211,30 @@ def shown_to_generate(frame: FrameType | None) -> Shown | None:
     # From 5.23 on a mask that hides nothing is dropped, and its length kept.
     columns = getattr(given.get("generation_config"), "_mask_length", tokens) if mask is None else mask.shape[-1]
     real = None if mask is None else mask.to(torch.bool)
-    return Shown(ids=ids if embedded is None else None, tokens=tokens, columns=int(columns), real=real)
+    return Shown(
+        ids=ids if embedded is None else None,
+        tokens=tokens,
+        columns=int(columns),
+        real=real,
+        uses_cache=more.get("use_cache") is not False,
+    )
 
 
 def _hashes(ids: Tensor, real: Tensor | None, before: Sequence[int]) -> tuple[int, ...]:
     """The hash of each row after ids (b, t) follow what had the hashes `before`."""
+    return tuple(_trails(ids, real, before)[:, -1].tolist()) if ids.shape[1] else tuple(before)
+
+
+def _trails(ids: Tensor, real: Tensor | None, before: Sequence[int]) -> Tensor:
+    """(b, t) int64: the same after each of the ids."""
     terms = ids.to(device="cpu", dtype=torch.int64) + 1
     if real is not None:
         terms = terms.masked_fill(~real.to(device="cpu", dtype=torch.bool), 0)
     found = []
     for row, value in zip(terms.tolist(), before, strict=True):
+        trail = []
         for term in row:
             value = (value * _BASE + term) % _PRIME
-        found.append(value)
-    return tuple(found)
+            trail.append(value)
+        found.append(trail)
+    return torch.tensor(found, dtype=torch.int64).reshape(len(before), ids.shape[1])

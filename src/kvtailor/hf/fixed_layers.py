@@ -81,6 +81,9 @@ class FixedLayer(CacheLayerMixin):
         if isinstance(self.layer, CompressedLayer):
             self.layer.check_model(module)
 
+    def refuse_forward(self) -> None:
+        """Nothing is to be undone: a step that is refused is never replayed."""
+
     def attend(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
         """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
         return self.attention.attend(query, [*self.parts, self.room], self.rule, scaling).output

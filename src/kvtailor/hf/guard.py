@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -111,6 +112,7 @@ class CacheGuard:
 
     Attributes:
         route: the walk and the state of the compressed layers.
+        model: that the cache was made for; None where that is not known.
         observers: called at each compressed layer with what has come, before it changes what is held; see `Observer`.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
     """
@@ -119,6 +121,7 @@ class CacheGuard:
         self.plan, self.geometry, self._config, self.layers = plan, geometry, _Same(config), layers
         self.route = Route(plan, len(geometry.compressed), geometry.window_elements())
         self.observers: tuple[Observer, ...] = ()
+        self.model: weakref.ref[Any] | None = None
         self._warned = False
         self.reset()
 
@@ -131,6 +134,7 @@ class CacheGuard:
         """Forgets what was seen, and what went wrong."""
         self.real: Tensor | None = None
         self._alone = _Alone()
+        self._undo: dict[int, Callable[[], object]] = {}
         # Replaced as a whole, never changed: an interrupt leaves either the old or the new.
         self._now: _Progress | None = None
 
@@ -144,6 +148,7 @@ class CacheGuard:
         with self._alone:
             now = self._now
             if now is None:
+                self._undo = {}
                 self._now = _Progress(me, "updated", layer, 1 << layer)
             else:
                 self._check_thread(now, me)
@@ -152,21 +157,34 @@ class CacheGuard:
                     self._alone.refuse(self._unfinished(now))
                 self._now = _Progress(me, "updated", layer, now.layers | 1 << layer)
         if now is None:
-            self._end_stale_recording()
+            self.end_stale_recording()
 
     def attention_begins(self, layer: int) -> None:
         """Called when the attention of an updated layer has found it."""
         self._goes_on(layer, "updated", "checked")
 
     def nothing_changed(self, layer: int) -> None:
-        """The attention of a layer was refused before anything changed; where it was the first, so was the forward."""
+        """The attention of a layer was refused; where no layer but windows has changed, the forward never was."""
         with self._alone:
-            if self._now is not None and self._now.layers == 1 << layer:
-                self._now = None
+            self._forget_forward(layer)
 
-    def layer_changes(self, layer: int, after: str = "checked") -> None:
-        """From now on until `layer_ends` an error or an interrupt leaves the layer half changed."""
+    def layer_changes(self, layer: int, after: str = "checked", undo: Callable[[], object] | None = None) -> None:
+        """From now on until `layer_ends` an error or an interrupt leaves the layer half changed.
+
+        Args:
+            layer: of the model.
+            after: the stage before.
+            undo: makes the layer what it was, should the forward be refused; None: it cannot.
+        """
         self._goes_on(layer, after, "changing")
+        # Kept only while all layers before can go back, too: what a window held before is memory.
+        whole = self._now is not None and self._bits_of_undo() | 1 << layer == self._now.layers
+        self._undo = self._undo | {layer: undo} if undo is not None and whole else {}
+
+    def awaits_attention(self, layer: int) -> bool:
+        """New keys of a layer have come, and its attention has not."""
+        now = self._now
+        return now is not None and now.layer == layer and now.stage == "updated"
 
     def layer_ends(self, layer: int) -> None:
         """The layer is finished. The forward is, too, once all layers are."""
@@ -176,6 +194,8 @@ class CacheGuard:
     def changing(self, what: str) -> Iterator[None]:
         """A change of all layers at once; one that does not come to its end leaves the cache refused."""
         me = threading.get_ident()
+        if self._now is None:
+            self.end_stale_recording()
         with self._alone:
             if self._now is not None:
                 self._check_thread(self._now, me)
@@ -193,6 +213,8 @@ class CacheGuard:
     def check_whole(self) -> None:
         """Raises where the last update was never attended, or a forward or a change did not come to its end."""
         self._check_not_refused()
+        if self._now is None:
+            self.end_stale_recording()
         now = self._now
         if now is not None and now.thread == threading.get_ident():
             self._check_attended(now)
@@ -206,6 +228,7 @@ class CacheGuard:
         if now is not None:
             self._check_attended(now)
             raise CacheMisuse(self._unfinished(now))
+        self.end_stale_recording()
 
     def check_opened(self) -> None:
         """Raises where a plan that reads its context twice would see it only once."""
@@ -232,7 +255,7 @@ class CacheGuard:
             )
         if before is not None:
             columns = before.shape[1]
-            if now is None or bool((now[:, :columns] & ~before.to(now.device)).any()):
+            if not bool(before.all()) if now is None else bool((now[:, :columns] & ~before.to(now.device)).any()):
                 raise CacheMisuse(
                     "attention_mask shows tokens that were padding when this cache saw them; pass the mask of the "
                     f"whole conversation ({visible.first_column + visible.new_tokens} columns) with the same padding"
@@ -255,6 +278,8 @@ class CacheGuard:
             if now is None or now.layer != layer or now.stage != before:
                 raise CacheMisuse(f"the attention of layer {layer} asked for its cache twice, or without an update")
             whole = after == "done" and now.layers == (1 << self.layers) - 1
+            if whole:
+                self._undo = {}
             self._now = None if whole else _Progress(me, after, layer, now.layers)
 
     def _check_not_refused(self) -> None:
@@ -267,11 +292,24 @@ class CacheGuard:
 
     def _check_attended(self, now: _Progress) -> None:
         if now.stage == "updated":
+            self._forget_forward(now.layer)
             raise CacheMisuse(
                 f"layer {now.layer} updated this cache, but its attention never asked for it, so its output is "
                 f"not to be trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for "
                 f"sets and something has changed since. If the forward was interrupted, {_START_OVER}"
             )
+
+    def _bits_of_undo(self) -> int:
+        return sum(1 << each for each in self._undo)
+
+    def _forget_forward(self, layer: int) -> None:
+        """The forward of now never was, if all layers before this one can go back, and this one has not changed."""
+        now = self._now
+        if now is None or self._bits_of_undo() | 1 << layer != now.layers:
+            return
+        for undo in self._undo.values():
+            undo()
+        self._undo, self._now = {}, None
 
     def _unfinished(self, now: _Progress) -> str:
         where = "" if now.layer < 0 else f" at layer {now.layer} of {self.layers}"
@@ -280,10 +318,20 @@ class CacheGuard:
             f"to be trusted: {_START_OVER}"
         )
 
-    def _end_stale_recording(self) -> None:
-        """transformers' assisted decoding never says that it has ended; the first forward outside of it does."""
-        if self.route.assisted and prompt_of_caller() is None:
-            rollback.end_assisted(self.route)
+    def end_stale_recording(self) -> None:
+        """transformers' assisted decoding never says that it has ended; the first use outside of it does.
+
+        Raises:
+            CacheMisuse: it was broken off between a forward and the crop that would have taken back wrong drafts.
+        """
+        if self.route.assisted is None or prompt_of_caller() is not None:
+            return
+        if any(state.pending is not None for state in self.route.states):
+            self._alone.refuse(
+                "prompt lookup or assisted decoding on this cache was broken off before it had judged its last draft, "
+                f"so the cache may hold tokens that are no part of the text: {_START_OVER}"
+            )
+        rollback.end_assisted(self.route)
 
     def _warn_of_positions(self, seen: int) -> None:
         limit = self.geometry.max_positions

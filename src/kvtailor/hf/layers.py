@@ -84,11 +84,19 @@ class CompressedLayer(CacheLayerMixin):
         setattr(keys, HANDLE, self)
         return keys, values
 
+    def refuse_forward(self) -> None:
+        """A forward is refused between this layer's update and its attention."""
+        self.arriving = None
+        self.guard.nothing_changed(self.layer_idx)
+
     def check_model(self, module: torch.nn.Module) -> None:
         """Raises where another model's attention layer calls than the one that this layer belongs to."""
         bound = None if self._module is None else self._module()
         if bound is None:
-            if getattr(module, "config", None) is not self.guard.config:
+            model = None if self.guard.model is None else self.guard.model()
+            # Two models may share one configuration.
+            mine = model is None or any(module is each for each in model.modules())
+            if getattr(module, "config", None) is not self.guard.config or not mine:
                 raise CacheMisuse(
                     f"this cache was made for another model than the {type(module).__name__} that is using it; make "
                     "one for this model with kvtailor.cache_for(model, plan)"
@@ -184,7 +192,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever is held."""
-        return self.state.seen + (0 if self.arriving is None else self.arriving[0].shape[2])
+        waits = self.arriving is not None and self.guard.awaits_attention(self.layer_idx)
+        return self.state.seen + (self.arriving[0].shape[2] if waits and self.arriving is not None else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that transformers makes: all tokens seen and the new ones."""
@@ -200,6 +209,7 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
         self.state.reset()
+        self.state.recording = False
         self.arriving = None
         self.is_initialized = False
 
@@ -247,11 +257,31 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def __init__(self, guard: CacheGuard, layer_idx: int, **options: Any):
         super().__init__(**options)
         self.guard, self.layer_idx = guard, layer_idx
+        self._assisted = False
+
+    def activate_past_recording(self) -> None:
+        """See transformers' `DynamicSlidingWindowLayer`."""
+        super().activate_past_recording()
+        self._assisted = self.guard.route.assisted is not None
+
+    def reset(self) -> None:
+        """Forgets everything; the layer may then serve another batch."""
+        super().reset()
+        self.record_past = self._assisted = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See transformers' `DynamicSlidingWindowLayer`."""
+        if self.is_initialized and key_states.shape[:2] != self.keys.shape[:2]:
+            raise CacheMisuse(
+                f"this cache holds {self.keys.shape[0]} rows of {self.keys.shape[1]} kv heads, and got new keys of "
+                f"shape {tuple(key_states.shape)}; use a new cache for another batch or model, or cache.reset()"
+            )
         self.guard.update_begins(self.layer_idx)
-        self.guard.layer_changes(self.layer_idx, after="updated")
+        if self._assisted and self.guard.route.assisted is None:
+            # transformers' assisted decoding never says that it has ended.
+            self.record_past = self._assisted = False
+        before = dict(self.__dict__)
+        self.guard.layer_changes(self.layer_idx, after="updated", undo=lambda: self.__dict__.update(before))
         if self.passing:
             found = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
         else:

@@ -132,8 +132,11 @@ def read(
             route.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))
     except BaseException:
         # A cache that was fed a part of the context, or was not compressed, must not be taken for one that was.
-        if cache.seen != before:
-            cache.reset()
+        if cache.seen != before or hold:
+            if before:
+                cache.guard.break_off("what kvtailor.prefill added to this cache did not come to its end")
+            else:
+                cache.reset()
         route.holding, route.opened = False, cache.seen > 0
         raise
     cache.conversation.append(input_ids, attention_mask, at=before)

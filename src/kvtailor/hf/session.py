@@ -57,8 +57,16 @@ class Session:
                 beginning of; see `KvCache.check_ids`. New ids alone are taken where an attention_mask covers the tokens
                 seen as well.
         """
+        if len(args) > 1:
+            # As `generate` names it.
+            kwargs["generation_config"], args = args[1], (args[0], *args[2:])
         given = kwargs.get("past_key_values")
         cache = kwargs["past_key_values"] = self.cache() if given is None else given
+        if isinstance(cache, KvCache) and self._asked("use_cache", kwargs, True) is False:
+            raise CacheMisuse(
+                "use_cache=False feeds the whole text again at every token, and nothing would be compressed: leave it "
+                "out"
+            )
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if ids is None or not isinstance(cache, KvCache):
             return self.model.generate(*args, **kwargs)
@@ -108,10 +116,11 @@ class Session:
         log_probabilities = torch.cat(logits, 1).float().log_softmax(-1)
         return log_probabilities.gather(-1, continuation[..., None])[..., 0]
 
-    def _asked(self, name: str, kwargs: dict[str, Any]) -> int:
-        """A number of the generation config, as `generate` will take it; 1 where nobody gave it."""
+    def _asked(self, name: str, kwargs: dict[str, Any], default: Any = 1) -> Any:
+        """A field of the generation config, as `generate` will take it; the default where it is not given."""
         config = kwargs.get("generation_config") or self.model.generation_config
-        return int(kwargs.get(name, getattr(config, name, 1)) or 1)
+        found = kwargs.get(name, getattr(config, name, None))
+        return default if found is None else found
 
 
 def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> None:

@@ -67,7 +67,9 @@ class _Switched:
 
     def __init__(self, text: Any, own_name: str):
         key = id(text)
-        self.text, self.own_name = weakref.ref(text, lambda _: _switched.pop(key, None)), own_name
+        # Bound here: at the interpreter's exit the module's own names may be gone.
+        forget = _switched.pop
+        self.text, self.own_name = weakref.ref(text, lambda _: forget(key, None)), own_name
         self.lease: weakref.ref[Lease] | None = None
         self.before: dict[int, tuple[weakref.ref[Any], str | None]] = {}
         self.masks: dict[int, weakref.ref[Any]] = {}
