@@ -163,3 +163,10 @@ def test_an_attention_gets_its_codec_or_the_plan_is_refused() -> None:
 def test_a_scorer_without_mass_goes_with_any_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Choosy, "needs_codec", None)
     assert Plan(attend=Choosy(), score=SnapKV(), tokens=64).evicts
+
+
+@pytest.mark.parametrize("setting", ["tokens", "bytes", "slack"])
+def test_numbers_that_no_machine_counts_are_refused(setting: str) -> None:
+    budget = "" if setting != "slack" else "tokens=8, "
+    with pytest.raises(PlanError, match=f"{setting} is 99999999999999999999999: give at most 281474976710656"):
+        Plan.parse(f"snapkv(window=4) @ {budget}{setting}=99999999999999999999999")

@@ -13,6 +13,7 @@ from kvtailor.plan_arguments import Broken, type_faults, with_nested
 __all__ = ["BUDGETS", "SETTINGS", "all_faults", "wrong_kinds"]
 
 BUDGETS = ("tokens", "keep", "bytes")
+_MOST = 1 << 48
 SETTINGS = (*BUDGETS, "slack")
 
 
@@ -43,6 +44,12 @@ def _settings_faults(settings: Mapping[str, object], evicts: bool | None, splits
         faults.append(f"bytes is {size!r}: give a whole number of bytes from 1 up, or text such as 64MiB")
     if slack is not None and slack != "never" and not (_whole(slack) and slack >= 0):
         faults.append(f"slack is {slack!r}: give a whole number of tokens from 0 up, or never")
+    # Counts of all layers and heads are 64-bit integers.
+    faults += [
+        f"{name} is {value}: give at most {_MOST}"
+        for name, value in settings.items()
+        if name in ("tokens", "bytes", "slack") and _whole(value) and value > _MOST
+    ]
     asked = [name for name in BUDGETS if settings.get(name) is not None]
     if len(asked) > 1:
         faults.append(f"there are {len(asked)} budgets, {' and '.join(asked)}: keep one")

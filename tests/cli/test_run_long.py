@@ -144,3 +144,12 @@ def test_what_the_hub_left_on_disk_is_read_without_a_word_to_it_and_python_m_run
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["model"] == "someone/short"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "1e-300"), ("--seed", "9" * 26)],
+)
+def test_numbers_that_cannot_be_sampled_with_are_refused(option: str, value: str) -> None:
+    outcome = CliRunner().invoke(run.command, ["--model", "demo", "--prompt", "x", option, value])
+    assert outcome.exit_code == 2 and f"Invalid value for '{option}'" in outcome.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -161,6 +162,12 @@ def generate(
     )
 
 
+def _number(option: click.Parameter, value: float) -> float:
+    if math.isnan(value) or 0 < value < 1e-4:
+        raise click.BadParameter(f"{value} is no temperature: give 0, or a number from 0.0001 to 1000", param=option)
+    return value
+
+
 @click.command(short_help="Generate text on a compressed cache.")
 @click.option(
     "--model", default="demo", show_default=True, help="'demo' or 'demo-draft' (embedded), a folder, or a hub name."
@@ -173,8 +180,11 @@ def generate(
 @click.option(
     "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate."
 )
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: the likeliest token.")
-@click.option("--seed", type=int, help="Random state of the sampling.")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 1000), default=0.0, show_default=True, help="0: the likeliest token.",
+    callback=lambda _, option, value: _number(option, value),
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Random state of the sampling.")
 @click.option("--chunk", type=click.IntRange(1), help="Read so many tokens of the prompt at a time; bounds the peak.")
 @click.option(
     "--beyond",
