@@ -54,8 +54,8 @@ class _Progress(NamedTuple):
 
     Attributes:
         thread: identifier of the thread that does it.
-        stage: "updated" (a layer's keys came, its attention did not), "checked" (its attention came), "changing" (what
-            is held is being changed) or "done" (the layer is finished, and others follow).
+        stage: "updated" (a layer's keys came, its attention did not), "changing" (what is held is being changed) or
+            "done" (the layer is finished, and others follow).
         layer: the newest layer of the forward; -1 for a change of all layers.
         layers: the layers of the forward that have been updated, as bits.
         what: the change, in words.
@@ -161,25 +161,31 @@ class CacheGuard:
 
     def attention_begins(self, layer: int) -> None:
         """Called when the attention of an updated layer has found it."""
-        self._goes_on(layer, "updated", "checked")
+        self._check_not_refused()
+        now = self._now
+        if now is None or now.layer != layer or now.stage != "updated":
+            self._out_of_order(layer)
+        if now.thread != threading.get_ident():
+            self._alone.refuse(_TWO_THREADS)
 
     def nothing_changed(self, layer: int) -> None:
         """The attention of a layer was refused; where no layer but windows has changed, the forward never was."""
         with self._alone:
             self._forget_forward(layer)
 
-    def layer_changes(self, layer: int, after: str = "checked", undo: Callable[[], object] | None = None) -> None:
+    def layer_changes(self, layer: int, undo: Callable[[], object] | None = None) -> None:
         """From now on until `layer_ends` an error or an interrupt leaves the layer half changed.
 
         Args:
             layer: of the model.
-            after: the stage before.
             undo: makes the layer what it was, should the forward be refused; None: it cannot.
         """
-        self._goes_on(layer, after, "changing")
+        self._goes_on(layer, "updated", "changing")
         # Kept only while all layers before can go back, too: what a window held before is memory.
-        whole = self._now is not None and self._bits_of_undo() | 1 << layer == self._now.layers
-        self._undo = self._undo | {layer: undo} if undo is not None and whole else {}
+        if undo is None:
+            self._undo = {}
+        elif self._now is not None and self._bits_of_undo() | 1 << layer == self._now.layers:
+            self._undo = self._undo | {layer: undo}
 
     def awaits_attention(self, layer: int) -> bool:
         """New keys of a layer have come, and its attention has not."""
@@ -276,7 +282,7 @@ class CacheGuard:
             if now is not None:
                 self._check_thread(now, me)
             if now is None or now.layer != layer or now.stage != before:
-                raise CacheMisuse(f"the attention of layer {layer} asked for its cache twice, or without an update")
+                self._out_of_order(layer)
             whole = after == "done" and now.layers == (1 << self.layers) - 1
             if whole:
                 self._undo = {}
@@ -285,6 +291,9 @@ class CacheGuard:
     def _check_not_refused(self) -> None:
         if self._alone.refusal is not None:
             raise CacheMisuse(self._alone.refusal)
+
+    def _out_of_order(self, layer: int) -> NoReturn:
+        raise CacheMisuse(f"the attention of layer {layer} asked for its cache twice, or without an update")
 
     def _check_thread(self, now: _Progress, me: int) -> None:
         if now.thread != me:

@@ -136,19 +136,22 @@ class CompressedLayer(CacheLayerMixin):
     def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
         """Attention of tokens that are a prompt, a turn or decoded, of a draft, or of a prompt and its first draft."""
         guard, route, state = self.guard, self.guard.route, self.state
-        prompt = rollback.prompt_of(route, state, query.shape[2])
+        new = query.shape[2]
+        prompt = rollback.prompt_of(route, state, new)
+        if prompt == new:
+            route.append(state, keys, values)
+            guard.take_padding(self.layer_idx, visible)
+            return route.attend(state, query, visible, scaling)
         outputs = []
         if prompt:
             # (b, h, t, d) of the prompt and of the draft behind it are taken one after the other.
-            draft = query.shape[2] - prompt
             route.append(state, keys[:, :, :prompt], values[:, :, :prompt])
             guard.take_padding(self.layer_idx, visible)
-            outputs.append(route.attend(state, query[:, :, :prompt], visible.without_last(draft), scaling))
+            outputs.append(route.attend(state, query[:, :, :prompt], visible.without_last(new - prompt), scaling))
             keys, values, query = keys[:, :, prompt:], values[:, :, prompt:], query[:, :, prompt:]
             visible = visible.without_first(prompt)
-        if query.shape[2]:
-            guard.take_padding(self.layer_idx, visible)
-            outputs.append(rollback.attend_draft(route, state, keys, values, query, visible, scaling))
+        guard.take_padding(self.layer_idx, visible)
+        outputs.append(rollback.attend_draft(route, state, keys, values, query, visible, scaling))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
     def _visible(self, query: Tensor, mask: LazyMask | Tensor | None) -> Visibility:
@@ -281,7 +284,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
             # transformers' assisted decoding never says that it has ended.
             self.record_past = self._assisted = False
         before = dict(self.__dict__)
-        self.guard.layer_changes(self.layer_idx, after="updated", undo=lambda: self.__dict__.update(before))
+        self.guard.layer_changes(self.layer_idx, undo=lambda: self.__dict__.update(before))
         if self.passing:
             found = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
         else:
