@@ -184,6 +184,23 @@ def test_the_margin_is_an_option_and_the_headline_says_it():
         [FULL, small, plan("large", around(0.5, 0.004))], Margins(nats=0.05)).footnotes)  # fmt: skip
 
 
+def test_without_full_nothing_is_said_to_hold_no_less():
+    said = summarise([plan("one", around(0.0, 0.001))]).headline
+    assert said.startswith("There is no record of 'full'") and "holds less" not in said
+
+
+def test_a_text_whose_full_is_missing_is_said_to_be_left_out():
+    lone = replace(plan("one", around(0.5, 0.001)), text="b.txt", text_hash="b")
+    said = summarise([FULL, plan("one", around(0.0, 0.001)), lone]).headline
+    assert said.startswith("one loses less than") and "b.txt" in said and "'full' has no numbers" in said
+    lone = needles("one", [1] * 4)
+    assert "Left out" in summarise([FULL, plan("one", around(0.0, 0.001)), lone]).headline
+    assert "Left out" not in summarise([FULL, plan("one", around(0.0, 0.001))]).headline
+    deep = [replace(needles(label, [1] * 4), point={**lone.point, "depth": 0.9}) for label in ("full", "one")]
+    notes = summarise([FULL, plan("one", around(0.0, 0.001)), lone, *deep]).footnotes
+    assert any("'full' has a record of 1 of the 2 lengths" in note for note in notes)
+
+
 WRITER = Path(__file__).parents[2] / "docs" / "write_coverage.py"
 
 

@@ -151,7 +151,13 @@ def _asked_less(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]
     full = next((row.plan_hash for row in rows if row.label == FULL), None)
     if full is None:
         return
-    wanted = len([each for each in series_of(records, "needle") if full in each.records])
+    points = series_of(records, "needle")
+    wanted = len([each for each in points if full in each.records])
+    if 0 < wanted < len(points):
+        yield (
+            f"'full' has a record of {wanted} of the {len(points)} lengths, depths and kinds of needle documents: the "
+            "other ones count in no share, since nothing can be compared there."
+        )
     for row in rows:
         had = len(asked_of_both(records, row.plan_hash, full))
         if row.accuracy is not None and had < wanted:

@@ -90,7 +90,15 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins 
     margins = margins or Margins()
     full = next((row for row in rows if row.label == FULL), None)
     smaller = _smaller(rows)
-    if full is None or not smaller:
+    if full is None:
+        return "There is no record of 'full' in this run, so nothing can be compared with it: run the bench with 'full'."
+    said = _headline(full, smaller, measures, margins)
+    apart = _without_full(full, measures)
+    return f"{said} Left out, since 'full' has no numbers there: {'; '.join(apart)}." if apart else said
+
+
+def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> str:
+    if not smaller:
         return "No plan of this run holds less than the full cache, so there is nothing to choose."
     asked = _asked(full, measures)
     if not asked and _paired(full, measures):
@@ -180,6 +188,11 @@ def _smaller(rows: Sequence[Row]) -> list[Row]:
 def _paired(full: Row, measures: Sequence[Measure]) -> list[Measure]:
     """Without numbers for single samples nothing can be told from chance: such a measure decides nothing."""
     return [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].losses is not None]
+
+
+def _without_full(full: Row, measures: Sequence[Measure]) -> list[str]:
+    """What plans were asked and 'full' was not, or failed at: nothing of it can be compared."""
+    return [f"{m.task} {m.name}" for m in measures if full.plan_hash not in m.scores]
 
 
 def _asked(full: Row, measures: Sequence[Measure]) -> list[Measure]:
