@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from kvtailor.bench.record_sums import check_sums
 from kvtailor.errors import KvtailorError
 
 __all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "latest", "read_records"]
@@ -184,7 +185,8 @@ class Record:
         """The record that `to_json` wrote.
 
         Raises:
-            RecordError: not JSON, another schema, or unknown or missing fields.
+            RecordError: not JSON, another schema, unknown or missing fields, or numbers that are not those of its
+                samples.
         """
         try:
             found = json.loads(line, parse_constant=_no_number)
@@ -205,9 +207,11 @@ class Record:
             raise RecordError(f"a record lacks the fields {', '.join(lacking)}: run the bench again")
         hints = _hints()
         try:
-            return cls(**{name: _fitted(value, hints[name], name) for name, value in found.items()})
+            record = cls(**{name: _fitted(value, hints[name], name) for name, value in found.items()})
+            check_sums(record.task, record.samples, record.metrics, record.values)
         except ValueError as error:
             raise RecordError(f"a record of plan {str(found['label'])[:60]!r} cannot be read: {error}") from error
+        return record
 
 
 def read_records(path: Path) -> list[Record]:

@@ -54,7 +54,7 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
         tripwires.check_records(records)
         pages = texts(records, suites, margins)
     # Each field is of its type, but no type says that a measure has its samples, or a name its number.
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, KvtailorError):
             raise
         raise RecordError(
