@@ -45,14 +45,18 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
     """
     from kvtailor.bench import tripwires
     from kvtailor.bench.report.files import texts
-    from kvtailor.bench.schema import RecordError, latest, read_records
+    from kvtailor.bench.schema import RecordError, damaged_ends, latest, read_records
     from kvtailor.bench.suite import read_suite
 
     records = latest(read_records(folder))
+    cut = [f"A damaged last line of {file.name} was left out: its record is not in these pages." for file in
+           damaged_ends(folder)]  # fmt: skip
+    for sentence in cut:
+        click.echo(sentence, err=True)
     suites = [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))]
     try:
         tripwires.check_records(records)
-        pages = texts(records, suites, margins)
+        pages = texts(records, suites, margins, cut)
     # Each field is of its type, but no type says that a measure has its samples, or a name its number.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, KvtailorError):

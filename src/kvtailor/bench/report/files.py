@@ -20,8 +20,11 @@ __all__ = ["markdown_page", "texts"]
 
 
 def texts(
-    records: Sequence[Record], suites: Sequence[Suite] = (), margins: Margins | None = None
-) -> dict[str, str]:  # fmt: skip
+    records: Sequence[Record],
+    suites: Sequence[Suite] = (),
+    margins: Margins | None = None,
+    left_out: Sequence[str] = (),
+) -> dict[str, str]:
     """`report.html`, `report.md`: everything; `results.csv`: every number, a row each; `table.tex`: the main table.
 
     The tables over all points are `NAME.tex`: quality, and of speed, memory, capacity and fidelity those that were
@@ -31,14 +34,15 @@ def texts(
         records: of one run, or of a folder of runs.
         suites: those whose tables are wanted; one that has no record is passed over.
         margins: what counts as no loss in the headline; None: the usual ones.
+        left_out: sentences on what could not be read.
 
     Raises:
         ValueError: no records.
     """
-    summary = summarise(records, margins)
+    summary = summarise(records, margins, left_out)
     filled = [pages for suite in suites if (pages := suite_pages(suite, records)) is not None]
     found = {
-        "report.html": page(records, filled, margins=margins),
+        "report.html": page(records, filled, margins=margins, left_out=left_out),
         "report.md": markdown_page(records, summary, filled),
         "results.csv": long_table(of_one_model(records)[0], summary.measures),
         "table.tex": latex(summary.rows) + "\n",
