@@ -42,6 +42,7 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
         RecordError: the folder holds no records, or they do not fit together.
         SuiteError: a suite's file beside them has faults.
         Fraud: the records cannot be what they say.
+        KvtailorError: `to` cannot be written.
     """
     from kvtailor.bench import tripwires
     from kvtailor.bench.report.files import texts
@@ -65,7 +66,12 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
             f"the records in {folder} do not fit together ({type(error).__name__}: {error}): one may have been edited; "
             "measure again, or report this if no one touched them"
         ) from error
-    to.mkdir(parents=True, exist_ok=True)
-    for name, text in pages.items():
-        (to / name).write_text(text, encoding="utf-8")
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for name, text in pages.items():
+            (to / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvtailorError(
+            f"asked to write pages to {to}, which cannot be written ({error}): give another folder with --to"
+        ) from error
     return [to / name for name in pages]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvtailor.bench.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.costs import grids
-from kvtailor.bench.report.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown
+from kvtailor.bench.report.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown, visible
 from kvtailor.bench.report.long_table import long_table
 from kvtailor.bench.report.page import page
 from kvtailor.bench.report.points import of_one_model
@@ -51,7 +51,8 @@ def texts(
         found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
     for grid in (grid for pages in filled for grid in pages.grids):
         found |= {f"suite-{grid.name}.csv": as_csv(grid), f"suite-{grid.name}.tex": as_latex(grid) + "\n"}
-    return found
+    slash = r"\textbackslash{}"
+    return {name: visible(text, slash if name.endswith(".tex") else "\\") for name, text in found.items()}
 
 
 def markdown_page(records: Sequence[Record], summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
