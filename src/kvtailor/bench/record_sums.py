@@ -48,12 +48,12 @@ def check_sums(
                 "edited or damaged"
             )
     for metric, name in _means(task, metrics, values).items():
-        said, found = metrics.get(metric), values.get(name)
+        said, listed = metrics.get(metric), values.get(name)
         # Predictions were averaged over tokens in float32.
-        if said is not None and found and not math.isclose(said, fmean(found), rel_tol=1e-5, abs_tol=1e-6):
+        if said is not None and listed and not math.isclose(said, fmean(listed), rel_tol=1e-5, abs_tol=1e-6):
             raise ValueError(
-                f"metrics.{metric} is {said}, but the mean of the {len(found)} numbers in values.{name} is "
-                f"{fmean(found)}: the record was edited or damaged"
+                f"metrics.{metric} is {said}, but the mean of the {len(listed)} numbers in values.{name} is "
+                f"{fmean(listed)}: the record was edited or damaged"
             )
     nll, perplexity = metrics.get("nll"), metrics.get("perplexity")
     if nll is None or perplexity is None or task != "perplexity":

@@ -91,7 +91,9 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins 
     full = next((row for row in rows if row.label == FULL), None)
     smaller = _smaller(rows)
     if full is None:
-        return "There is no record of 'full' in this run, so nothing can be compared with it: run the bench with 'full'."
+        return (
+            "There is no record of 'full' in this run, so nothing can be compared with it: run the bench with 'full'."
+        )
     said = _headline(full, smaller, measures, margins)
     apart = _without_full(full, measures)
     return f"{said} Left out, since 'full' has no numbers there: {'; '.join(apart)}." if apart else said
