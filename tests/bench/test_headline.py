@@ -51,9 +51,42 @@ def test_noisier_data_makes_no_better_headline():
     quiet, noisy = plan("quiet", around(0.05, 0.01)), plan("noisy", around(0.05, 0.6))
     assert summarise([FULL, quiet]).headline.startswith("Every plan here that saves bytes loses more than 0.02 nats")
     said = summarise([FULL, noisy]).headline
+    assert said.startswith("No verdict") and "no number of windows would show it" in said
+    said = summarise([FULL, plan("noisy", around(0.005, 0.6))]).headline
     assert said.startswith("No verdict") and "this run has 50" in said
     needed = int(re.search(r"about ([\d,]+) windows", said)[1].replace(",", ""))
-    assert 700 < needed < 1100  # (1.68 * 0.352 / 0.02)^2 = 874
+    assert 1400 < needed < 1700  # 50 * (1.68 * 0.05 / 0.015)^2 = 1554
+
+
+RULE = "What is lacking"
+
+
+@pytest.mark.parametrize("count", [4, 12, 50])
+def test_no_number_of_windows_is_promised_to_a_mean_that_is_above_the_margin(count):
+    full = scored("full", HARD[:count], held=100, size=1000)
+    streaming = plan("streaming", around(0.052, 0.3, count))
+    near = plan("near", around(0.012, 0.3, count), size=300)
+    alone = summarise([full, streaming])
+    assert "no number of windows would show it" in alone.headline and "takes" not in alone.headline
+    assert not any(RULE in note and "streaming needs" in note for note in alone.footnotes)
+    both = summarise([full, streaming, near])
+    assert "to show it for near takes" in both.headline
+    rule = next(note for note in both.footnotes if "The first line" in note)
+    assert "streaming" not in rule.partition(RULE)[2] and rule.count("near needs") == 1
+
+
+def test_no_number_of_answers_is_promised_to_a_share_that_is_below_the_margin():
+    few = [FULL, plan("same", around(0.0, 0.001)), needles("full", [1] * 12), needles("same", [1] * 10 + [0] * 2)]
+    found = summarise(few)
+    assert found.headline.startswith("No verdict") and "no number of answers would show it" in found.headline
+    assert not any(RULE in note for note in found.footnotes)
+
+
+def test_what_is_lacking_names_each_plan_once():
+    other = [replace(each, text="b.txt", text_hash="b") for each in (FULL, plan("one", around(0.004, 0.4)))]
+    notes = summarise([FULL, plan("one", around(0.004, 0.3)), *other]).footnotes
+    rule = next(note for note in notes if "The first line" in note)
+    assert rule.count("one needs") == 1 and "windows of each text" in rule and "Bonferroni" not in rule
 
 
 @pytest.mark.parametrize("count", [5, 12, 28])
@@ -148,7 +181,24 @@ def test_the_margin_is_an_option_and_the_headline_says_it():
     said = summarise([FULL, small], Margins(nats=0.05)).headline
     assert said.startswith("small loses less than 0.05 nats per token here")
     assert any("0.05 nats per token" in note and "Bonferroni" in note for note in summarise(
-        [FULL, small], Margins(nats=0.05)).footnotes)  # fmt: skip
+        [FULL, small, plan("large", around(0.5, 0.004))], Margins(nats=0.05)).footnotes)  # fmt: skip
+
+
+def test_without_full_nothing_is_said_to_hold_no_less():
+    said = summarise([plan("one", around(0.0, 0.001))]).headline
+    assert said.startswith("There is no record of 'full'") and "holds less" not in said
+
+
+def test_a_text_whose_full_is_missing_is_said_to_be_left_out():
+    lone = replace(plan("one", around(0.5, 0.001)), text="b.txt", text_hash="b")
+    said = summarise([FULL, plan("one", around(0.0, 0.001)), lone]).headline
+    assert said.startswith("one loses less than") and "b.txt" in said and "'full' has no numbers" in said
+    lone = needles("one", [1] * 4)
+    assert "Left out" in summarise([FULL, plan("one", around(0.0, 0.001)), lone]).headline
+    assert "Left out" not in summarise([FULL, plan("one", around(0.0, 0.001))]).headline
+    deep = [replace(needles(label, [1] * 4), point={**lone.point, "depth": 0.9}) for label in ("full", "one")]
+    notes = summarise([FULL, plan("one", around(0.0, 0.001)), lone, *deep]).footnotes
+    assert any("'full' has a record of 1 of the 2 lengths" in note for note in notes)
 
 
 WRITER = Path(__file__).parents[2] / "docs" / "write_coverage.py"

@@ -85,7 +85,8 @@ class Outcome:
         above: it is shown to be larger.
         bound: what it is below; None without one.
         precise: there are samples enough for this margin, whatever the loss turns out to be.
-        needed: samples until `below`, if more turn out as these did; None where they would not get there.
+        needed: samples until `below`, if more turn out as these did; None where the mean loss is not below the margin,
+            so that no number would show it.
     """
 
     below: bool
@@ -146,16 +147,12 @@ def outcome(losses: Losses, margin: float, error: float) -> Outcome:
     if losses.lost is not None and losses.gained is not None:
         return _of_hits(losses, losses.lost, losses.gained, margin, error)
     least = math.ceil(least_samples(error) * losses.design)
+    room = margin - max(0.0, losses.mean)
     if losses.deviation is None:
-        return Outcome(below=False, above=False, bound=None, precise=False, needed=least)
+        return Outcome(below=False, above=False, bound=None, precise=False, needed=least if room > 0 else None)
     reach = student_quantile(1 - error, losses.freedom) * losses.deviation
     precise = losses.count >= least and reach <= margin
-    room = margin - max(0.0, losses.mean)
-    needed = None
-    if not precise:
-        needed = max(least, math.ceil(losses.count * (reach / margin) ** 2))
-    if room > 0:
-        needed = max(least, math.ceil(losses.count * (reach / room) ** 2), needed or 0)
+    needed = max(least, math.ceil(losses.count * (reach / room) ** 2)) if room > 0 else None
     return Outcome(
         below=precise and losses.mean + reach < margin,
         above=losses.mean - reach > margin,
@@ -169,7 +166,7 @@ def _of_hits(losses: Losses, lost: float, gained: float, margin: float, error: f
     limit = margin / losses.scale
     bound = loss_bound(lost, gained, losses.count, error=error)
     without = pairs_for(0.0, 0.0, losses.count, margin=limit, error=error)
-    needed = pairs_for(lost, gained, losses.count, margin=limit, error=error) or without
+    needed = pairs_for(lost, gained, losses.count, margin=limit, error=error)
     return Outcome(
         below=bound < limit,
         above=-loss_bound(gained, lost, losses.count, error=error) > limit,

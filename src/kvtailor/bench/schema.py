@@ -16,9 +16,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from kvtailor.bench.record_sums import check_sums
 from kvtailor.errors import KvtailorError
 
-__all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "latest", "read_records"]
+__all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "damaged_ends", "latest", "read_records"]
 
 SCHEMA = 1
 _LARGEST = 2**63
@@ -184,7 +185,8 @@ class Record:
         """The record that `to_json` wrote.
 
         Raises:
-            RecordError: not JSON, another schema, or unknown or missing fields.
+            RecordError: not JSON, another schema, unknown or missing fields, or numbers that are not those of its
+                samples.
         """
         try:
             found = json.loads(line, parse_constant=_no_number)
@@ -205,15 +207,18 @@ class Record:
             raise RecordError(f"a record lacks the fields {', '.join(lacking)}: run the bench again")
         hints = _hints()
         try:
-            return cls(**{name: _fitted(value, hints[name], name) for name, value in found.items()})
+            record = cls(**{name: _fitted(value, hints[name], name) for name, value in found.items()})
+            check_sums(record.task, record.samples, record.metrics, record.values)
         except ValueError as error:
             raise RecordError(f"a record of plan {str(found['label'])[:60]!r} cannot be read: {error}") from error
+        return record
 
 
 def read_records(path: Path) -> list[Record]:
     """The records of a JSONL file, or of all `*.jsonl` files of a folder in the order of their names.
 
-    A last line that a killed process left unfinished (no line break at its end) is not a record and is passed over.
+    A last line that a killed process left unfinished (no line break at its end) is not a record and is passed over:
+    `damaged_ends` names such files.
 
     Raises:
         RecordError: the path holds no record, or a finished line is none.
@@ -225,6 +230,12 @@ def read_records(path: Path) -> list[Record]:
     if not found:
         raise NoRecords(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
     return found
+
+
+def damaged_ends(path: Path) -> list[Path]:
+    """Of a JSONL file, or of all of a folder, those whose last line is cut, so that it was passed over."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return [file for file in files if _is_cut(file)]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -249,6 +260,11 @@ def _records_of(file: Path) -> Iterator[Record]:
                 yield Record.from_json(line)
             except RecordError as error:
                 raise RecordError(f"{file}, line {number}: {error}") from error
+
+
+def _is_cut(file: Path) -> bool:
+    text = file.read_bytes()
+    return bool(text[text.rfind(b"\n") + 1 :].strip())
 
 
 @cache

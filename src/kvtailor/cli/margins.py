@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,23 @@ if TYPE_CHECKING:
 __all__ = ["margin_options", "margins_of"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_ABOVE_0 = click.FloatRange(min=0, min_open=True)
+
+
+class _Margin(click.FloatRange):
+    """A finite number above 0."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value} is not a number: give a number above 0.", param, ctx)
+        if math.isinf(found):
+            self.fail(f"{value} is infinite, and every loss would be below it: give a finite number.", param, ctx)
+        return found
+
+
+_ABOVE_0 = _Margin(min=0, min_open=True)
 
 
 def margin_options(command: Command) -> Command:

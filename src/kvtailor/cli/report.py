@@ -42,26 +42,36 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
         RecordError: the folder holds no records, or they do not fit together.
         SuiteError: a suite's file beside them has faults.
         Fraud: the records cannot be what they say.
+        KvtailorError: `to` cannot be written.
     """
     from kvtailor.bench import tripwires
     from kvtailor.bench.report.files import texts
-    from kvtailor.bench.schema import RecordError, latest, read_records
+    from kvtailor.bench.schema import RecordError, damaged_ends, latest, read_records
     from kvtailor.bench.suite import read_suite
 
     records = latest(read_records(folder))
+    cut = [f"A damaged last line of {file.name} was left out: its record is not in these pages." for file in
+           damaged_ends(folder)]  # fmt: skip
+    for sentence in cut:
+        click.echo(sentence, err=True)
     suites = [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))]
     try:
         tripwires.check_records(records)
-        pages = texts(records, suites, margins)
+        pages = texts(records, suites, margins, cut)
     # Each field is of its type, but no type says that a measure has its samples, or a name its number.
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, KvtailorError):
             raise
         raise RecordError(
             f"the records in {folder} do not fit together ({type(error).__name__}: {error}): one may have been edited; "
             "measure again, or report this if no one touched them"
         ) from error
-    to.mkdir(parents=True, exist_ok=True)
-    for name, text in pages.items():
-        (to / name).write_text(text, encoding="utf-8")
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for name, text in pages.items():
+            (to / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvtailorError(
+            f"asked to write pages to {to}, which cannot be written ({error}): give another folder with --to"
+        ) from error
     return [to / name for name in pages]

@@ -45,12 +45,15 @@ class Summary:
         return asdict(self)
 
 
-def summarise(records: Sequence[Record], margins: Margins | None = None) -> Summary:
+def summarise(
+    records: Sequence[Record], margins: Margins | None = None, left_out: Sequence[str] = ()
+) -> Summary:  # fmt: skip
     """The summary of the records of one run, or of a folder of runs: of the model that was measured last.
 
     Args:
         records: of one run, or of a folder of runs.
         margins: what counts as no loss in the headline; None: the usual ones.
+        left_out: sentences on what could not be read, the first footnotes.
 
     Raises:
         ValueError: no records.
@@ -68,6 +71,6 @@ def summarise(records: Sequence[Record], margins: Margins | None = None) -> Summ
         rows=tuple(rows),
         measures=tuple(measures),
         missing=tuple(dict.fromkeys((r.label, "; ".join(r.missing)) for r in ours if r.missing)),
-        footnotes=(*footnotes(there, rows, measures, others=others), *([rule] if rule else [])),
+        footnotes=(*left_out, *footnotes(there, rows, measures, others=others), *([rule] if rule else [])),
         machines=machines_of([record for record in there if record.error is None] or ours),
     )

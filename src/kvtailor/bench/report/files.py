@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvtailor.bench.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
 from kvtailor.bench.report.costs import grids
-from kvtailor.bench.report.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown
+from kvtailor.bench.report.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown, visible
 from kvtailor.bench.report.long_table import long_table
 from kvtailor.bench.report.page import page
 from kvtailor.bench.report.points import of_one_model
@@ -20,8 +20,11 @@ __all__ = ["markdown_page", "texts"]
 
 
 def texts(
-    records: Sequence[Record], suites: Sequence[Suite] = (), margins: Margins | None = None
-) -> dict[str, str]:  # fmt: skip
+    records: Sequence[Record],
+    suites: Sequence[Suite] = (),
+    margins: Margins | None = None,
+    left_out: Sequence[str] = (),
+) -> dict[str, str]:
     """`report.html`, `report.md`: everything; `results.csv`: every number, a row each; `table.tex`: the main table.
 
     The tables over all points are `NAME.tex`: quality, and of speed, memory, capacity and fidelity those that were
@@ -31,14 +34,15 @@ def texts(
         records: of one run, or of a folder of runs.
         suites: those whose tables are wanted; one that has no record is passed over.
         margins: what counts as no loss in the headline; None: the usual ones.
+        left_out: sentences on what could not be read.
 
     Raises:
         ValueError: no records.
     """
-    summary = summarise(records, margins)
+    summary = summarise(records, margins, left_out)
     filled = [pages for suite in suites if (pages := suite_pages(suite, records)) is not None]
     found = {
-        "report.html": page(records, filled, margins=margins),
+        "report.html": page(records, filled, margins=margins, left_out=left_out),
         "report.md": markdown_page(records, summary, filled),
         "results.csv": long_table(of_one_model(records)[0], summary.measures),
         "table.tex": latex(summary.rows) + "\n",
@@ -47,7 +51,8 @@ def texts(
         found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
     for grid in (grid for pages in filled for grid in pages.grids):
         found |= {f"suite-{grid.name}.csv": as_csv(grid), f"suite-{grid.name}.tex": as_latex(grid) + "\n"}
-    return found
+    slash = r"\textbackslash{}"
+    return {name: visible(text, slash if name.endswith(".tex") else "\\") for name, text in found.items()}
 
 
 def markdown_page(records: Sequence[Record], summary: Summary, suites: Sequence[SuitePages] = ()) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvtailor.bench import tripwires
+from kvtailor.bench.report.counts import idle_plans, unequal_samples
 from kvtailor.bench.report.points import Series, base, named, series_of
 from kvtailor.bench.report.quality import Measure, documents_of, official_is_mean
 from kvtailor.bench.report.rows import FULL, OWN, Row, asked_of_both
@@ -32,14 +33,15 @@ def footnotes(
             f"Left out: {others} records of another model, dtype or device than the one measured last. Put each in a "
             "folder of its own to see them."
         )
+    yield from unequal_samples(records)
+    yield from idle_plans(records)
     yield from tripwires.warnings_of(records)
     texts = series_of(records, "perplexity")
     shown = base(texts)
     if shown is not None:
         scored, point = next(iter(shown.records.values())), shown.point
         yield (
-            f"ΔNLL: nats per token against 'full' with a 95 % bootstrap interval over {scored.samples} windows"
-            f"{_from_documents(scored)} of {scored.text} "
+            f"ΔNLL: nats per token against 'full' {_interval_words(scored)} of {scored.text} "
             f"({point['context']} tokens compressed, the next {point['continuation']} scored on what is "
             f"left, {scored.tokens_scored} tokens in all, the same for every plan)."
         )
@@ -103,6 +105,13 @@ def footnotes(
                 yield f"{row.label} has no number for {error}"
 
 
+def _interval_words(scored: Record) -> str:
+    """Over which windows, and with which interval; `mean_difference` gives none over fewer than `FEWEST`."""
+    if (scored.samples or 0) < FEWEST:
+        return f"over {scored.samples} windows, without an interval: none is given below {FEWEST} windows,"
+    return f"with a 95 % bootstrap interval over {scored.samples} windows{_from_documents(scored)}"
+
+
 def _from_documents(scored: Record) -> str:
     """What the windows were drawn by; nothing where the record does not say from which documents they are."""
     count, known = len(set(documents_of(scored))), documents_of(scored)
@@ -151,7 +160,13 @@ def _asked_less(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]
     full = next((row.plan_hash for row in rows if row.label == FULL), None)
     if full is None:
         return
-    wanted = len([each for each in series_of(records, "needle") if full in each.records])
+    points = series_of(records, "needle")
+    wanted = len([each for each in points if full in each.records])
+    if 0 < wanted < len(points):
+        yield (
+            f"'full' has a record of {wanted} of the {len(points)} lengths, depths and kinds of needle documents: the "
+            "other ones count in no share, since nothing can be compared there."
+        )
     for row in rows:
         had = len(asked_of_both(records, row.plan_hash, full))
         if row.accuracy is not None and had < wanted:

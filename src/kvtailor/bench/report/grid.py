@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-__all__ = ["EMPTY", "Cell", "Grid", "as_csv", "as_latex", "as_markdown", "csv_cell", "interval", "safe_markdown"]
+__all__ = ["EMPTY", "Cell", "Grid", "as_csv", "as_latex", "as_markdown", "csv_cell", "interval", "safe_markdown",
+           "visible"]  # fmt: skip
 
 
 BAR = r"\|"
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 FORMULA = "=+-@\t\r\n"
 
 
@@ -79,7 +82,24 @@ def as_markdown(grid: Grid) -> str:
 
 def safe_markdown(text: str) -> str:
     """A text in which neither HTML nor a code span can begin, on one line."""
-    return escape(" ".join(text.splitlines()), quote=False).replace("`", r"\`")
+    return escape(" ".join(visible(text).split("\n")), quote=False).replace("`", r"\`")
+
+
+def visible(text: str, backslash: str = "\\") -> str:
+    r"""Control characters, and those that break a line or turn its direction, as Python writes them: `\x1b`, `\u2028`.
+
+    Line feeds and tabs stay.
+
+    Args:
+        text: any.
+        backslash: how the format writes one.
+    """
+
+    def written(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        return backslash + (f"x{code:02x}" if code < 256 else f"u{code:04x}")
+
+    return _INVISIBLE.sub(written, text)
 
 
 def csv_cell(value: float | str) -> float | str:

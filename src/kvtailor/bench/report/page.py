@@ -29,6 +29,7 @@ def page(
     *,
     title: str = "kvtailor bench",
     margins: Margins | None = None,
+    left_out: Sequence[str] = (),
 ) -> str:
     """The page as text.
 
@@ -37,11 +38,12 @@ def page(
         suites: whose tables come first, from `suite_pages` of the same records.
         title: of the window.
         margins: what counts as no loss in the headline; None: the usual ones.
+        left_out: sentences on what could not be read.
 
     Raises:
         ValueError: no records.
     """
-    summary = summarise(records, margins)
+    summary = summarise(records, margins, left_out)
     records, _ = of_one_model(records)
     plans = [row for row in summary.rows if row.plan_hash != OWN]
     there = [r for r in records if r.error is None]

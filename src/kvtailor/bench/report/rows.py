@@ -269,7 +269,8 @@ def _paired(pairs: Sequence[tuple[Record, Record]], name: str) -> Estimate | Non
     """Mean difference over the samples of both sides."""
     a = tuple(x for r, _ in pairs for x in r.values[name])
     b = tuple(x for _, r in pairs for x in r.values[name])
-    if not a or not all(map(math.isfinite, a + b)):
+    # A plan whose records have another number of samples is not paired: a footnote says so.
+    if not a or len(a) != len(b) or not all(map(math.isfinite, a + b)):
         return None
     # Numbered apart in each record, so only one record's documents can be told from each other.
     return difference(a, b, documents=documents_of(pairs[0][0]) if len(pairs) == 1 else ())

@@ -9,12 +9,13 @@ from kvtailor.bench.equivalence import ERROR, Margins, Outcome, least_samples, o
 from kvtailor.bench.report.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.rows import FULL, OWN, Row
 from kvtailor.bench.report.verdict_words import (
-    counted,
     fell,
     how_sure,
     limits,
     loss_words,
+    never,
     share_of_bytes,
+    to_show,
     too_few,
 )
 
@@ -89,7 +90,17 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins 
     margins = margins or Margins()
     full = next((row for row in rows if row.label == FULL), None)
     smaller = _smaller(rows)
-    if full is None or not smaller:
+    if full is None:
+        return (
+            "There is no record of 'full' in this run, so nothing can be compared with it: run the bench with 'full'."
+        )
+    said = _headline(full, smaller, measures, margins)
+    apart = _without_full(full, measures)
+    return f"{said} Left out, since 'full' has no numbers there: {'; '.join(apart)}." if apart else said
+
+
+def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> str:
+    if not smaller:
         return "No plan of this run holds less than the full cache, so there is nothing to choose."
     asked = _asked(full, measures)
     if not asked and _paired(full, measures):
@@ -140,20 +151,25 @@ def how_judged(rows: Sequence[Row], measures: Sequence[Measure], margins: Margin
     if full is None or not smaller or not asked:
         return None
     error = ERROR / _competing(smaller, asked)
-    plans = "the plan" if len(smaller) == 1 else f"all {_competing(smaller, asked)} plans together"
+    count = _competing(smaller, asked)
+    sure = "with 95 % confidence" if count == 1 else f"with 95 % confidence for all {count} plans together (Bonferroni)"
     said = (
         f"The first line: a plan loses less than {limits(asked, margins)} where the upper end of its loss's one-sided "
-        f"interval is below that in every text and task, 95 % for {plans} (Bonferroni)"
+        f"interval is below that in every text and task, {sure}"
     )
     if any(measure.difference_unit == NATS for measure in asked):
         said += f"; with fewer than {least_samples(error)} windows a loss on one window in ten might not be met at all"
     open_ = [
-        f"{each.row.label} {counted(needed, measure)}"
+        f"{each.row.label} needs {' and '.join(words for words, _ in lacking)}"
         for each in _judge_all(smaller, full, asked, margins)
-        for measure, score, _, found in each.scores
-        if not found.below and not found.above and (needed := found.needed) is not None and needed > score.samples
+        if each.complete and not each.worse and (lacking := to_show(each))
     ]
-    return f"{said}. To be told there, if more turn out as these did: {'; '.join(open_)}." if open_ else f"{said}."
+    if not open_:
+        return f"{said}."
+    return (
+        f"{said}. What is lacking to show it for a plan, if further samples turn out as those of this run did: "
+        f"{'; '.join(open_)}."
+    )
 
 
 def beats_full(row: Row) -> bool:
@@ -174,6 +190,11 @@ def _smaller(rows: Sequence[Row]) -> list[Row]:
 def _paired(full: Row, measures: Sequence[Measure]) -> list[Measure]:
     """Without numbers for single samples nothing can be told from chance: such a measure decides nothing."""
     return [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].losses is not None]
+
+
+def _without_full(full: Row, measures: Sequence[Measure]) -> list[str]:
+    """What plans were asked and 'full' was not, or failed at: nothing of it can be compared."""
+    return [f"{m.task} {m.name}" for m in measures if full.plan_hash not in m.scores]
 
 
 def _asked(full: Row, measures: Sequence[Measure]) -> list[Measure]:
@@ -232,11 +253,21 @@ def _no_verdict(
 ) -> str:
     limit = limits(asked, margins)
     # The plan that is nearest to a verdict says what is lacking.
-    nearest = min(undecided, key=lambda each: (sum(not found.below for *_, found in each.scores), each.drop(NATS)))
-    lacking = too_few(nearest)
+    nearest = min(
+        undecided,
+        key=lambda each: (bool(never(each)), sum(not found.below for *_, found in each.scores), each.drop(NATS)),
+    )
+    lacking, hopeless = too_few(nearest), never(nearest)
     said = f"No verdict: no plan that saves bytes is shown to lose less than {limit}"
     said += f"; the mildest is {mildest.row.label}: {loss_words(mildest)}, at {share_of_bytes(mildest)} of the bytes."
-    said += f" To show it for {nearest.row.label} takes {lacking}." if lacking else ""
+    if hopeless:
+        whom = "" if nearest is mildest else f" for {nearest.row.label}"
+        said += (
+            f" As these turned out, no number of {hopeless} would show it{whom}, since the mean loss is not below the "
+            "margin."
+        )
+    elif lacking:
+        said += f" If further samples turn out as these did, to show it for {nearest.row.label} takes {lacking}."
     texts = [measure for measure in asked if measure.difference_unit == NATS]
     if texts and len(texts) < len(asked):
         alone = [each for each in fair if not each.worse and

@@ -12,7 +12,7 @@ from kvtailor.bench.report.quality import NATS, POINTS, Measure, Score
 if TYPE_CHECKING:
     from kvtailor.bench.report.verdict import Judged
 
-__all__ = ["counted", "fell", "how_sure", "limits", "loss_words", "share_of_bytes", "too_few"]
+__all__ = ["counted", "fell", "how_sure", "limits", "loss_words", "never", "share_of_bytes", "to_show", "too_few"]
 
 Asked = tuple[Measure, Score, Score, Outcome]
 
@@ -30,19 +30,45 @@ def counted(number: int, measure: Measure) -> str:
     """So many samples in the measure's own word; large numbers are rounded up to two figures."""
     digits = max(0, len(str(number)) - 2) if number >= 100 else 0
     shown = math.ceil(number / 10**digits) * 10**digits
-    word = {"perplexity": "windows", "needle": "answers"}.get(measure.task, "examples")
-    return f"{'about ' if digits else ''}{shown:,} {word}"
+    return f"{'about ' if digits else ''}{shown:,} {_samples(measure)}"
 
 
-def too_few(judged: Judged) -> str:
-    """What it would take to show that a plan loses little, and what there is; empty where no number would do."""
+def never(judged: Judged) -> str:
+    """Samples of which no number would show that a plan loses little, as its mean loss is not below the margin; in the
+    measures' own words, empty where there is no such measure."""
+    words = [_samples(measure) for measure, _, _, found in judged.scores if not found.below and found.needed is None]
+    return " or ".join(dict.fromkeys(words))
+
+
+def to_show(judged: Judged) -> list[tuple[str, int]]:
+    """For each task the samples that it would take to show that a plan loses little, in words, and how many there are.
+
+    Of several texts or sets of a task those of the one that takes most. Empty where no number would do.
+    """
+    if never(judged):
+        return []
     lacking: dict[str, tuple[int, Measure, int]] = {}
     for measure, score, _, found in judged.scores:
         if found.below or found.needed is None or found.needed <= score.samples:
             continue
         if found.needed > lacking.get(measure.task, (0, measure, 0))[0]:
             lacking[measure.task] = found.needed, measure, score.samples
-    return " and ".join(f"{counted(n, measure)} (this run has {has})" for n, measure, has in lacking.values())
+    asked = [measure.task for measure, *_ in judged.scores]
+    return [(counted(n, measure) + _OF_EACH.get(task, "") * (asked.count(task) > 1), has)
+            for task, (n, measure, has) in lacking.items()]  # fmt: skip
+
+
+def too_few(judged: Judged) -> str:
+    """What it would take to show that a plan loses little, and what there is; empty where no number would do."""
+    return " and ".join(f"{words} (this run has {has})" for words, has in to_show(judged))
+
+
+_OF_EACH = {"perplexity": " of each text", "needle": " of each kind", "longcontext": " of each set",
+            "harness": " of each task"}  # fmt: skip
+
+
+def _samples(measure: Measure) -> str:
+    return {"perplexity": "windows", "needle": "answers"}.get(measure.task, "examples")
 
 
 def loss_words(judged: Judged) -> str:
