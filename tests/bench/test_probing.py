@@ -158,7 +158,8 @@ def every_plan():
 def test_no_honest_plan_is_accused(dtype, half, whole):
     subject = {"float32": whole, "bfloat16": half}[dtype]
     task, tried = replace(TASK, context=300), 0
-    for plan in every_plan():
+    # Null methods alone are 'full' under another name.
+    for plan in (plan for plan in every_plan() if len(contestants_of([plan])) == 2):
         try:
             is_honest(subject, plan, task)
             tried += 1
