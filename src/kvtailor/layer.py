@@ -25,7 +25,7 @@ from kvtailor.types import Layout, PlainSegment, Rotation, Segment
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["LayerState"]
+__all__ = ["LayerState", "check_rows_and_heads"]
 
 # What a forward changes of a layer. Tensors among it are replaced, never written, but for the tail's buffers behind the
 # last token.
@@ -145,11 +145,8 @@ class LayerState:
 
     def check_fits(self, keys: Tensor) -> None:
         """Raises where new keys (b, h, t, d) are of another batch or model than what is held."""
-        if self.tail is not None and (keys.shape[0], keys.shape[1]) != (self.tail.rows, self.tail.heads):
-            raise CacheMisuse(
-                f"this cache holds {self.tail.rows} rows of {self.tail.heads} kv heads, and got new keys of shape "
-                f"{tuple(keys.shape)}; use a new cache for another batch or model, or cache.reset()"
-            )
+        if self.tail is not None:
+            check_rows_and_heads(keys, self.tail.rows, self.tail.heads)
 
     def append(self, keys: Tensor, values: Tensor, *, exactly: bool) -> None:
         """New keys (b, h, t, d) and values (b, h, t, dv)."""
@@ -351,6 +348,15 @@ class LayerState:
                 form = sum(t.numel() * t.element_size() for t in named.values())
                 entries.append(Entry(layer=layer, room=room, tensors=named, closed_form=form))
         return entries
+
+
+def check_rows_and_heads(keys: Tensor, rows: int, heads: int) -> None:
+    """Raises where new keys (b, h, t, d) are not of the rows and kv heads that are held."""
+    if (keys.shape[0], keys.shape[1]) != (rows, heads):
+        raise CacheMisuse(
+            f"this cache holds {rows} rows of {heads} kv heads, and got new keys of shape {tuple(keys.shape)}; use a "
+            "new cache for another batch or model, or cache.reset()"
+        )
 
 
 def _real_counts(layout: Layout, real: Tensor) -> Tensor:

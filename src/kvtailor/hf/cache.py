@@ -68,7 +68,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     if refusal is not None:
         raise PlanError(str(parsed), [refusal])
     cache = KvCache(parsed, Geometry.of(model.config), config)
-    cache.model = cache.guard.model = weakref.ref(model)
+    cache.guard.model = weakref.ref(model)
     _equip(cache, model)
     cache.lease = switch(model, NAME)
     return cache
@@ -102,12 +102,10 @@ class KvCache(Cache):
         guard: what this cache and its layers check together.
         route: the walk and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
-        model: a weak reference to the model, whose weights a saved file names; None where `cache_for` did not make it.
         conversation: which token ids it has seen, as far as kvtailor was shown them.
         lease: keeps the model's attention ours while this cache or a copy of it is alive; see `hf.switch`.
     """
 
-    model: weakref.ref[Any] | None = None
     lease: Lease | None = None
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any):

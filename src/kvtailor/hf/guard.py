@@ -31,8 +31,6 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, Visibility, float], None]
 before the softmax, of the tokens that have just come to a layer."""
 
 _START_OVER = "call cache.reset(), or go on with a copy that was made before"
-
-
 _TWO_THREADS = (
     "two threads use this cache at once, or a forward on it was interrupted, and what it holds is not to be trusted: "
     f"{_START_OVER}, and give each thread a cache of its own"
@@ -112,7 +110,7 @@ class CacheGuard:
 
     Attributes:
         route: the walk and the state of the compressed layers.
-        model: that the cache was made for; None where that is not known.
+        model: a weak reference to the model that the cache was made for; None where that is not known.
         observers: called at each compressed layer with what has come, before it changes what is held; see `Observer`.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
     """

@@ -15,7 +15,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
-from kvtailor.layer import LayerState
+from kvtailor.layer import LayerState, check_rows_and_heads
 from kvtailor.types import Visibility
 
 __all__ = ["CompressedLayer", "WindowLayer"]
@@ -195,8 +195,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever is held."""
-        waits = self.arriving is not None and self.guard.awaits_attention(self.layer_idx)
-        return self.state.seen + (self.arriving[0].shape[2] if waits and self.arriving is not None else 0)
+        if self.arriving is None or not self.guard.awaits_attention(self.layer_idx):
+            return self.state.seen
+        return self.state.seen + self.arriving[0].shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that transformers makes: all tokens seen and the new ones."""
@@ -274,11 +275,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See transformers' `DynamicSlidingWindowLayer`."""
-        if self.is_initialized and key_states.shape[:2] != self.keys.shape[:2]:
-            raise CacheMisuse(
-                f"this cache holds {self.keys.shape[0]} rows of {self.keys.shape[1]} kv heads, and got new keys of "
-                f"shape {tuple(key_states.shape)}; use a new cache for another batch or model, or cache.reset()"
-            )
+        if self.is_initialized:
+            check_rows_and_heads(key_states, self.keys.shape[0], self.keys.shape[1])
         self.guard.update_begins(self.layer_idx)
         if self._assisted and self.guard.route.assisted is None:
             # transformers' assisted decoding never says that it has ended.

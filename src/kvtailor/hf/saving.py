@@ -131,7 +131,7 @@ def _damaged(name: str, error: Exception) -> CacheFileError:
 
 
 def _model_of(cache: KvCache) -> dict[str, Any] | None:
-    model = None if cache.model is None else cache.model()
+    model = None if cache.guard.model is None else cache.guard.model()
     if model is None:
         warnings.warn(
             "the model of this cache is gone, so the saved file does not say which weights it was made with, and a "
