@@ -17,11 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from kvtailor.bench.equivalence import Losses, Margins, losses_of  # noqa: E402
-from kvtailor.bench.paired_hits import hit_difference  # noqa: E402
-from kvtailor.bench.report.quality import NATS, Measure, Score  # noqa: E402
+from kvtailor.bench.measure.equivalence import Losses, Margins, losses_of  # noqa: E402
+from kvtailor.bench.measure.paired_hits import hit_difference  # noqa: E402
 from kvtailor.bench.report.rows import Row  # noqa: E402
-from kvtailor.bench.report.verdict import headline  # noqa: E402
+from kvtailor.bench.report.tables.quality import NATS, Measure, Score  # noqa: E402
+from kvtailor.bench.report.verdict.verdict import headline  # noqa: E402
 
 __all__ = ["DRAWS", "coverage", "errors", "names_a_plan", "recommended", "section", "written"]
 

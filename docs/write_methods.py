@@ -25,10 +25,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
 
 from bibliography import Paper, bibliography  # noqa: E402
 
-from kvtailor import find  # noqa: E402
-from kvtailor.plan import Plan  # noqa: E402
-from kvtailor.plan_arguments import samples_of  # noqa: E402
-from kvtailor.plan_text import write_value  # noqa: E402
+from kvtailor.plan import Plan, registry  # noqa: E402
+from kvtailor.plan.arguments import samples_of  # noqa: E402
+from kvtailor.plan.grammar import write_value  # noqa: E402
 
 __all__ = ["FOLDER", "heads_of", "pages", "stale", "write"]
 
@@ -48,7 +47,7 @@ def pages() -> dict[str, str]:
     """The text of every page by its path in `docs/methods/`."""
     papers = bibliography((ROOT / "docs" / "papers.bib").read_text(encoding="utf-8"))
     # What other packages bring is not ours to document, and differs from machine to machine.
-    rooms = {room: [i for i in find.methods(room).values() if i.by == "kvtailor"] for room in find.rooms()}
+    rooms = {room: [i for i in registry.methods(room).values() if i.by == "kvtailor"] for room in registry.rooms()}
     found = {f"{i.room}/{i.name}.md": "\n".join(_page(i, papers)) for infos in rooms.values() for i in infos}
     return {"README.md": "\n".join(_index(rooms, papers)), **found}
 
@@ -74,7 +73,7 @@ def write(folder: Path = FOLDER) -> list[str]:
     return changed
 
 
-def _index(rooms: Mapping[str, list[find.MethodInfo]], papers: tuple[Paper, ...]) -> Iterator[str]:
+def _index(rooms: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper, ...]) -> Iterator[str]:
     yield MADE.format("the docstrings of all methods, the presets and `docs/papers.bib`")
     yield "# What there is to choose from\n"
     yield "A plan names at most one method of each room, with `+` between, in any order; a preset brings several at"
@@ -85,7 +84,7 @@ def _index(rooms: Mapping[str, list[find.MethodInfo]], papers: tuple[Paper, ...]
         yield f"## {room}\n\n{_sentence(room)}\n"
         yield "| method | what it does | paper | arguments |\n|---|---|---|---|"
         for info in infos:
-            standing = " *(default)*" if info.name == find.null(room) else ""
+            standing = " *(default)*" if info.name == registry.null(room) else ""
             cited = ", ".join(paper.short for paper in _cited(info.paper, papers)) or "–"
             given = ", ".join(f"{name}={default or '…'}" for name, (_, default) in _fields(info).items())
             link = f"[{info.name}]({room}/{info.name}.md){standing}"
@@ -96,11 +95,11 @@ def _index(rooms: Mapping[str, list[find.MethodInfo]], papers: tuple[Paper, ...]
             yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in declarations.items())
             yield ""
     yield "## Evidence\n\nWhat can be needed; nothing else is gathered.\n"
-    needs = typing.get_type_hints(vars(find.contract("score"))["needs"].fget)["return"]
+    needs = typing.get_type_hints(vars(registry.contract("score"))["needs"].fget)["return"]
     yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in _attributes(needs).items()) + "\n"
     yield "## Presets\n"
     yield "Each line is the preset with the budget that is suggested to begin with, written out.\n"
-    for preset in find.presets().values():
+    for preset in registry.presets().values():
         line = str(Plan.parse(f"{preset.name} @ {preset.budget}" if preset.budget else preset.name))
         where = preset.paper.partition(",")[2].strip()
         source = ", ".join(filter(None, [*(p.short for p in _cited(preset.paper, papers)), where]))
@@ -110,12 +109,12 @@ def _index(rooms: Mapping[str, list[find.MethodInfo]], papers: tuple[Paper, ...]
     yield ""
 
 
-def _page(info: find.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]:
-    path = f"src/kvtailor/{info.room}/{info.name}.py"
+def _page(info: registry.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]:
+    path = f"src/{info.module.replace('.', '/')}.py"
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
     yield MADE.format(f"`{path}`")
     yield f"# {info.name}\n\n{_prose(info.summary)}\n"
-    standing = " It stands in every plan that names no other." if info.name == find.null(info.room) else ""
+    standing = " It stands in every plan that names no other." if info.name == registry.null(info.room) else ""
     yield f"`{info.module}.{info.class_name}`, of the room [{info.room}](../README.md#{info.room}).{standing}\n"
     for head, body in heads_of(docstring).items():
         yield f"**{head}**: {_prose(body)}\n"
@@ -123,20 +122,20 @@ def _page(info: find.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]:
             yield "\n".join(f"- {paper.long}" for paper in cited) + "\n"
     fields = _fields(info)
     if fields:
-        meanings = _attributes(find.load(info.room, info.name))
+        meanings = _attributes(registry.load(info.room, info.name))
         yield "| argument | type | default | meaning |\n|---|---|---|---|"
         for name, (kind, default) in fields.items():
             yield _row([f"`{name}`", kind, f"`{default}`" if default else "must be given", meanings.get(name, "")])
         yield ""
-    if examples := find.load(info.room, info.name).examples:
+    if examples := registry.load(info.room, info.name).examples:
         yield f"In a plan: {', '.join(f'`{each}`' for each in examples)}.\n"
     if declared := list(_declared(info)):
         yield f"So it [declares](../README.md#{info.room}): {'; '.join(declared)}.\n"
 
 
-def _fields(info: find.MethodInfo) -> dict[str, tuple[str, str | None]]:
+def _fields(info: registry.MethodInfo) -> dict[str, tuple[str, str | None]]:
     """Type and default (None: it must be given) of each argument, as a plan has them."""
-    kind: Any = find.load(info.room, info.name)
+    kind: Any = registry.load(info.room, info.name)
     hints, found = typing.get_type_hints(kind), {}
     for field in (field for field in dataclasses.fields(kind) if field.init):
         made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -144,9 +143,9 @@ def _fields(info: find.MethodInfo) -> dict[str, tuple[str, str | None]]:
     return found
 
 
-def _sample(info: find.MethodInfo) -> Any:
+def _sample(info: registry.MethodInfo) -> Any:
     """The method with its defaults, or its first example where its name alone is not enough."""
-    return samples_of(find.load(info.room, info.name))[0]
+    return samples_of(registry.load(info.room, info.name))[0]
 
 
 def _type(hint: Any) -> str:
@@ -158,16 +157,16 @@ def _type(hint: Any) -> str:
         return " or ".join("`none`" if each is type(None) else _type(each) for each in inner)
     if origin is tuple:
         return f"list of {_type(inner[0])}"
-    for room in find.rooms():
-        if hint is find.contract(room):
+    for room in registry.rooms():
+        if hint is registry.contract(room):
             return f"a method of {room}"
     return {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}.get(hint, str(hint))
 
 
 def _written(value: Any) -> str:
     """A value as a plan writes it; a method that is an argument of another is its name."""
-    if isinstance(value, tuple(map(find.contract, find.rooms()))):
-        return find.name_of(value)
+    if isinstance(value, tuple(map(registry.contract, registry.rooms()))):
+        return registry.name_of(value)
     return f"({_settings(value)})" if dataclasses.is_dataclass(value) else write_value(value)
 
 
@@ -178,7 +177,7 @@ def _settings(value: Any) -> str:
     return ", ".join(f"{name}={_written(each)}" for name, each in given.items() if each != defaults[name])
 
 
-def _declared(info: find.MethodInfo) -> Iterator[str]:
+def _declared(info: registry.MethodInfo) -> Iterator[str]:
     """Name and value of what the room's contract lets a method say about itself."""
     method = _sample(info)
     for name in _declarations(info.room):
@@ -194,7 +193,7 @@ def _declared(info: find.MethodInfo) -> Iterator[str]:
 
 def _declarations(room: str) -> dict[str, str]:
     """What a method of a room may say about itself, and what it means."""
-    contract = find.contract(room)
+    contract = registry.contract(room)
     read = {name: member for name, member in vars(contract).items() if isinstance(member, property)}
     told = {name: " ".join((inspect.getdoc(member) or "").split()) for name, member in read.items()}
     return {**_attributes(contract), **told}
@@ -222,7 +221,7 @@ def _cited(text: str, papers: tuple[Paper, ...]) -> list[Paper]:
 
 def _sentence(room: str) -> str:
     """What the room's contract says of the room, without its name."""
-    text = inspect.getdoc(sys.modules[find.contract(room).__module__]) or ""
+    text = inspect.getdoc(sys.modules[registry.contract(room).__module__]) or ""
     return _prose(re.sub(r"^The room `\w+`: ", "", text.partition("\n\n")[0]))
 
 

@@ -4,7 +4,7 @@ python examples/ask_later.py
 """
 
 import kvtailor
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
 
 model, tokenizer = load("demo")
 document = (

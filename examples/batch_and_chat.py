@@ -6,7 +6,7 @@ python examples/batch_and_chat.py
 import torch
 
 import kvtailor
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
 
 model, tokenizer = load("demo")
 plan = "snapkv(window=16) @ tokens=64"

@@ -6,7 +6,7 @@ python examples/from_disk.py
 import tempfile
 
 import kvtailor
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
 
 model, tokenizer = load("demo")
 text = "The ferry left the island twice a day, at six and at nine. " * 16

@@ -4,7 +4,7 @@ python examples/one_line.py
 """
 
 import kvtailor
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
 
 model, tokenizer = load("demo")
 prompt = "The old mill stood at the end of the village, and nobody had lived there for years. " * 12

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import kvtailor
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
 
 model, tokenizer = load("demo")
 document = tokenizer("The ferry left the island twice a day, at six and at nine. " * 20, return_tensors="pt").input_ids

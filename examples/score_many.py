@@ -4,8 +4,8 @@ python examples/score_many.py
 """
 
 import kvtailor
-from kvtailor.bench.texts import generated_text
-from kvtailor.hf.loading import load
+from kvtailor.bench.data.texts import generated_text
+from kvtailor.hf.model.loading import load
 
 model, tokenizer = load("demo")
 text = tokenizer(generated_text(12_000), return_tensors="pt", add_special_tokens=False).input_ids

@@ -6,7 +6,7 @@ python examples/speculate.py
 from transformers import TextStreamer
 
 import kvtailor
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
 
 model, tokenizer = load("demo")
 prompt = "The old mill stood at the end of the village, and nobody had lived there for years. " * 12

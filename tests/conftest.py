@@ -1,4 +1,4 @@
-"""Its place beside `__init__.py` puts the repository on the path, so that tests can import `tests.held_rows`.
+"""Its place beside `__init__.py` puts the repository on the path, so that tests can import `tests.support.held_rows`.
 
 Without a GPU Triton's kernels run in its interpreter, which must be said before triton is first imported.
 """

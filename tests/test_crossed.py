@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.crossed import crossed
+from tests.support.crossed import crossed
 
 
 @pytest.mark.parametrize(("n", "m", "each"), [(3, 16, 1), (16, 3, 1), (9, 7, 2), (5, 5, 1), (1, 4, 2), (4, 2, 3)])

@@ -15,15 +15,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvtailor.version import __version__
+
 if TYPE_CHECKING:
-    from kvtailor.calibrators.run import calibrate
+    from kvtailor.calibration.run import calibrate
     from kvtailor.errors import KvtailorError
-    from kvtailor.hf.ask import Answers, Reading, ask, read
-    from kvtailor.hf.cache import KvCache, cache_for
-    from kvtailor.hf.generate import Generated, generate
-    from kvtailor.hf.prefill import prefill
-    from kvtailor.hf.saving import load_cache
-    from kvtailor.hf.session import Session, session
+    from kvtailor.hf.cache import KvCache
+    from kvtailor.hf.load_saved import load_cache
+    from kvtailor.hf.make_cache import cache_for
+    from kvtailor.hf.run.ask import Answers, Reading, ask, read
+    from kvtailor.hf.run.generate import Generated, generate
+    from kvtailor.hf.run.prefill import prefill
+    from kvtailor.hf.run.session import Session, session
     from kvtailor.ledger import Ledger
     from kvtailor.plan import Plan
 
@@ -46,26 +49,25 @@ __all__ = [
     "read",
     "session",
 ]
-__version__ = "0.1.0"
 
 # Importing transformers takes seconds; `import kvtailor` and the command line's help do not wait for it.
 _HOMES = {
-    "Answers": "hf.ask",
-    "Generated": "hf.generate",
+    "Answers": "hf.run.ask",
+    "Generated": "hf.run.generate",
     "KvCache": "hf.cache",
     "KvtailorError": "errors",
     "Ledger": "ledger",
     "Plan": "plan",
-    "Reading": "hf.ask",
-    "Session": "hf.session",
-    "ask": "hf.ask",
-    "cache_for": "hf.cache",
-    "calibrate": "calibrators.run",
-    "generate": "hf.generate",
-    "load_cache": "hf.saving",
-    "prefill": "hf.prefill",
-    "read": "hf.ask",
-    "session": "hf.session",
+    "Reading": "hf.run.ask",
+    "Session": "hf.run.session",
+    "ask": "hf.run.ask",
+    "cache_for": "hf.make_cache",
+    "calibrate": "calibration.run",
+    "generate": "hf.run.generate",
+    "load_cache": "hf.load_saved",
+    "prefill": "hf.run.prefill",
+    "read": "hf.run.ask",
+    "session": "hf.run.session",
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.kvpress_cases import Pairing, each_pairing, recorded
+from tests.support.kvpress_cases import Pairing, each_pairing, recorded
 
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.allocate.pyramid import Pyramid

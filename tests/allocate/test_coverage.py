@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.budget_requests import asked, held_with, rows_of_attention
-from tests.held_rows import held_of, make_row
+from tests.support.budget_requests import asked, held_with, rows_of_attention
+from tests.support.held_rows import held_of, make_row
 
 from kvtailor.allocate.coverage import Coverage
 from kvtailor.types import Needs

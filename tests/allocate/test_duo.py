@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.budget_requests import asked
-from tests.seam.zoo import build, held_columns, prompts
+from tests.support.budget_requests import asked
+from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
 from kvtailor.allocate.contract import BudgetRequest

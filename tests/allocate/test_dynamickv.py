@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from tests.budget_requests import asked
+from tests.support.budget_requests import asked
 from torch import Tensor
 
 from kvtailor.allocate.dynamickv import DynamicKV

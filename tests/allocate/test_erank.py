@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.budget_requests import asked, held_with
-from tests.held_rows import Row, held_of, make_row
+from tests.support.budget_requests import asked, held_with
+from tests.support.held_rows import Row, held_of, make_row
 
 from kvtailor.allocate.erank import Erank
 from kvtailor.types import Needs

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from tests.contract.test_allocate import KINDS, bounds, fitting, measured_by, scores_for, text_of
-from tests.discover import samples_of
-from tests.held_rows import example_tensors, held_of, make_row
-from tests.seam.zoo import build, prompts
+from tests.support.discover import samples_of
+from tests.support.held_rows import example_tensors, held_of, make_row
+from tests.support.seam.zoo import build, prompts
 from torch import Tensor
 
 import kvtailor

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from tests.seam.zoo import build, prompts
+from tests.support.seam.zoo import build, prompts
 
 import kvtailor
 from kvtailor.allocate.contract import BudgetRequest

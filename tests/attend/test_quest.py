@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
-from tests.segments_of import Padded, states, uneven
+from tests.support.segments_of import Padded, states, uneven
 from torch import Tensor
 
 from kvtailor.attend.contract import LayerFacts
 from kvtailor.attend.quest import Quest
 from kvtailor.encode.indexed import Indexed
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.attention import reference
-from kvtailor.ops.twins import using
+from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.dispatch import using
 from kvtailor.types import Layout, PlainSegment, Segment
 
 PAGE = 4

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from tests.attention_cases import MIXES, SIZES, STILL, Case, case, close
 from tests.contract.test_attend import METHODS
-from tests.discover import sample_of
-from tests.segments_of import states
+from tests.support.attention_cases import MIXES, SIZES, STILL, Case, case, close
+from tests.support.discover import sample_of
+from tests.support.segments_of import states
 from torch import Tensor
 
 from kvtailor.attend.contract import Attention
@@ -17,7 +17,7 @@ from kvtailor.encode.contract import Codec
 from kvtailor.encode.hadamard import HadamardSegment
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import PlanError
-from kvtailor.ops.hadamard import mixed, unmixed
+from kvtailor.ops.codes.hadamard import mixed, unmixed
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Lift, Reading, Segment
 

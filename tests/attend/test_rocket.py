@@ -7,16 +7,16 @@ import math
 
 import pytest
 import torch
-from tests.attention_cases import MIXES, SIZES, Case, case
-from tests.crossed import crossed
-from tests.segments_of import states
+from tests.support.attention_cases import MIXES, SIZES, Case, case
+from tests.support.crossed import crossed
+from tests.support.segments_of import states
 from torch import Tensor
 
 from kvtailor.attend.contract import LayerFacts
 from kvtailor.attend.rocket import Rocket
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.chunks import chunk_bounds, reduce_channels
-from kvtailor.ops.rows import rows_of
+from kvtailor.ops.lanes.chunks import chunk_bounds, reduce_channels
+from kvtailor.ops.lanes.rows import rows_of
 from kvtailor.types import Layout, PlainSegment
 
 CPU = torch.device("cpu")
@@ -197,7 +197,7 @@ def test_sizes_of_chunks_and_channels(capacity: int, chunk: int, channels: int) 
 @pytest.mark.parametrize("mix", ["dense", "ragged", "all"])
 def test_bounds_are_tight(size: int, mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they are made in several blocks, and where only some rows have any."""
-    monkeypatch.setattr("kvtailor.ops.chunks._BLOCK", 37)
+    monkeypatch.setattr("kvtailor.ops.lanes.chunks._BLOCK", 37)
     made = case(SIZES[2], mix, 1, seed=5)
     b, h, _, d, _ = made.sizes
     rows = rows_of(made.parts, None, CPU)

@@ -8,10 +8,10 @@ import warnings
 
 import pytest
 import torch
-from tests.attention_cases import MIXES, SIZES, Case, case, close
-from tests.crossed import crossed
-from tests.seam.zoo import MaskedReference, build, error, held_columns, prompts
-from tests.segments_of import Padded, states
+from tests.support.attention_cases import MIXES, SIZES, Case, case, close
+from tests.support.crossed import crossed
+from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts
+from tests.support.segments_of import Padded, states
 from torch import Tensor
 
 import kvtailor

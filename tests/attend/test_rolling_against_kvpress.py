@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from tests.kvpress_cases import cases, states_of
-from tests.segments_of import Padded
+from tests.support.kvpress_cases import cases, states_of
+from tests.support.segments_of import Padded
 
 from kvtailor.attend.contract import LayerFacts
 from kvtailor.attend.rolling import Rolling
-from kvtailor.ops.rotate import turn
+from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Layout, PlainSegment, Rotation
 
 

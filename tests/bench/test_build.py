@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
+from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
 
 from kvtailor.bench import build
 from kvtailor.bench.build import SettingsError, make_task
+from kvtailor.bench.data.longsets import BENCHMARKS
 from kvtailor.bench.kinds import FIELDS, KINDS, TEXTS, measure_faults, setting_faults
-from kvtailor.bench.longsets import BENCHMARKS
 from kvtailor.bench.runner import run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.tasks import memory, needle
@@ -48,7 +48,7 @@ def test_fields_are_fields_of_a_record():
 
 
 def test_the_corpora_are_those_that_there_are():
-    corpora = pytest.importorskip("kvtailor.bench.corpora")
+    corpora = pytest.importorskip("kvtailor.bench.data.corpora")
     assert (*corpora.CORPORA, "generated") == TEXTS
 
 
@@ -97,7 +97,7 @@ def test_a_corpus_gets_the_folder(monkeypatch):
         asked.append((name, data))
         return SimpleNamespace(text="a text", source="the name", origin="there@1", starts=(0, 4))
 
-    monkeypatch.setitem(sys.modules, "kvtailor.bench.corpora", SimpleNamespace(corpus=corpus))
+    monkeypatch.setitem(sys.modules, "kvtailor.bench.data.corpora", SimpleNamespace(corpus=corpus))
     build._read.cache_clear()
     found = build._text("wikitext2", {}, KINDS["perplexity"], Path("there"))
     build._read.cache_clear()

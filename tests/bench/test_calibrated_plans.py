@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.calibrated import filters_for, tiny, write_file
+from tests.support.calibrated import filters_for, tiny, write_file
 
 import kvtailor
+from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.overlap import Calibrated, text_hash
+from kvtailor.bench.data.overlap import Calibrated, text_hash
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
-from kvtailor.bench.tripwires import Fraud
 
 
 def words(count: int, state: int) -> str:
@@ -110,7 +110,7 @@ def test_the_harness_model_asks_before_it_answers(subject, tmp_path: Path) -> No
     pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'kvtailor[harness]'")
     from types import SimpleNamespace
 
-    from kvtailor.bench.harness_model import HarnessModel
+    from kvtailor.bench.lm_eval.model import HarnessModel
 
     model = HarnessModel.__new__(HarnessModel)
     plan = Contestant.of(plan_on(MINE, subject, tmp_path))

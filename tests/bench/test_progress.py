@@ -4,8 +4,8 @@ import io
 import re
 
 from rich.console import Console
-from tests.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
-from tests.bench.frauds import TEXT, record, task
+from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
+from tests.support.bench.frauds import TEXT, record, task
 
 from kvtailor.bench.progress import bar, watch
 from kvtailor.bench.runner import contestants_of, plan_run, run

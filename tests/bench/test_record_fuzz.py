@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
-from tests.bench.frauds import task
+from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
+from tests.support.bench.frauds import task
 
 from kvtailor.bench.runner import finished, run
 from kvtailor.bench.schema import NoRecords, Record, RecordError, read_records

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.bench.made_records import whole_run
+from tests.support.bench.made_records import whole_run
 
 from kvtailor.bench.record_sums import check_sums
 from kvtailor.bench.schema import Record, RecordError, read_records

@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, contestant, subject
+from tests.support.bench.dummy import FULL, CountingModel, DummyCache, UniformModel, contestant, subject
 
-from kvtailor.bench import machine
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.data.texts import generated_text
+from kvtailor.bench.measure import machine
 from kvtailor.bench.runner import contestants_of, finished, plan_run, run
 from kvtailor.bench.schema import read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.speed import Speed
-from kvtailor.bench.texts import generated_text
 from kvtailor.errors import KvtailorError
 
 CACHES = {"one": DummyCache(keep=20), "other": DummyCache(keep=21)}
@@ -163,7 +163,7 @@ def test_times_are_reused_together_or_not_at_all(tmp_path):
 
 
 def test_other_weights_under_the_same_name_are_another_model(tmp_path):
-    from kvtailor.hf.loading import new_model
+    from kvtailor.hf.model.loading import new_model
 
     model = new_model("llama", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                       num_attention_heads=2, num_key_value_heads=1, head_dim=8)  # fmt: skip

@@ -1,10 +1,10 @@
-from tests.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
+from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
 
+from kvtailor.bench.checks import warnings_of
+from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.report import summarise
 from kvtailor.bench.runner import run
 from kvtailor.bench.tasks.perplexity import Perplexity
-from kvtailor.bench.texts import generated_text
-from kvtailor.bench.tripwires import warnings_of
 
 
 def test_warnings_of_the_tripwires_are_read_below_the_table():

@@ -6,8 +6,8 @@ import re
 
 import pytest
 from click.testing import CliRunner
-from tests.bench.harness_fixtures import folder
-from tests.bench.longset_rows import lines_to, longbench_row
+from tests.support.bench.harness_fixtures import folder
+from tests.support.bench.longset_rows import lines_to, longbench_row
 
 from kvtailor.bench.schema import read_records
 from kvtailor.cli import bench, report

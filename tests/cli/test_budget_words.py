@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import kvtailor
 from kvtailor.cli import main
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
 
 RESIDENT = ("tail", "encode", "store")
 

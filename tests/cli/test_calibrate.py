@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvtailor.calibration import shipped
+from kvtailor.calibration_file import shipped
 from kvtailor.cli import main
 
 

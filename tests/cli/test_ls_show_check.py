@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvtailor import find
 from kvtailor.cli import main
-from kvtailor.plan import Plan
+from kvtailor.plan import Plan, registry
 
 
 def call(*arguments: str) -> Result:
@@ -32,11 +31,11 @@ def test_ls_lists_every_method_and_preset() -> None:
     found = call("ls", "--json")
     assert found.exit_code == 0
     read = last_object(found)
-    for room in find.rooms():
-        assert read["rooms"][room].keys() == find.methods(room).keys()
-        for name in find.methods(room):
+    for room in registry.rooms():
+        assert read["rooms"][room].keys() == registry.methods(room).keys()
+        for name in registry.methods(room):
             assert f"  {name} " in found.stdout
-    assert read["presets"].keys() == find.presets().keys()
+    assert read["presets"].keys() == registry.presets().keys()
 
 
 def test_ls_of_one_room() -> None:

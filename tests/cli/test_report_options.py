@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.bench.test_report import scored
+from tests.bench.report.test_report import scored
 
 from kvtailor.cli import main
 

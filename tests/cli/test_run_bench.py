@@ -33,7 +33,7 @@ def test_run_streams_text_and_ends_with_one_object():
 
 
 def test_run_full_gives_the_same_text_as_the_model_alone():
-    from kvtailor.hf.loading import load
+    from kvtailor.hf.model.loading import load
 
     model, tokenizer = load("demo")
     ids = tokenizer(LONG, return_tensors="pt").input_ids

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 
 import kvtailor
 from kvtailor.cli import run
-from kvtailor.hf import loading
-from kvtailor.hf.config import check_hub, config_of
-from kvtailor.hf.loading import load, new_model, save
+from kvtailor.hf.model import loading
+from kvtailor.hf.model.config import check_hub, config_of
+from kvtailor.hf.model.loading import load, new_model, save
 
 LONG = "The baker of the town found a silver spoon under the old bridge. " * 12
 ROLLING = "streamingllm @ tokens=64"

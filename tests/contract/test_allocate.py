@@ -9,14 +9,14 @@ from functools import cache
 
 import pytest
 import torch
-from tests.crossed import crossed
-from tests.discover import methods_of, samples_of
-from tests.held_rows import example_tensors, held_of, make_row
+from tests.support.crossed import crossed
+from tests.support.discover import methods_of, samples_of
+from tests.support.held_rows import example_tensors, held_of, make_row
 from torch import Tensor
 
 import kvtailor.allocate
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.plan_arguments import word_of
+from kvtailor.plan.arguments import word_of
 
 
 def text_of(allocator: Allocator) -> str:

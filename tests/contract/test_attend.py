@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.attention_cases import MIXES, SIZES, STILL, case, close, defined, naive
-from tests.crossed import crossed
-from tests.discover import methods_of, sample_of
+from tests.support.attention_cases import MIXES, SIZES, STILL, case, close, defined, naive
+from tests.support.crossed import crossed
+from tests.support.discover import methods_of, sample_of
 
 import kvtailor.attend
-import kvtailor.ops.prompt
+import kvtailor.ops.attention.prompt
 from kvtailor.attend.contract import Attention
 from kvtailor.types import PlainSegment, Segment
 
@@ -99,7 +99,7 @@ def test_blocks_of_queries_meet_without_a_seam(
     kind: type[Attention], mix: str, padded: bool, mass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks so small that every form walks a chunk in several of them."""
-    monkeypatch.setattr(kvtailor.ops.prompt, "_BLOCK", 1 << 13)
+    monkeypatch.setattr(kvtailor.ops.attention.prompt, "_BLOCK", 1 << 13)
     made, out, _, received = defined(SIZES[0], mix, 70, padded=padded, seed=14)
     want = mass and kind.gives_mass
     got = sample_of(kind).attend(

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from tests.attention_cases import SIZES, STILL, case
 from tests.contract.test_attend import every_method
+from tests.support.attention_cases import SIZES, STILL, case
 
 from kvtailor.attend.contract import Attention
 

@@ -7,16 +7,16 @@ import itertools
 
 import pytest
 import torch
-from tests.discover import methods_of, samples_of
-from tests.naming import named
-from tests.segments_of import encoded, encoded_group, moved, states, uneven
+from tests.support.discover import methods_of, samples_of
+from tests.support.naming import named
+from tests.support.segments_of import encoded, encoded_group, moved, states, uneven
 from torch import Tensor
 
 import kvtailor.encode
 from kvtailor.encode.channels import Channels
 from kvtailor.encode.contract import Codec, LayerFacts
-from kvtailor.encode.lowrank import LowRank
 from kvtailor.encode.plain import Plain
+from kvtailor.encode.subspace.lowrank import LowRank
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Rotation, Segment

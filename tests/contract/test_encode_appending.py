@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.crossed import crossed
-from tests.discover import methods_of, samples_of
-from tests.segments_of import group_of, states
+from tests.support.crossed import crossed
+from tests.support.discover import methods_of, samples_of
+from tests.support.segments_of import group_of, states
 
 import kvtailor.encode
 from kvtailor.encode.contract import Codec
-from kvtailor.flush import flush
-from kvtailor.layer import LayerState
+from kvtailor.engine.encode_tail import flush
+from kvtailor.engine.layer_state import LayerState
 from kvtailor.plan import Plan
 from kvtailor.types import Rotation
 

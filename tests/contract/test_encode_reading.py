@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tests.contract.test_encode import every_codec, every_dtype, ragged, uniform
-from tests.segments_of import encoded
+from tests.support.segments_of import encoded
 
 from kvtailor.encode.contract import Codec
 

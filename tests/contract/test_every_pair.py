@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.calibrated import shipped_for
-from tests.crossed import crossed
-from tests.discover import methods_of, samples_of
-from tests.seam.zoo import build, held_columns, prompts
+from tests.support.calibrated import shipped_for
+from tests.support.crossed import crossed
+from tests.support.discover import methods_of, samples_of
+from tests.support.seam.zoo import build, held_columns, prompts
 from torch import Tensor
 
 import kvtailor
@@ -18,7 +18,7 @@ import kvtailor.allocate
 import kvtailor.score
 from kvtailor.allocate.contract import Allocator
 from kvtailor.plan import Plan
-from kvtailor.plan_arguments import word_of
+from kvtailor.plan.arguments import word_of
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Needs
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.discover import methods_of, samples_of
-from tests.held_rows import Row, example_tensors, held_of, make_row
-from tests.live_bytes import LiveBytes
-from tests.segments_of import Padded
+from tests.support.discover import methods_of, samples_of
+from tests.support.held_rows import Row, example_tensors, held_of, make_row
+from tests.support.live_bytes import LiveBytes
+from tests.support.segments_of import Padded
 from torch import Tensor
 
 import kvtailor.allocate
@@ -30,14 +30,15 @@ import kvtailor.merge
 import kvtailor.score
 from kvtailor.allocate.contract import Allocator
 from kvtailor.attend.segments import Segments
-from kvtailor.bench.gauge import gauge_of
+from kvtailor.bench.measure.memory_gauge import gauge_of
+from kvtailor.engine.observe import observe
 from kvtailor.merge.contract import Merger
-from kvtailor.observe import Evidence, observe
-from kvtailor.ops.prompt import with_mass
-from kvtailor.plan_arguments import word_of
+from kvtailor.ops.attention.prompt import with_mass
+from kvtailor.plan.arguments import word_of
 from kvtailor.score.contract import Scorer
 from kvtailor.score.snapkv import SnapKV
 from kvtailor.types import Held, Layout, Needs, PlainSegment, Rotation
+from kvtailor.types.evidence import Evidence
 
 LIMIT = 32e6
 # Its blocks have a size of their own; all of it is 4 GB.

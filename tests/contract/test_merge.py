@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.discover import methods_of, samples_of
-from tests.held_rows import Row, held_of, make_row, with_holes
+from tests.support.discover import methods_of, samples_of
+from tests.support.held_rows import Row, held_of, make_row, with_holes
 from torch import Tensor
 
 import kvtailor.merge
 from kvtailor.merge.contract import Merged, Merger
-from kvtailor.plan_arguments import word_of
+from kvtailor.plan.arguments import word_of
 from kvtailor.types import Held
 
 MERGERS = [each for kind in methods_of(kvtailor.merge, Merger) for each in samples_of(kind)]
@@ -139,7 +139,7 @@ def test_most_of_them_change_something(merger: Merger) -> None:
     """Else all that stands here would be true of nothing."""
     held = held_by(merger, rows())
     keep = kept_of(held)
-    changed = not same(asked(merger, held, keep), asked(kvtailor.find.load("merge", "drop")(), held, keep))
+    changed = not same(asked(merger, held, keep), asked(kvtailor.plan.registry.load("merge", "drop")(), held, keep))
     assert changed == (type(merger).__name__ != "Drop")
 
 

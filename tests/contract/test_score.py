@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from tests.discover import methods_of, sample_of
-from tests.held_rows import Row, held_by, make_row, with_holes
-from tests.naming import named
+from tests.support.discover import methods_of, sample_of
+from tests.support.held_rows import Row, held_by, make_row, with_holes
+from tests.support.naming import named
 
 import kvtailor.score
 from kvtailor.score.contract import Scorer

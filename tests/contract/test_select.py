@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.discover import methods_of, sample_of
+from tests.support.discover import methods_of, sample_of
 from torch import Tensor
 
 import kvtailor.select

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.discover import methods_of, samples_of
-from tests.segments_of import group_of, states, uneven
+from tests.support.discover import methods_of, samples_of
+from tests.support.segments_of import group_of, states, uneven
 from torch import Tensor
 
 import kvtailor.encode
@@ -19,9 +19,9 @@ import kvtailor.store
 from kvtailor.encode.contract import Codec, LayerFacts
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Ledger
-from kvtailor.ops.weighted import Weighted
+from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.plan import Plan
-from kvtailor.plan_arguments import word_of
+from kvtailor.plan.arguments import word_of
 from kvtailor.store.contract import Placed, Placement, Shelves
 from kvtailor.store.disk import Disk
 from kvtailor.types import Layout, PlainSegment, Rotation, Segment

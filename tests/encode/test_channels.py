@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.seam.zoo import build, error, prompts
-from tests.segments_of import states, uneven
+from tests.support.seam.zoo import build, error, prompts
+from tests.support.segments_of import states, uneven
 from torch import Tensor
 
 import kvtailor

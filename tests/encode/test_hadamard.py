@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.segments_of import states
+from tests.support.segments_of import states
 
 from kvtailor.encode.contract import LayerFacts
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.vector import Vector
-from kvtailor.ops.hadamard import block_of, mixed, unmixed
+from kvtailor.ops.codes.hadamard import block_of, mixed, unmixed
 from kvtailor.plan import Plan
 from kvtailor.types import Layout
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.seam.zoo import build
-from tests.segments_of import states
+from tests.support.seam.zoo import build
+from tests.support.segments_of import states
 
 from kvtailor import cache_for
 from kvtailor.encode.kivi import Kivi, KiviSegment

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.segments_of import states
+from tests.support.segments_of import states
 from torch import Tensor
 
 from kvtailor.encode.contract import LayerFacts
-from kvtailor.encode.kvplugin import KvPlugin
-from kvtailor.encode.lowrank import LowRank
-from kvtailor.encode.orthogonal import Orthogonal
+from kvtailor.encode.subspace.kvplugin import KvPlugin
+from kvtailor.encode.subspace.lowrank import LowRank
+from kvtailor.encode.subspace.orthogonal import Orthogonal
 from kvtailor.encode.unrotated import Unrotated
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import PlanError
-from kvtailor.ops.rotate import turn
-from kvtailor.ops.subspace import Moments
+from kvtailor.ops.codes.subspace import Moments
+from kvtailor.ops.lanes.rotate import turn
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Rotation
 

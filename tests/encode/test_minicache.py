@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from tests.crossed import crossed
-from tests.segments_of import states, uneven
+from tests.support.crossed import crossed
+from tests.support.segments_of import states, uneven
 from torch import Tensor
 
 from kvtailor.encode.contract import LayerFacts
@@ -17,7 +17,7 @@ from kvtailor.encode.plain import Plain
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.ledger import storage_bytes
-from kvtailor.ops.rotate import turn
+from kvtailor.ops.lanes.rotate import turn
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Rotation
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.segments_of import states
+from tests.support.segments_of import states
 from torch import Tensor
 
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.nuq import Nuq, NuqSegment
-from kvtailor.ops.nonuniform import fit_levels
+from kvtailor.ops.codes.nonuniform import fit_levels
 from kvtailor.plan import Plan
 from kvtailor.types import Layout
 
@@ -137,7 +137,7 @@ def test_long_lanes_are_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     keys, values = states((3, 200, 24), 1), states((3, 200, 20), 2)
     layout = Layout(rows=1, heads=3, size=200, start=0)
     whole = Nuq().encode(layout, keys, values)
-    monkeypatch.setattr("kvtailor.ops.nonuniform._AT_ONCE", 2000)
+    monkeypatch.setattr("kvtailor.ops.codes.nonuniform._AT_ONCE", 2000)
     pieces = Nuq().encode(layout, keys, values)
     assert all(torch.equal(a, b) for a, b in zip(whole.tensors().values(), pieces.tensors().values(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(whole.decode(), pieces.decode(), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.segments_of import states
+from tests.support.segments_of import states
 
 from kvtailor.encode.contract import LayerFacts
 from kvtailor.encode.kivi import Kivi
@@ -55,7 +55,7 @@ def test_a_channel_that_is_constant_before_the_embedding_is_lost_less() -> None:
     before[..., 3] += 20
     codec, layout = bound(Unrotated(of=Kivi(bits=2)), turned), Layout(rows=1, heads=1, size=128, start=0)
     positions = torch.arange(128)
-    from kvtailor.ops.rotate import turn
+    from kvtailor.ops.lanes.rotate import turn
 
     keys = turn(before, positions, turned)
     lost = [(c.encode(layout, keys, keys).decode()[0] - keys).norm() for c in (codec, Kivi(bits=2))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.segments_of import states
+from tests.support.segments_of import states
 
 from kvtailor.encode.vector import Vector
 from kvtailor.types import Layout

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.held_rows import Row, held_of, make_row
+from tests.support.held_rows import Row, held_of, make_row
 from torch import Tensor
 
 from kvtailor.errors import PlanError
 from kvtailor.merge.asymkv import AsymKV
-from kvtailor.ops.attention import reference
+from kvtailor.ops.attention.definition import reference
 from kvtailor.plan import Plan
 from kvtailor.types import Held
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.budget_requests import held_with
+from tests.support.budget_requests import held_with
 
 from kvtailor.merge.cam import CaM
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.held_rows import held_of, row_of
+from tests.support.held_rows import held_of, row_of
 
 from kvtailor.merge.d2o import D2O
 from kvtailor.types import Needs

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtailor.ops.apportion import apportion, even_shares, layer_shares
+from kvtailor.ops.lanes.apportion import apportion, even_shares, layer_shares
 
 
 def exact_shares(weights: list[int], total: int, low: list[int], high: list[int]) -> list[Fraction]:

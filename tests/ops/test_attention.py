@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.segments_of import states
+from tests.support.segments_of import states
 from torch import Tensor
 
-from kvtailor.ops import lanes, prompt
-from kvtailor.ops.attention import reference
-from kvtailor.ops.folded import folded, merge, suits
-from kvtailor.ops.lanes import Lanes, joint
-from kvtailor.ops.prompt import causal, masked, query_blocks, with_mass
+from kvtailor.ops.attention import lanes, prompt
+from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.attention.folded import folded, merge, suits
+from kvtailor.ops.attention.lanes import Lanes, joint
+from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 every_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=lambda x: str(x))

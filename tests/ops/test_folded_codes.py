@@ -8,13 +8,14 @@ import pytest
 import torch
 from tests.ops.cpu.coded_layouts import LAYOUTS, every_dtype, states_of
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
-from tests.seam.zoo import build, error, prompts
+from tests.support.seam.zoo import build, error, prompts
 
 import kvtailor
-from kvtailor.ops import folded_codes, twins
-from kvtailor.ops.coded import Whole
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
-from kvtailor.ops.folded_codes import attend_coded, unsuited
+from kvtailor.ops import dispatch
+from kvtailor.ops.attention import folded_codes
+from kvtailor.ops.attention.folded_codes import attend_coded, unsuited
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.segments.coded import Whole
 
 CODES = [name for name in LAYOUTS if name != "plain"]
 # (b, h, g, t, s, d)
@@ -91,13 +92,13 @@ def test_other_sides_are_decoded() -> None:
 
 @pytest.mark.parametrize("plan", ["vector(bits=8)", "kivi(bits=4, group=16, residual=16)"])
 def test_where_nothing_was_compiled_no_segment_is_decoded(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twins, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "library", lambda: None)
     model = build("llama")
     ids, mask = prompts((50, 33))
     found = {}
     for which in ("auto", "reference"):
         cache = kvtailor.cache_for(model, plan)
-        with torch.no_grad(), twins.using(which):
+        with torch.no_grad(), dispatch.using(which):
             model(ids, attention_mask=mask, past_key_values=cache)
             if which == "auto":
                 for kind in (TokenCodes, ChannelCodes):
@@ -106,5 +107,5 @@ def test_where_nothing_was_compiled_no_segment_is_decoded(plan: str, monkeypatch
             positions = (more.cumsum(-1) - 1)[:, -1:]
             found[which] = model(ids[:, :1], attention_mask=more, position_ids=positions, past_key_values=cache).logits
         monkeypatch.undo()
-        monkeypatch.setattr(twins, "library", lambda: None)
+        monkeypatch.setattr(dispatch, "library", lambda: None)
     assert error(found["auto"], found["reference"]) < 1e-4

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.held_rows import Row, held_of, make_row, with_holes
+from tests.support.held_rows import Row, held_of, make_row, with_holes
 from torch import Tensor
 
-from kvtailor.ops.attention import reference
-from kvtailor.ops.observed import lane_attention, mean_attention, window_attention, window_means
+from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.attention.observed import lane_attention, mean_attention, window_attention, window_means
 from kvtailor.score.snapkv import SnapKV
 from kvtailor.score.tova import TOVA
 from kvtailor.types import Held, Needs

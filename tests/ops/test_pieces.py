@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtailor.ops import codes
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
-from kvtailor.ops.pieces import pieces
-from kvtailor.ops.quant import dequantise, unpack
+from kvtailor.ops.codes import sides
+from kvtailor.ops.codes.quant import dequantise, unpack
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.lanes.pieces import pieces
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
@@ -29,7 +29,7 @@ def test_every_slot_is_in_one_piece(shape: tuple[int, int, int], most: int, mult
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_codes_are_decoded_alike(dtype: torch.dtype, bits: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(bits)
-    monkeypatch.setattr(codes, "_PIECE", piece)
+    monkeypatch.setattr(sides, "_PIECE", piece)
     for slots in (1, 15, 16, 63, 97):
         states = torch.randn(3, slots, 24, generator=generator).to(dtype) * 300
         each = ChannelCodes.of(states, bits, 16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtailor.ops.pool import pool_members
+from kvtailor.ops.lanes.pool import pool_members
 
 
 def naive(values: Tensor, member: Tensor, kernel: int, kind: str) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.segments_of import states
+from tests.support.segments_of import states
 from torch import Tensor
 
-from kvtailor.ops.quant import (
+from kvtailor.ops.codes.quant import (
     dequantise,
     from_e4m3,
     largest_divisor,

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from tests.live_bytes import LiveBytes
+from tests.support.live_bytes import LiveBytes
 from torch import Tensor
 
-from kvtailor.ops.rank import effective_rank
+from kvtailor.ops.codes.rank import effective_rank
 
 
 def by_singular_values(matrix: Tensor) -> float:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops import topk
-from kvtailor.ops.topk import keep_top, pooled_counts
+from kvtailor.ops.lanes import topk
+from kvtailor.ops.lanes.topk import keep_top, pooled_counts
 
 
 def naive(scores: Tensor, budgets: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
-from kvtailor.ops import twins
-from kvtailor.ops.coded import Whole
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops import dispatch
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library, built
-from kvtailor.ops.twins import (
+from kvtailor.ops.dispatch import (
     coded_attention,
     explained,
     forced,
@@ -20,6 +19,7 @@ from kvtailor.ops.twins import (
     quantiser,
     using,
 )
+from kvtailor.ops.segments.coded import Whole
 
 CPU = torch.device("cpu")
 SIDE = Whole(states=torch.randn(2, 8, 16))
@@ -34,8 +34,8 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_built
 def test_few_tokens_on_the_cpu_have_a_kernel() -> None:
     assert coded_attention(torch.randn(2, 1, 1, 16), SIDE, SIDE) is not None
-    assert coded_attention(torch.randn(2, 1, twins.MOST_QUERIES, 16), SIDE, SIDE) is not None
-    assert coded_attention(torch.randn(2, 1, twins.MOST_QUERIES + 1, 16), SIDE, SIDE) is None
+    assert coded_attention(torch.randn(2, 1, dispatch.MOST_QUERIES, 16), SIDE, SIDE) is not None
+    assert coded_attention(torch.randn(2, 1, dispatch.MOST_QUERIES + 1, 16), SIDE, SIDE) is None
     wide = Whole(states=SIDE.states.double())
     assert coded_attention(torch.randn(2, 1, 1, 16), wide, wide) is None
     elsewhere = Whole(states=SIDE.states.to("meta"))
@@ -90,7 +90,7 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
         assert coded_attention(query, side, codes, mass=True) is attend_keeping
         assert page_attention(query, side, side, 4) is attend_pages
         assert page_attention(query, side, side, 6) is None
-        assert page_attention(query.expand(2, 1, twins.MOST_QUERIES + 1, 16), side, side, 4) is None
+        assert page_attention(query.expand(2, 1, dispatch.MOST_QUERIES + 1, 16), side, side, 4) is None
         assert prompt_mass(prompt, prompt, prompt) is attend_with_mass
         assert prompt_mass(prompt, prompt, prompt.float()) is None
         told = explained(torch.device(DEVICE), torch.float16)
@@ -98,7 +98,7 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
         if DEVICE == "cpu":
             half = Whole(states=side.states.bfloat16())
             assert coded_attention(query, half, half) is None, "the interpreter multiplies them wrongly"
-            monkeypatch.setattr(twins, "interpreting", lambda: False)
+            monkeypatch.setattr(dispatch, "interpreting", lambda: False)
             assert page_attention(query, side, side, 4) is None
             assert not any("Triton" in each.twin for each in explained(CPU, torch.float16))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kvpress_cases import (
+from tests.support.kvpress_cases import (
     Pairing,
     cases,
     each_pairing,
@@ -14,9 +14,9 @@ from tests.kvpress_cases import (
     recorded,
     states_of,
 )
-from tests.kvpress_recipe import GEOMETRIES
+from tests.support.kvpress_recipe import GEOMETRIES
 
-from kvtailor.ops.rotate import turn
+from kvtailor.ops.lanes.rotate import turn
 from kvtailor.plan import Plan
 from kvtailor.types import Rotation
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from tests.held_rows import example_tensors, held_by, held_of, make_row
-from tests.seam.zoo import build, prompts
+from tests.support.held_rows import example_tensors, held_by, held_of, make_row
+from tests.support.seam.zoo import build, prompts
 
 import kvtailor
 from kvtailor.score.atskv import ATSKV
@@ -137,7 +137,7 @@ def test_refuses_what_makes_no_sense() -> None:
 @torch.no_grad()
 def test_sinks_and_window_stay_while_it_is_asked_again_and_again(tmp_path) -> None:
     """A cache of 24 tokens that decodes 80 more: every 32 of them it is cut back, and never to anything else."""
-    from tests.calibrated import write_file
+    from tests.support.calibrated import write_file
 
     model = build("llama")
     tensors = example_tensors(ATSKV(), layers=3, heads=2, group=2, size=16)

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from tests.held_rows import held_of, make_row
+from tests.support.held_rows import held_of, make_row
 
-from kvtailor.ops.rotate import turn, turn_on_average
+from kvtailor.ops.lanes.rotate import turn, turn_on_average
 from kvtailor.score.expected import Expected
 from kvtailor.types import Held, Moments, Needs, Rotation
 

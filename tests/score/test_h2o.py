@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.held_rows import held_of, make_row
+from tests.support.held_rows import held_of, make_row
 
 from kvtailor.score.h2o import H2O
 from kvtailor.types import Needs

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.held_rows import held_of, make_row
+from tests.support.held_rows import held_of, make_row
 
-from kvtailor.layer import LayerState
+from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.reconstruct import Piece
 from kvtailor.plan import Plan
-from kvtailor.repeat import Piece
 from kvtailor.score.kvzip import KVzip
 from kvtailor.types import Layout, PlainSegment
 
@@ -68,7 +68,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     piece = Piece(columns=[torch.arange(4)], sinks=[torch.arange(2)], real=torch.ones((1, 2), dtype=torch.bool))
     found = []
     for scratch in (1 << 22, 1):
-        monkeypatch.setattr("kvtailor.repeat._SCRATCH", scratch)
+        monkeypatch.setattr("kvtailor.engine.reconstruct._SCRATCH", scratch)
         state.reconstruction = None
         piece.attend(state, passing, queries, Causal(), 0.3)
         found.append(state.reconstruction)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from tests.held_rows import held_of, make_row
+from tests.support.held_rows import held_of, make_row
 
 from kvtailor.score.random import Random
 from kvtailor.types import Held, Needs

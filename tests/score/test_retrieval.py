@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.held_rows import held_of, make_row, row_of
+from tests.support.held_rows import held_of, make_row, row_of
 
 from kvtailor.plan import Plan
 from kvtailor.score.retrieval import Retrieval

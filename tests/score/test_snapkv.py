@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tests.held_rows import Row, held_of, make_row
+from tests.support.held_rows import Row, held_of, make_row
 from torch import Tensor
 
 from kvtailor.score.snapkv import SnapKV

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from tests.held_rows import Row, held_of, make_row, row_of
-from tests.seam.zoo import build, held_columns, prompts
+from tests.support.held_rows import Row, held_of, make_row, row_of
+from tests.support.seam.zoo import build, held_columns, prompts
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -11,8 +11,8 @@ import transformers
 import kvtailor
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan
-from tests.crossed import crossed
-from tests.seam.zoo import build, error, held_columns, prompts
+from tests.support.crossed import crossed
+from tests.support.seam.zoo import build, error, held_columns, prompts
 
 PLANS = (
     "snapkv(window=8) @ tokens=32",

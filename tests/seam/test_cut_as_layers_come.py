@@ -13,12 +13,12 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.layer import LayerState
+from kvtailor.engine.layer_state import LayerState
 from kvtailor.plan import Plan
 from tests.allocate.test_dynamickv import rounds
-from tests.live_bytes import LiveBytes
 from tests.seam.test_modes import decoded
-from tests.seam.zoo import MaskedReference, build, error, held_columns, prompts
+from tests.support.live_bytes import LiveBytes
+from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts
 
 SNAP = "snapkv(window=6, kernel=3)"
 DYNAMIC = f"{SNAP} + dynamickv(interval=2, most=2.5)"

@@ -16,7 +16,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
-from tests.seam.zoo import build, error, prompts
+from tests.support.seam.zoo import build, error, prompts
 
 OURS = str(Path(kvtailor.__file__).parent)
 PLANS = (

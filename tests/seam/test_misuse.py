@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, NAME
-from tests.seam.zoo import VOCABULARY, build, error, prompts
+from tests.support.seam.zoo import VOCABULARY, build, error, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
 _TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -220,7 +220,7 @@ def test_two_models_of_one_configuration_object() -> None:
     """They share the name of their attention; ours serves the other model's own caches just as well."""
     import copy
 
-    from tests.seam.zoo import configs
+    from tests.support.seam.zoo import configs
 
     config = copy.deepcopy(configs()["llama"])
     one = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.layer import LayerState
+from kvtailor.engine.layer_state import LayerState
 from kvtailor.plan import Plan
-from tests.crossed import crossed
-from tests.seam.zoo import COMPRESSIBLE, build, error, held_columns, prompts
+from tests.support.crossed import crossed
+from tests.support.seam.zoo import COMPRESSIBLE, build, error, held_columns, prompts
 
 PLANS = (
     "streaming @ tokens=16",

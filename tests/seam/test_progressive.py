@@ -16,8 +16,8 @@ from kvtailor.encode.contract import Codec
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.plain import Plain
 from kvtailor.plan import Plan
-from kvtailor.score.knorm import KNorm
-from tests.seam.zoo import MaskedReference, build, error, held_columns, prompts
+from kvtailor.score.by_keys.knorm import KNorm
+from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
-from tests.seam.zoo import build, prompts
+from tests.support.seam.zoo import build, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
 GREEDY = {"do_sample": False, "max_new_tokens": 8}

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
-from kvtailor.hf.loading import load
-from tests.seam.zoo import VOCABULARY, build, error, held_columns, prompts
+from kvtailor.hf.model.loading import load
+from tests.support.seam.zoo import VOCABULARY, build, error, held_columns, prompts
 
 TARGETS = [
     "full",

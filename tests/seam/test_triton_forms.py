@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import kvtailor
-from kvtailor.ops.twins import using
+from kvtailor.ops.dispatch import using
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
-from tests.seam.zoo import VOCABULARY, build, error, prompts
+from tests.support.seam.zoo import VOCABULARY, build, error, prompts
 
 pytestmark = needs_triton
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvtailor
-from tests.seam.zoo import build, error, held_columns, prompts
+from tests.support.seam.zoo import build, error, held_columns, prompts
 
 LENGTH = 100
 

@@ -16,12 +16,12 @@ from kvtailor.encode.vector import Vector
 from kvtailor.errors import KvtailorError, MethodError
 from kvtailor.merge.contract import Merged, Merger
 from kvtailor.plan import Plan
+from kvtailor.score.by_keys.knorm import KNorm
 from kvtailor.score.critical import Critical
 from kvtailor.score.h2o import H2O
-from kvtailor.score.knorm import KNorm
 from kvtailor.select.topk import TopK
 from kvtailor.types import Held
-from tests.seam.zoo import build, prompts
+from tests.support.seam.zoo import build, prompts
 
 TOKENS, HEADS = 40, 2
 HELD = (1, HEADS, TOKENS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tests.kvpress_cases import Pairing, cases, each_pairing, left
+from tests.support.kvpress_cases import Pairing, cases, each_pairing, left
 
 SELECTED = (
     Pairing(case="chunks l20 knorm one-head", plan="knorm + chunks(size=20)"),

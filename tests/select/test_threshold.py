@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tests.seam.zoo import build, held_columns, prompts
+from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
 from kvtailor.allocate.uniform import Uniform
-from kvtailor.bench.whole import plans_at_whole_budget
+from kvtailor.bench.whole_budget import plans_at_whole_budget
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan, parse
-from kvtailor.score.knorm import KNorm
+from kvtailor.score.by_keys.knorm import KNorm
 from kvtailor.select.threshold import Threshold
 
 INF = math.inf

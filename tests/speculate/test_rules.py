@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.speculate.chains import Table, chi_square, random_tables, transitions
+from tests.support.chains import Table, chi_square, random_tables, transitions
 from torch import Tensor
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.seam.zoo import build, prompts
+from tests.support.seam.zoo import build, prompts
 
 import kvtailor
 from kvtailor.store.segment_file import SegmentFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.seam.test_modes import decoded
-from tests.seam.zoo import build, prompts
+from tests.support.seam.zoo import build, prompts
 
 import kvtailor
 from kvtailor.errors import PlanError

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from kvtailor.store.rooms import Rooms
+from kvtailor.store.offload.buffers import Rooms
 
 
 def test_a_room_comes_back_when_the_last_tensor_over_it_is_gone() -> None:

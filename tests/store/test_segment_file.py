@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import TierError
-from kvtailor.store.folder import Folder
+from kvtailor.store.offload.folder import Folder
 from kvtailor.store.segment_file import SegmentFile
 
 TENSORS = {

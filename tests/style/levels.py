@@ -1,4 +1,7 @@
-"""The import law of ARCHITECTURE §5, as a function over source files."""
+"""The import law of docs/architecture.md, as functions over source files.
+
+Imports count wherever they stand: at the top, inside a function, or under `TYPE_CHECKING`.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +9,35 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOMS = ("score", "allocate", "select", "merge", "encode", "store", "attend")
+STAGES = ("score", "allocate", "select", "merge", "encode", "store", "attend")
 LEVELS = {
     "errors": 0,
-    "held": 0,
-    "reading": 0,
-    "types": 0,
     "method": 0,
+    "types": 0,
+    "version": 0,
+    "presets": 0,
     "ops": 1,
     "ledger": 1,
-    "calibration": 1,
-    "returned": 1,
-    "observe": 2,
-    **dict.fromkeys(ROOMS, 2),
-    "find": 3,
+    "calibration_file": 1,
+    **dict.fromkeys(STAGES, 2),
     "plan": 3,
-    "plan_arguments": 3,
-    "plan_check": 3,
-    "plan_read": 3,
-    "plan_text": 3,
-    "budget": 3,
-    "hold": 3,
-    "flush": 3,
-    "keep": 3,
-    "layer": 3,
-    "repeat": 3,
-    "rollback": 3,
-    "route": 3,
-    "together": 3,
-    "walk": 3,
-    "pending": 3,
+    "engine": 3,
     "speculate": 3,
-    "presets": 3,
-    "demo": 3,
     "hf": 4,
+    "calibration": 5,
     "bench": 5,
-    "calibrators": 5,
-    "cli": 6,
-    "__main__": 6,
+    "demo": 6,
+    "cli": 7,
+    "__main__": 7,
 }
-# `layer` is the other half of `route`: docs/decisions/0003-lanes.md. `walk` and `keep` do what follows a score.
-MAY_NAME_ROOMS = ("find", "route", "walk", "layer", "keep")
 # The recipe that trains the demo model needs the tokenizers package, and is run by hand.
 RECIPE = "demo"
+MOST_MODULES_AT_ROOT = 5
+MOST_FILES_IN_A_FOLDER = 15
 
 
 def imports_of(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
-    """Every dotted module that a file imports, at any depth, relative ones resolved against `package`."""
+    """Every dotted module or name that a file imports, at any depth, relative ones resolved against `package`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -62,8 +47,7 @@ def imports_of(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, base]).rstrip(".")
             yield base, node.lineno
-            if base in ("kvtailor", *(f"kvtailor.{room}" for room in ROOMS)):
-                yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
 
 
 def breaches(root: Path) -> list[str]:
@@ -76,7 +60,7 @@ def breaches(root: Path) -> list[str]:
         home, name = parts[0], "/".join(parts)
         package = ".".join(["kvtailor", *parts[:-1]])
         if home not in LEVELS:
-            found.append(f"{name} belongs to no level: give it one in {Path(__file__).name}, and in ARCHITECTURE")
+            found.append(f"{name} belongs to no level: give it one in {Path(__file__).name}, and in docs/architecture")
             continue
         for module, line in imports_of(ast.parse(path.read_text(encoding="utf-8")), package):
             reason = _breach(home, parts, module.split("."))
@@ -93,15 +77,69 @@ def _breach(home: str, parts: tuple[str, ...], module: list[str]) -> str | None:
     there = module[1]
     if there not in LEVELS:
         return None
-    if LEVELS[there] > LEVELS[home] and not (home == RECIPE and there in ("hf", "bench")):
+    if LEVELS[there] > LEVELS[home]:
         return f"{home} is level {LEVELS[home]}, {there} is level {LEVELS[there]}"
-    if home in ROOMS and there in ROOMS and there != home:
-        return "rooms never import each other"
-    if there in ROOMS and home not in ROOMS and LEVELS[home] < LEVELS["hf"] and home not in MAY_NAME_ROOMS:
-        return "below hf only find and route name rooms"
-    if home == "bench" and parts[1:2] == ("report",) and there in ("hf", "route", "layer"):
+    if home in STAGES and there in STAGES and there != home:
+        return "stages never import each other"
+    if parts[:2] == ("bench", "report") and there in ("hf", "engine"):
         return "bench/report reads records only"
     return None
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    """Which modules of the package at `root` each of its modules imports, by dotted name without the package's own.
+
+    With a module Python runs the packages that contain it; those that contain the importing module, too, have begun.
+    """
+    files = {".".join(path.relative_to(root).with_suffix("").parts): path for path in sorted(root.rglob("*.py"))}
+    names = {name.removesuffix("__init__").rstrip("."): path for name, path in files.items()}
+    edges: dict[str, set[str]] = {}
+    for name, path in names.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        package = f"kvtailor.{package}".rstrip(".")
+        edges[name] = set()
+        for module, _ in imports_of(ast.parse(path.read_text(encoding="utf-8")), package):
+            there = module.removeprefix("kvtailor").removeprefix(".")
+            if module.split(".")[0] == "kvtailor" and there in names:
+                edges[name] |= {there, *_packages_of(there)} - {name, *_packages_of(name), ""}
+    return edges
+
+
+def _packages_of(module: str) -> set[str]:
+    """The packages that Python runs before a module: those that contain it."""
+    parts = module.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other, each sorted."""
+    reached = {name: _reached(name, edges) for name in edges}
+    groups = {tuple(sorted(t for t in there if name in reached[t])) for name, there in reached.items() if name in there}
+    return [list(group) for group in sorted(groups)]
+
+
+def _reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    todo = list(edges[start])
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += edges[name]
+    return found
+
+
+def crowds(root: Path) -> list[str]:
+    """Folders of the package at `root` that hold too many files, a sentence for each."""
+    found = []
+    modules = [path.stem for path in root.glob("*.py") if not path.stem.startswith("__")]
+    if len(modules) > MOST_MODULES_AT_ROOT:
+        found.append(f"{len(modules)} modules at the root, of {MOST_MODULES_AT_ROOT} at most: {', '.join(modules)}")
+    for folder in sorted(path for path in root.rglob("*") if path.is_dir() and path.name != "__pycache__"):
+        files = [path for path in folder.glob("*.py") if path.stem != "__init__"]
+        if len(files) > MOST_FILES_IN_A_FOLDER:
+            found.append(f"{folder.relative_to(root)} holds {len(files)} files, of {MOST_FILES_IN_A_FOLDER} at most")
+    return found
 
 
 def write_tree(root: Path, files: Mapping[str, str]) -> Path:

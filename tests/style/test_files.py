@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvtailor
-from kvtailor import find
+from kvtailor.plan import registry
 
 ROOT = Path(kvtailor.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ OURS = [*SOURCES, *(path for name in ("docs", "tests") for path in sorted((REPOS
 LONGEST = 400
 FORBIDDEN = re.compile(r"(^|_)(utils?|helpers?|managers?|misc|stuff)(_|$)", re.IGNORECASE)
 HEADS = ("Idea", "Paper", "Source", "Departs", "Cost")
-METHODS = [info for room in find.rooms() for info in find.methods(room).values()]
+METHODS = [info for room in registry.rooms() for info in registry.methods(room).values()]
 LETTERS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
 
 
@@ -113,12 +113,12 @@ def test_method_names_are_unique_across_rooms() -> None:
     assert [name for name, count in Counter(info.name for info in METHODS).items() if count > 1] == []
 
 
-@pytest.mark.parametrize("room", find.rooms())
+@pytest.mark.parametrize("room", registry.rooms())
 def test_every_public_method_file_of_a_room_is_found(room: str) -> None:
     """A file that holds a subclass of the contract but is not listed would be a method that no plan can name."""
-    contract = find.contract(room)
-    for path in (ROOT / room).glob("*.py"):
-        module = importlib.import_module(f"kvtailor.{room}.{path.stem}")
+    contract = registry.contract(room)
+    for path in (ROOT / room).rglob("*.py"):
+        module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
         own = [
             each
             for each in vars(module).values()
@@ -128,13 +128,13 @@ def test_every_public_method_file_of_a_room_is_found(room: str) -> None:
             and each.__module__ == module.__name__
             and not each.__name__.startswith("_")
         ]
-        listed = [info.class_name for info in find.methods(room).values() if info.module == module.__name__]
+        listed = [info.class_name for info in registry.methods(room).values() if info.module == module.__name__]
         assert [each.__name__ for each in own] == listed
 
 
 def test_a_method_has_its_docstring_heads() -> None:
     for info in METHODS:
-        path = ROOT / info.room / f"{info.name}.py"
+        path = ROOT.parent / (info.module.replace(".", "/") + ".py")
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         places = [text.find(f"*{head}*") for head in HEADS]
         assert -1 not in places and places == sorted(places), f"{of_file(path)}: heads {HEADS}, in this order"
@@ -143,7 +143,7 @@ def test_a_method_has_its_docstring_heads() -> None:
 
 def test_a_method_is_a_frozen_keyword_only_dataclass_that_text_can_write() -> None:
     for info in METHODS:
-        kind = find.load(info.room, info.name)
+        kind = registry.load(info.room, info.name)
         params = kind.__dataclass_params__  # type: ignore[attr-defined]
         assert dataclasses.is_dataclass(kind) and params.frozen, info.name
         fields = dataclasses.fields(kind)
@@ -162,5 +162,5 @@ def test_every_paper_of_a_method_is_in_the_bibliography() -> None:
 
 def test_every_preset_cites_a_key_of_the_bibliography() -> None:
     known = set(re.findall(r"@\w+\{(\w+),", (REPOSITORY / "docs" / "papers.bib").read_text(encoding="utf-8")))
-    cited = {preset.paper.split(",")[0].split()[0] for preset in find.presets().values() if preset.paper}
+    cited = {preset.paper.split(",")[0].split()[0] for preset in registry.presets().values() if preset.paper}
     assert cited and cited - known == set()

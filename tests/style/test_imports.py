@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.style.levels import breaches, write_tree
+from tests.style.levels import breaches, circles, crowds, graph, write_tree
 
 import kvtailor
 
@@ -27,12 +27,12 @@ def test_the_tree_keeps_the_law() -> None:
         ("encode/bad.py", "import transformers.cache_utils", "only hf"),
         ("bench/bad.py", "def f():\n    from transformers import AutoModel", "only hf"),
         ("cli/bad.py", "import transformers", "only hf"),
-        ("types.py", "from kvtailor.ops.topk import topk", "ops is level 1"),
+        ("types/bad.py", "from kvtailor.ops.lanes.topk import topk", "ops is level 1"),
         ("ops/bad.py", "from kvtailor.score.contract import Scorer", "score is level 2"),
-        ("plan.py", "from kvtailor.score.snapkv import SnapKV", "only find and route"),
-        ("budget.py", "from kvtailor import select", "only find and route"),
+        ("ops/bad.py", "if TYPE_CHECKING:\n    from kvtailor.plan import Plan", "plan is level 3"),
+        ("calibration_file.py", "from kvtailor import select", "select is level 2"),
         ("hf/bad.py", "from kvtailor.bench.runner import run", "bench is level 5"),
-        ("route.py", "from kvtailor.hf.cache import KvCache", "hf is level 4"),
+        ("engine/bad.py", "from kvtailor.hf.cache import KvCache", "hf is level 4"),
         ("bench/report/bad.py", "from kvtailor.hf.cache import KvCache", "reads records only"),
         ("helpers.py", "", "belongs to no level"),
     ],
@@ -47,12 +47,42 @@ def test_the_law_refuses(file: str, text: str, reason: str, tmp_path: Path) -> N
     [
         (
             "score/good.py",
-            "from kvtailor.score.contract import Scorer\nfrom kvtailor.ops.topk import topk\nimport torch",
+            "from kvtailor.score.contract import Scorer\nfrom kvtailor.ops.lanes.topk import topk\nimport torch",
         ),
-        ("find.py", "from kvtailor.score.contract import Scorer"),
+        ("plan/good.py", "from kvtailor.score.contract import Scorer"),
         ("hf/good.py", "import transformers\nfrom kvtailor.plan import Plan"),
         ("cli/good.py", "def f():\n    from kvtailor.bench.runner import run"),
     ],
 )
 def test_the_law_allows(file: str, text: str, tmp_path: Path) -> None:
     assert breaches(write_tree(tmp_path, {file: text})) == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circles(graph(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from kvtailor.hf.a import f",
+        "def g():\n    from kvtailor.hf import a",
+        "if TYPE_CHECKING:\n    from . import a",
+    ],
+)
+def test_a_circle_is_seen_wherever_its_imports_stand(back: str, tmp_path: Path) -> None:
+    files = {
+        "hf/__init__.py": "",
+        "hf/a.py": "from kvtailor.hf.b import g",
+        "hf/b.py": "import kvtailor.hf.c",
+        "hf/c.py": back,
+        "hf/d.py": "from kvtailor.hf import a",
+    }
+    assert circles(graph(write_tree(tmp_path, files))) == [["hf.a", "hf.b", "hf.c"]]
+
+
+def test_no_folder_is_crowded(tmp_path: Path) -> None:
+    assert crowds(ROOT) == []
+    files = {f"score/m{i}.py": "" for i in range(16)} | {f"m{i}.py": "" for i in range(6)} | {"merge/one.py": ""}
+    found = crowds(write_tree(tmp_path, files))
+    assert len(found) == 2 and "6 modules at the root" in found[0] and "score holds 16 files" in found[1]

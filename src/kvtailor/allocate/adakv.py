@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.apportion import apportion, layer_shares
-from kvtailor.ops.topk import pooled_counts
+from kvtailor.ops.lanes.apportion import apportion, layer_shares
+from kvtailor.ops.lanes.topk import pooled_counts
 
 __all__ = ["AdaKV"]
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.apportion import even_shares
-from kvtailor.ops.observed import window_attention
+from kvtailor.ops.attention.observed import window_attention
+from kvtailor.ops.lanes.apportion import even_shares
 from kvtailor.types import Held, Needs
 
 __all__ = ["Cake"]

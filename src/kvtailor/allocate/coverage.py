@@ -24,8 +24,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.apportion import apportion, even_shares
-from kvtailor.ops.observed import window_means
+from kvtailor.ops.attention.observed import window_means
+from kvtailor.ops.lanes.apportion import apportion, even_shares
 from kvtailor.types import Held, Needs
 
 __all__ = ["Coverage"]

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.calibration import CalibratedMethod
-from kvtailor.ops.apportion import apportion
+from kvtailor.calibration_file import CalibratedMethod
+from kvtailor.ops.lanes.apportion import apportion
 
 __all__ = ["Duo"]
 

@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.apportion import even_shares
-from kvtailor.ops.topk import keep_top, pooled_counts
+from kvtailor.ops.lanes.apportion import even_shares
+from kvtailor.ops.lanes.topk import keep_top, pooled_counts
 
 __all__ = ["DynamicKV"]
 

@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.calibration import CalibratedMethod
-from kvtailor.ops.apportion import even_shares
-from kvtailor.ops.observed import mean_attention
-from kvtailor.ops.rank import effective_rank
+from kvtailor.calibration_file import CalibratedMethod
+from kvtailor.ops.attention.observed import mean_attention
+from kvtailor.ops.codes.rank import effective_rank
+from kvtailor.ops.lanes.apportion import even_shares
 from kvtailor.types import Held, Needs
 
 __all__ = ["Erank"]

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.apportion import apportion
-from kvtailor.ops.topk import pooled_counts
+from kvtailor.ops.lanes.apportion import apportion
+from kvtailor.ops.lanes.topk import pooled_counts
 
 __all__ = ["Pooled"]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.apportion import moved_shares
+from kvtailor.ops.lanes.apportion import moved_shares
 from kvtailor.types import Held, Needs
 
 __all__ = ["Shuffled"]

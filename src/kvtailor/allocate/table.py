@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.apportion import even_shares, split_shares
 from kvtailor.ops.files import FileContent, read_file
+from kvtailor.ops.lanes.apportion import even_shares, split_shares
 
 __all__ = ["Table"]
 

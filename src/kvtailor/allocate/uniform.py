@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.apportion import even_shares
+from kvtailor.ops.lanes.apportion import even_shares
 
 __all__ = ["Uniform"]
 

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.coded import Whole
-from kvtailor.ops.lanes import Lanes
-from kvtailor.ops.parts import lane_sees, lanes_of, read_all, read_lanes
-from kvtailor.ops.twins import page_attention
+from kvtailor.ops.attention.lanes import Lanes
+from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
+from kvtailor.ops.dispatch import page_attention
+from kvtailor.ops.segments.coded import Whole
 from kvtailor.types import Layout, Segment, Visibility
 
 __all__ = ["Quest"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
-from kvtailor.ops.attention import reference
+from kvtailor.ops.attention.definition import reference
 from kvtailor.types import Segment, Visibility
 
 __all__ = ["Reference"]

@@ -32,13 +32,13 @@ from torch import Tensor
 
 from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.chunks import chunk_bounds, promised
-from kvtailor.ops.lanes import Lanes
-from kvtailor.ops.parts import read_all, read_lanes
-from kvtailor.ops.pool import pool_members
-from kvtailor.ops.rows import Rows, chosen_places, gather, rows_of
-from kvtailor.ops.topk import keep_top
-from kvtailor.ops.votes import window_votes
+from kvtailor.ops.attention.lanes import Lanes
+from kvtailor.ops.attention.parts import read_all, read_lanes
+from kvtailor.ops.attention.votes import window_votes
+from kvtailor.ops.lanes.chunks import chunk_bounds, promised
+from kvtailor.ops.lanes.pool import pool_members
+from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
+from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.types import Segment, Visibility
 
 __all__ = ["Rocket"]

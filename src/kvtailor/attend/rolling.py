@@ -29,9 +29,9 @@ from torch import Tensor
 
 from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.parts import counting, read_all
-from kvtailor.ops.rotate import turn
-from kvtailor.ops.rows import places_of
+from kvtailor.ops.attention.parts import counting, read_all
+from kvtailor.ops.lanes.rotate import turn
+from kvtailor.ops.lanes.rows import places_of
 from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
 
 __all__ = ["Rolling"]

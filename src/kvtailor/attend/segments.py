@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
-from kvtailor.ops.parts import counting, read_all
+from kvtailor.ops.attention.parts import counting, read_all
 from kvtailor.types import Segment, Visibility
 
 __all__ = ["Segments"]

@@ -88,7 +88,7 @@ def _text(name: str, given: Mapping[str, Any], kind: Kind, data: Path | None) ->
 @lru_cache(maxsize=4)
 def _read(name: str, characters: int | None, state: int, data: Path | None) -> Text:
     """Several tasks of a suite read the same text; of a corpus, as much as is usual."""
-    from kvtailor.bench.texts import BETWEEN, STATES, generated_documents, read_text, starts_of
+    from kvtailor.bench.data.texts import BETWEEN, STATES, generated_documents, read_text, starts_of
 
     if characters is not None:
         documents = generated_documents(characters, state if 0 < state < STATES else 0)
@@ -96,7 +96,7 @@ def _read(name: str, characters: int | None, state: int, data: Path | None) -> T
     if is_path(name):
         return Text(read_text(Path(name)), Path(name).name, None, ())
     try:
-        corpus = importlib.import_module("kvtailor.bench.corpora").corpus
+        corpus = importlib.import_module("kvtailor.bench.data.corpora").corpus
     except ImportError as error:
         raise KvtailorError(f"The corpora cannot be imported: {error}") from error
     found = corpus(name, data=data)

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtailor.bench.overlap import Calibrated
+from kvtailor.bench.data.overlap import Calibrated
 from kvtailor.errors import KvtailorError, PlanError
 
 __all__ = ["OTHER_ATTENTION", "OWN", "Contestant"]
@@ -75,4 +75,4 @@ class Contestant:
 
 OWN = Contestant(label="the model's own cache", plan=None, hash="own")
 OTHER_ATTENTION = Contestant(label="the model's own cache under its other attention", plan=None, hash="own, eager")
-"""Exact as well, and rounded elsewhere: a yardstick for what rounding does, see `bench.rounding`."""
+"""Exact as well, and rounded elsewhere: a yardstick for what rounding does, see `bench.checks.rounding`."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from kvtailor.bench.longsets import long_set
-from kvtailor.bench.synthetic import ALL_TASKS
+from kvtailor.bench.data.longsets import long_set
+from kvtailor.bench.data.synthetic.documents import ALL_TASKS
 from kvtailor.bench.tasks import Task
 from kvtailor.errors import KvtailorError, UnknownName, suggest
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from kvtailor.bench import machine, tripwires
+from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.measure import machine
 from kvtailor.bench.schema import NoRecords, Record, read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Given, Task
@@ -112,10 +113,10 @@ def run(
     for task in tasks:
         if task.name not in KINDS or not KINDS[task.name].of_cost:
             subject.answer_for(task.name)
-    permits = tripwires.allowances(allow)
+    permits = checks.allowances(allow)
     contestants = [replace(each, calibration=subject.provenance(each)) for each in contestants]
     verdicts = {each.label: subject.verdicts(each) for each in contestants}
-    tripwires.check_sources({name: text for task in tasks for name, text in task.texts().items()})
+    checks.check_sources({name: text for task in tasks for name, text in task.texts().items()})
     started = datetime.now(UTC)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     here = machine.describe(bandwidth=bandwidth, device=subject.device, dtype=subject.dtype)
@@ -160,7 +161,7 @@ def run(
             for each in absent
         )
         for found in chain(task.measure(given), steps.rest(task, len(there)), without):
-            own = (note for note in found.notes if not tripwires.is_allowance(note))
+            own = (note for note in found.notes if not checks.is_allowance(note))
             record = replace(found, notes=tuple(dict.fromkeys((*own, *verdicts.get(found.label, ()), *permits))))
             records.append(record)
             # One that was there is written again only where other tripwires were allowed for it.
@@ -168,7 +169,7 @@ def run(
                 with path.open("a", encoding="utf-8") as lines:
                     lines.write(record.to_json() + "\n")
             finish(record)
-    tripwires.check_records(records)
+    checks.check_records(records)
     return records
 
 

@@ -1,7 +1,7 @@
 """One measurement, as it is written to a line of `records.jsonl`. A field that was not measured is None (JSON null).
 
 Records are the only thing that a report reads: whatever a table or a plot shows is in here, or is computed from
-`values` by `bench.statistics`.
+`values` by `bench.measure.statistics`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Record:
         bytes_by_layer: `bytes_held` by layer of the model.
         bytes_resident: growth of the resident memory of a fresh process per cache that it holds.
         bytes_alive: growth of all tensors of this process by one more such cache after its prefill, files left out; see
-            `bench.probing`.
+            `bench.checks.probing`.
         bytes_peak: highest memory of that process during one prefill, above what it held before (weights, mostly);
             resident memory on the CPU, the allocator's on an accelerator.
         bytes_peak_decode: the same while it decodes after that prefill.
@@ -90,7 +90,7 @@ class Record:
             not be tried.
         timings: seconds by name, each with `median`, `q1`, `q3`, `p10`, `count` and `left_out` (disturbed samples).
         floor_seconds: time for one token if every byte of weights and cache were read once at `machine.read_bandwidth`.
-        machine: versions, processor, threads, load and bandwidth, see `bench.machine`.
+        machine: versions, processor, threads, load and bandwidth, see `bench.measure.machine`.
         wall_seconds: time that this record took to make, warm-up included.
         notes: what a reader must know to judge the numbers, whole sentences.
         error: why there are no numbers, one sentence; None where there are.

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import OTHER_ATTENTION, Contestant
-from kvtailor.bench.overlap import Calibrated, read_back
-from kvtailor.calibration import Calibration
+from kvtailor.bench.data.overlap import Calibrated, read_back
+from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
-from kvtailor.hf.fingerprint import fingerprint
+from kvtailor.hf.model.fingerprint import fingerprint
 from kvtailor.ledger import storage_bytes
 
 __all__ = ["Subject", "Tokens", "hash_of"]
@@ -48,8 +48,8 @@ class Subject:
         model: called as `model(input_ids=, past_key_values=, use_cache=True, logits_to_keep=)`.
         tokenizer: called as transformers' tokenizers are; None where no task needs text.
         make_cache: (model, plan) -> cache; None: `kvtailor.cache_for`.
-        whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole`; None:
-            kvtailor's own, if `make_cache` is, else nobody can say.
+        whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole_budget`;
+            None: kvtailor's own, if `make_cache` is, else nobody can say.
         loadable: another process can load the same model by `name`, dtype and device.
         trained: its answers mean something; the bench asks an untrained model for costs alone.
         stock_attention: the attention implementation under which the model's own cache is measured; found by itself.
@@ -70,13 +70,13 @@ class Subject:
 
     @classmethod
     def load(cls, name: str, *, dtype: str | None = None, device: str | None = None) -> Subject:
-        """The model of a name or folder, see `hf.loading.load`.
+        """The model of a name or folder, see `hf.model.loading.load`.
 
         Raises:
             KvtailorError: there is no such model, or its dtype or device is not known.
         """
-        from kvtailor.hf.config import RANDOM_SHAPES
-        from kvtailor.hf.loading import load
+        from kvtailor.hf.model.config import RANDOM_SHAPES
+        from kvtailor.hf.model.loading import load
 
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise KvtailorError(f"asked for dtype {dtype!r}: give float32, bfloat16 or float16")
@@ -126,7 +126,7 @@ class Subject:
         return sum(p.numel() for p in parameters), total, total if tied else total - storage_bytes([embedding.weight])
 
     def fingerprint(self) -> str | None:
-        """See `hf.fingerprint.fingerprint`; None for a model without parameters."""
+        """See `hf.model.fingerprint.fingerprint`; None for a model without parameters."""
         return fingerprint(self.model)
 
     def provenance(self, contestant: Contestant) -> tuple[Calibrated, ...]:
@@ -146,7 +146,7 @@ class Subject:
         """The files that a plan reads on this model; none where it cannot have them."""
         if contestant.plan is None or contestant.missing or self.make_cache is not None:
             return []
-        from kvtailor.hf.calibrations import calibrations_of
+        from kvtailor.hf.model.calibrated import calibrations_of
         from kvtailor.plan import Plan
 
         try:
@@ -173,7 +173,7 @@ class Subject:
             return ()
         if self.whole_budget is not None:
             return self.whole_budget(contestant.plan)
-        from kvtailor.bench.whole import plans_at_whole_budget
+        from kvtailor.bench.whole_budget import plans_at_whole_budget
 
         return plans_at_whole_budget(contestant.plan)
 
@@ -193,7 +193,7 @@ class Subject:
         """`forward` for a prompt (b, n) on an empty cache: read twice where the plan wants that."""
         if not _reads_twice(cache):
             return self.forward(ids, cache, last_only=last_only)
-        from kvtailor.hf.prefill import instruction_of, read
+        from kvtailor.hf.run.prefill import instruction_of, read
 
         return read(self.model, cache, ids, instruction=instruction_of(self.tokenizer), last_only=last_only), cache
 
@@ -201,13 +201,13 @@ class Subject:
         """Feeds so many greedy tokens, of which `following` (b, 1) are the first, and waits for the device.
 
         Args:
-            graphs: by steps that are replayed, see `hf.replay`; not for the model's own cache.
+            graphs: by steps that are replayed, see `hf.graphs.replay`; not for the model's own cache.
 
         Returns:
             the cache (a new one where it was None).
         """
         if graphs:
-            from kvtailor.hf.replaying import greedy
+            from kvtailor.hf.graphs.replaying import greedy
 
             greedy(self.model, cache, following, tokens)
         else:
@@ -218,8 +218,8 @@ class Subject:
         return cache
 
     def begin(self, ids: Tensor, cache: Any, mask: Tensor | None = None) -> None:
-        """Before the model's own `generate` with a prompt (b, n) and an empty cache, see `hf.prefill.begin`."""
-        from kvtailor.hf.prefill import begin
+        """Before the model's own `generate` with a prompt (b, n) and an empty cache, see `hf.run.prefill.begin`."""
+        from kvtailor.hf.run.prefill import begin
 
         begin(self.model, cache, ids, mask, tokenizer=self.tokenizer)
 
@@ -263,7 +263,7 @@ class Subject:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _start(self) -> list[int]:
-        from kvtailor.hf.chat import start_ids
+        from kvtailor.hf.run.chat import start_ids
 
         return start_ids(self.tokenizer)
 
@@ -283,7 +283,7 @@ def _reads_twice(cache: Any) -> bool:
 
 
 def _cache_for(model: Any, plan: str) -> Any:
-    from kvtailor import cache_for
+    from kvtailor.hf.make_cache import cache_for
 
     return cache_for(model, plan)
 

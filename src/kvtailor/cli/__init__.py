@@ -94,6 +94,6 @@ def main(ctx: click.Context, twins: str | None) -> None:
     kvtailor bench                                   what each plan costs and buys
     """
     if twins is not None:
-        from kvtailor.ops.twins import using
+        from kvtailor.ops.dispatch import using
 
         ctx.with_resource(using(twins))

@@ -15,7 +15,7 @@ from kvtailor.cli.margins import margin_options, margins_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtailor.bench.equivalence import Margins
+    from kvtailor.bench.measure.equivalence import Margins
     from kvtailor.bench.report import Summary
     from kvtailor.bench.schema import Record
     from kvtailor.bench.subject import Subject
@@ -182,7 +182,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         click.UsageError: one of them says nothing that can be read.
     """
-    from kvtailor.plan_text import bytes_of
+    from kvtailor.plan.grammar import bytes_of
 
     try:
         memory = bytes_of(options["memory"]) if options["memory"] else None
@@ -206,7 +206,7 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
     from kvtailor.bench.build import make_task
     from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
-    from kvtailor.bench.report.terminal import show
+    from kvtailor.bench.report.pages.terminal import show
     from kvtailor.bench.runner import contestants_of, finished, plan_run, run
 
     plans = options["plans"] or DEFAULT_PLANS
@@ -236,10 +236,10 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
 
     from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
-    from kvtailor.bench.report.suite_pages import show_suite, suite_pages
+    from kvtailor.bench.report.suite.pages import show_suite, suite_pages
     from kvtailor.bench.runner import finished
-    from kvtailor.bench.suite import read_suite, suites
-    from kvtailor.bench.suite_run import prepare
+    from kvtailor.bench.suite.run import prepare
+    from kvtailor.bench.suite.suite import read_suite, suites
 
     suite = read_suite(options["suite"])
     with console.status(f"preparing {suite.name}"):
@@ -275,7 +275,7 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
 
 
 def _kernels(ctx: click.Context, options: dict[str, Any]) -> None:
-    from kvtailor.bench.kernels import main
+    from kvtailor.bench.micro.kernels import main
 
     mine = ("what", "contexts", "rounds", "device", "batches", "as_json")
     for name in options:
@@ -286,7 +286,7 @@ def _kernels(ctx: click.Context, options: dict[str, Any]) -> None:
 
 
 def _list_suites() -> None:
-    from kvtailor.bench.suite import read_suite, suites
+    from kvtailor.bench.suite.suite import read_suite, suites
 
     for name in suites():
         suite = read_suite(name)
@@ -308,7 +308,7 @@ def _pages(out: Path | None, margins: Margins, console: Console) -> None:
 
 
 def _picture(summary: Summary, out: Path | None, console: Console) -> None:
-    from kvtailor.bench.report.plot import plot
+    from kvtailor.bench.report.charts.plot import plot
     from kvtailor.errors import KvtailorError
 
     if out is None:

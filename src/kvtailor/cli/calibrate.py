@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from kvtailor.calibration import Calibration
+    from kvtailor.calibration_file import Calibration
 
 __all__ = ["command"]
 
@@ -65,9 +65,9 @@ def command(
 
     from kvtailor.bench.progress import bar
     from kvtailor.bench.subject import Subject
-    from kvtailor.calibrators.contract import calibrator
-    from kvtailor.calibrators.run import calibrate
-    from kvtailor.cli.calibration_words import about
+    from kvtailor.calibration.contract import calibrator
+    from kvtailor.calibration.run import calibrate
+    from kvtailor.cli.words.calibration import about
     from kvtailor.errors import KvtailorError
 
     console = Console(stderr=True, highlight=False)
@@ -88,15 +88,15 @@ def command(
 
 
 def _list_kinds() -> None:
-    from kvtailor.calibrators.contract import calibrator, kinds
+    from kvtailor.calibration.contract import calibrator, kinds
 
     for name in kinds():
         click.echo(f"{name:<12}{calibrator(name).summary}")
 
 
 def _read(path: Path) -> str:
-    from kvtailor.bench.sources import read_rows
-    from kvtailor.bench.texts import read_text
+    from kvtailor.bench.data.sources import read_rows
+    from kvtailor.bench.data.texts import read_text
     from kvtailor.errors import KvtailorError
 
     if ".jsonl" not in path.suffixes:
@@ -108,8 +108,8 @@ def _read(path: Path) -> str:
 
 
 def _say(made: Calibration, out: Path) -> None:
-    from kvtailor.cli.calibration_words import lines_of
-    from kvtailor.plan_text import write_settings
+    from kvtailor.cli.words.calibration import lines_of
+    from kvtailor.plan.grammar import write_settings
 
     click.echo(f"{out}, {out.stat().st_size:,} bytes")
     for line in lines_of(made):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvtailor.cli.budget_words import ELEMENT_SIZES, budget_notes, element_of
-from kvtailor.cli.plan_words import read_plan
+from kvtailor.cli.words.budget import ELEMENT_SIZES, budget_notes, element_of
+from kvtailor.cli.words.plan import read_plan
 
 if TYPE_CHECKING:
-    from kvtailor.hf.geometry import Geometry
+    from kvtailor.hf.model.geometry import Geometry
     from kvtailor.plan import Plan
 
 __all__ = ["command"]
@@ -40,7 +40,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
     import torch
 
     from kvtailor.errors import PlanError
-    from kvtailor.ops.twins import explained
+    from kvtailor.ops.dispatch import explained
 
     parsed, geometry, element = None, None, 1
     faults: list[str] = []
@@ -50,8 +50,8 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
     except PlanError as error:
         faults += error.faults
     if model is not None:
-        from kvtailor.hf.config import config_of
-        from kvtailor.hf.geometry import Geometry, refusal
+        from kvtailor.hf.model.config import config_of
+        from kvtailor.hf.model.geometry import Geometry, refusal
 
         config = config_of(model)
         sentence = refusal(config)
@@ -95,7 +95,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
 
 def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[str], list[str]]:
     """Faults and notes of a plan on a model."""
-    from kvtailor.cli.calibration_words import read_by
+    from kvtailor.cli.words.calibration import read_by
 
     faults, notes = [], []
     count, windowed = len(geometry.compressed), geometry.layers - len(geometry.compressed)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtailor.bench.contestant import Contestant
+    from kvtailor.bench.data.synthetic.documents import Document
     from kvtailor.bench.subject import Subject
-    from kvtailor.bench.synthetic import Document
 
 __all__ = ["command"]
 
@@ -55,9 +55,9 @@ def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from kvtailor.bench.equivalence import Margins
+    from kvtailor.bench.measure.equivalence import Margins
     from kvtailor.bench.report import summarise
-    from kvtailor.bench.report.terminal import show
+    from kvtailor.bench.report.pages.terminal import show
     from kvtailor.bench.runner import contestants_of
     from kvtailor.bench.subject import Subject
     from kvtailor.cli.report import write
@@ -84,7 +84,7 @@ def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
 def _answers(subject: Subject, contestants: list[Contestant], state: int, console: Console) -> list[dict[str, Any]]:
     from rich.text import Text
 
-    from kvtailor.bench.report.terminal import byte_text
+    from kvtailor.bench.report.pages.terminal import byte_text
 
     weights = subject.weights()
     size = f", {weights[0] / 1e6:.1f} million parameters" if weights else ""
@@ -121,7 +121,7 @@ def _answers(subject: Subject, contestants: list[Contestant], state: int, consol
 
 def _documents(subject: Subject, state: int) -> list[Document]:
     """The same facts in the same text, each asked once."""
-    from kvtailor.bench.synthetic import make_document
+    from kvtailor.bench.data.synthetic.documents import make_document
 
     length = LONGEST if subject.positions is None else min(LONGEST, subject.positions - ANSWER_ROOM)
     return [
@@ -192,6 +192,7 @@ def _first_line(text: str) -> str:
 def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) -> Any:
     from rich.console import Console as Terminal
 
+    from kvtailor.bench.data.texts import BETWEEN, generated_documents, starts_of
     from kvtailor.bench.progress import watch
     from kvtailor.bench.runner import plan_run, run
     from kvtailor.bench.tasks import Task
@@ -199,7 +200,6 @@ def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) ->
     from kvtailor.bench.tasks.needle import Needle
     from kvtailor.bench.tasks.perplexity import Perplexity
     from kvtailor.bench.tasks.speed import Speed
-    from kvtailor.bench.texts import BETWEEN, generated_documents, starts_of
 
     context = CONTEXT if subject.positions is None else min(CONTEXT, subject.positions * 3 // 4)
     tail, source = context // 6, "generated text"

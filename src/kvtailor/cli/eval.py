@@ -26,7 +26,7 @@ def command(words: tuple[str, ...]) -> None:
 
     All options are lm_eval's own, but for --data: a folder with the tasks' data in their original layouts.
     """
-    from kvtailor.bench.harness import main
+    from kvtailor.bench.lm_eval.harness import main
 
     if words and words[0] not in ("-h", "--help"):
         main(list(words))

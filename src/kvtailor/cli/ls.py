@@ -22,17 +22,17 @@ def command(room: str | None, as_json: bool) -> None:
     Nothing is imported for it: names and sentences come from the source text. ROOM "calibrations" is what
     `kvtailor calibrate` made for the embedded models.
     """
-    from kvtailor import find
     from kvtailor.errors import UnknownName
+    from kvtailor.plan import registry
 
-    known = (*find.rooms(), "presets", "calibrations")
+    known = (*registry.rooms(), "presets", "calibrations")
     if room is not None and room not in known:
         raise UnknownName("room", room, known)
     wanted = known if room is None else (room,)
-    methods = {name: find.methods(name) for name in wanted if name in find.rooms()}
-    presets = find.presets() if "presets" in wanted else {}
+    methods = {name: registry.methods(name) for name in wanted if name in registry.rooms()}
+    presets = registry.presets() if "presets" in wanted else {}
     for name, found in methods.items():
-        null = find.null(name)
+        null = registry.null(name)
         names = {info.name: f"{info.name} (default)" if info.name == null else info.name for info in found.values()}
         _table(name, ((names[info.name], info.summary) for info in found.values()))
     if presets:
@@ -48,7 +48,7 @@ def command(room: str | None, as_json: bool) -> None:
 
 def _calibrations() -> dict[str, str]:
     """What each file that is shipped was made from, by kind and model."""
-    from kvtailor.calibration import shipped
+    from kvtailor.calibration_file import shipped
 
     return {
         f"{each.kind} {each.model}": f"{each.made['tokens']:,} tokens of {', '.join(each.texts) or 'random ids'}, "

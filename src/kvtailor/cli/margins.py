@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from kvtailor.bench.equivalence import Margins
+    from kvtailor.bench.measure.equivalence import Margins
 
 __all__ = ["margin_options", "margins_of"]
 
@@ -54,6 +54,6 @@ def margin_options(command: Command) -> Command:
 
 def margins_of(nats: float, points: float) -> Margins:
     """What the options say."""
-    from kvtailor.bench.equivalence import Margins
+    from kvtailor.bench.measure.equivalence import Margins
 
     return Margins(nats=nats, points=points)

@@ -11,7 +11,7 @@ from kvtailor.cli.margins import margin_options, margins_of
 from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:
-    from kvtailor.bench.equivalence import Margins
+    from kvtailor.bench.measure.equivalence import Margins
 
 __all__ = ["command", "write"]
 
@@ -44,10 +44,10 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
         Fraud: the records cannot be what they say.
         KvtailorError: `to` cannot be written.
     """
-    from kvtailor.bench import tripwires
-    from kvtailor.bench.report.files import texts
+    from kvtailor.bench import checks
+    from kvtailor.bench.report.pages.files import texts
     from kvtailor.bench.schema import RecordError, damaged_ends, latest, read_records
-    from kvtailor.bench.suite import read_suite
+    from kvtailor.bench.suite.suite import read_suite
 
     records = latest(read_records(folder))
     cut = [f"A damaged last line of {file.name} was left out: its record is not in these pages." for file in
@@ -56,7 +56,7 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
         click.echo(sentence, err=True)
     suites = [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))]
     try:
-        tripwires.check_records(records)
+        checks.check_records(records)
         pages = texts(records, suites, margins, cut)
     # Each field is of its type, but no type says that a measure has its samples, or a name its number.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -123,8 +123,8 @@ def generate(
     """
     import torch
 
-    from kvtailor.bench.weighing import weigh
-    from kvtailor.hf.prefill import begin as read_twice
+    from kvtailor.bench.measure.cache_fields import weigh
+    from kvtailor.hf.run.prefill import begin as read_twice
 
     cache = subject.new_cache(contestant)
     streamer = Streamer(subject.text, show)
@@ -306,7 +306,7 @@ def _check_beyond(subject: Subject) -> None:
 
 
 def _say(found: Generated, console: Any) -> None:
-    from kvtailor.bench.report.terminal import byte_text
+    from kvtailor.bench.report.pages.terminal import byte_text
 
     lines = []
     if found.bytes_held is not None and found.bytes_full:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtailor.cli.budget_words import ELEMENT_SIZES, as_dict, budget_notes, element_of, holding, say_holding
-from kvtailor.cli.plan_words import read_plan
+from kvtailor.cli.words.budget import ELEMENT_SIZES, as_dict, budget_notes, element_of, holding, say_holding
+from kvtailor.cli.words.plan import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtailor.calibration import Calibration
-    from kvtailor.cli.budget_words import Holding
-    from kvtailor.hf.geometry import Geometry
+    from kvtailor.calibration_file import Calibration
+    from kvtailor.cli.words.budget import Holding
+    from kvtailor.hf.model.geometry import Geometry
     from kvtailor.plan import Plan
 
 __all__ = ["command"]
@@ -56,9 +56,9 @@ def command(
     The bytes are a prediction from the codec's formula; what a cache really holds is measured by `run` and `bench`.
     Times come from the rates that you give, and without them there are none.
     """
-    from kvtailor.cli.calibration_words import about as describe
-    from kvtailor.cli.calibration_words import read_by
-    from kvtailor.plan_check import BUDGETS
+    from kvtailor.cli.words.calibration import about as describe
+    from kvtailor.cli.words.calibration import read_by
+    from kvtailor.plan.check import BUDGETS
 
     parsed = read_plan(plan)
     sizes: dict[str, Any] = {"model": model, "head_size": head_size, "dtype": dtype or "bfloat16"}
@@ -100,8 +100,8 @@ def command(
 
 
 def _sizes_of(model: str, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:
-    from kvtailor.hf.config import config_of
-    from kvtailor.hf.geometry import Geometry
+    from kvtailor.hf.model.config import config_of
+    from kvtailor.hf.model.geometry import Geometry
 
     config = config_of(model)
     geometry = Geometry.of(config)
@@ -115,7 +115,7 @@ def _sizes_of(model: str, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:
 
 def _rooms(plan: Plan) -> dict[str, Any]:
     """Each room's method as far as it has one, and the methods among its arguments."""
-    from kvtailor.plan_arguments import with_nested, word_of
+    from kvtailor.plan.arguments import with_nested, word_of
 
     found: dict[str, Any] = {}
     for room, part in plan.parts.items():
@@ -127,9 +127,9 @@ def _rooms(plan: Plan) -> dict[str, Any]:
 
 
 def _about(method: object) -> dict[str, Any]:
-    from kvtailor import find
+    from kvtailor.plan import registry
 
-    info = find.describe(find.name_of(method))
+    info = registry.describe(registry.name_of(method))
     return {"method": info.name, "summary": info.summary, "paper": info.paper, "by": info.by}
 
 
@@ -188,7 +188,7 @@ def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[st
 def _forecast(
     plan: Plan, sizes: dict[str, Any], cost: dict[str, Any], held: Holding, link: str | None, step_ms: float | None
 ) -> dict[str, Any]:
-    from kvtailor.cli.tier_words import forecast, say_forecast
+    from kvtailor.cli.words.tier import forecast, say_forecast
     from kvtailor.ops.sizes import bytes_of
 
     try:
@@ -204,8 +204,8 @@ def _forecast(
 
 
 def _say_files(word: str, found: Sequence[Calibration], model: str | None) -> None:
-    from kvtailor.cli.calibration_words import lines_of
-    from kvtailor.hf.config import RANDOM_SHAPES
+    from kvtailor.cli.words.calibration import lines_of
+    from kvtailor.hf.model.config import RANDOM_SHAPES
 
     if model in RANDOM_SHAPES and not found:
         click.echo(f"{word} reads random numbers in place of a calibration: {model} is not trained")

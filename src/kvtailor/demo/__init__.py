@@ -16,19 +16,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-NAMES = ("demo", "demo-draft")
-"""The embedded models, by the names under which they are loaded."""
+from kvtailor.hf.model.embedded import NAMES, path
 
-
-def path(name: str = "demo") -> Path:
-    """The folder of an embedded model: weights, tokenizer, model card.
-
-    Raises:
-        ValueError: ``name`` is not in `NAMES`.
-    """
-    if name not in NAMES:
-        raise ValueError(f"asked for the embedded model {name!r}, but there are {', '.join(NAMES)}: use one of them")
-    return Path(__file__).resolve().parent / "weights" / name
+__all__ = ["NAMES", "data_folder", "path", "work_folder"]
 
 
 def data_folder() -> Path:

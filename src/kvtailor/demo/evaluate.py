@@ -17,8 +17,8 @@ import torch
 from rich.progress import track
 
 from kvtailor import demo
-from kvtailor.bench.paired_hits import share
-from kvtailor.bench.statistics import Estimate, mean_difference
+from kvtailor.bench.measure.paired_hits import share
+from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.demo.measures import (
     ASKED,
     Retrieval,
@@ -28,7 +28,7 @@ from kvtailor.demo.measures import (
     quiz,
     retrieval,
 )
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
 
 __all__ = ["main", "table"]
 

@@ -1,7 +1,7 @@
 """Recipe, step 4: export. ``python -m kvtailor.demo.export`` writes the checkpoint's weights, config, tokenizer.
 
-bfloat16 safetensors into ``kvtailor/demo/weights/NAME``, where ``kvtailor.hf.loading.load(NAME)`` finds them. The model
-card in that folder is written by hand and kept.
+bfloat16 safetensors into ``kvtailor/demo/weights/NAME``, where ``kvtailor.hf.model.loading.load(NAME)`` finds them. The
+model card in that folder is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtailor import demo
 from kvtailor.demo.architecture import ARCHITECTURES
 from kvtailor.demo.checkpoint import load_checkpoint
 from kvtailor.demo.tokenizer import BOS, EOS, PAD
-from kvtailor.hf.loading import new_model, save, wrap_tokenizer
+from kvtailor.hf.model.loading import new_model, save, wrap_tokenizer
 
 __all__ = ["export", "main"]
 

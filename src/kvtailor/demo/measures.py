@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvtailor.bench import synthetic_facts, synthetic_words
-from kvtailor.bench.synthetic import ALL_TASKS, Document, make_document, random_source
+from kvtailor.bench.data.synthetic import hidden_facts, words
+from kvtailor.bench.data.synthetic.documents import ALL_TASKS, Document, make_document, random_source
 
 __all__ = [
     "ASKED",
@@ -138,20 +138,20 @@ def quiz(state: int, length: int, count_tokens: Callable[[str], int]) -> str:
     A third of the tokens are questions and answers, which stand at the end; evaluation states only.
     """
     rng = random_source("quiz", state, "evaluation")
-    facts: list[synthetic_facts.Fact] = []
+    facts: list[hidden_facts.Fact] = []
     told = ""
     while count_tokens(told) < length / 3:
         facts += [
-            synthetic_facts.needle_fact(rng),
-            synthetic_facts.record_fact(rng),
-            synthetic_facts.first_name_fact(rng),
-            *synthetic_facts.character_facts(rng),
+            hidden_facts.needle_fact(rng),
+            hidden_facts.record_fact(rng),
+            hidden_facts.first_name_fact(rng),
+            *hidden_facts.character_facts(rng),
         ]
         told = "".join(f"{fact.question}{fact.answer}." for fact in facts)
     sentences = [fact.sentence for fact in facts]
     left = length - count_tokens(told) - count_tokens(" ".join(sentences))
     while left > 0:
-        sentences.append(synthetic_words.sentence(rng))
+        sentences.append(words.sentence(rng))
         left -= count_tokens(f" {sentences[-1]}")
     rng.shuffle(sentences)
     rng.shuffle(facts)

@@ -23,9 +23,9 @@ from rich.progress import track
 from tokenizers import Tokenizer
 
 from kvtailor import demo
-from kvtailor.bench import synthetic, synthetic_facts, synthetic_lists, synthetic_words
-from kvtailor.bench.synthetic import SPLITS
-from kvtailor.bench.synthetic_facts import Fact
+from kvtailor.bench.data.synthetic import documents, hidden_facts, word_lists, words
+from kvtailor.bench.data.synthetic.documents import SPLITS
+from kvtailor.bench.data.synthetic.hidden_facts import Fact
 from kvtailor.demo.corpus import read_corpus
 
 __all__ = ["Mixture", "Row", "SENTENCE", "main"]
@@ -68,7 +68,7 @@ class Mixture:
             natural: probability of a window of the corpus, 0.0 to 1.0. A sixth of the other rows are repeated spans of
                 random tokens, the rest generated documents.
         """
-        rng = synthetic.random_source("mixture", SPLITS["train"].start + state, "train")
+        rng = documents.random_source("mixture", SPLITS["train"].start + state, "train")
         tokens, weights = [self.bos], [0.0]
         kind = (rng.random() - natural) / max(1e-9, 1.0 - natural)
         if kind >= 1 / 6:
@@ -120,14 +120,12 @@ class Mixture:
         if rng.random() < 0.6:
             common, times = rng.choice((1, 1, 2, 3)), rng.randint(6, 20)
             count = int(min(room / per_word, common * times * rng.uniform(2, 8)))
-            listed = synthetic_lists.common_words(
-                rng, max(synthetic_lists.shortest(common), count), common=common, times=times
-            )
+            listed = word_lists.common_words(rng, max(word_lists.shortest(common), count), common=common, times=times)
         else:
             asked, kinds = rng.randint(1, 3), rng.randint(10, 40)
-            least = synthetic_lists.shortest(asked)
+            least = word_lists.shortest(asked)
             count = int(min(room / (2 * per_word), rng.randint(least, 300)))
-            listed = synthetic_lists.frequent_words(rng, max(least, count), asked=asked, kinds=kinds)
+            listed = word_lists.frequent_words(rng, max(least, count), asked=asked, kinds=kinds)
         return [
             (self._ids(listed.context), CONTEXT_WEIGHT),
             (self._ids(listed.question), QUESTION_WEIGHT),
@@ -158,7 +156,7 @@ class Mixture:
             filler: list[str] = []
             while left > 0:
                 following = self.sentences[(at + len(filler)) % len(self.sentences)]
-                filler.append(following if natural else synthetic_words.sentence(rng))
+                filler.append(following if natural else words.sentence(rng))
                 left -= len(self._ids(f" {filler[-1]}"))
             places = sorted(rng.randint(0, len(filler)) for _ in statements)
             pieces, done = [], 0
@@ -191,7 +189,7 @@ def _facts(rng: random.Random, room: int, kinds: Mapping[str, float]) -> tuple[l
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     if kind == "records":
         count = max(2, int(room * rng.uniform(0.1, 0.6) / 10))
-        return [synthetic_facts.record_fact(rng, rng.choice((3, 4, 4, 5))) for _ in range(count)], rng.random() < 0.25
+        return [hidden_facts.record_fact(rng, rng.choice((3, 4, 4, 5))) for _ in range(count)], rng.random() < 0.25
     share = rng.choice((0.02, 0.1, 0.2, 0.35)) * room
     facts: list[Fact] = []
     while not facts or share > 0:
@@ -202,17 +200,17 @@ def _facts(rng: random.Random, room: int, kinds: Mapping[str, float]) -> tuple[l
         if kind == "passkey":
             break
     if kind == "all":
-        facts.append(synthetic_facts.passkey_fact(rng))
+        facts.append(hidden_facts.passkey_fact(rng))
         rng.shuffle(facts)
     return facts, True
 
 
 def _some_facts(rng: random.Random, kind: str) -> list[Fact]:
     if kind == "characters":
-        return synthetic_facts.character_facts(rng)
+        return hidden_facts.character_facts(rng)
     if kind == "variables":
         roots, hops = rng.randint(1, 4), rng.choice((0, 1, 1, 2))
-        facts = synthetic_facts.variable_facts(rng, roots, hops, rng.randrange(roots))
+        facts = hidden_facts.variable_facts(rng, roots, hops, rng.randrange(roots))
         last = facts[-1] if hops else None
         direct = []
         for fact in facts[:roots]:
@@ -221,17 +219,17 @@ def _some_facts(rng: random.Random, kind: str) -> list[Fact]:
         links = [fact if fact is last else Fact(fact.sentence, "", fact.answer) for fact in facts[roots:]]
         return direct + links
     if kind == "multi_value":
-        return synthetic_facts.multi_value_facts(rng, rng.choice((1, 2, 3, 4, 4)), rng.choice((3, 5, 5)))
+        return hidden_facts.multi_value_facts(rng, rng.choice((1, 2, 3, 4, 4)), rng.choice((3, 5, 5)))
     if kind == "multi_query":
-        needles = [synthetic_facts.needle_fact(rng) for _ in range(rng.randint(2, 8))]
+        needles = [hidden_facts.needle_fact(rng) for _ in range(rng.randint(2, 8))]
         first, *others = rng.sample(range(len(needles)), min(len(needles), rng.randint(2, 4)))
-        needles[first] = synthetic_facts.multi_query_fact(needles, [first, *others])
+        needles[first] = hidden_facts.multi_query_fact(needles, [first, *others])
         return needles
     if kind == "first_names":
-        return [synthetic_facts.first_name_fact(rng)]
+        return [hidden_facts.first_name_fact(rng)]
     if kind == "copy_span":
-        return [synthetic_facts.inscription_fact(rng, rng.randint(8, 16), rng.randint(2, 5))]
-    return [synthetic_facts.passkey_fact(rng) if kind == "passkey" else synthetic_facts.needle_fact(rng)]
+        return [hidden_facts.inscription_fact(rng, rng.randint(8, 16), rng.randint(2, 5))]
+    return [hidden_facts.passkey_fact(rng) if kind == "passkey" else hidden_facts.needle_fact(rng)]
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 
 from kvtailor import demo
-from kvtailor.bench.paired_hits import share_difference
+from kvtailor.bench.measure.paired_hits import share_difference
+from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.bench.progress import watch
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import Estimate, mean_difference
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Task
 from kvtailor.bench.tasks.needle import Needle

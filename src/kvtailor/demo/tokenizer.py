@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from kvtailor import demo
-from kvtailor.bench.synthetic import ALL_TASKS, SPLITS, make_document
+from kvtailor.bench.data.synthetic.documents import ALL_TASKS, SPLITS, make_document
 from kvtailor.demo.corpus import read_corpus
 
 __all__ = ["WORDS", "generated", "main", "train"]

@@ -31,7 +31,7 @@ from kvtailor.demo.checkpoint import load_checkpoint, save_checkpoint
 from kvtailor.demo.induction import start_with_copying
 from kvtailor.demo.mixture import ANSWER_WEIGHT, Mixture
 from kvtailor.demo.schedule import PHASES, Phase, parse_phases, phase_at, rate_at
-from kvtailor.hf.loading import load, new_model
+from kvtailor.hf.model.loading import load, new_model
 
 __all__ = [
     "backward",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, refuse_non_finite
-from kvtailor.ops.coded import PairSegment, TimeGrouped, Whole, alone
+from kvtailor.ops.segments.coded import PairSegment, TimeGrouped, Whole, alone
 from kvtailor.types import Layout, Needs
 
 __all__ = ["Channels", "ChannelsSegment", "KeptChannels"]

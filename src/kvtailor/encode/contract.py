@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Method
-from kvtailor.ops.coded import Coded, PairSegment, Whole, alone
+from kvtailor.ops.segments.coded import Coded, PairSegment, Whole, alone
 from kvtailor.types import Layout, Needs, Rotation, Segment
 
 __all__ = ["Around", "Codec", "LayerFacts", "Sides", "TwoSided", "refuse_non_finite"]

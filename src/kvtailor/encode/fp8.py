@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.ops.coded import PairSegment, Whole
-from kvtailor.ops.codes import FloatCodes
+from kvtailor.ops.codes.sides import FloatCodes
+from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
 
 __all__ = ["Fp8", "Fp8Segment"]

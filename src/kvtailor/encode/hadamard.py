@@ -21,8 +21,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, LayerFacts, Sides, refuse_non_finite
-from kvtailor.ops.around import AroundSegment
-from kvtailor.ops.hadamard import block_of, mixed, unmixed
+from kvtailor.ops.codes.hadamard import block_of, mixed, unmixed
+from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.types import Layout
 
 __all__ = ["Hadamard", "HadamardSegment"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, refuse_non_finite
-from kvtailor.ops.coded import alone
+from kvtailor.ops.segments.coded import alone
 from kvtailor.types import Layout, Segment
 
 __all__ = ["Indexed", "IndexedSegment"]

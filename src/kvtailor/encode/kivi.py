@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.ops.coded import PairSegment, Whole
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
-from kvtailor.ops.quant import largest_divisor, packed_size
-from kvtailor.ops.twins import quantiser
+from kvtailor.ops.codes.quant import largest_divisor, packed_size
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.dispatch import quantiser
+from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
 
 __all__ = ["Kivi", "KiviSegment"]

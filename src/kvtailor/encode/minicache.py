@@ -28,9 +28,9 @@ from kvtailor.encode.contract import Around, Codec, LayerFacts, Sides, refuse_no
 from kvtailor.encode.one_side import one_sided
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.coded import under
-from kvtailor.ops.pair_sides import Merged, Side, Unmerged, side_of
-from kvtailor.ops.slerp import angle, far_places, slerp, split
+from kvtailor.ops.codes.slerp import angle, far_places, slerp, split
+from kvtailor.ops.segments.coded import under
+from kvtailor.ops.segments.pair_sides import Merged, Side, Unmerged, side_of
 from kvtailor.types import Layout, Segment
 
 __all__ = ["MiniCache", "MiniCacheSegment"]

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.ops.coded import PairSegment, Whole
-from kvtailor.ops.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, coded_by_levels, index_bytes
-from kvtailor.ops.quant import packed_size
+from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, coded_by_levels, index_bytes
+from kvtailor.ops.codes.quant import packed_size
+from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
 
 __all__ = ["Nuq", "NuqSegment"]

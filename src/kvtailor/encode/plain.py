@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec
-from kvtailor.ops.coded import alone
+from kvtailor.ops.segments.coded import alone
 from kvtailor.types import Layout, PlainSegment
 
 __all__ = ["Plain"]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, LayerFacts, refuse_non_finite
-from kvtailor.ops.around import AroundSegment
-from kvtailor.ops.rotate import turn
+from kvtailor.ops.lanes.rotate import turn
+from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.types import Layout, Rotation, Segment
 
 __all__ = ["Unrotated", "UnrotatedSegment"]

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
-from kvtailor.ops.coded import PairSegment, Whole
-from kvtailor.ops.codes import TokenCodes
-from kvtailor.ops.quant import packed_size
-from kvtailor.ops.twins import quantiser
+from kvtailor.ops.codes.quant import packed_size
+from kvtailor.ops.codes.sides import TokenCodes
+from kvtailor.ops.dispatch import quantiser
+from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
 
 __all__ = ["Vector", "VectorSegment"]

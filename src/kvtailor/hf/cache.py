@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -18,79 +17,23 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kvtailor import rollback
-from kvtailor.calibration import Calibration
-from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.calibration_file import Calibration
+from kvtailor.engine import rollback
+from kvtailor.engine.engine import Route
+from kvtailor.engine.reconstruct import Piece
+from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
-from kvtailor.hf.attention import NAME, register
-from kvtailor.hf.calibrations import calibrate
 from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
-from kvtailor.hf.geometry import Geometry, check
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
-from kvtailor.hf.modules import attention_modules, rotation_of
-from kvtailor.hf.projection import OutputProjection
-from kvtailor.hf.switch import Lease, switch
+from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.saving import save
+from kvtailor.hf.switch import Lease
 from kvtailor.ledger import Entry, Ledger
 from kvtailor.plan import Plan
-from kvtailor.repeat import Piece
-from kvtailor.route import Route
 from kvtailor.store.contract import Traffic
 
-__all__ = ["KvCache", "cache_for"]
-
-
-def cache_for(model: Any, plan: str | Plan) -> KvCache:
-    """A cache that compresses by a plan, to be handed to the model as `past_key_values`.
-
-    ```python
-    cache = kvtailor.cache_for(model, "snapkv + adakv @ tokens=1024")
-    output = model.generate(**inputs, past_key_values=cache)
-    ```
-
-    The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which is transformers' own sdpa
-    for every other cache. The model gets its own attention back once no cache of ours is alive.
-
-    Args:
-        model: a transformers decoder-only model.
-        plan: one line or a `Plan`.
-
-    Raises:
-        PlanError: with all faults of the plan, or where a method of it was made for a model of other sizes.
-        UnsupportedModel: for a model that cannot be compressed, before anything is changed.
-        CalibrationError: a method needs a calibration, and there is none for this very model.
-    """
-    parsed = Plan.parse(plan) if isinstance(plan, str) else plan
-    check(model, NAME)
-    register()
-    config = model.config.get_text_config(decoder=True)
-    refusal = parsed.store.refusal(next(model.parameters()).device)
-    if refusal is not None:
-        raise PlanError(str(parsed), [refusal])
-    cache = KvCache(parsed, Geometry.of(model.config), config)
-    cache.guard.model = weakref.ref(model)
-    _equip(cache, model)
-    cache.lease = switch(model, NAME)
-    return cache
-
-
-def _equip(cache: KvCache, model: Any) -> None:
-    """Gives the layers what their plan needs of calibration files and of the model's own modules."""
-    needs, geometry = cache.plan.needs, cache.geometry
-    calibrate(cache, model)
-    if not (needs.output or needs.rotation):
-        return
-    modules = attention_modules(model)
-    if len(modules) != geometry.layers:
-        raise UnsupportedModel(
-            f"the plan {cache.plan} reads the modules of {geometry.layers} attention layers, and this "
-            f"{geometry.model_type} shows {len(modules)}"
-        )
-    for state, layer in zip(cache.route.states, geometry.compressed, strict=True):
-        if needs.output:
-            state.output = OutputProjection(modules[layer], geometry.q_heads, geometry.head_dim)
-        if needs.rotation:
-            state.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+__all__ = ["KvCache"]
 
 
 class KvCache(Cache):
@@ -210,10 +153,8 @@ class KvCache(Cache):
 
     def save(self, path: Any) -> None:
         """Writes the compressed cache to one safetensors file; see `kvtailor.load_cache`."""
-        from kvtailor.hf.saving import save
-
         self.guard.check_settled()
-        save(self, path)
+        save(path, self.layers, self.guard, self.conversation)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be pickled: a pickle would say nothing of the model, nor notice damage."""

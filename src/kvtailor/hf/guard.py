@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from kvtailor import rollback
+from kvtailor.engine import rollback
+from kvtailor.engine.engine import Route
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
-from kvtailor.hf.geometry import Geometry
+from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
-from kvtailor.route import Route
 from kvtailor.types import Visibility
 
 __all__ = ["CacheGuard", "Observer"]

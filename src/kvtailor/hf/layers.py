@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from kvtailor import rollback
+from kvtailor.engine import rollback
+from kvtailor.engine.layer_state import LayerState, check_rows_and_heads
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
-from kvtailor.layer import LayerState, check_rows_and_heads
 from kvtailor.types import Visibility
 
 __all__ = ["CompressedLayer", "WindowLayer"]
@@ -184,7 +184,7 @@ class CompressedLayer(CacheLayerMixin):
             )
 
     def overhear(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
-        """Takes in what another cache of the same model has just got on this layer; see `hf.sharing`."""
+        """Takes in what another cache of the same model has just got on this layer; see `hf.run.sharing`."""
         guard = self.guard
         guard.check_padding(self.layer_idx, visible)
         if not self.is_initialized:

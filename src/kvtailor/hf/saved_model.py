@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvtailor.hf.fingerprint import config_values, exact_fingerprint, rotary_frequencies
-from kvtailor.hf.geometry import Geometry
+from kvtailor.hf.model.fingerprint import config_values, exact_fingerprint, rotary_frequencies
+from kvtailor.hf.model.geometry import Geometry
 
 __all__ = ["differences", "said_of_geometry", "said_of_model"]
 

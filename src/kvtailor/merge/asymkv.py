@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
-from kvtailor.ops.kept import kept_first, kept_states
-from kvtailor.ops.observed import window_attention
-from kvtailor.ops.rotate import turn
+from kvtailor.ops.attention.observed import window_attention
+from kvtailor.ops.lanes.kept import kept_first, kept_states
+from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held, Needs
 
 __all__ = ["AsymKV"]

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
-from kvtailor.ops.kept import kept_first, kept_states
-from kvtailor.ops.observed import observed_queries, window_attention
+from kvtailor.ops.attention.observed import observed_queries, window_attention
+from kvtailor.ops.lanes.kept import kept_first, kept_states
 from kvtailor.types import Held, Needs
 
 __all__ = ["CaM"]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
-from kvtailor.ops.kept import kept_first, kept_states
+from kvtailor.ops.lanes.kept import kept_first, kept_states
 from kvtailor.types import Held
 
 __all__ = ["D2O"]

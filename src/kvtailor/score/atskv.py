@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from kvtailor.calibration import CalibratedMethod
-from kvtailor.ops.observed import observed_queries, window_attention
-from kvtailor.ops.pool import pool_members
+from kvtailor.calibration_file import CalibratedMethod
+from kvtailor.ops.attention.observed import observed_queries, window_attention
+from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 

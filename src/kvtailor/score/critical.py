@@ -28,10 +28,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.ops.topk import keep_top
-from kvtailor.returned import checked_scores, checked_tensor
+from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
+from kvtailor.types.checked_returns import checked_scores, checked_tensor
 
 __all__ = ["Critical"]
 

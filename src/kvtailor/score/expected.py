@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtailor.ops.rotate import turn_on_average
+from kvtailor.ops.lanes.rotate import turn_on_average
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtailor.ops.observed import observed_queries, real_queries
+from kvtailor.ops.attention.observed import observed_queries, real_queries
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 

@@ -25,9 +25,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvtailor.ops.observed import observed_queries, real_queries
-from kvtailor.ops.pool import pool_members
-from kvtailor.ops.votes import window_votes
+from kvtailor.ops.attention.observed import observed_queries, real_queries
+from kvtailor.ops.attention.votes import window_votes
+from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvtailor.ops.topk import keep_top
+from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.select.contract import Selector
 
 __all__ = ["Threshold"]

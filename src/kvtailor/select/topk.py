@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvtailor.ops.topk import keep_top
+from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.select.contract import Selector
 
 __all__ = ["TopK"]

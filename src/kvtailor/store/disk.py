@@ -23,11 +23,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.store.bundle import Arrival, Stored, Tier
 from kvtailor.store.contract import Placement, Shelves
-from kvtailor.store.folder import Folder, sweep
-from kvtailor.store.residency import Policy
-from kvtailor.store.rooms import Rooms
+from kvtailor.store.offload.buffers import Rooms
+from kvtailor.store.offload.bundle import Arrival, Stored, Tier
+from kvtailor.store.offload.folder import Folder, sweep
+from kvtailor.store.offload.residency import Policy
 from kvtailor.store.segment_file import SegmentFile
 from kvtailor.store.tiered import Tiered
 

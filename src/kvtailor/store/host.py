@@ -21,10 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.ops.packed import Packing
-from kvtailor.store.bundle import Arrival, Stored, Tier
+from kvtailor.ops.segments.packed import Packing
 from kvtailor.store.contract import Placement, Shelves
-from kvtailor.store.residency import Policy
+from kvtailor.store.offload.bundle import Arrival, Stored, Tier
+from kvtailor.store.offload.residency import Policy
 from kvtailor.store.tiered import Tiered
 
 __all__ = ["Host"]

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvtailor.errors import TierError
 from kvtailor.ops.cpu.checksum import crc32
-from kvtailor.ops.packed import Packing
-from kvtailor.store.folder import PARTIAL, Folder
+from kvtailor.ops.segments.packed import Packing
+from kvtailor.store.offload.folder import PARTIAL, Folder
 from kvtailor.store.written import free_room, sync_folder, write_all
 
 __all__ = ["SegmentFile"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtailor.ops.sizes import asked_bytes
-from kvtailor.store.bundle import Tier
-from kvtailor.store.residency import Policy, Residency
-from kvtailor.store.shelves import TieredShelves
+from kvtailor.store.offload.bundle import Tier
+from kvtailor.store.offload.offload_store import TieredShelves
+from kvtailor.store.offload.residency import Policy, Residency
 
 __all__ = ["Tiered"]
 

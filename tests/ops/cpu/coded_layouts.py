@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtailor.ops.coded import Coded, Whole
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.codes.quant import largest_divisor
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import built, load
-from kvtailor.ops.quant import largest_divisor
+from kvtailor.ops.segments.coded import Coded, Whole
 
 __all__ = ["COARSE", "LAYOUTS", "every_dtype", "every_variant", "exact", "needs_built", "states_of"]
 

@@ -8,8 +8,8 @@ import torch
 from tests.ops.cpu.coded_layouts import LAYOUTS, exact, states_of
 from torch import Tensor
 
-from kvtailor.ops.attention import reference
-from kvtailor.ops.coded import Coded, Whole
+from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.segments.coded import Coded, Whole
 
 __all__ = ["merges_ragged_lanes", "same", "truth"]
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_variant, exact, needs_built, states_of
 from torch import Tensor
 
-from kvtailor.ops import twins
-from kvtailor.ops.attention import reference
-from kvtailor.ops.coded import Coded
+from kvtailor.ops import dispatch
+from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.attention.folded import merge
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
-from kvtailor.ops.folded import merge
+from kvtailor.ops.segments.coded import Coded
 
 pytestmark = needs_built
 
@@ -144,9 +144,9 @@ def test_any_shape(library: Library, data: st.DataObject) -> None:
 def test_a_kernel_that_cannot_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     side = LAYOUTS["vector8"](states_of(1, torch.bfloat16, 2, 20, 32)[0])
     query = torch.randn(2, 4, 1, 32)
-    assert twins.coded_attention(query, side, side, mass=True) is attend_keeping
-    with twins.using("reference"):
-        assert twins.coded_attention(query, side, side, mass=True) is None
+    assert dispatch.coded_attention(query, side, side, mass=True) is attend_keeping
+    with dispatch.using("reference"):
+        assert dispatch.coded_attention(query, side, side, mass=True) is None
     monkeypatch.setattr(Library, "has", lambda _, function: function != "kvtailor_mass")
-    assert twins.coded_attention(query, side, side, mass=True) is None
-    assert twins.coded_attention(query, side, side) is attend_coded
+    assert dispatch.coded_attention(query, side, side, mass=True) is None
+    assert dispatch.coded_attention(query, side, side) is attend_coded

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, needs_built, states_of
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
-from kvtailor.ops.coded import Whole
-from kvtailor.ops.codes import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, unsuited
 from kvtailor.ops.cpu.library import Library
+from kvtailor.ops.segments.coded import Whole
 
 pytestmark = needs_built
 # (b, h, g, t, s, d): 63 slots, odd heads, sizes that no vector divides, several blocks and pieces.

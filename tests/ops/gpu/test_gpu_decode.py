@@ -11,8 +11,8 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_triton
 from torch import Tensor
 
-from kvtailor.ops.coded import Coded, Whole
-from kvtailor.ops.codes import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.segments.coded import Coded, Whole
 
 pytestmark = needs_triton
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, needs_triton
 
-from kvtailor.ops.attention import reference
-from kvtailor.ops.coded import Whole
+from kvtailor.ops.attention.definition import reference
+from kvtailor.ops.segments.coded import Whole
 
 pytestmark = needs_triton
 

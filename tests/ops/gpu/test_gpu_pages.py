@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_triton
 
-from kvtailor.ops.coded import Whole
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.segments.coded import Whole
 
 pytestmark = needs_triton
 

@@ -9,8 +9,8 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 from torch import Tensor
 
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
-from kvtailor.ops.quant import pack
+from kvtailor.ops.codes.quant import pack
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 
 pytestmark = needs_triton
 

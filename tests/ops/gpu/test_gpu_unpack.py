@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.ops.gpu.exact_attention import needs_triton
 
-from kvtailor.ops.quant import from_e4m3, unpack
+from kvtailor.ops.codes.quant import from_e4m3, unpack
 
 pytestmark = needs_triton
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtailor.bench.equivalence import Margins
-from kvtailor.bench.report.footnotes import footnotes
+from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report.machines import machines_of
 from kvtailor.bench.report.points import of_one_model
-from kvtailor.bench.report.quality import Measure, measures_of
 from kvtailor.bench.report.rows import FULL, Row, rows_of
-from kvtailor.bench.report.verdict import headline, how_judged
+from kvtailor.bench.report.tables.footnotes import footnotes
+from kvtailor.bench.report.tables.quality import Measure, measures_of
+from kvtailor.bench.report.verdict.verdict import headline, how_judged
 from kvtailor.bench.schema import Record
 
 __all__ = ["Row", "Summary", "summarise"]

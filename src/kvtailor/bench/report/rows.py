@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtailor.bench.paired_hits import share
+from kvtailor.bench.measure.paired_hits import share
+from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean, wilson
 from kvtailor.bench.report.points import Series, base, series_of
-from kvtailor.bench.report.quality import difference, documents_of
+from kvtailor.bench.report.tables.quality import difference, documents_of
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import Estimate, geometric_mean, mean, wilson
 
 __all__ = ["FULL", "OWN", "Row", "asked_of_both", "rows_of"]
 

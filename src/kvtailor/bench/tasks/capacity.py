@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.fresh import STATE, answer, ask, prefill, random_tokens, why_not
-from kvtailor.bench.gauge import Gauge, gauge_of
+from kvtailor.bench.measure.cache_fields import bytes_of
+from kvtailor.bench.measure.fresh import STATE, answer, ask, prefill, random_tokens, why_not
+from kvtailor.bench.measure.memory_gauge import Gauge, gauge_of
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.weighing import bytes_of
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Capacity", "Limit", "Need", "capacity_of", "largest"]

@@ -5,9 +5,9 @@ as in `perplexity`. The reference is the plan 'full', in the same run, on a cach
 
 Metrics of the predictions, over all continuation tokens: `kl` (mean of KL(full || plan) in nats), `kl_p99` (its 99th
 percentile), `top1` (share of tokens of which both find the same most likely), `ece` (expected calibration error of the
-plan's own predictions, 15 bins). Metrics of the attention, means over layers (see `bench.inside`; null where a model
-has no compressed layers): `key_error`, `value_error`, `retained_mass`, `attention_cosine`, `output_error`, each also by
-layer as `output_error_0`, ... They describe what is held: a plan that reads only a part of that loses more.
+plan's own predictions, 15 bins). Metrics of the attention, means over layers (see `bench.measure.inside`; null where
+a model has no compressed layers): `key_error`, `value_error`, `retained_mass`, `attention_cosine`, `output_error`, each
+also by layer as `output_error_0`, ... They describe what is held: a plan that reads only a part of that loses more.
 Values: `kl` and `top1`, the mean of each window.
 """
 
@@ -22,15 +22,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.bench import tripwires
+from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.inside import LAYERWISE, compare_layers, contents, queries_of
+from kvtailor.bench.measure.cache_fields import weigh
+from kvtailor.bench.measure.inside import LAYERWISE, compare_layers, contents, queries_of
+from kvtailor.bench.measure.statistics import calibration_error, quantile
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import calibration_error, quantile
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, whole_budgets
-from kvtailor.bench.weighing import weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Fidelity"]
@@ -99,7 +99,7 @@ class Fidelity(Task):
     def measure(self, given: Given) -> Iterator[Record]:
         begin = time.perf_counter()
         windows = self._windows_task().cut(given.subject)
-        tripwires.check_repetition([w.text for w in windows], self.least_distinct, self.source)
+        checks.check_repetition([w.text for w in windows], self.least_distinct, self.source)
         blanks = [self._blank(given, contestant, windows) for contestant in given.contestants]
         known = [given.known(blank) for blank in blanks]
         if all(known):
@@ -112,7 +112,7 @@ class Fidelity(Task):
             raise KvtailorError("asked for fidelity without the plan 'full', which all is compared to: add it")
         pieces = [w.text for w in windows] if all(w.text for w in windows) else [self.text]
         for contestant in given.contestants:
-            tripwires.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
+            checks.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
         whole = whole_budgets(given, windows[0], self.source)
         blanks = [
             blank

@@ -1,4 +1,4 @@
-"""One task of the lm-evaluation-harness, on the compressed cache, see `bench.harness_model`.
+"""One task of the lm-evaluation-harness, on the compressed cache, see `bench.lm_eval.model`.
 
 Prompts, answers and metrics are the harness's own; it is told nothing of kvtailor but the model. Log-probabilities are
 taken in float32, whatever the model's dtype (the harness's `softmax_dtype=float32`). There is no chat template.
@@ -23,15 +23,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvtailor.bench import harness, tripwires
+from kvtailor.bench import checks
+from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.harness_alone import one_process, randomness_restored, silence
-from kvtailor.bench.harness_held import Held
-from kvtailor.bench.harness_results import is_ratio, likelihoods_of, main_metric, metrics_of, scores_of, versions
+from kvtailor.bench.lm_eval import harness
+from kvtailor.bench.lm_eval.held import Held
+from kvtailor.bench.lm_eval.isolated import one_process, randomness_restored, silence
+from kvtailor.bench.lm_eval.results import is_ratio, likelihoods_of, main_metric, metrics_of, scores_of, versions
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.tripwires import Fraud
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Harness"]
@@ -46,7 +47,7 @@ class Harness(Task):
 
     Attributes:
         task: its name in the harness, or the path of a YAML file.
-        data: folder of local data sets, see `bench.harness_data`; None: the harness loads what the task names.
+        data: folder of local data sets, see `bench.lm_eval.local_data`; None: the harness loads what the task names.
         limit: so many documents of each task, the first ones; None: all.
         fewshot: examples before each question; None: as the task says.
         outside: tokens at the end of a context that are fed on the compressed cache, see `HarnessModel`. With 0 a
@@ -87,7 +88,7 @@ class Harness(Task):
                 begin = time.perf_counter()
                 steps = _Steps(given.advance, f"{self.task} · {contestant.label}", requests)
                 if contestant.calibration:
-                    tripwires.check_calibration(contestant.calibration, _texts(tasks), self.task)
+                    checks.check_calibration(contestant.calibration, _texts(tasks), self.task)
                 blank = replace(
                     given.blank(contestant),
                     point={
@@ -147,7 +148,7 @@ class Harness(Task):
         """The fields of a record that were measured."""
         from lm_eval import evaluate
 
-        from kvtailor.bench.harness_model import HarnessModel
+        from kvtailor.bench.lm_eval.model import HarnessModel
 
         with silence() as loud:
             model = HarnessModel(subject, contestant, softmax_dtype="float32", outside=self.outside)

@@ -22,14 +22,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.bench import tripwires
+from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.longsets import Example, LongSet, long_set, overall, read_examples, score_example
-from kvtailor.bench.longsets.prompts import chat_overhead, longbench_ids, uses_chat, zeroscrolls_ids
+from kvtailor.bench.data.longsets import Example, LongSet, long_set, overall, read_examples, score_example
+from kvtailor.bench.data.longsets.prompts import chat_overhead, longbench_ids, uses_chat, zeroscrolls_ids
+from kvtailor.bench.measure.cache_fields import tokens_read, weigh
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.weighing import tokens_read, weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["LongContext", "generate"]
@@ -92,7 +92,7 @@ class LongContext(Task):
         chosen, (examples, origin, whole) = long_set(self.benchmark, self.subset), self._found
         prompts = self._prompts(given.subject, chosen, examples)
         source = f"{self.benchmark}/{self.subset}"
-        tripwires.check_distinct((hash_of(ids) for ids in prompts.ids), source)
+        checks.check_distinct((hash_of(ids) for ids in prompts.ids), source)
         notes = [f"Examples from {origin}."]
         if self.examples is not None and len(examples) < self.examples:
             notes.append(f"There are {len(examples)} examples, not {self.examples}.")
@@ -104,7 +104,7 @@ class LongContext(Task):
             begin = time.perf_counter()
             if contestant.calibration:
                 scored = [given.subject.text(ids.tolist()) for ids in prompts.ids]
-                tripwires.check_calibration(contestant.calibration, scored, source)
+                checks.check_calibration(contestant.calibration, scored, source)
             blank = replace(
                 given.blank(contestant),
                 point={

@@ -21,12 +21,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.fresh import STATE, answer, ask, prefill, random_tokens, why_not
-from kvtailor.bench.gauge import Gauge
+from kvtailor.bench.measure.cache_fields import weigh
+from kvtailor.bench.measure.fresh import STATE, answer, ask, prefill, random_tokens, why_not
+from kvtailor.bench.measure.memory_gauge import Gauge
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.weighing import weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Memory", "weigh_in_this_process"]

@@ -22,13 +22,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.bench import tripwires
+from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.data.synthetic.documents import Document, make_document
+from kvtailor.bench.measure.cache_fields import tokens_read, weigh
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.synthetic import Document, make_document
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.weighing import tokens_read, weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Answer", "Needle", "answer_document", "code_document"]
@@ -62,7 +62,7 @@ class Needle(Task):
         lengths: tokens of document and question together.
         depths: where the fact stands, 0.0 (start) to 1.0 (end).
         documents: how many for each length and depth.
-        kind: which documents, see `bench.synthetic.ALL_TASKS`.
+        kind: which documents, see `bench.data.synthetic.documents.ALL_TASKS`.
         question_outside: the question is not in the compressed context but comes after it, as on a cache that is kept
             for questions nobody knows yet. Methods that look at the end of the prompt then lose what helps them.
         state: the first random state; each document takes the next.
@@ -95,7 +95,7 @@ class Needle(Task):
         grid = self._grid(given.subject)
         asked = [document.prompt for documents in grid.values() for document in documents]
         for contestant in given.contestants:
-            tripwires.check_calibration(contestant.calibration, asked, f"generated {self.kind} documents")
+            checks.check_calibration(contestant.calibration, asked, f"generated {self.kind} documents")
         broken: dict[str, str] = {}
         for (length, depth), documents in grid.items():
             coded = [code_document(given.subject, document) for document in documents]
@@ -185,7 +185,7 @@ class Needle(Task):
         except ValueError as error:
             raise KvtailorError(str(error)) from error
         texts = [document.prompt for documents in grid.values() for document in documents]
-        tripwires.check_distinct((text for text in texts), f"the {self.kind} documents")
+        checks.check_distinct((text for text in texts), f"the {self.kind} documents")
         return grid
 
 

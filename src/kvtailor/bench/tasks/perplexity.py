@@ -25,15 +25,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.bench import tripwires
+from kvtailor.bench import checks
+from kvtailor.bench.checks.probing import fed_scores, probe, rounding_of
+from kvtailor.bench.checks.rounding import tolerances_here
+from kvtailor.bench.checks.whole import WholeBudgets
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.probing import fed_scores, probe, rounding_of
-from kvtailor.bench.rounding import tolerances_here
+from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, Tokens, hash_of
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.weighing import weigh
-from kvtailor.bench.whole import WholeBudgets
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Perplexity", "Window", "score_window", "whole_budgets"]
@@ -115,9 +115,9 @@ class Perplexity(Task):
 
     def measure(self, given: Given) -> Iterator[Record]:
         windows = self.cut(given.subject)
-        share = tripwires.check_repetition([w.text for w in windows], self.least_distinct, self.source)
+        share = checks.check_repetition([w.text for w in windows], self.least_distinct, self.source)
         hashes = [hash_of(w.context, w.targets) for w in windows]
-        tripwires.check_distinct(hashes, self.source)
+        checks.check_distinct(hashes, self.source)
         known_documents = [window.document for window in windows if window.document is not None]
         documents = {"document": tuple(map(float, known_documents))} if len(known_documents) == len(windows) else {}
         notes = origin_notes(self.source, self.origin)
@@ -130,7 +130,7 @@ class Perplexity(Task):
             notes.append(f"The text has room for {len(windows)} windows, not for {self.windows}.")
         pieces = [w.text for w in windows] if all(w.text for w in windows) else [self.text]
         for contestant in given.contestants:
-            tripwires.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
+            checks.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
         whole = whole_budgets(given, windows[0], self.source)
         own: list[tuple[Tensor, dict[str, Any]]] | None = None
         rounding: float | None = None
@@ -166,7 +166,7 @@ class Perplexity(Task):
             heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
             if contestant.label == "full":
                 rounding = self._rounding(given.subject, contestant, windows[0], scored[0][0])
-            elif tripwires.is_smaller(heaviest):
+            elif checks.is_smaller(heaviest):
                 if rounding is None:
                     rounding = self._rounding(given.subject, given.contestants[0], windows[0])
                 heaviest |= probe(
@@ -267,10 +267,10 @@ class Perplexity(Task):
 
         flat, stock = (torch.cat([scores for scores, _ in each]) for each in (ours, own))
         tokens = self.context + self.continuation
-        worst, mean = tolerances_here(subject, tripwires.tolerances(subject.dtype), flat - stock, score, tokens)
+        worst, mean = tolerances_here(subject, checks.tolerances(subject.dtype), flat - stock, score, tokens)
         if self.tolerance is not None:
             worst = self.tolerance
-        tripwires.check_identity(flat.tolist(), stock.tolist(), worst, self.source, mean)
+        checks.check_identity(flat.tolist(), stock.tolist(), worst, self.source, mean)
 
 
 def origin_notes(source: str, origin: str | None) -> list[str]:

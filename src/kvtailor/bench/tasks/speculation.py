@@ -34,14 +34,14 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.draft_rounds import DraftRounds
-from kvtailor.bench.machine import Neighbours
+from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.draft_rounds import DraftRounds
 from kvtailor.errors import KvtailorError
-from kvtailor.hf.generate import Generated, generate
-from kvtailor.hf.loading import load
+from kvtailor.hf.model.loading import load
+from kvtailor.hf.run.generate import Generated, generate
 from kvtailor.plan import Plan
 
 __all__ = ["Speculation"]

@@ -13,7 +13,7 @@ programs hardly touch those, so that small differences show on a busy machine to
 Metrics, None where a part is not known:
 `tokens_per_second`: rows * tokens over time, of the steps after the first token alone;
 `flops_prefill`, `flops_token`: operations of the model, for all rows of a prefill, and for one token of one row;
-`flops_method_prefill`, `flops_method_token`: what the plan adds to each, see `bench.flops`;
+`flops_method_prefill`, `flops_method_token`: what the plan adds to each, see `bench.measure.flops`;
 `achieved_gflops_prefill`, `achieved_gflops_token`: both together over the time that was measured, in 1e9 per second;
 `floor_ttft_seconds`: the time below which no prefill can be: reading every weight once at `machine.read_bandwidth`, or
 the model's own operations at `machine.matmul_flops`, whichever takes longer. A floor above a time that was measured is
@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.flops import Work, count
-from kvtailor.bench.machine import Neighbours
+from kvtailor.bench.measure.cache_fields import bytes_of, weigh
+from kvtailor.bench.measure.flops import Work, count
+from kvtailor.bench.measure.machine import Neighbours
+from kvtailor.bench.measure.statistics import timings_of
 from kvtailor.bench.schema import Record
-from kvtailor.bench.statistics import timings_of
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.weighing import bytes_of, weigh
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Speed"]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.coded import Coded, Whole
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
+from kvtailor.ops.segments.coded import Coded, Whole
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "unsuited"]
 

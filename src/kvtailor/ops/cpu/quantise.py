@@ -1,4 +1,4 @@
-"""Codes of states in C++: the bytes, steps and minima of `ops.codes`, in one pass over the states."""
+"""Codes of states in C++: the bytes, steps and minima of `ops.codes.sides`, in one pass over the states."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
+from kvtailor.ops.codes.quant import largest_step, packed_size
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Coding, Library, library
-from kvtailor.ops.quant import largest_step, packed_size
 
 __all__ = ["channel_codes", "symmetric_codes", "token_codes", "unsuited_states"]
 

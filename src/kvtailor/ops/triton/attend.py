@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvtailor.ops.coded import Coded
+from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.triton.installed import unfit
 from kvtailor.ops.triton.launches import Part, plan_of
 from kvtailor.ops.triton.sides import side_of, why_not

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.coded import Coded, Whole
+from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.triton.attend import attend_coded
 from kvtailor.ops.triton.mass import column_mass
 

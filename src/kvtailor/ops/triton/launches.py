@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvtailor.ops.coded import Coded
+from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.triton.call import LOG2E, Call
 from kvtailor.ops.triton.installed import interpreting
 from kvtailor.ops.triton.kernels.decode import split_kernel

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kvtailor.ops.folded import merge
+from kvtailor.ops.attention.folded import merge
 from kvtailor.ops.triton.call import LOG2E, Call
 from kvtailor.ops.triton.installed import interpreting, unfit
 from kvtailor.ops.triton.kernels.mass import mass_kernel

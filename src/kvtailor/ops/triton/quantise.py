@@ -1,4 +1,4 @@
-"""Quantising and packing in one pass over the states: the same bytes, steps and minima as `ops.codes` makes on a CPU.
+"""Quantising and packing in one pass over states: the bytes, steps and minima that `ops.codes.sides` makes on a CPU.
 
 torch divides by a number on a GPU as it multiplies by its inverse, so there its own steps may differ in the last bit.
 """
@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kvtailor.ops.codes import ChannelCodes, TokenCodes
-from kvtailor.ops.quant import packed_size
+from kvtailor.ops.codes.quant import packed_size
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.triton.call import Call
 from kvtailor.ops.triton.installed import unfit
 from kvtailor.ops.triton.kernels.quantise import channel_kernel, token_kernel

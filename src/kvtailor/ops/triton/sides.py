@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kvtailor.ops.coded import Coded, Whole
-from kvtailor.ops.codes import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
+from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.triton.kernels.tiles import PLAIN, RUN, TOKEN, VALUE
 
 __all__ = ["Side", "block_of", "side_of", "why_not"]

@@ -24,7 +24,7 @@ def offset(part: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
 
 @triton.jit
 def unpack(packed, BITS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr, MOVABLE: tl.constexpr):
-    """The 8 / BITS parts of packed bytes (see `ops.quant.pack`), each a float16 tensor of the bytes' shape.
+    """The 8 / BITS parts of packed bytes (see `ops.codes.quant.pack`), each a float16 tensor of the bytes' shape.
 
     Args:
         packed: uint8 tile.

@@ -1,0 +1,1 @@
+"""Texts and questions to measure on: corpora, public sets, long-context benchmarks, generated documents."""

@@ -1,0 +1,1 @@
+"""Generated documents whose end needs their beginning."""

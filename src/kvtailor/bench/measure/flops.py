@@ -1,0 +1,244 @@
+"""Analytic arithmetic: what a model and a method must compute, from shapes and from what a cache really held.
+
+A multiply-add is two floating-point operations. With P the weights that one token multiplies (embedding rows that are
+looked up are none), d the size of a head and q the query heads:
+
+- a decoded token: 2 P + the sum over layers and kv heads of 4 d g * tokens read (g = q / kv heads);
+- a prefill of n tokens: 2 n P, the output head once (logits of the last token only), + for each layer 2 q d n**2, the
+  causal half of 4 q d n**2; on a layer with a window of w < n tokens 2 q d (n**2 - (n - w)**2).
+
+Norms, activations, rotations and the model's own softmax are left out, as is usual: they are small, and no method
+changes them. What a method adds is counted apart, by what its parts say of themselves (`Scorer.flops` and its like),
+over the tokens that a real cache held at each step. Where a part does not say, the sum is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvtailor.attend.contract import LayerFacts
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.measure.flops_repeat import repetition_flops, twice_pairs
+from kvtailor.bench.measure.weights import Weights
+from kvtailor.bench.subject import Subject
+from kvtailor.engine.layer_state import LayerState
+from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.model.geometry import Geometry
+from kvtailor.plan import Plan
+from kvtailor.types import Needs, Segment
+
+__all__ = ["Work", "count", "prefill_flops", "token_flops"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Floating-point operations of a prefill and of the tokens decoded after it.
+
+    Attributes:
+        prefill: of the model, for all rows.
+        token: of the model, for one token of one row, mean over rows and decoded tokens.
+        method_prefill, method_token: what the plan adds to them; None where a part of it does not say.
+    """
+
+    prefill: int
+    token: float
+    method_prefill: int | None
+    method_token: float | None
+
+
+def prefill_flops(weights: Weights, geometry: Geometry, *, rows: int, tokens: int) -> int:
+    """Operations of one prefill of `rows` prompts of `tokens` tokens, logits of the last token only."""
+    matrices = 2 * (weights.body * tokens + weights.head)
+    pairs = sum(twice_pairs(tokens, window) for window in geometry.windows)
+    return rows * (matrices + 2 * geometry.q_heads * geometry.head_dim * pairs)
+
+
+def token_flops(weights: Weights, geometry: Geometry, *, rows: int, read: int) -> int:
+    """Operations of one decoding step.
+
+    Args:
+        weights, geometry: of the model.
+        rows: rows that get a token each.
+        read: tokens that the step's queries read, summed over rows, layers and kv heads.
+    """
+    group = geometry.q_heads // geometry.kv_heads
+    return 2 * rows * (weights.body + weights.head) + 4 * group * geometry.head_dim * read
+
+
+@torch.inference_mode()
+def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int) -> Work | None:
+    """The work of a prefill and of the tokens decoded after it, from one pass that nobody times.
+
+    Args:
+        subject, contestant: what runs.
+        prompt: (b, n) int64 ids without padding.
+        tokens: tokens decoded, the first, which comes from the prefill, included; at least 2.
+
+    Returns:
+        None where the model is no transformers model, or not of a kind whose arithmetic we know.
+
+    Raises:
+        KvtailorError: what the plan itself raises.
+    """
+    if not isinstance(subject.model, nn.Module) or not hasattr(subject.model, "config"):
+        return None
+    try:
+        geometry = Geometry.of(subject.model.config)
+    except UnsupportedModel:
+        return None
+    weights = Weights.of(subject.model)
+    if weights is None:
+        return None
+    rows, n = prompt.shape
+    cache = subject.new_cache(contestant)
+    first = _Step(cache, geometry, rows, seen=0)
+    logits, cache = subject.prefill(prompt, cache, last_only=True)
+    own, extra = 0, []
+    again = repetition_flops(weights, geometry, cache, subject.tokenizer, rows=rows, tokens=n)
+    added = _sum([first.added(cache, new=n), again])
+    for seen in range(n, n + tokens - 1):
+        step = _Step(cache, geometry, rows, seen=seen)
+        logits, cache = subject.forward(logits[:, -1:].argmax(-1), cache, last_only=True)
+        own += token_flops(weights, geometry, rows=rows, read=step.read(cache))
+        extra.append(step.added(cache, new=1))
+    every = _sum(extra)
+    steps = rows * (tokens - 1)
+    return Work(
+        prefill=prefill_flops(weights, geometry, rows=rows, tokens=n),
+        token=own / steps,
+        method_prefill=added,
+        method_token=None if every is None else every / steps,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Before:
+    """A layer before a forward: tokens (b, h) in its segments, these, their newest column, its tail, its facts."""
+
+    encoded: Tensor
+    segments: tuple[Segment, ...]
+    newest: int
+    tail: int
+    facts: LayerFacts
+
+    @classmethod
+    def of(cls, state: LayerState, rows: int, heads: int) -> _Before:
+        counts = torch.zeros((rows, heads), dtype=torch.int64)
+        for segment in state.segments:
+            counts += segment.layout.counts()
+        columns = [int(segment.layout.columns(torch.device("cpu")).max()) for segment in state.segments]
+        return cls(
+            encoded=counts,
+            segments=tuple(state.segments),
+            newest=max(columns, default=-1),
+            tail=0 if state.tail is None else state.tail.length,
+            facts=LayerFacts(layer=state.index, carry=state.carry),
+        )
+
+
+class _Step:
+    """One forward, seen from the cache before and after it; a cache that is not ours (None) holds everything."""
+
+    def __init__(self, cache: Any, geometry: Geometry, rows: int, *, seen: int):
+        self.geometry, self.rows, self.seen = geometry, rows, seen
+        self.states: list[LayerState] = cache.route.states if hasattr(cache, "route") else []
+        self.before = [_Before.of(state, rows, geometry.kv_heads) for state in self.states]
+
+    def read(self, cache: Any) -> int:
+        """Tokens that one new token of each row read, over rows, layers and kv heads."""
+        heads, total = self.rows * self.geometry.kv_heads, 0
+        states = iter(zip(self.states, self.before, strict=True))
+        for window in self.geometry.windows:
+            if window is not None or not self.states:
+                total += heads * min(self.seen + 1, window or self.seen + 1)
+                continue
+            state, before = next(states)
+            total += (
+                int(state.read.sum())
+                if state.read is not None
+                else int(before.encoded.sum()) + heads * (before.tail + 1)
+            )
+        return total
+
+    def added(self, cache: Any, *, new: int) -> int | None:
+        """What the plan added to this forward, over rows, layers and kv heads."""
+        if not self.states:
+            return 0
+        plan: Plan = cache.plan
+        return _sum(
+            self._layer(plan, state, before, new) for state, before in zip(self.states, self.before, strict=True)
+        )
+
+    def _layer(self, plan: Plan, state: LayerState, before: _Before, new: int) -> int | None:
+        size = self.geometry.head_dim
+        heads = self.geometry.kv_heads
+        group = self.geometry.q_heads // heads
+        sizes = {"key_size": size, "value_size": size}
+        held = before.encoded + before.tail + new
+        parts = [_each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes))]
+        if new == 1:
+            encoded = state.here(before.segments)
+            parts.append(plan.attend.flops(encoded, group=group, size=size, held=held, facts=before.facts))
+        if plan.score is not None:
+            pairs = held.double() if new == 1 else torch.full_like(held, twice_pairs(new, None)).double() / 2
+            parts.append(_evidence(plan.needs, group, float(pairs.sum())))
+            if state.settled_seen == state.seen and state.tail_growth == 0:
+                score, allocate, select = plan.score, plan.allocate, plan.select
+                parts += [
+                    # The walk reads keys and values once more.
+                    _each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes)),
+                    _each(held, lambda n: score.flops(tokens=n, group=group, size=size)),
+                    _each(held, lambda n: allocate.flops(tokens=n, heads=heads, group=group, size=size)),
+                    _each(held, lambda n: select.flops(tokens=n)),
+                    _merging(plan, held, state.counts(), group, size),
+                ]
+        for segment in state.segments:
+            if not any(segment is old for old in before.segments):
+                # What an exact codec keeps is encoded anew, of any other only what was in the tail.
+                fresh = _later_than(segment, -1 if plan.encode.exact else before.newest)
+                parts.append(_each(fresh, lambda n: plan.encode.encode_flops(tokens=n, **sizes)))
+        return _sum(parts)
+
+
+def _evidence(needs: Needs, group: int, pairs: float) -> int | None:
+    """Gathering what a plan needs: 2 for each (query head, query, key) of a mass; queries are only copied."""
+    if needs.moments:
+        return None
+    return int(2 * group * pairs) if needs.mass else 0
+
+
+def _merging(plan: Plan, held: Tensor, kept: Tensor, group: int, size: int) -> int | None:
+    """What the plan's merger computes where (b, h) tokens were `held` and `kept`."""
+    pairs = zip(held.flatten().tolist(), kept.flatten().tolist(), strict=True)
+    return _sum(plan.merge.flops(tokens=n, kept=k, group=group, size=size) for n, k in pairs if k < n)
+
+
+def _later_than(segment: Segment, column: int) -> Tensor:
+    """(b, h) tokens of a segment that are newer than a column: those that were encoded and not only moved."""
+    layout, cpu = segment.layout, torch.device("cpu")
+    later = (layout.columns(cpu) > column).expand(layout.lanes, layout.size)
+    filled = layout.filled(cpu)
+    each = (later if filled is None else later & filled).sum(1)
+    total = torch.zeros(layout.rows * layout.heads, dtype=torch.int64).index_add_(0, layout.owners(cpu), each)
+    return total.view(layout.rows, layout.heads)
+
+
+def _each(counts: Tensor, price: Callable[[int], int | None]) -> int | None:
+    """The sum of a price over (b, h) counts; nothing is free where there are no tokens to pay for."""
+    tokens, often = counts[counts > 0].unique(return_counts=True)
+    priced = [(price(n), times) for n, times in zip(tokens.tolist(), often.tolist(), strict=True)]
+    return _sum(None if one is None else one * times for one, times in priced)
+
+
+def _sum(parts: Iterable[int | None]) -> int | None:
+    total = 0
+    for part in parts:
+        if part is None:
+            return None
+        total += part
+    return total

@@ -1,0 +1,1 @@
+"""The pages of a report: HTML, Markdown, CSV, LaTeX and the terminal."""

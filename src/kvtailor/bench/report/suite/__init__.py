@@ -1,0 +1,1 @@
+"""The filled tables of a suite."""

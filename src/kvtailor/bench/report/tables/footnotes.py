@@ -1,0 +1,247 @@
+"""What a reader must know to judge the numbers: the sentences below a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from kvtailor.bench import checks
+from kvtailor.bench.measure.statistics import FEWEST
+from kvtailor.bench.report.points import Series, base, named, series_of
+from kvtailor.bench.report.rows import FULL, OWN, Row, asked_of_both
+from kvtailor.bench.report.tables.counts import idle_plans, unequal_samples
+from kvtailor.bench.report.tables.quality import Measure, documents_of, official_is_mean
+from kvtailor.bench.report.verdict.verdict import beats_full, beyond_the_model
+from kvtailor.bench.schema import Record
+
+__all__ = ["footnotes"]
+
+
+def footnotes(
+    records: Sequence[Record], rows: Sequence[Row], measures: Sequence[Measure], *, others: int = 0
+) -> Iterator[str]:
+    """What the numbers rest on, whole sentences.
+
+    Args:
+        records: of one model.
+        rows: from `rows_of`.
+        measures: from `measures_of`.
+        others: records that are left out because they are of another model, dtype or device.
+    """
+    if others:
+        yield (
+            f"Left out: {others} records of another model, dtype or device than the one measured last. Put each in a "
+            "folder of its own to see them."
+        )
+    yield from unequal_samples(records)
+    yield from idle_plans(records)
+    yield from checks.warnings_of(records)
+    texts = series_of(records, "perplexity")
+    shown = base(texts)
+    if shown is not None:
+        scored, point = next(iter(shown.records.values())), shown.point
+        yield (
+            f"ΔNLL: nats per token against 'full' {_interval_words(scored)} of {scored.text} "
+            f"({point['context']} tokens compressed, the next {point['continuation']} scored on what is "
+            f"left, {scored.tokens_scored} tokens in all, the same for every plan)."
+        )
+        if (scored.samples or 0) < 50:
+            yield "Fewer than 50 windows: enough for a look, too few for a claim. Use --windows 50 or more."
+    for task in ("perplexity", "fidelity", "speed", "memory", "capacity"):
+        yield from _which_point(series_of(records, task))
+    needles = [r for r in records if r.task == "needle" and r.error is None]
+    if needles:
+        full = next((row for row in rows if row.label == FULL), None)
+        lengths = sorted({int(str(r.point["length"])) for r in needles})
+        kinds = ", ".join(dict.fromkeys(str(r.point["kind"]) for r in needles))
+        places = {bool(r.point.get("question_outside")) for r in needles}
+        where = "inside or outside of" if len(places) > 1 else "outside of" if True in places else "inside"
+        yield (
+            f"needle: answers exactly right over {kinds} documents of {' and '.join(map(str, lengths))} tokens, "
+            f"question {where} the compressed context; 95 % Wilson intervals."
+        )
+        if full is not None and full.accuracy is not None and full.accuracy.value < 0.5:
+            yield (
+                f"'full' itself answers {full.hits} of {full.answers}: in that column the model is the limit "
+                "before any "
+                "cache is."
+            )
+    if any(row.recall is not None for row in rows):
+        yield "recall: of answers with several parts, the share that the greedy continuation contains, in any order."
+    yield from _asked_less(records, rows)
+    yield from _about_sets(records)
+    full_row = next((row for row in rows if row.label == FULL), None)
+    hard = [measure.name for measure in measures if full_row is not None and beyond_the_model(measure, full_row)]
+    if hard:
+        yield f"'full' itself gets next to nothing right in {'; '.join(hard)}: that decides nothing about the plans."
+    fidelity = base(series_of(records, "fidelity"))
+    if fidelity is not None:
+        compared = next(iter(fidelity.records.values()))
+        yield (
+            f"KL: nats of KL(full || plan) per token, top-1: tokens of which both find the same most likely; "
+            f"{compared.tokens_scored} tokens of {compared.samples} windows of {compared.text}, "
+            f"{compared.point['context']} tokens compressed before them."
+        )
+    yield from _about_memory(records)
+    yield from _about_reading(records)
+    yield from _about_time(records)
+    surprising = [row.label for row in rows if row.label != FULL and beats_full(row)]
+    if surprising:
+        yield (
+            f"Better than 'full' beyond chance: {', '.join(surprising)}. Compression should not do that: look "
+            "twice at the "
+            "text."
+        )
+    if len([row for row in rows if row.loss is not None]) > 3:
+        yield "Each interval is for one plan by itself: the best of several looks a little better than it is."
+    notes = [(note, r.label) for r in records for note in r.notes if r.plan_hash != OWN]
+    for note, same in groupby(sorted(set(notes)), key=lambda pair: pair[0]):
+        labels = [label for _, label in same]
+        everyone = len(labels) == len([row for row in rows if row.plan_hash != OWN])
+        yield note if everyone else f"{', '.join(labels)}: {note}"
+    for row in rows:
+        for error in row.errors:
+            if row.plan_hash != OWN:
+                yield f"{row.label} has no number for {error}"
+
+
+def _interval_words(scored: Record) -> str:
+    """Over which windows, and with which interval; `mean_difference` gives none over fewer than `FEWEST`."""
+    if (scored.samples or 0) < FEWEST:
+        return f"over {scored.samples} windows, without an interval: none is given below {FEWEST} windows,"
+    return f"with a 95 % bootstrap interval over {scored.samples} windows{_from_documents(scored)}"
+
+
+def _from_documents(scored: Record) -> str:
+    """What the windows were drawn by; nothing where the record does not say from which documents they are."""
+    count, known = len(set(documents_of(scored))), documents_of(scored)
+    if not known or count == len(known):
+        return ""
+    if count < FEWEST:
+        return f" (from only {count} documents, so that it says nothing about others)"
+    return f" from {count} documents, each of them drawn as a whole,"
+
+
+def _which_point(series: Sequence[Series]) -> Iterator[str]:
+    if len(series) < 2:
+        return
+    shown = base(series)
+    name = next(name for each, name in zip(series, named(series), strict=True) if each is shown)
+    yield (
+        f"{series[0].task}: measured at {len(series)} points; the first table shows {name}, the first of those that "
+        "most plans have. The HTML page has tables and charts of all."
+    )
+
+
+def _about_sets(records: Sequence[Record]) -> Iterator[str]:
+    for task, who in (("longcontext", "benchmark"), ("harness", "task")):
+        found = [r for r in records if r.task == task and r.error is None]
+        if not found:
+            continue
+        names = ", ".join(dict.fromkeys(str(r.point.get(who)) for r in found))
+        metrics = ", ".join(dict.fromkeys(str(r.point["metric"]) for r in found if r.point.get("metric")))
+        counts = [len(r.values.get("score", ())) for r in found]
+        few, many = min(counts), max(counts)
+        count = f"{few}" if few == many else f"{few} to {many}"
+        by = f" ({metrics})" if metrics else ""
+        yield f"{task}: {names}, by their own metrics{by}; {count} examples each."
+        if task == "longcontext" and (odd := dict.fromkeys(_set(r) for r in found if not official_is_mean(r))):
+            yield (
+                f"The score of {', '.join(odd)} is not the mean of the examples' scores and has no interval; the "
+                "differences to 'full' that have one are of that mean."
+            )
+
+
+def _set(record: Record) -> str:
+    return f"{record.point.get('benchmark')} {record.point.get('subset')}"
+
+
+def _asked_less(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
+    full = next((row.plan_hash for row in rows if row.label == FULL), None)
+    if full is None:
+        return
+    points = series_of(records, "needle")
+    wanted = len([each for each in points if full in each.records])
+    if 0 < wanted < len(points):
+        yield (
+            f"'full' has a record of {wanted} of the {len(points)} lengths, depths and kinds of needle documents: the "
+            "other ones count in no share, since nothing can be compared there."
+        )
+    for row in rows:
+        had = len(asked_of_both(records, row.plan_hash, full))
+        if row.accuracy is not None and had < wanted:
+            yield (
+                f"{row.label}: its answers are of {had} of the {wanted} lengths, depths and kinds that 'full' was "
+                "asked, so the two shares are of different documents."
+            )
+
+
+def _about_memory(records: Sequence[Record]) -> Iterator[str]:
+    fresh = [r for r in records if r.task == "memory" and r.bytes_resident is not None]
+    known = [(r, r.bytes_resident, r.bytes_held) for r in fresh if r.bytes_held]
+    if not known:
+        return
+    worst, resident, held = max(known, key=lambda each: abs((each[1] or 0) / (each[2] or 1) - 1))
+    assert resident is not None and held is not None
+    yield (
+        "bytes: unique storages of the whole cache. Checked against fresh processes at "
+        f"{worst.point['context']} tokens: "
+        f"resident memory grew for each cache by what its ledger says, at worst {100 * (resident / held - 1):+.1f} % "
+        f"({worst.label})."
+    )
+
+
+def _about_reading(records: Sequence[Record]) -> Iterator[str]:
+    """Plans that read less than they hold, each by its fullest cache."""
+    found: dict[str, Record] = {}
+    for record in records:
+        if record.error is None and record.tokens_read is not None and record.tokens_held:
+            fullest = found.setdefault(record.label, record)
+            if record.tokens_held > (fullest.tokens_held or 0):
+                found[record.label] = record
+    if found:
+        each = "; ".join(f"{label} {r.tokens_read:.0f} of {r.tokens_held:.0f}" for label, r in found.items())
+        yield (
+            f"Each new token read less than is held: {each} tokens. What is not read takes memory all the same, and "
+            "several tokens that are fed at once read everything."
+        )
+
+
+def _about_time(records: Sequence[Record]) -> Iterator[str]:
+    shown = base(series_of(records, "speed"))
+    tried = [] if shown is None else list(shown.records.values())
+    timed = [r for r in tried if r.timings]
+    runs = len({r.run for r in timed})
+    if runs > 1:
+        yield "Times of different runs are not compared: no ratio where 'full' was not timed in the same run."
+    busy = [r.label for r in tried if not r.timings]
+    if busy:
+        whom = "any plan" if not timed else ", ".join(busy)
+        yield f"No times for {whom}: other programs disturbed too many of the rounds. Try again on a quiet machine."
+    full = next((r for r in timed if r.label == FULL), None)
+    if full is None:
+        return
+    left_out = sum(int(r.timings["tpot"]["left_out"] or 0) for r in timed)
+    yield (
+        "TTFT, TPOT: medians over that of 'full' in the same interleaved rounds "
+        f"({min(r.samples or 0 for r in timed)} or more "
+        f"each, {left_out} disturbed samples left out), {full.point['context']} tokens of prompt, "
+        f"{full.point['tokens']} "
+        f"decoded, batch {full.point.get('batch', 1)}, {full.dtype} on {full.device}, "
+        f"{full.machine.get('threads')} threads."
+    )
+    text = f"'full' takes {_ms(full, 'ttft')} to the first token and {_ms(full, 'tpot')} for each further one"
+    if full.floor_seconds is not None:
+        text += f" (reading weights and cache once takes {1000 * full.floor_seconds:.1f} ms)"
+    own = next((r for r in timed if r.plan_hash == OWN), None)
+    if own is not None:
+        text += f"; the model's own cache {_ms(own, 'ttft')} and {_ms(own, 'tpot')}"
+    yield text + "."
+    if full.point.get("graphs"):
+        yield "Plans decode by CUDA graphs, whose recording is in their times; the model's own cache decodes as ever."
+
+
+def _ms(record: Record, name: str) -> str:
+    median, q1, q3 = (record.timings[name][key] for key in ("median", "q1", "q3"))
+    assert median is not None and q1 is not None and q3 is not None
+    return f"{1000 * median:.1f} ms ({1000 * q1:.1f} to {1000 * q3:.1f})"

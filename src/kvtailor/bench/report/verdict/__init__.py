@@ -1,0 +1,1 @@
+"""The sentence above a table."""

@@ -1,0 +1,234 @@
+"""The sentence above a table: which plan, at which memory, is shown to lose less than a stated margin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtailor.bench.measure.equivalence import ERROR, Margins, least_samples, outcome
+from kvtailor.bench.report.rows import FULL, OWN, Row
+from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
+from kvtailor.bench.report.verdict.judged import Judged, fell
+from kvtailor.bench.report.verdict.words import how_sure, limits, loss_words, never, share_of_bytes, to_show, too_few
+
+__all__ = ["beats_full", "beyond_the_model", "headline", "how_judged"]
+
+LEAST_TELLING = 5.0
+LEAST_GAIN = 0.005
+
+
+def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins | None = None) -> str:
+    """Which plan with the fewest bytes is shown to lose less than the margins; if none is, why.
+
+    A plan loses less than the margins only if it was asked all that 'full' was asked, and in each of it the upper end
+    of its loss's interval is below the margin, see `bench.measure.equivalence`. It is not named where another plan
+    beats it in bytes and in loss, shown or not.
+
+    Args:
+        rows: from `rows_of`.
+        measures: from `measures_of`.
+        margins: what counts as no loss; None: the usual ones.
+    """
+    margins = margins or Margins()
+    full = next((row for row in rows if row.label == FULL), None)
+    smaller = _smaller(rows)
+    if full is None:
+        return (
+            "There is no record of 'full' in this run, so nothing can be compared with it: run the bench with 'full'."
+        )
+    said = _headline(full, smaller, measures, margins)
+    apart = _without_full(full, measures)
+    return f"{said} Left out, since 'full' has no numbers there: {'; '.join(apart)}." if apart else said
+
+
+def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> str:
+    if not smaller:
+        return "No plan of this run holds less than the full cache, so there is nothing to choose."
+    asked = _asked(full, measures)
+    if not asked and _paired(full, measures):
+        return (
+            "No verdict: 'full' itself gets next to nothing right in all that was asked, so that nothing shows "
+            "what the saved bytes cost."
+        )
+    judged = [each for each in _judge_all(smaller, full, asked, margins) if each.scores]
+    if not judged:
+        return _nothing_to_judge(smaller, measures)
+    complete = [each for each in judged if each.complete]
+    if not complete:
+        return (
+            f"No plan that holds less was measured in all {len(asked)} texts and tasks that 'full' was measured in, so "
+            "none can be said to lose nothing."
+        )
+    # Better beyond chance is no praise: it says that the text or the model is odd, and a footnote says so.
+    fair = [each for each in complete if not beats_full(each.row)]
+    if not fair:
+        return (
+            "No verdict: every plan that holds less does better than 'full' beyond chance, so this model does not use "
+            "the context of this text."
+        )
+    limit = limits(asked, margins)
+    shown = [each for each in fair if each.shown]
+    best = _best(shown, fair)
+    if best is not None:
+        return f"{best.row.label} loses less than {limit} here at {share_of_bytes(best)} of the bytes{how_sure(best)}."
+    if shown:
+        return _beaten(min(shown, key=_by_bytes), fair, limit)
+    mildest = min(fair, key=lambda each: (each.drop(POINTS), each.score_drop(), each.drop(NATS), *_by_bytes(each)))
+    if all(each.worse for each in fair):
+        who = "Every plan here that saves bytes"
+        if len(complete) < len(smaller):
+            who += " and was measured in everything"
+        either = limit.replace(" and ", " or ")
+        what = loss_words(mildest)
+        return f"{who} loses more than {either}; the mildest is {mildest.row.label}: {what}, at " \
+            f"{share_of_bytes(mildest)} of the bytes."  # fmt: skip
+    return _no_verdict(mildest, [each for each in fair if not each.worse], fair, asked, margins)
+
+
+def how_judged(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> str | None:
+    """By which rule the headline was found, whole sentences; None where there was nothing to judge."""
+    full = next((row for row in rows if row.label == FULL), None)
+    smaller = _smaller(rows)
+    asked = _asked(full, measures) if full is not None else []
+    if full is None or not smaller or not asked:
+        return None
+    error = ERROR / _competing(smaller, asked)
+    count = _competing(smaller, asked)
+    sure = "with 95 % confidence" if count == 1 else f"with 95 % confidence for all {count} plans together (Bonferroni)"
+    said = (
+        f"The first line: a plan loses less than {limits(asked, margins)} where the upper end of its loss's one-sided "
+        f"interval is below that in every text and task, {sure}"
+    )
+    if any(measure.difference_unit == NATS for measure in asked):
+        said += f"; with fewer than {least_samples(error)} windows a loss on one window in ten might not be met at all"
+    open_ = [
+        f"{each.row.label} needs {' and '.join(words for words, _ in lacking)}"
+        for each in _judge_all(smaller, full, asked, margins)
+        if each.complete and not each.worse and (lacking := to_show(each))
+    ]
+    if not open_:
+        return f"{said}."
+    return (
+        f"{said}. What is lacking to show it for a plan, if further samples turn out as those of this run did: "
+        f"{'; '.join(open_)}."
+    )
+
+
+def beats_full(row: Row) -> bool:
+    """Whether a plan predicts the text better than 'full' beyond chance, and by more than rounding could."""
+    return row.loss is not None and row.loss.high is not None and row.loss.high < 0 and row.loss.value < -LEAST_GAIN
+
+
+def beyond_the_model(measure: Measure, full: Row) -> bool:
+    """Whether 'full' has so few right answers that no drop could count as one."""
+    score = measure.scores.get(full.plan_hash)
+    return score is not None and measure.difference_unit == POINTS and score.value < LEAST_TELLING
+
+
+def _smaller(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.plan_hash != OWN and row.ratio is not None and row.ratio < 0.99]
+
+
+def _paired(full: Row, measures: Sequence[Measure]) -> list[Measure]:
+    """Without numbers for single samples nothing can be told from chance: such a measure decides nothing."""
+    return [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].losses is not None]
+
+
+def _without_full(full: Row, measures: Sequence[Measure]) -> list[str]:
+    """What plans were asked and 'full' was not, or failed at: nothing of it can be compared."""
+    return [f"{m.task} {m.name}" for m in measures if full.plan_hash not in m.scores]
+
+
+def _asked(full: Row, measures: Sequence[Measure]) -> list[Measure]:
+    return [measure for measure in _paired(full, measures) if not beyond_the_model(measure, full)]
+
+
+def _competing(smaller: Sequence[Row], asked: Sequence[Measure]) -> int:
+    """The plans among which the headline may choose."""
+    return max(1, sum(all(row.plan_hash in measure.scores for measure in asked) for row in smaller))
+
+
+def _judge_all(
+    smaller: Sequence[Row], full: Row, asked: Sequence[Measure], margins: Margins
+) -> list[Judged]:  # fmt: skip
+    error = ERROR / _competing(smaller, asked)
+    found = []
+    for row in smaller:
+        scores = []
+        for measure in (measure for measure in asked if row.plan_hash in measure.scores):
+            score, theirs = measure.scores[row.plan_hash], measure.scores[full.plan_hash]
+            if score.losses is not None:
+                margin = _margin(measure, theirs, margins)
+                scores.append((measure, score, theirs, outcome(score.losses, margin, error)))
+        found.append(Judged(row=row, scores=tuple(scores), complete=len(scores) == len(asked)))
+    return found
+
+
+def _margin(measure: Measure, full: Score, margins: Margins) -> float:
+    if measure.difference_unit == NATS:
+        return margins.nats
+    return margins.points if measure.difference_unit == POINTS else margins.points / 100 * abs(full.value)
+
+
+def _by_bytes(judged: Judged) -> tuple[float, float]:
+    return judged.row.ratio or 1.0, judged.drop(NATS)
+
+
+def _best(shown: Sequence[Judged], fair: Sequence[Judged]) -> Judged | None:
+    """Of the plans that are shown to lose little, and that no other beats, the one with the fewest bytes."""
+    unbeaten = [each for each in shown if not any(each.beaten_by(other) for other in fair)]
+    return min(unbeaten, key=_by_bytes, default=None)
+
+
+def _beaten(shown: Judged, fair: Sequence[Judged], limit: str) -> str:
+    better = min((other for other in fair if shown.beaten_by(other)), key=_by_bytes)
+    lacking = too_few(better)
+    return (
+        f"No plan is recommended: {shown.row.label} loses less than {limit} at {share_of_bytes(shown)} of the bytes, "
+        f"yet {better.row.label} lost less ({loss_words(better)}) at {share_of_bytes(better)}, which is not shown to "
+        f"be below that{': ' + lacking if lacking else ''}."
+    )
+
+
+def _no_verdict(
+    mildest: Judged, undecided: Sequence[Judged], fair: Sequence[Judged], asked: Sequence[Measure], margins: Margins
+) -> str:
+    limit = limits(asked, margins)
+    # The plan that is nearest to a verdict says what is lacking.
+    nearest = min(
+        undecided,
+        key=lambda each: (bool(never(each)), sum(not found.below for *_, found in each.scores), each.drop(NATS)),
+    )
+    lacking, hopeless = too_few(nearest), never(nearest)
+    said = f"No verdict: no plan that saves bytes is shown to lose less than {limit}"
+    said += f"; the mildest is {mildest.row.label}: {loss_words(mildest)}, at {share_of_bytes(mildest)} of the bytes."
+    if hopeless:
+        whom = "" if nearest is mildest else f" for {nearest.row.label}"
+        said += (
+            f" As these turned out, no number of {hopeless} would show it{whom}, since the mean loss is not below the "
+            "margin."
+        )
+    elif lacking:
+        said += f" If further samples turn out as these did, to show it for {nearest.row.label} takes {lacking}."
+    texts = [measure for measure in asked if measure.difference_unit == NATS]
+    if texts and len(texts) < len(asked):
+        alone = [each for each in fair if not each.worse and
+                 all(found.below for m, *_, found in each.scores if m.difference_unit == NATS) and
+                 not any(fell(m, s) for m, s, *_ in each.scores if m.difference_unit != NATS)]  # fmt: skip
+        best = _best(alone, fair)
+        if best is not None:
+            said += (
+                f" On the text alone, {best.row.label} loses less than {limits(texts, margins)} at "
+                f"{share_of_bytes(best)} of the bytes{how_sure(best)}."
+            )
+    return said
+
+
+def _nothing_to_judge(smaller: Sequence[Row], measures: Sequence[Measure]) -> str:
+    if any(row.kl is not None for row in smaller):
+        return (
+            "No verdict: no perplexity and no answers to judge a smaller plan by were measured in this run; KL and "
+            "top-1 say how far its predictions are from those of 'full', not what that costs."
+        )
+    if measures:
+        return "No verdict: no smaller plan has a perplexity or answers in this run that it can be judged by."
+    return "Quality was not measured in this run: nothing can be said about what the saved bytes cost."

@@ -1,0 +1,1 @@
+"""Suites: the tables of a published report, as TOML, and what fills them."""

@@ -1,0 +1,211 @@
+"""Runs a suite: every task once, for the plans of the cells that show it, in one run of the bench."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvtailor.bench.build import SettingsError, make_task
+from kvtailor.bench.checks import Fraud
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.kinds import KINDS, setting_faults
+from kvtailor.bench.runner import FULL, run
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Subject
+from kvtailor.bench.suite.cells import Asked
+from kvtailor.bench.suite.suite import Suite, SuiteError
+from kvtailor.bench.tasks import Given, Task
+from kvtailor.errors import KvtailorError, suggest
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part(Task):
+    """A task for some of the plans; each record says what was asked, so that a table finds it again.
+
+    Attributes:
+        asked: the task with its settings.
+        task: that task; None where it cannot be made.
+        why: why it cannot.
+        there: the plans that this kvtailor has.
+        absent: those that it does not have.
+    """
+
+    asked: Asked
+    task: Task | None
+    why: str | None
+    there: tuple[Contestant, ...]
+    absent: tuple[Contestant, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.asked.kind)
+        object.__setattr__(self, "version", self.task.version if self.task is not None else 0)
+
+    def cells(self, contestants: int) -> int:
+        there = len(self.there)
+        return (there if self.task is None else self.task.cells(there)) + len(self.absent)
+
+    def units(self, contestants: int) -> int:
+        return 0 if self.task is None else self.task.units(len(self.there))
+
+    def texts(self) -> dict[str, str]:
+        """The texts that it scores, by their names in reports."""
+        return dict(getattr(self.task, "texts", dict)())
+
+    def measure(self, given: Given) -> Iterator[Record]:
+        left = {contestant.hash: contestant for contestant in self.there}
+        if self.task is None:
+            yield from (self._without(given, contestant, str(self.why)) for contestant in left.values())
+        else:
+            counted, total = 0, self.units(0)
+
+            def advance(label: str) -> None:
+                nonlocal counted
+                counted += 1
+                given.advance(label)
+
+            own = replace(
+                given, contestants=self.there, advance=advance, known=lambda blank: given.known(self._marked(blank))
+            )
+            try:
+                for record in self.task.measure(own):
+                    left.pop(record.plan_hash, None)
+                    yield self._marked(record)
+            except Fraud:
+                raise
+            except (KvtailorError, ImportError) as error:
+                yield from (self._without(given, contestant, str(error)) for contestant in left.values())
+            for _ in range(total - counted):
+                given.advance(self.asked.kind)
+        for contestant in self.absent:
+            why = f"This kvtailor does not have it: {'; '.join(contestant.missing)}"
+            yield self._without(given, contestant, why)
+
+    def _without(self, given: Given, contestant: Contestant, why: str) -> Record:
+        return self._marked(replace(given.blank(contestant), error=why))
+
+    def _marked(self, record: Record) -> Record:
+        return replace(record, asked=str(self.asked))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A suite that can start.
+
+    Attributes:
+        suite: the suite.
+        subject: the model.
+        parts: its tasks.
+        contestants: all plans that this kvtailor has.
+        unavailable: tasks that cannot be done here, each a sentence; their records say so, and the others go on.
+    """
+
+    suite: Suite
+    subject: Subject
+    parts: tuple[_Part, ...]
+    contestants: tuple[Contestant, ...]
+    unavailable: tuple[str, ...]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The plans that this kvtailor does not have, as the suite writes them."""
+        return tuple(dict.fromkeys(contestant.label for part in self.parts for contestant in part.absent))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many records come, and how often `advance` is going to be called at most."""
+        return sum(part.cells(0) for part in self.parts), sum(part.units(0) for part in self.parts)
+
+    def run(self, **options: Any) -> list[Record]:
+        """The records; `options` are those of `runner.run`, which says what is raised."""
+        return run(self.subject, self.contestants, self.parts, **options)
+
+
+def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: Sequence[str] = ()) -> Prepared:
+    """Makes the tasks of a suite's tables, each once, and checks that the model can take them.
+
+    Args:
+        suite: from `read_suite`.
+        subject: the model.
+        data: see `make_task`.
+        only: names of the tables wanted; none: all.
+
+    Raises:
+        SuiteError: a task asks for more tokens than the model has positions, a table is not there (before any text has
+            been read), or a setting makes no sense; with all faults at once.
+    """
+    faults: list[str] = []
+    wanted = _plans_of(suite, subject.name, only, faults)
+    for asked in wanted:
+        if asked.kind in KINDS:
+            faults += setting_faults(asked.kind, dict(asked.settings), subject.name, subject.positions)
+    if faults:
+        raise SuiteError(suite.name, list(dict.fromkeys(faults)))
+    contestants = {plan: suite.contestant(plan) for plan in dict.fromkeys([FULL, *itertools.chain(*wanted.values())])}
+    parts, unavailable = [], []
+    for asked, plans in wanted.items():
+        found = _each_once(contestants[plan] for plan in [FULL, *plans])
+        try:
+            task, why = _made(asked, subject, data)
+        except SettingsError as error:
+            faults += [f"{asked}: {fault}" for fault in error.faults]
+            continue
+        if why is not None:
+            unavailable.append(f"{asked}: {why}")
+        parts.append(
+            _Part(
+                asked=asked,
+                task=task,
+                why=why,
+                there=tuple(each for each in found if not each.missing),
+                absent=tuple(each for each in found if each.missing),
+            )
+        )
+    if faults:
+        raise SuiteError(suite.name, list(dict.fromkeys(faults)))
+    return Prepared(
+        suite=suite,
+        subject=subject,
+        parts=tuple(parts),
+        contestants=_each_once(each for part in parts for each in part.there),
+        unavailable=tuple(unavailable),
+    )
+
+
+def _plans_of(suite: Suite, model: str, only: Sequence[str], faults: list[str]) -> dict[Asked, list[str]]:
+    """The tasks of the wanted tables with the plans of the cells that show them, each once."""
+    tables = suite.tables_for(model)
+    names = [table.name for table in tables]
+    faults += [f"there is no table {name!r}{suggest(name, names)}" for name in only if name not in names]
+    found: dict[Asked, list[str]] = {}
+    for cell in (c for t in tables if not only or t.name in only for row in t.rows for c in row.cells):
+        for asked in cell.tasks:
+            plans = found.setdefault(asked, [])
+            plans += [plan for plan in (cell.plan, cell.against) if plan is not None and plan not in plans]
+    return found
+
+
+def _each_once(contestants: Iterable[Contestant]) -> tuple[Contestant, ...]:
+    """Those that are the same plan once, as it is written first."""
+    found: dict[str, Contestant] = {}
+    for each in contestants:
+        found.setdefault(each.hash, each)
+    return tuple(found.values())
+
+
+def _made(asked: Asked, subject: Subject, data: Path | None) -> tuple[Task | None, str | None]:
+    """The task, or why there is none."""
+    if asked.kind not in KINDS:
+        return None, f"This kvtailor does not have the task {asked.kind!r}."
+    try:
+        task = make_task(asked.kind, dict(asked.settings), subject, data=data)
+        task.units(1)  # a task that reads its data only when it is asked for it says here that there is none
+    except SettingsError:
+        raise
+    except KvtailorError as error:
+        return None, str(error)
+    return task, None

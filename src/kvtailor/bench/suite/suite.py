@@ -1,0 +1,252 @@
+"""Suites: the tables of a published report, as TOML, with the plans, tasks and settings that fill them.
+
+    title = "..."                        report = "where the tables come from"
+    awaits = ["rocketkv", "telepathy"] # names of plans and tasks that may be missing: then the table says so
+    [settings.default]                   # what {name} stands for, anywhere below
+    budget = 256
+    [settings.demo]                      # what differs for one model, found by the last part of its name
+    budget = 64
+    [tasks.ppl]                          # a task of `bench.kinds` with its settings; with `for`, one for each value
+    run = "perplexity"
+    text = "{Dataset}"
+    [[tables]]
+    name = "budget"
+    title = "Budget {budget}"
+    note = "a sentence below the table"
+    labels = ["Method", "Dataset"]       # variables of the row that stand in front of it
+    for_rows = { Dataset = ["wikitext2", "c4"] }    # every row once for each; `for` repeats the table, or one row
+    columns = [{ label = "PPL", task = "ppl", value = "metrics.perplexity", digits = 2, scale = 1.0 }]
+    rows = [{ Method = "snapkv", plan = "snapkv @ tokens={budget}" }]
+
+`{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as `suite_lists` finds them.
+A cell is what its column and its row say together (the row goes before): `plan`, `task`, `value`, and where it compares
+`shows` ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). `value` is what
+`suite_cells.Cell.measure` says. Other keys of a row are variables. One run measures every task once, for the plans of
+the cells that show it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.suite.cells import Table, check_keys, tables_of
+from kvtailor.bench.suite.lists import everything
+from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
+from kvtailor.plan import registry
+from kvtailor.plan.check import SETTINGS
+from kvtailor.plan.grammar import Word, read_line
+
+__all__ = ["DEFAULT", "Suite", "SuiteError", "read_suite", "suites"]
+
+DEFAULT = "default"
+_HOME = Path(__file__).parents[2] / "suites"
+_KEYS = ("title", "report", "awaits", "settings", "tasks", "tables")
+
+
+class SuiteError(KvtailorError, ValueError):
+    """A suite that cannot be run. Holds all of its faults at once, each a whole sentence."""
+
+    def __init__(self, suite: str, faults: Sequence[str]):
+        self.faults = tuple(faults)
+        head = f"the suite {suite!r} has {len(self.faults)} fault{'s' if len(self.faults) != 1 else ''}:"
+        super().__init__("\n  - ".join([head, *self.faults]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """The tables of one report.
+
+    Attributes:
+        name: the file's name.
+        title: what it is about.
+        report: where its tables come from; empty where nobody published them.
+        awaits: names that plans and tasks use and this kvtailor may not have yet: of methods and presets (`rocketkv`),
+            of a method's argument (`kivi.only`), of a plan's setting (`@resident_layers`), of tasks (`telepathy`).
+        settings: by model, the values of `{name}`; 'default' has all of them, a model those that differ.
+        tasks: the tasks by name, as written.
+        tables: the tables, as written.
+    """
+
+    name: str
+    title: str
+    report: str
+    awaits: tuple[str, ...]
+    settings: Mapping[str, Mapping[str, Any]]
+    tasks: Mapping[str, Any]
+    tables: Sequence[Any]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that have settings of their own."""
+        return tuple(name for name in self.settings if name != DEFAULT)
+
+    def settings_of(self, model: str) -> dict[str, Any]:
+        """The settings for a model: its own, found by its name or by the last part of its name, over the default."""
+        own = next((name for name in self.models if _last(name) == _last(model)), DEFAULT)
+        return {**everything(), **self.settings[DEFAULT], **self.settings[own]}
+
+    def tables_for(self, model: str) -> list[Table]:
+        """The tables with all places filled for this model."""
+        return tables_of(self.tables, self.tasks, self.settings_of(model), self.awaits, [])
+
+    def contestant(self, plan: str) -> Contestant:
+        """The contestant of a plan; `missing` names what it awaits.
+
+        Raises:
+            SuiteError: the plan has faults.
+        """
+        faults: list[str] = []
+        found = _contestant(plan, self.awaits, faults)
+        if found is None:
+            raise SuiteError(self.name, faults)
+        return found
+
+    def arrived(self) -> list[str]:
+        """The names in `awaits` that this kvtailor has by now: they are to be taken out."""
+        return [name for name in self.awaits if _is_here(name)]
+
+
+def suites() -> dict[str, Path]:
+    """The suites that come with kvtailor, by name."""
+    return {path.stem: path for path in sorted(_HOME.glob("*.toml"))}
+
+
+def read_suite(name_or_path: str | Path) -> Suite:
+    """A suite that comes with kvtailor, by its name, or one of a TOML file.
+
+    Raises:
+        UnknownName: no suite has this name, and no file is there.
+        SuiteError: with all faults at once, for all models that have settings.
+    """
+    path = suites().get(str(name_or_path), Path(name_or_path))
+    if not path.is_file():
+        raise UnknownName("suite", str(name_or_path), suites())
+    faults: list[str] = []
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SuiteError(path.stem, [f"{path} is not TOML: {error}"]) from error
+    check_keys(raw, _KEYS, "the file", faults)
+    suite = Suite(
+        name=path.stem,
+        title=_typed(raw, "title", str, "", faults),
+        report=_typed(raw, "report", str, "", faults),
+        awaits=tuple(map(str, _typed(raw, "awaits", list, [], faults))),
+        settings=_settings(_typed(raw, "settings", dict, {}, faults), faults),
+        tasks=_typed(raw, "tasks", dict, {}, faults),
+        tables=_typed(raw, "tables", list, [], faults),
+    )
+    for key in ("title", "tasks", "tables"):
+        if not getattr(suite, key):
+            faults.append(f"the file has no {key}: write them")
+    if not faults:
+        _check(suite, faults)
+    if faults:
+        raise SuiteError(suite.name, list(dict.fromkeys(faults)))
+    return suite
+
+
+def _check(suite: Suite, faults: list[str]) -> None:
+    """Everything of every model."""
+    used: set[str] = set()
+    plans: set[str] = set()
+    for model in (DEFAULT, *suite.models):
+        scope = suite.settings_of(model) if model != DEFAULT else {**everything(), **suite.settings[DEFAULT]}
+        tables = tables_of(suite.tables, suite.tasks, scope, suite.awaits, faults)
+        names = [table.name for table in tables]
+        faults += [f"two tables have the name {name!r}: give each its own" for name in names if names.count(name) > 1]
+        for table in tables:
+            faults += [
+                f"table {table.name!r}: two columns are called {label!r}: give each its own label"
+                for label in table.columns
+                if table.columns.count(label) > 1
+            ]
+            for cell in (cell for row in table.rows for cell in row.cells):
+                plans |= {plan for plan in (cell.plan, cell.against) if plan is not None}
+                used |= {task.kind for task in cell.tasks}
+    for plan in sorted(plans):
+        contestant = _contestant(plan, suite.awaits, faults)
+        used |= set(contestant.missing) if contestant is not None else set()
+    if faults:
+        return
+    # What has arrived is no fault of a suite that an older kvtailor wrote; a test of ours asks for it.
+    faults += [
+        f"awaits names {name!r}, which no plan and no task uses: take it out"
+        for name in suite.awaits
+        if name not in used and not _is_here(name)
+    ]
+
+
+def _contestant(plan: str, awaits: Sequence[str], faults: list[str]) -> Contestant | None:
+    """The contestant of a plan in which only names of `awaits` may be missing; None where it has faults."""
+    line = read_line(plan, found := [])
+    words = list(_words_of(line.words))
+    names = {word.name: word.name for word in words}
+    names |= {f"{word.name}.{each}": each for word in words for each in word.arguments}
+    names |= {f"@{each}": each for each in line.settings}
+    missing = {name: short for name, short in names.items() if name in awaits and not _is_here(name)}
+    try:
+        contestant = Contestant.of(plan)
+    except PlanError as error:
+        # A fault that names what is awaited says no more than that it is awaited.
+        found = [fault for fault in error.faults if not any(repr(short) in fault for short in missing.values())]
+        contestant = Contestant.of(plan, may_be_missing=True)
+    if found or (contestant.missing and not missing):
+        faults += [f"the plan {plan!r}: {fault}" for fault in found]
+        return None
+    return replace(contestant, missing=tuple(missing)) if contestant.missing else contestant
+
+
+def _words_of(values: Iterable[object]) -> Iterator[Word]:
+    """Every word, and those among their arguments: what is a string there may be the name of a method."""
+    for value in values:
+        if isinstance(value, str):
+            yield Word(name=value, arguments={})
+        elif isinstance(value, tuple):
+            yield from _words_of(value)
+        elif isinstance(value, Word):
+            yield value
+            yield from _words_of(value.arguments.values())
+
+
+def _is_here(name: str) -> bool:
+    """Whether this kvtailor has what an entry of `awaits` names."""
+    if name.startswith("@"):
+        return name[1:] in SETTINGS
+    method, _, argument = name.partition(".")
+    room = next((room for room in registry.rooms() if method in registry.methods(room)), None)
+    if argument:
+        return room is not None and argument in getattr(registry.load(room, method), "__dataclass_fields__", {})
+    return room is not None or method in registry.presets() or method in KINDS
+
+
+def _settings(found: Mapping[str, Any], faults: list[str]) -> dict[str, dict[str, Any]]:
+    default = found.get(DEFAULT, {})
+    for model, own in found.items():
+        if not isinstance(own, dict):
+            faults.append(f"settings.{model} is {own!r}: write [settings.{DEFAULT}] and below it name = value")
+        else:
+            faults += [
+                f"[settings.{model!r}] sets {each!r}, which [settings.{DEFAULT}] does not have{suggest(each, default)}"
+                for each in own
+                if each not in default
+            ]
+    return {DEFAULT: default, **{model: own for model, own in found.items() if isinstance(own, dict)}}
+
+
+def _typed(raw: Mapping[str, Any], key: str, kind: type, default: Any, faults: list[str]) -> Any:
+    value = raw.get(key, default)
+    if isinstance(value, kind):
+        return value
+    faults.append(f"{key} is {value!r}: write a {'text' if kind is str else 'table' if kind is dict else 'list'}")
+    return default
+
+
+def _last(model: str) -> str:
+    return model.rstrip("/").rsplit("/", 1)[-1].lower()

@@ -1,0 +1,119 @@
+"""What a calibrator gets and gives. A file of this folder that holds one public dataclass made from `Calibrator` is the
+calibrator of its name, and the kind of file that methods name in `calibrates`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from kvtailor.errors import UnknownName
+
+if TYPE_CHECKING:
+    from kvtailor.bench.subject import Subject
+    from kvtailor.calibration.passages import Passage
+
+__all__ = ["Calibrator", "Job", "Made", "calibrator", "kinds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a calibrator works on.
+
+    Attributes:
+        subject: the model and its tokenizer.
+        passages: of the texts, each of `context` tokens, spread evenly over them; none where the kind reads no text.
+        context: tokens of a passage.
+        count: how many passages were asked for.
+        state: random state of all that is drawn.
+        advance: called after each of `Calibrator.units`, with what runs.
+        draft: writes tensors to a file of the kind that lives as long as the run, and gives its path, so that a
+            calibrator can measure what it has made.
+    """
+
+    subject: Subject
+    passages: tuple[Passage, ...]
+    context: int
+    count: int
+    state: int
+    advance: Callable[[str], None]
+    draft: Callable[[Mapping[str, Tensor]], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What a calibrator gives.
+
+    Attributes:
+        tensors: by name, stacked over the compressed layers.
+        facts: what it found out about them, JSON-able.
+        texts: what it made up itself and measured on, by name; the check for overlap knows them too.
+    """
+
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Calibrator(ABC):
+    """One kind of calibration. A subclass is a frozen, keyword-only dataclass of its own settings.
+
+    Attributes:
+        summary: what it measures, in one line.
+        reads_text: whether it needs texts at all.
+        tokens: of text that it uses where nobody says.
+        context: tokens of a passage where nobody says.
+    """
+
+    summary: ClassVar[str]
+    reads_text: ClassVar[bool] = True
+    tokens: ClassVar[int] = 65_536
+    context: ClassVar[int] = 1024
+
+    @abstractmethod
+    def units(self, passages: int) -> int:
+        """How often `measure` calls `Job.advance` for so many passages."""
+
+    @abstractmethod
+    def measure(self, job: Job) -> Made:
+        """Runs the model; its parameters and its attention implementation stay as they are.
+
+        Raises:
+            KvtailorError: it cannot be measured on this model or these texts.
+        """
+
+
+@cache
+def kinds() -> dict[str, str]:
+    """The names of all calibrators, and the class in each one's file, from their syntax trees."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        made = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Calibrator" for base in node.bases)
+        ]
+        if made:
+            found[path.stem] = made[0]
+    return found
+
+
+def calibrator(kind: str) -> Calibrator:
+    """The calibrator of a kind, with its own settings.
+
+    Raises:
+        UnknownName: there is none.
+    """
+    if kind not in kinds():
+        raise UnknownName("kind of calibration", kind, kinds())
+    made: Calibrator = getattr(importlib.import_module(f"kvtailor.calibration.{kind}"), kinds()[kind])()
+    return made

@@ -1,0 +1,167 @@
+"""Moments and weights for `encode/subspace/lowrank.py`: where a layer's states lie, and each projection's weight.
+
+Means and covariances, over the channels of all heads together, of keys as they are cached, of keys before the rotary
+embedding, and of values. Any basis of the method is made from them: of single heads or groups, centred or not. The
+weights are those of arXiv 2407.21118, section 3.3: the root of the mean squared gradient of the text's loss in W_k and
+W_v of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.calibration.contract import Calibrator, Job, Made
+from kvtailor.calibration.passages import Passage
+from kvtailor.calibration.watching import LayerStates, watched
+from kvtailor.errors import KvtailorError, UnsupportedModel
+from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.modules import attention_modules, rotation_of
+from kvtailor.ops.codes.subspace import Moments, principal
+from kvtailor.ops.lanes.rotate import turn
+from kvtailor.types import Rotation
+
+__all__ = ["LowRank", "squared_gradients"]
+
+_SIDES = ("keys", "unrotated", "values")
+_PROJECTIONS = {"keys": ("k_proj", "key"), "values": ("v_proj", "value")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Calibrator):
+    """Where keys and values lie."""
+
+    summary = "moments of keys and values, and Fisher weights of their projections (arXiv 2407.21118)"
+
+    def units(self, passages: int) -> int:
+        return 2 * passages
+
+    def measure(self, job: Job) -> Made:
+        """Mean, deviation and correlation for each of keys, unrotated (keys) and values; fisher_keys, fisher_values."""
+        cache = cache_for(job.subject.model, "full")
+        modules, geometry = attention_modules(job.subject.model), cache.geometry
+        rotations: list[Rotation | None] = []
+        for layer in geometry.compressed:
+            try:
+                kind = geometry.layer_types[layer]
+                rotations.append(rotation_of(job.subject.model, modules[layer], kind, geometry.head_dim))
+            except UnsupportedModel:
+                rotations.append(None)
+        sums = _Sums(rotations=rotations)
+        with torch.inference_mode():
+            for passage in job.passages:
+                cache = cache_for(job.subject.model, "full")
+                with watched(cache, sums.add):
+                    job.subject.forward(passage.ids[None], cache, last_only=True)
+                job.advance("states")
+        moments = [sums.moments(side) for side in _SIDES]
+        tensors = {
+            f"{side}_{name}": torch.stack([getattr(each, name) for each in of_side])
+            for side, of_side in zip(_SIDES, moments, strict=True)
+            for name in ("mean", "deviation", "correlation")
+        }
+        if job.subject.stock_attention is not None:
+            job.subject.model.set_attn_implementation(job.subject.stock_attention)
+        chosen = [modules[layer] for layer in geometry.compressed]
+        for side, squares in squared_gradients(job.subject.model, chosen, job.passages, job.advance).items():
+            tensors[f"fisher_{side}"] = squares.sqrt().float()
+        shares = {
+            f"{side}_energy_of_half_by_layer": [_half(each) for each in of_side]
+            for side, of_side in zip(_SIDES, moments, strict=True)
+        }
+        return Made(tensors=tensors, facts={**shares, "rotary": all(each is not None for each in rotations)})
+
+
+def squared_gradients(
+    model: Any, modules: list[torch.nn.Module], passages: tuple[Passage, ...], advance: Any
+) -> dict[str, Tensor]:
+    """(layers,) float64 mean squared gradient of the loss in the weights of W_k, and in those of W_v.
+
+    The mean is over weights and passages. Where a model has one weight for queries, keys and values, or none that can
+    be read, all layers get 1.
+
+    Args:
+        model: a transformers causal language model; its gradients and what needs them are as before afterwards.
+        modules: the attention modules.
+        passages: the texts.
+        advance: called after each.
+    """
+    found = {side: [_projection(module, names) for module in modules] for side, names in _PROJECTIONS.items()}
+    weights = [weight for side in found.values() for weight in side if weight is not None]
+    if len(weights) < 2 * len(modules):
+        for _ in passages:
+            advance("gradients")
+        return {side: torch.ones(len(modules), dtype=torch.float64) for side in found}
+    device = next(model.parameters()).device
+    with torch.inference_mode(False), torch.enable_grad(), _wanting(model, weights):
+        sums = {side: torch.zeros(len(modules), dtype=torch.float64) for side in found}
+        for passage in passages:
+            ids = passage.ids[None].to(device)
+            loss = model(ids, labels=ids, use_cache=False).loss
+            gradients = torch.autograd.grad(loss, weights)
+            squares = torch.stack([each.double().square().mean().cpu() for each in gradients])
+            for place, side in enumerate(found):
+                sums[side] += squares[place * len(modules) : (place + 1) * len(modules)] / len(passages)
+            advance("gradients")
+    return sums
+
+
+@contextmanager
+def _wanting(model: Any, weights: list[Tensor]) -> Iterator[None]:
+    """While it is open, these weights alone have gradients."""
+    before = [(each, each.requires_grad) for each in model.parameters()]
+    wanted = {id(each) for each in weights}
+    for each, _ in before:
+        each.requires_grad_(id(each) in wanted)
+    try:
+        yield
+    finally:
+        for each, wants in before:
+            each.requires_grad_(wants)
+
+
+def _projection(module: torch.nn.Module, names: tuple[str, ...]) -> Tensor | None:
+    layers = (getattr(module, name, None) for name in names)
+    weight = next((layer.weight for layer in layers if isinstance(layer, torch.nn.Module)), None)
+    return weight if isinstance(weight, Tensor) and weight.is_floating_point() else None
+
+
+def _half(moments: Moments) -> float:
+    """The share of the energy that half of the directions of all heads together keep, the mean taken off."""
+    heads, channels = moments.mean.shape
+    energies = principal(moments, heads, 1, centred=True, shared=False)[1].clamp(min=0)[0]
+    return float(energies[: heads * channels // 2].sum() / energies.sum())
+
+
+@dataclass
+class _Sums:
+    """Over all tokens so far, by layer and side: (h * c, h * c) and (h, c) float64."""
+
+    rotations: list[Rotation | None]
+    second: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    first: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, states: LayerStates) -> None:
+        rotation, count = self.rotations[states.layer], states.keys.shape[1]
+        back = -torch.arange(count, device=states.keys.device)
+        unrotated = states.keys if rotation is None else turn(states.keys, back, rotation)
+        self.tokens += count if states.layer == 0 else 0
+        for side, each in zip(_SIDES, (states.keys, unrotated, states.values), strict=True):
+            wide = each.double().transpose(0, 1).flatten(1)
+            if not bool(wide.isfinite().all()):
+                raise KvtailorError("the model's keys or values have NaN or infinity: calibrate it in another dtype")
+            second, first = (wide.mT @ wide).cpu(), each.double().sum(1).cpu()
+            at = states.layer, side
+            self.second[at] = self.second[at] + second if at in self.second else second
+            self.first[at] = self.first[at] + first if at in self.first else first
+
+    def moments(self, side: str) -> list[Moments]:
+        """Of each layer."""
+        layers = len(self.rotations)
+        return [Moments.of(self.second[i, side], self.first[i, side], self.tokens) for i in range(layers)]

@@ -1,0 +1,189 @@
+"""`kvtailor.calibrate`: one kind, one model, some texts, one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.bench.data.overlap import Calibrated, written
+from kvtailor.bench.subject import Subject
+from kvtailor.calibration.contract import Calibrator, Job, Made, calibrator
+from kvtailor.calibration.passages import Passage, cut
+from kvtailor.calibration_file import Calibration, Shapes, read, write
+from kvtailor.errors import CalibrationError
+from kvtailor.hf.attention import NAME
+from kvtailor.hf.model.fingerprint import weight_fingerprint
+from kvtailor.hf.model.geometry import Geometry, check
+from kvtailor.version import __version__
+
+__all__ = ["calibrate"]
+
+Watched = AbstractContextManager[Callable[[str], None]]
+
+# Hashes of 13 words that a file keeps of each text: 32 KiB, from which a share of 1 % is known within 0.2 points.
+_SKETCH = 4096
+
+
+def calibrate(
+    kind: str,
+    model: Any,
+    texts: Mapping[str, str] | None = None,
+    *,
+    out: str | os.PathLike[str],
+    tokenizer: Any = None,
+    tokens: int | None = None,
+    context: int | None = None,
+    state: int = 0,
+    again: bool = False,
+    name: str | None = None,
+    progress: Callable[[int], Watched] = lambda units: nullcontext(lambda what: None),
+) -> Calibration:
+    """Measures what a method needs of a model, and writes it to a file with its provenance.
+
+    ```python
+    kvtailor.calibrate("qfilters", "demo", {"my text": text}, out="filters.safetensors")
+    cache = kvtailor.cache_for(model, "qfilters(file=filters.safetensors) @ keep=0.25")
+    ```
+
+    Args:
+        kind: one of `kvtailor.calibration.contract.kinds()`.
+        model: "demo", a folder, a hub name, a model, or a `bench.subject.Subject`. Use the dtype that will be
+            compressed; the file also knows the same weights rounded to bfloat16 and to float16.
+        texts: by name; what a plan is evaluated on later must not be among them, and the bench sees to that.
+        out: the file to write.
+        tokenizer: of a model that is given as such.
+        tokens: of the texts together; None: what the kind uses.
+        context: tokens of a passage; None: what the kind uses, or the model's positions where they are fewer.
+        state: random state of what the kind draws.
+        again: replace a file that is there.
+        name: of the model, for the file; None: what it was asked for by.
+        progress: from a number of units of work to a context that gives what is called after each with its label.
+
+    Raises:
+        UnknownName: there is no such kind.
+        CalibrationError: `out` is there already, cannot be written, or the kind needs texts and has none.
+        KvtailorError: the model cannot be loaded or compressed, or the texts are too short.
+    """
+    maker, target = calibrator(kind), Path(out).expanduser()
+    if target.exists() and not again:
+        raise CalibrationError(
+            f"{target} is there already: give another file, or ask for it again (again=True, --again)"
+        )
+    if not target.parent.is_dir():
+        raise CalibrationError(f"asked to write {target}, and there is no folder {target.parent}: make it first")
+    if maker.reads_text and not texts:
+        raise CalibrationError(f"a calibration of kind {kind} is measured on text, and none was given: give some")
+    subject = _subject(model, tokenizer, name)
+    check(subject.model, NAME)
+    length = _context(maker, subject, context)
+    wanted = maker.tokens if tokens is None else tokens
+    passages = cut(subject, texts or {}, tokens=wanted, context=length) if maker.reads_text else ()
+    count = len(passages) if maker.reads_text else max(1, wanted // length)
+    head = {
+        "kind": kind,
+        "model": subject.name,
+        "fingerprints": json.dumps(_fingerprints(subject)),
+        "shapes": json.dumps(asdict(_shapes(subject))),
+        "made": json.dumps(
+            {
+                "tokens": count * length,
+                "passages": count,
+                "context": length,
+                "dtype": str(subject.dtype).removeprefix("torch."),
+                "state": state,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "kvtailor": __version__,
+                "torch": torch.__version__,
+                "command": _command(kind, subject, list(texts or {}), wanted, length, state, target.name),
+            }
+        ),
+    }
+    with TemporaryDirectory(prefix="kvtailor-") as folder:
+
+        def draft(tensors: Mapping[str, Tensor]) -> str:
+            path = Path(folder) / f"{kind}.safetensors"
+            write(path, tensors, {**head, "facts": "{}", **written(())})
+            return str(path)
+
+        try:
+            with progress(maker.units(count)) as advance:
+                made = maker.measure(
+                    Job(
+                        subject=subject, passages=passages, context=length, count=count, state=state,
+                        advance=advance, draft=draft,
+                    )
+                )  # fmt: skip
+        finally:
+            if subject.stock_attention is not None:
+                subject.model.set_attn_implementation(subject.stock_attention)
+    provenance = _provenance(target.name, subject.name, texts or {}, passages, made)
+    write(target, made.tensors, {**head, "facts": json.dumps(dict(made.facts)), **written(provenance)})
+    return read(str(target), kind, "what was just written")
+
+
+def _fingerprints(subject: Subject) -> list[str]:
+    """Of the weights as they are, and as they would be in smaller dtypes; each once."""
+    found = (weight_fingerprint(subject.model, dtype) for dtype in (None, torch.bfloat16, torch.float16))
+    return list(dict.fromkeys(found))
+
+
+def _shapes(subject: Subject) -> Shapes:
+    geometry = Geometry.of(subject.model.config)
+    return Shapes(
+        layers=len(geometry.compressed),
+        q_heads=geometry.q_heads,
+        kv_heads=geometry.kv_heads,
+        head_size=geometry.head_dim,
+    )
+
+
+def _subject(model: Any, tokenizer: Any, name: str | None) -> Subject:
+    if isinstance(model, Subject):
+        return model
+    if isinstance(model, str | os.PathLike):
+        return Subject.load(os.fspath(model))
+    known = name or str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return Subject(name=known, model=model, tokenizer=tokenizer)
+
+
+def _context(maker: Calibrator, subject: Subject, asked: int | None) -> int:
+    if asked is None:
+        return maker.context if subject.positions is None else min(maker.context, subject.positions)
+    if asked < 2 or (subject.positions is not None and asked > subject.positions):
+        raise CalibrationError(
+            f"asked for passages of {asked} tokens: give at least 2, and at most the {subject.positions} positions of "
+            f"{subject.name}"
+        )
+    return asked
+
+
+def _provenance(
+    file: str, model: str, texts: Mapping[str, str], passages: tuple[Passage, ...], made: Made
+) -> list[Calibrated]:
+    found = []
+    for text_name, text in texts.items():
+        used = [passage.text for passage in passages if passage.source == text_name]
+        found.append(Calibrated.on(text, name=file, model=model, text_name=text_name, used=used, largest=_SKETCH))
+    for text_name, text in made.texts.items():
+        found.append(Calibrated.on(text, name=file, model=model, text_name=text_name, largest=_SKETCH))
+    return found
+
+
+def _command(kind: str, subject: Subject, texts: list[str], tokens: int, context: int, state: int, out: str) -> str:
+    """The command line that makes the file again, from where its texts lie."""
+    words = ["kvtailor", "calibrate", kind, "--model", subject.name]
+    words += ["--dtype", str(subject.dtype).removeprefix("torch.")]
+    for text in texts:
+        words += ["--text", text]
+    return shlex.join([*words, "--tokens", str(tokens), "--context", str(context), "--state", str(state), "--out", out])

@@ -1,0 +1,185 @@
+"""What `show` and `check` say of a budget at a length: what is held then, and where it does nothing or little."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvtailor.hf.model.geometry import Geometry
+    from kvtailor.plan import Plan
+
+__all__ = ["ELEMENT_SIZES", "Holding", "as_dict", "budget_notes", "element_of", "holding", "say_holding"]
+
+ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What a cache holds of one row after a prompt: a prediction by closed forms.
+
+    Attributes:
+        tokens_seen: of the prompt.
+        tokens_held: per kv head of the compressed layers, on average over heads and layers.
+        tokens_encoded: of them in the codec's form.
+        tokens_full_precision: the rest, the newest where the plan has a lossy codec.
+        bytes: of keys and values in the compressed layers, as if all groups of codes were full; positions and page
+            indices of tokens come on top.
+        full_bytes: of keys and values without the plan, in all layers.
+        window_bytes: of the model's own sliding windows, which no plan changes.
+    """
+
+    tokens_seen: int
+    tokens_held: int
+    tokens_encoded: int
+    tokens_full_precision: int
+    bytes: int
+    full_bytes: int
+    window_bytes: int
+
+
+def element_of(config: Any, dtype: str | None) -> str:
+    """The name of the cache's dtype: the asked one, else the model's own, else float32."""
+    own = str(config.get_text_config(decoder=True).dtype or "").removeprefix("torch.")
+    return dtype or (own if own in ELEMENT_SIZES else "float32")
+
+
+def _budget(plan: Plan, tokens: int, geometry: Geometry | None, element: int) -> int | None:
+    """Tokens per kv head that a row of `tokens` may hold, on average; None where the sizes of a model would say."""
+    import torch
+
+    from kvtailor.engine.budget import CacheShape, total_tokens
+
+    if plan.bytes is not None and geometry is None:
+        return None
+    layers, heads, size, windows = 1, 1, 1, 0
+    if geometry is not None:
+        layers, heads, size = len(geometry.compressed), geometry.kv_heads, geometry.head_dim
+        windows = geometry.window_elements() * element
+    shape = CacheShape(heads=heads, key_size=size, value_size=size, element_size=element)
+    total = total_tokens(plan, torch.tensor([tokens]), layers=layers, template=shape, window_bytes=windows)
+    return int(total) // (layers * heads)
+
+
+def holding(plan: Plan, geometry: Geometry, element: int, bytes_per_token: float, tokens: int) -> Holding:
+    """What is held of a prompt of `tokens` tokens.
+
+    Args:
+        plan: whose cache it is.
+        geometry: of the model.
+        element: bytes of an element of the cache's dtype.
+        bytes_per_token: of one kv head, encoded.
+    """
+    budget = _budget(plan, tokens, geometry, element) if plan.evicts else None
+    held = tokens if budget is None else min(budget, tokens)
+    recent = held
+    if plan.encode.block:
+        # A cut leaves the score's newest in the tail, and the codec takes what it does not leave in full precision.
+        recent = min(plan.encode.tail, held)
+        if plan.score is not None and held < tokens:
+            recent = min(recent, plan.score.recents)
+    copies, full = len(geometry.compressed) * geometry.kv_heads, 2 * geometry.head_dim * element
+    everything = geometry.full_bytes(1, tokens, element)
+    return Holding(
+        tokens_seen=tokens,
+        tokens_held=held,
+        tokens_encoded=held - recent,
+        tokens_full_precision=recent,
+        bytes=round(copies * ((held - recent) * bytes_per_token + recent * full)),
+        full_bytes=everything,
+        window_bytes=everything - copies * full * tokens,
+    )
+
+
+def say_holding(plan: Plan, held: Holding) -> None:
+    """The same in lines."""
+    from kvtailor.bench.report.words import byte_text
+
+    upper = "at most " if plan.evicts and not plan.select.exact else ""
+    click.echo(
+        f"after a prompt of {held.tokens_seen} tokens (one row), predicted: {upper}{held.tokens_held} of "
+        f"{held.tokens_seen} tokens are held per kv head, on average"
+    )
+    if held.tokens_encoded and plan.encode.tail:
+        click.echo(f"  {held.tokens_encoded} encoded, the newest {held.tokens_full_precision} in full precision")
+    elif plan.encode.block and not held.tokens_encoded:
+        click.echo("  none of them is encoded: the codec leaves so many of the newest in full precision")
+    without = held.full_bytes - held.window_bytes
+    click.echo(
+        f"  keys and values: {byte_text(held.bytes)}, {byte_text(without)} without the plan"
+        + (f": {held.bytes / without:.3f}" if without else "")
+        + "; positions of tokens, spare room and what a score observes come on top"
+    )
+    if held.window_bytes:
+        click.echo(f"  and {byte_text(held.window_bytes)} in the model's own sliding windows, with the plan or without")
+    slack = plan.slack_tokens
+    if plan.evicts and slack is not None:
+        click.echo(
+            f"  while decoding: cut back to the budget whenever more than {slack} tokens have come since the last cut"
+        )
+    else:
+        click.echo("  while decoding: every new token is held as well")
+
+
+def as_dict(held: Holding | None) -> dict[str, int] | None:
+    """For JSON."""
+    return None if held is None else asdict(held)
+
+
+def budget_notes(plan: Plan, geometry: Geometry | None, element: int, tokens: int | None) -> list[str]:
+    """Sentences about a budget that does nothing, or that leaves nothing to the score.
+
+    Args:
+        plan: whose budget it is.
+        geometry: of the model that was named; None: of none.
+        element: bytes of an element of the cache's dtype.
+        tokens: the length that was asked; None: the model's positions, where it has a number of them.
+    """
+    from kvtailor.engine.budget import only_recents
+
+    if plan.score is None or (geometry is not None and not geometry.compressed):
+        return []
+    recents = plan.score.recents
+    length = tokens if tokens is not None or geometry is None else geometry.max_positions
+    budget = None if length is None else _budget(plan, length, geometry, element)
+    if plan.keep == 1.0 or (budget is not None and length is not None and budget >= length):
+        what = f"the {length} tokens of the prompt" if tokens is not None else f"the {length} positions of the model"
+        reason = "keep=1.0 is all of a prompt" if plan.keep == 1.0 else f"{_words(plan, budget)} is not below {what}"
+        inexact = f"only what {_name(plan.select)} drops is evicted"
+        return [f"{reason}: {'nothing will be evicted' if plan.select.exact else inexact}"]
+    if not recents:
+        return []
+    if tokens is not None or plan.keep is None:
+        # A number of tokens or of bytes is the same at any length.
+        budget = _budget(plan, tokens or 1, geometry, element) if budget is None else budget
+        low = budget is not None and budget <= recents
+        return [only_recents(seen=tokens, held=budget, recents=recents)] if low and budget is not None else []
+    longest = _longest(plan.keep, recents)
+    return [
+        f"prompts of up to {longest} tokens: keep={plan.keep} of them is at most {recents} tokens per kv head, and the "
+        "score always keeps so many of the newest: nothing but the newest is held, no first token (attention sink) and "
+        "none that the score would choose"
+    ]
+
+
+def _longest(keep: float, recents: int) -> int:
+    """The most tokens of a row of which `keep` is no more than `recents`, as `total_tokens` counts."""
+    longest = int((recents + 1) / keep) + 2
+    while int(longest * keep + 1e-6) > recents:
+        longest -= 1
+    return longest
+
+
+def _words(plan: Plan, budget: int | None) -> str:
+    if plan.tokens is not None:
+        return f"tokens={plan.tokens}"
+    given = "bytes=" if plan.bytes is not None else "the attention's budget"
+    return f"{given} ({budget} tokens per kv head)"
+
+
+def _name(method: object) -> str:
+    from kvtailor.plan import registry
+
+    return registry.name_of(method)

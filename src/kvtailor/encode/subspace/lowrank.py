@@ -1,0 +1,279 @@
+"""Low rank: keys, values or both as coordinates in a subspace of fewer directions than channels.
+
+*Idea* States lie mostly in few directions. Those of most energy over a calibration text are found once; a token stores
+its coordinates along them. Attention sums the values' coordinates and turns each sum back once, so that values are
+never reconstructed token by token; keys are, when they are read.
+*Paper* `chang2025palu` (arXiv 2407.21118), sections 3.1 to 3.3: heads = its group (G-LRD; 1 = M-LRD, 0 = J-LRD),
+allocation = its rank search. Its keys are those before the rotary embedding: `unrotated(of=lowrank)`.
+*Source* The paper, a description of its code, and one of the KV Plugin's; kvtailor's own code.
+*Departs* Palu cuts the singular values of W S, where S S^T is the second moment of the layer's inputs x. As the left
+singular vectors of W S are the eigenvectors of the second moment of W x, bases are made from cached states. A bias is
+part of them, unless `centred` takes the mean off. Ranks are the same for all groups of a layer and side. A plan that
+evicts projects each head alone, at the same share, since joined heads would have to keep the same tokens.
+*Cost* rank / width of the bytes of what is projected. Encoding: 2 * width * rank operations for each token of a group;
+the keys as many at every step again. The directions, width * rank numbers for each group, are there once for all
+caches and are not in the ledger, as Palu's are inside the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvtailor.calibration_file import CalibratedMethod
+from kvtailor.encode.contract import Codec, LayerFacts, Sides, refuse_non_finite
+from kvtailor.encode.one_side import one_sided
+from kvtailor.ops.attention.joined import group_layout, hold_the_same, members, together
+from kvtailor.ops.codes.quant import largest_divisor
+from kvtailor.ops.codes.subspace import Basis, Moments, on_device, principal, random_directions, rank_of, split_ranks
+from kvtailor.ops.segments.coded import alone
+from kvtailor.ops.segments.latents import LatentSegment, inner_state
+from kvtailor.types import Layout, PlainSegment, Segment
+
+__all__ = ["LowRank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(CalibratedMethod, Codec):
+    """Projection on the directions of most energy.
+
+    Attributes:
+        file: of `kvtailor calibrate lowrank`; None: the one that is shipped for the model.
+        rank: directions of a group, at most its width; or a share of the width if it has a decimal point.
+        heads: kv heads that are projected together, or the largest number below that divides the model's; 0: all.
+        shared: all heads have the same directions, each for itself.
+        centred: the mean is taken off before, and directions are those of the variance.
+        only: what is projected; the other side stays as it is.
+        of: the codec of the coordinates; None: they stay as they are.
+        basis: "random" takes random directions, which no calibration is needed for.
+        state: random state of these.
+        allocation: "fisher" gives layers, and keys and values, ranks in proportion to the weights of the file, of the
+            same sum.
+        residual: newest tokens that stay in full precision, or more where `of` says so.
+        block_size: tokens that are encoded at once where `of` says nothing.
+    """
+
+    rank: int | float = 0.5
+    heads: int = 1
+    shared: bool = False
+    centred: bool = False
+    only: Sides = "both"
+    of: Codec | None = None
+    basis: Literal["calibrated", "random"] = "calibrated"
+    state: int = 0
+    allocation: Literal["uniform", "fisher"] = "uniform"
+    residual: int = 0
+    block_size: int = 128
+    calibrates: ClassVar[str] = "lowrank"
+    examples: ClassVar[tuple[str, ...]] = (
+        "lowrank(rank=1.0, basis=random)",
+        "lowrank(rank=1.0, heads=0, basis=random)",
+        "lowrank(rank=1.0, heads=2, only=values, of=vector, basis=random)",
+        "lowrank(rank=1.0, heads=0, only=keys, of=hadamard(of=kivi(bits=4, group=16, residual=16)), basis=random)",
+    )
+    _facts: LayerFacts | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share = isinstance(self.rank, float)
+        if not (0 < self.rank <= 1 if share else self.rank >= 1):
+            raise ValueError(
+                f"lowrank: rank must be 1 direction or more, or a share above 0.0 and at most 1.0, found {self.rank}"
+            )
+        if self.heads < 0:
+            raise ValueError(f"lowrank: heads must be 1 or more, or 0 for all of a layer, found {self.heads}")
+        if self.shared and self.heads != 1:
+            raise ValueError(f"lowrank: shared directions are those of single heads, found heads={self.heads}")
+        if self.basis == "random" and (self.centred or self.allocation == "fisher"):
+            raise ValueError(
+                "lowrank: centred=true and allocation=fisher read a calibration, and basis=random has none: leave them "
+                "out, or take basis=calibrated"
+            )
+        if self.residual < 0 or self.block_size < 1:
+            raise ValueError(
+                f"lowrank: residual must be 0 or more tokens and block_size 1 or more, found {self.residual} and "
+                f"{self.block_size}"
+            )
+        inner = self._latents
+        if inner is not None and (inner.needs_rotation or inner.weighs_tokens):
+            raise ValueError(
+                "lowrank: of codes coordinates, which have no positions and cannot be merged; write "
+                "unrotated(of=lowrank(...)) for keys before the rotary embedding"
+            )
+
+    @property
+    def wants_calibration(self) -> bool:
+        return self.basis == "calibrated"
+
+    @property
+    def coordinates(self) -> Codec | None:
+        """The codec of the coordinates."""
+        return self.of
+
+    @property
+    def tail(self) -> int:
+        return max(self.residual, 0 if self._latents is None else self._latents.tail)
+
+    @property
+    def block(self) -> int:
+        return (0 if self._latents is None else self._latents.block) or self.block_size
+
+    @property
+    def lane_multiple(self) -> int:
+        return 1 if self._latents is None else self._latents.lane_multiple
+
+    def for_layer(self, facts: LayerFacts) -> LowRank:
+        made = copy.copy(self)
+        object.__setattr__(made, "_facts", facts)
+        return made
+
+    def segment_type(self) -> type[LatentSegment]:
+        return LatentSegment
+
+    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> LatentSegment:
+        """Keys (m, s, d) and values (m, s, dv), projected.
+
+        Raises:
+            CacheMisuse: NaN or infinity.
+            ValueError: there is no calibration.
+        """
+        refuse_non_finite("lowrank", keys, values, "which would be in every direction")
+        joined = self._joined(layout.heads)
+        lanes = members(layout, joined) if joined > 1 else None
+        if not hold_the_same(layout, lanes):
+            joined, lanes = 1, None
+        own = layout if lanes is None else group_layout(layout, lanes)
+        bases = self._bases(joined, layout.heads, keys.shape[-1], values.shape[-1], keys.device)
+        latents = []
+        for states, basis in zip((keys, values), bases, strict=True):
+            wide = states if lanes is None else together(states, lanes)
+            latents.append(wide[..., :0] if basis is None else basis.latents(wide, own.owner))
+        codec = self._of_layer()
+        inner: Segment = PlainSegment(layout=own, keys=alone(latents[0]), values=alone(latents[1]))
+        if codec is not None:
+            inner = codec.encode(own, latents[0], latents[1], first)
+        whole = None if self.only == "both" else alone(keys if self.only == "values" else values)
+        return LatentSegment(layout=layout, inner=inner, keys_basis=bases[0], values_basis=bases[1], whole=whole)
+
+    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> LatentSegment:
+        joined, apart = int(str(fields["joined"])), int(str(fields["apart"]))
+        lanes = members(layout, joined) if joined > 1 else None
+        own = layout if lanes is None else group_layout(layout, lanes)
+        own_fields, own_tensors = inner_state(fields, tensors)
+        codec = self._of_layer()
+        restore = PlainSegment.from_state if codec is None else codec.restore
+        inner, whole = restore(own, own_fields, own_tensors), tensors.get("whole")
+        key_size, value_size = (int(str(fields[name])) for name in ("key_size", "value_size"))
+        device = next(iter(tensors.values())).device
+        keys, values = self._bases(joined * apart, layout.heads, key_size, value_size, device)
+        if apart > 1:
+            keys, values = (None if each is None else each.by_head() for each in (keys, values))
+        return LatentSegment(layout=layout, inner=inner, keys_basis=keys, values_basis=values, whole=whole)
+
+    def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
+        """A group's latents, shared by its heads, and the side that stays as it is."""
+        heads, codec = self._known_heads, self._of_layer()
+        joined = self._joined(heads)
+        ranks = self._ranks(joined, heads, key_size, value_size)
+        latents = sum(ranks) * element_size if codec is None else codec.bytes_per_token(*ranks, element_size)
+        whole = {"both": 0, "keys": value_size, "values": key_size}[self.only]
+        return latents / joined + whole * element_size
+
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """2 w r for each projected token of a group of width w, and those of the inner codec; for one head of it."""
+        return self._flops("encode_flops", tokens, key_size, value_size, ("keys", "values"))
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
+        """2 w r for each key of a group, and those of the inner codec; values are turned back once for each query."""
+        return self._flops("decode_flops", tokens, key_size, value_size, ("keys",))
+
+    @classmethod
+    def example_calibration(
+        cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Moments of random states, and random weights."""
+        found: dict[str, Tensor] = {
+            f"fisher_{side}": torch.rand(layers, generator=generator) for side in ("keys", "values")
+        }
+        for side in ("keys", "unrotated", "values"):
+            each = []
+            for _ in range(layers):
+                states = torch.randn(4 * heads * size, heads * size, generator=generator, dtype=torch.float64)
+                states = states * torch.linspace(0.2, 3, heads * size) + 0.5
+                each.append(Moments.of(states.mT @ states, states.sum(0).view(heads, size), states.shape[0]))
+            for name in ("mean", "deviation", "correlation"):
+                found[f"{side}_{name}"] = torch.stack([getattr(moments, name) for moments in each])
+        return found
+
+    @property
+    def _latents(self) -> Codec | None:
+        """The codec of the coordinates, of the projected side alone where there is one."""
+        codec = self.coordinates
+        return codec if codec is None or self.only == "both" else one_sided("lowrank", codec, self.only)
+
+    def _of_layer(self) -> Codec | None:
+        codec = self._latents
+        return codec if codec is None or self._facts is None else codec.for_layer(self._facts)
+
+    def _group(self, heads: int) -> int:
+        """Heads of a group that were asked for, of so many of a layer."""
+        return heads if self.heads == 0 else largest_divisor(heads, self.heads)
+
+    def _joined(self, heads: int) -> int:
+        """Heads of a group that are projected together."""
+        return 1 if self._facts is not None and self._facts.evicts else self._group(heads)
+
+    def _ranks(self, joined: int, heads: int, key_size: int, value_size: int) -> tuple[int, int]:
+        """Directions of so many joined heads' keys and values on this layer, 0 for a side that is not projected."""
+        facts, parts = self._facts, self._group(heads) // joined
+        sizes = (0 if self.only == "values" else key_size, 0 if self.only == "keys" else value_size)
+        widths = [joined * size for size in sizes]
+        ranks = [rank_of(self.rank, width, parts) for width in widths]
+        if self.allocation == "uniform" or facts is None or facts.calibration is None:
+            return ranks[0], ranks[1]
+        weights = torch.stack([facts.calibration[f"fisher_{side}"].cpu() for side in ("keys", "values")])
+        split = split_ranks(weights, torch.tensor(ranks), torch.tensor(widths))[:, facts.layer].tolist()
+        return split[0], split[1]
+
+    def _bases(
+        self, joined: int, heads: int, key_size: int, value_size: int, device: torch.device
+    ) -> tuple[Basis | None, Basis | None]:
+        sizes, ranks = (key_size, value_size), self._ranks(joined, heads, key_size, value_size)
+        keys, values = (
+            None if rank == 0 else on_device(self._basis(side, rank, joined, heads, size), device)
+            for side, rank, size in zip(("keys", "values"), ranks, sizes, strict=True)
+        )
+        return keys, values
+
+    def _basis(self, side: str, rank: int, joined: int, heads: int, size: int) -> Basis:
+        facts = self._facts
+        if self.basis == "random":
+            layer = 0 if facts is None else facts.layer
+            drawn = 2 * (self.state * 10_007 + layer) + (side == "values")
+            return random_directions(heads // joined, joined, joined * size, rank, drawn, shared=self.shared)
+        if facts is None or facts.calibration is None:
+            raise ValueError("lowrank: no calibration was given; ask for_layer first, with the tensors of a file")
+        name = "unrotated" if side == "keys" and facts.unrotated else side
+        tensors = {part: facts.calibration[f"{name}_{part}"] for part in ("mean", "deviation", "correlation")}
+        moments = Moments(**{part: tensor[facts.layer] for part, tensor in tensors.items()})
+        return principal(moments, joined, rank, centred=self.centred, shared=self.shared)[0]
+
+    def _flops(self, name: str, tokens: int, key_size: int, value_size: int, sides: tuple[str, ...]) -> int | None:
+        heads = self._known_heads
+        joined = self._joined(heads)
+        ranks = self._ranks(joined, heads, key_size, value_size)
+        turned = zip(("keys", "values"), (key_size, value_size), ranks, strict=True)
+        own = sum(2 * tokens * size * rank for side, size, rank in turned if side in sides)
+        if self._latents is None:
+            return own
+        inner: int | None = getattr(self._latents, name)(tokens=tokens, key_size=ranks[0], value_size=ranks[1])
+        return None if inner is None else own + -(-inner // joined)
+
+    @property
+    def _known_heads(self) -> int:
+        return (self._facts.heads if self._facts is not None else None) or max(1, self.heads)

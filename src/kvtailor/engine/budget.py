@@ -1,0 +1,121 @@
+"""From what a plan says (`tokens=`, `keep=`, `bytes=`) to a whole number of tokens for each row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.lanes.ragged import page_size
+
+if TYPE_CHECKING:
+    from kvtailor.engine.layer_state import LayerState
+    from kvtailor.plan import Plan
+
+__all__ = ["CacheShape", "only_recents", "recent_tokens", "total_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """The shape of a layer's cache that is not there yet, in place of the layer itself.
+
+    Attributes:
+        heads: h, kv heads.
+        key_size, value_size: d and dv.
+        element_size: bytes of an element of the cache's dtype.
+        rows: b, batch rows.
+    """
+
+    heads: int
+    key_size: int
+    value_size: int
+    element_size: int
+    rows: int = 1
+
+    def sizes(self) -> tuple[int, int, int]:
+        """d, dv and the bytes of an element."""
+        return self.key_size, self.value_size, self.element_size
+
+
+def total_tokens(
+    plan: Plan, tokens: Tensor, *, layers: int, template: LayerState | CacheShape, window_bytes: int = 0
+) -> Tensor:
+    """Tokens that each row may hold, over all compressed layers and kv heads.
+
+    Args:
+        plan: with one of `tokens`, `keep`, `bytes`, or an attention that says what to hold.
+        tokens: (b,) int64 on the CPU: real tokens seen by each row.
+        layers: layers that the plan compresses.
+        template: any one of them, or its shape; that and the dtype price a token.
+        window_bytes: bytes of one row that the model's own sliding windows take, which `bytes=` has to pay first.
+
+    Returns:
+        (b,) int64 on the CPU, at least one token for each layer and head.
+    """
+    heads = layers * template.heads
+    if plan.tokens is not None:
+        total = torch.full_like(tokens, plan.tokens * heads)
+    elif plan.keep is not None:
+        # 0.3 of 90 tokens in 12 heads are 324, which binary fractions miss by a hair.
+        total = (tokens.double() * (plan.keep * heads) + 1e-6).floor().to(torch.int64)
+    elif plan.bytes is not None:
+        total = torch.full_like(tokens, _affordable(plan, heads, template, window_bytes))
+    elif (held := plan.attend.held_tokens(tokens)) is not None:
+        total = held * heads
+    else:
+        raise ValueError(f"the plan {plan} evicts and has no budget")
+    return total.clamp(min=heads)
+
+
+def recent_tokens(plan: Plan, each: Tensor) -> Tensor:
+    """(b,) int64 on the CPU: the newest tokens that all heads of a row keep whatever their scores.
+
+    They are the score's own (`Scorer.recents`), and never more than the budget pays for.
+
+    Args:
+        each: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average.
+    """
+    assert plan.score is not None
+    return each.clamp(max=plan.score.recents)
+
+
+def only_recents(*, seen: int | None, held: int, recents: int) -> str:
+    """What a budget of `held` tokens per kv head means where the score always keeps `recents` newest, at least as many.
+
+    A sentence without its subject, the plan. `seen` None: of any prompt that is longer.
+    """
+    length = "" if seen is None else f"{seen} tokens were seen, "
+    return (
+        f"{length}the budget is {held} per kv head, and the score always keeps the newest {recents}: "
+        f"nothing but the newest {held} is held, no first token (attention sink) and none that the score would choose. "
+        f"Give a budget above {recents} tokens per kv head, or the score a smaller window"
+    )
+
+
+def _affordable(plan: Plan, heads: int, template: LayerState | CacheShape, window_bytes: int) -> int:
+    """Tokens of one row that fit its share of `plan.bytes`, positions, tail and half-empty pages included."""
+    assert plan.bytes is not None and plan.score is not None
+    key_size, value_size, element = template.sizes()
+    plain = (key_size + value_size) * element
+    recents = plan.score.recents
+    ragged = template.rows > 1 or not (plan.allocate.even_heads and plan.select.exact)
+    layers = heads // template.heads
+    encoded = plan.encode.mean_bytes_per_token(layers, key_size, value_size, element, heads=template.heads)
+    # Each token carries its column (4 bytes), and a weight (4) where the merger gives it one; a ragged lane of s slots
+    # carries 12 more, and an owner's last is half empty.
+    each = encoded + (8 if plan.merge.weighted else 4)
+    whole = plan.bytes / template.rows - window_bytes
+    share = whole - heads * recents * (plain + 4)
+    if share < 0:
+        # The window itself does not fit, so all that is held are the newest of it, as many in each head.
+        return max(math.floor(whole / heads / (plain + 4)), 0) * heads
+    mean = share / heads / each
+    if ragged:
+        page = page_size(mean, plan.encode.lane_multiple)
+        each += 12 / page
+        share -= heads * page * each
+    fitting = math.floor(share / each) + heads * recents
+    return max(fitting, 0)

@@ -1,0 +1,69 @@
+"""Layers whose tokens are encoded together: that they hold the same, and their segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.plan.registry import Codec
+from kvtailor.types import Layout, PlainSegment, Segment
+from kvtailor.types.checked_returns import checked_segment, refuse
+
+__all__ = ["encoded", "join"]
+
+
+def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -> Sequence[Segment]:
+    """The segments of a group of layers, see `Codec.layers_together`.
+
+    Args:
+        parts: the same tokens of each layer.
+        codec: of the last layer.
+        first: see `Codec.encode`.
+
+    Raises:
+        CacheMisuse: the layers hold different tokens.
+        MethodError: the codec returns something else than a segment for each layer.
+    """
+    _check(parts)
+    found = codec.encode_together(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
+    if len(found) != len(parts):
+        raise refuse(codec, f"returned {len(found)} segments for {len(parts)} layers")
+    for part, segment in zip(parts, found, strict=True):
+        checked_segment(codec, segment, codec.segment_type(), part.layout)
+    return found
+
+
+def join(held: Sequence[list[Segment]], codec: Codec, first: Tensor | None = None) -> None:
+    """Lets a group of layers share again, once the same has been done to each of them, and encodes what waited for it.
+
+    Args:
+        held: the segments of each layer, which are replaced.
+        codec, first: see `encoded`.
+    """
+    for i, parts in enumerate(zip(*held, strict=True)):
+        waiting = [part for part in parts if isinstance(part, PlainSegment)]
+        if not waiting:
+            _check(parts)
+        for own, segment in zip(held, encoded(waiting, codec, first) if waiting else codec.joined(parts), strict=True):
+            own[i] = segment
+
+
+def _check(parts: Sequence[Segment]) -> None:
+    for other in parts[:-1]:
+        if not _same_tokens(parts[-1].layout, other.layout):
+            raise CacheMisuse(
+                "layers whose tokens are encoded together hold different tokens, and so cannot share a segment; use "
+                "another codec, or a new cache"
+            )
+
+
+def _same_tokens(one: Layout, other: Layout) -> bool:
+    if (one.start, one.size, one.lanes) != (other.start, other.size, other.lanes):
+        return False
+    for mine, its in ((one.positions, other.positions), (one.owner, other.owner), (one.lengths, other.lengths)):
+        if (mine is None) != (its is None) or (mine is not None and its is not None and not torch.equal(mine, its)):
+            return False
+    return True

@@ -1,0 +1,149 @@
+"""The stage `observe`: queries and attention of this step -> the evidence that the plan's methods declared they need.
+
+Evidence is chunk by chunk: gathering it over a prompt in pieces gives what gathering it at once gives. No n x n matrix
+is ever held: a window keeps w queries, a sample at most m, moments one d x d matrix for each query head, a mass one
+number for each held token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.lanes.rotate import turn
+from kvtailor.types import Moments, Needs, Rotation
+from kvtailor.types.evidence import Evidence
+
+__all__ = ["observe"]
+
+# Queries of a prompt are widened to float32 so many at a time, to keep the scratch small.
+_BLOCK = 256
+
+
+def observe(
+    needs: Needs,
+    evidence: Evidence,
+    query: Tensor,
+    first_column: int,
+    mass: Sequence[Tensor] | None,
+    *,
+    real: Tensor | None = None,
+    rotation: Rotation | None = None,
+) -> Evidence:
+    """The evidence after one forward.
+
+    Args:
+        needs: what the methods declared.
+        evidence: what was gathered before.
+        query: (b, q, t, d) post-RoPE queries of this forward.
+        first_column: column of the first of them.
+        mass: for each part (m, s) what this forward's attention gave it; None where `needs.mass` is not.
+        real: (b, first_column + t) bool: this column is a token and not padding; None where all are.
+        rotation: the layer's rotary embedding, for moments.
+
+    Returns:
+        New evidence; the old is unchanged. Its tensors share no storage with `query`.
+
+    Raises:
+        ValueError: mass or a rotation is needed and was not given.
+    """
+    if needs.window:
+        evidence = _windowed(needs.window, evidence, query, first_column)
+    if needs.mass:
+        if mass is None:
+            raise ValueError("the scorer needs attention mass, and the attention gave none")
+        old = [*evidence.mass, *[None] * len(mass)]
+        evidence = replace(evidence, mass=tuple(_add(was, now) for was, now in zip(old, mass, strict=False)))
+    if needs.rows or needs.moments:
+        columns = torch.arange(query.shape[2], device=query.device) + first_column
+        ages = _ages(columns, real, query.shape[0])
+        if needs.rows:
+            evidence = _sampled(needs.rows, evidence, query, columns, ages, real)
+        if needs.moments:
+            if rotation is None:
+                raise ValueError("the plan needs queries before their rotation, and the layer knows no rotation")
+            evidence = _with_moments(needs.moments_skip, evidence, query, columns, ages, rotation)
+    return evidence
+
+
+def _windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) -> Evidence:
+    new = query[:, :, -window:]
+    columns = torch.arange(query.shape[2], device=query.device)[-window:] + first_column
+    missing = window - new.shape[2]
+    if evidence.queries is not None and evidence.columns is not None and missing:
+        new = torch.cat([evidence.queries[:, :, -missing:], new], 2)
+        columns = torch.cat([evidence.columns[-missing:], columns])
+    return replace(evidence, queries=new.detach().clone(), columns=columns)
+
+
+def _add(old: Tensor | None, now: Tensor) -> Tensor:
+    """`old` (m, s) + `now` (m, s'), s' >= s: tokens that joined since start from nothing."""
+    if old is None:
+        return now
+    total = now.clone()
+    total[:, : old.shape[1]] += old
+    return total
+
+
+def _ages(columns: Tensor, real: Tensor | None, rows: int) -> Tensor:
+    """(b, t) int64: how many real tokens of its row came before; negative for padding."""
+    if real is None:
+        return columns.expand(rows, -1)
+    counted = real.to(columns.device).cumsum(-1) - 1
+    return counted[:, columns].masked_fill(~real.to(columns.device)[:, columns], -1)
+
+
+def _sampled(
+    most: int, evidence: Evidence, query: Tensor, columns: Tensor, ages: Tensor, real: Tensor | None
+) -> Evidence:
+    """Every s-th real query of each row, s the least power of two that leaves at most `most`.
+
+    Which queries stay follows from how many were seen alone, so pieces and padding change nothing.
+    """
+    b, q, _, d = query.shape
+    sampled = query.new_zeros((b, q, most, d))
+    chosen = columns.new_full((b, most), -1)
+    for row in range(b):
+        seen = int(ages[row].max()) + 1
+        stride = 1
+        while -(-seen // stride) > most:
+            stride *= 2
+        kept, kept_columns = query.new_empty((q, 0, d)), columns.new_empty(0)
+        if evidence.sampled is not None and evidence.sampled_columns is not None:
+            old = evidence.sampled_columns[row]
+            age = _ages(old.clamp(min=0), None if real is None else real[row : row + 1], 1)[0]
+            stays = (old >= 0) & (age % stride == 0)
+            kept, kept_columns = evidence.sampled[row][:, stays], old[stays]
+        joins = (ages[row] >= 0) & (ages[row] % stride == 0)
+        kept = torch.cat([kept, query[row][:, joins]], 1)
+        kept_columns = torch.cat([kept_columns, columns[joins]])
+        sampled[row, :, : kept.shape[1]], chosen[row, : kept.shape[1]] = kept, kept_columns
+    return replace(evidence, sampled=sampled.detach(), sampled_columns=chosen)
+
+
+def _with_moments(
+    skip: int, evidence: Evidence, query: Tensor, columns: Tensor, ages: Tensor, rotation: Rotation
+) -> Evidence:
+    """Count, mean and spread joined with those of the new queries (Chan, Golub and LeVeque's pairwise update)."""
+    b, q, t, d = query.shape
+    found = evidence.moments
+    if found is None:
+        zeros = torch.zeros((b, q, d, d), dtype=torch.float32, device=query.device)
+        found = Moments(count=zeros[:, 0, 0, 0].clone(), mean=zeros[..., 0].clone(), spread=zeros)
+    count, mean, spread = found.count, found.mean, found.spread
+    for first in range(0, t, _BLOCK):
+        here = slice(first, first + _BLOCK)
+        counts = (ages[:, here] >= skip).to(torch.float32)
+        before = turn(query[:, :, here].float(), -columns[here], rotation)
+        new = counts.sum(-1)
+        new_mean = torch.einsum("bqtd,bt->bqd", before, counts) / new.clamp(min=1)[:, None, None]
+        apart = (before - new_mean[:, :, None]) * counts[:, None, :, None]
+        step, total = new_mean - mean, count + new
+        share = (new / total.clamp(min=1))[:, None, None]
+        spread = spread + apart.transpose(2, 3) @ apart
+        spread = spread + (count * new / total.clamp(min=1))[:, None, None, None] * step[..., None] * step[..., None, :]
+        mean, count = mean + share * step, total
+    return replace(evidence, moments_count=count, moments_mean=mean, moments_spread=spread)

@@ -1,0 +1,97 @@
+"""One pass in which the model repeats a piece of its context: attention that leaves no trace, and what it looks at.
+
+The pass is a forward over the whole cache, with new tokens that nobody keeps. Each of the piece's tokens is told the
+highest attention probability that any of the new tokens, in any query head of the group, gives it. That probability is
+a softmax over the row's sinks, the piece and the new tokens alone, so that its cost does not grow with the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvtailor.engine.layer_state import LayerState
+from kvtailor.plan import registry
+from kvtailor.plan.registry import Attention
+from kvtailor.types import PlainSegment, Visibility
+
+__all__ = ["Piece"]
+
+# Elements of the float32 logits at a time: 16 MiB.
+_SCRATCH = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one pass repeats of each row.
+
+    Attributes:
+        columns: for each row (k,) int64 columns of the piece, ascending; none where the row has no such piece.
+        sinks: for each row (s,) int64 columns of its first tokens.
+        real: (b, t) bool: this new token is one, and not padding.
+    """
+
+    columns: Sequence[Tensor]
+    sinks: Sequence[Tensor]
+    real: Tensor
+
+    def attend(
+        self, state: LayerState, passing: PlainSegment, query: Tensor, visible: Visibility, scaling: float
+    ) -> Tensor:
+        """Exact attention (b, q, t, dv) of the new tokens over all that a layer holds, all of it still in its tail.
+
+        What they look at goes into `state.reconstruction`; nothing else changes.
+
+        Args:
+            state: of the layer.
+            passing: keys and values of the new tokens.
+            query: (b, q, t, d) post-RoPE.
+            visible: what each of them may see.
+            scaling: the model's own factor before the softmax.
+        """
+        assert state.tail is not None and not state.segments, "a context is repeated before anything is dropped"
+        held = state.tail.as_segment()
+        # One part, although it takes a copy of the layer for a moment: torch's own kernel reads no two.
+        layout = replace(held.layout, size=state.seen + passing.layout.size)
+        keys, values = torch.cat([held.keys, passing.keys], 1), torch.cat([held.values, passing.values], 1)
+        whole = PlainSegment(layout=layout, keys=keys, values=values)
+        if state.reconstruction is None:
+            state.reconstruction = torch.zeros((state.rows, state.heads, state.seen), device=query.device)
+        for row, columns in enumerate(self.columns):
+            if columns.numel():
+                mine = keys.unflatten(0, (state.rows, state.heads))[row]
+                best = self._looked_at(row, mine, query[row], visible, scaling)
+                state.reconstruction[row, :, columns.to(best.device)] = best
+        exact = registry.method_of("attend", registry.null("attend"))
+        assert isinstance(exact, Attention)
+        return exact.attend(query, [whole], visible, scaling).output
+
+    def _looked_at(self, row: int, keys: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
+        """(h, k) float32: the highest probability that a new token of this row gives to each of its piece.
+
+        Args:
+            row: which.
+            keys: (h, n + t, d) by column, those of the new tokens last.
+            query: (q, t, d).
+        """
+        heads, new, device = keys.shape[0], query.shape[1], keys.device
+        piece, sinks = self.columns[row].to(device), self.sinks[row].to(device)
+        before = torch.cat([sinks[sinks < piece[0]], piece])
+        own = torch.arange(keys.shape[1] - new, keys.shape[1], device=device)
+        shared = keys[:, torch.cat([before, own])].float().transpose(1, 2)
+        grouped, real = query.unflatten(0, (heads, -1)), self.real[row].to(device)
+        best = torch.full((heads, piece.numel()), -torch.inf, device=device)
+        step = max(1, _SCRATCH // (query.shape[0] * shared.shape[-1]))
+        for first in range(0, new, step):
+            some = grouped[:, :, first : first + step].float() * scaling
+            logits = (some.flatten(1, 2) @ shared).unflatten(1, some.shape[1:3])
+            # What stands before the new tokens is real and earlier, so each of them sees it.
+            sees = visible.at(torch.tensor([row], device=device), own[None], first, first + step)[0]
+            logits[..., before.numel() :].masked_fill_(~sees, -torch.inf)
+            given = logits[..., before.numel() - piece.numel() : before.numel()] - logits.logsumexp(-1, keepdim=True)
+            given = given.masked_fill_(~real[first : first + step, None], -torch.inf)
+            best = torch.maximum(best, given.amax((1, 2)))
+        return best.exp()

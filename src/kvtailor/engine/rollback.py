@@ -1,0 +1,216 @@
+"""Forwards whose tokens can be taken back: assisted decoding, and speculation of our own.
+
+Tokens that come after a prompt in such a forward are decoded ones if they stay, however many come at once: they are
+observed, evicted and encoded as if they had come one by one. Two ways of doing it:
+
+- While a cache *speculates* (`speculate`), whoever drafts asks for `room` and sends no more tokens than come before the
+  plan acts next. Forwards join and wait until `settle`; between, `take_back` forgets the newest.
+- While it *records* (transformers' assisted decoding), a forward may bring any number. Where the plan acts in the midst
+  of them, it does so before the next token is read. A crop then goes back to what the layer was before, and reads the
+  tokens that stay once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvtailor.engine.engine import Route
+from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.pending import Draft, Pending
+from kvtailor.errors import CacheMisuse
+from kvtailor.types import Visibility
+
+__all__ = [
+    "attend_draft",
+    "check_crop",
+    "check_draft",
+    "crop",
+    "end_assisted",
+    "prompt_of",
+    "room",
+    "settle",
+    "speculate",
+    "stop_speculating",
+    "take_back",
+]
+
+
+def speculate(route: Route) -> None:
+    """From now on forwards can be taken back."""
+    route.speculating = True
+    for state in route.states:
+        state.recording = True
+
+
+def settle(route: Route) -> None:
+    """Does what was put off for all tokens that were not taken back."""
+    for state in route.states:
+        route.commit(state, rejected=0)
+
+
+def stop_speculating(route: Route) -> None:
+    """Settles, and takes what comes as it comes again."""
+    settle(route)
+    route.speculating = False
+    for state in route.states:
+        state.recording = False
+
+
+def room(route: Route) -> int | None:
+    """See `LayerState.room`, of all layers."""
+    rooms = [room for state in route.states if (room := state.room(route.plan)) is not None]
+    return min(rooms) if rooms else None
+
+
+def take_back(route: Route, state: LayerState, count: int) -> None:
+    """Forgets the newest tokens of recorded forwards while the cache speculates, and waits for what follows."""
+    check_crop(route, state, count)
+    pending = state.pending
+    if count == 0 or pending is None:
+        return
+    left = pending.tokens - count
+    state.forget_newest(count)
+    if not left:
+        state.pending, state.carry = None, pending.carry
+        return
+    shorter = replace(pending, query=pending.query[:, :, :left], visible=pending.visible.without_last(count))
+    if state.carry:
+        state.carry = pending.carry
+        state.carry = route.attended(state, shorter.query, shorter.visible, want_mass=False).carry
+        route.leave(state)
+    state.pending = shorter
+
+
+def prompt_of(route: Route, state: LayerState, new: int) -> int:
+    """How many of the new tokens are a prompt or plain ones; the rest is a draft. The same for every layer."""
+    if route.speculating or not state.recording:
+        return new
+    if state.pending is not None:
+        # No crop came: whoever began to record has ended.
+        _end_recording(route, state)
+        return new
+    if state.seen:
+        return 0
+    return new if route.assisted is None else min(new, route.assisted)
+
+
+def check_draft(route: Route, state: LayerState, tokens: int) -> None:
+    """Raises where layers that act at the same time would have to do so in the midst of recorded tokens."""
+    if route.speculating or not state.recording or state.pending is not None or not state.seen:
+        return
+    # What several layers do at once: they evict where they share a budget, and encode where they share a segment.
+    most = state.room_before_walk(route.plan) if route.plan.scope != "layer" else None
+    if state.together:
+        most = state.room(route.plan)
+    if most is not None and most < tokens:
+        raise CacheMisuse(
+            f"{tokens} recorded tokens came at once, and {route.plan} acts on several layers at a time after {most} of "
+            f"them: feed at most {most}, or draft with kvtailor.generate"
+        )
+
+
+def attend_draft(
+    route: Route,
+    state: LayerState,
+    keys: Tensor,
+    values: Tensor,
+    query: Tensor,
+    visible: Visibility,
+    scaling: float,
+) -> Tensor:
+    """Takes the tokens of a recorded forward as decoded ones, and gives their attention.
+
+    Where the plan evicts or encodes after some of them, it does so before the next is read, as in plain decoding.
+
+    Args:
+        route: of the cache.
+        state: of the layer; it has seen a prompt.
+        keys: (b, h, t, d). values: (b, h, t, dv).
+        query: (b, q, t, d) post-RoPE.
+        visible: what each of them may see.
+        scaling: the model's own factor before the softmax.
+
+    Returns:
+        (b, q, t, dv).
+    """
+    state.scaling = scaling
+    most = _room(route, state)
+    acts = most is not None and most < query.shape[2]
+    # Copies: keys may be a view of the model's whole projection, and these wait for a crop.
+    draft = Draft(keys=keys.clone(), values=values.clone(), query=query.detach().clone(), visible=visible)
+    state.draft = replace(draft, before=state.checkpoint() if acts else None)
+    output = _read_draft(route, state, draft)
+    route.leave(state)
+    return output
+
+
+def check_crop(route: Route, state: LayerState, count: int) -> None:
+    """Raises where the newest tokens of a layer cannot be taken back. Nothing is changed."""
+    waiting = state.draft or state.pending
+    if route.speculating:
+        if count and (state.pending is None or count > state.pending.tokens):
+            came = 0 if state.pending is None else state.pending.tokens
+            raise CacheMisuse(f"asked to take back {count} tokens, and {came} have come since the cache settled")
+    elif waiting is None:
+        state.check_crop(count, exact=not route.needs.mass)
+    elif count > waiting.tokens:
+        raise CacheMisuse(
+            f"asked to take back {count} tokens; the last forward brought {waiting.tokens}, and what "
+            "came before it is already compressed. Crop no more than the last forward."
+        )
+
+
+def crop(route: Route, state: LayerState, count: int) -> None:
+    """Ends a recorded forward: forgets its last `count` tokens, then does what was put off for the rest."""
+    check_crop(route, state, count)
+    draft = state.draft
+    if draft is None or draft.before is None or not count:
+        state.end_draft()
+        route.commit(state, rejected=count)
+        return
+    state.go_back(draft.before)
+    state.end_draft()
+    if count < draft.tokens:
+        _read_draft(route, state, draft.piece(0, draft.tokens - count))
+        route.commit(state, rejected=0)
+    route.leave(state)
+
+
+def end_assisted(route: Route) -> None:
+    """transformers' assisted decoding is over: what comes next can no longer be taken back."""
+    for state in route.states:
+        _end_recording(route, state)
+    route.assisted = None
+
+
+def _end_recording(route: Route, state: LayerState) -> None:
+    state.end_draft()
+    if state.pending is not None:
+        route.commit(state, rejected=0)
+    state.recording = False
+
+
+def _room(route: Route, state: LayerState) -> int | None:
+    """Tokens that one layer can read at once as if they came one by one; None: any number."""
+    return state.room(route.plan) if route.plan.attend.reads_alike else 1
+
+
+def _read_draft(route: Route, state: LayerState, draft: Draft) -> Tensor:
+    """Attention (b, q, t, dv) of a draft, in pieces after each of which the plan acts; the last piece waits."""
+    outputs, first = [], 0
+    while first < draft.tokens:
+        most, left = _room(route, state), draft.tokens - first
+        piece = draft.piece(first, left if most is None else min(most, left))
+        state.append(piece.keys, piece.values, exactly=False)
+        before = state.carry
+        attended = route.attended(state, piece.query, piece.visible, want_mass=False)
+        state.read, state.carry = attended.read, attended.carry
+        outputs.append(attended.output)
+        state.pending = Pending(query=piece.query, visible=piece.visible, carry=before, decoded=True)
+        first += piece.tokens
+        if first < draft.tokens:
+            route.commit(state, rejected=0)
+    return torch.cat(outputs, 2)

@@ -1,0 +1,133 @@
+"""What a layer holds, of whatever parts, as padded rows: the view that scorers and allocators get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvtailor.engine.layer_state import LayerState
+from kvtailor.ops.lanes.ragged import slots_of_part
+from kvtailor.ops.segments.weighted import log_weight_of
+from kvtailor.plan import Plan
+from kvtailor.types import Held, Needs, Segment, Visibility
+from kvtailor.types.evidence import Evidence
+
+__all__ = ["hold"]
+
+
+def hold(
+    state: LayerState, visible: Visibility, needs: Needs, layers: int, plan: Plan, budget: Tensor | None = None
+) -> tuple[Held, list[Tensor]]:
+    """What the layer holds as padded rows, and where each slot of each part stands in them.
+
+    Args:
+        state: of the layer.
+        visible: of the forward that has just ended.
+        needs: the evidence to show.
+        layers: how many layers the plan compresses.
+        plan: whose tiers hold the segments.
+        budget: (b,) int64 tokens that each row may hold per kv head, on average.
+    """
+    parts = state.parts()
+    b, h, seen = state.rows, state.heads, state.seen
+    device = parts[-1].decode()[0].device
+    before = torch.zeros(b * h, dtype=torch.int64, device=device)
+    slots = []
+    for part in parts:
+        slots.append(slots_of_part(part.layout, before))
+        before = before + part.layout.counts().flatten().to(device)
+    longest = int(before.max())
+    positions = _padded(
+        parts, slots, [p.layout.columns(device).expand(p.layout.lanes, -1) for p in parts], b * h, longest, -1
+    )
+    keys, values = _padded_states(parts, slots, b * h, longest)
+    valid = (positions >= 0).view(b, h, -1)
+    positions = positions.view(b, h, -1)
+    first = torch.zeros(b, dtype=torch.int64, device=device)
+    if visible.real is not None:
+        real = visible.real[:, :seen].to(device)
+        first = real.to(torch.int8).argmax(-1)
+        row = torch.arange(b, device=device)[:, None, None]
+        valid = valid & real[row, positions.clamp(min=0)]
+    evidence: Evidence = state.evidence
+    mass = None
+    if needs.mass:
+        mass = _padded(parts, slots, list(evidence.mass), b * h, longest, 0.0).view(b, h, -1)
+    weights = [log_weight_of(part) for part in parts]
+    log_weight = None
+    if any(weight is not None for weight in weights):
+        each = [torch.zeros(p.layout.lanes, p.layout.size, device=device) for p in parts]
+        each = [zeros if weight is None else weight for zeros, weight in zip(each, weights, strict=True)]
+        log_weight = _padded(parts, slots, each, b * h, longest, 0.0).view(b, h, -1)
+    held = Held(
+        keys=keys.view(b, h, longest, -1),
+        values=values.view(b, h, longest, -1),
+        positions=positions,
+        valid=valid,
+        first=first,
+        seen=seen,
+        layer=state.index,
+        layers=layers,
+        scaling=state.scaling,
+        budget=budget,
+        queries=evidence.queries,
+        query_columns=evidence.columns,
+        mass=mass,
+        sampled=evidence.sampled,
+        sampled_columns=evidence.sampled_columns,
+        moments=evidence.moments,
+        output=state.output() if needs.output and state.output is not None else None,
+        rotation=state.rotation if needs.rotation else None,
+        calibration=state.calibration,
+        log_weight=log_weight,
+    )
+    return _with_memories(held, state, needs), slots
+
+
+def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
+    """The same with what earlier walks and the reconstruction said of the tokens that are still held."""
+    if needs.previous:
+        previous = torch.full(held.positions.shape, float("nan"), device=held.positions.device)
+        if state.scored is not None and state.scored_columns is not None:
+            previous = held.looked_back(state.scored_columns, state.scored)
+        held = replace(held, previous=previous)
+    if needs.reconstruction and state.reconstruction is not None:
+        seen = state.reconstruction.shape[-1]
+        found = state.reconstruction.gather(-1, held.positions.clamp(0, seen - 1))
+        found = found.masked_fill(held.positions >= seen, -1.0).masked_fill(~held.valid, 0.0)
+        held = replace(held, reconstruction=found)
+    return held
+
+
+def _padded_states(
+    parts: Sequence[Segment], slots: Sequence[Tensor], owners: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    decoded = [part.decode() for part in parts]
+    if len(parts) == 1 and parts[0].layout.owner is None and parts[0].layout.lengths is None:
+        return decoded[0]
+    keys = _padded(parts, slots, [keys for keys, _ in decoded], owners, longest, 0.0)
+    return keys, _padded(parts, slots, [values for _, values in decoded], owners, longest, 0.0)
+
+
+def _padded(
+    parts: Sequence[Segment],
+    slots: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    owners: int,
+    longest: int,
+    filler: float,
+) -> Tensor:
+    """(b * h, longest, ...) in time order, from a piece (m, s, ...) for each part."""
+    shape = (owners, longest, *pieces[0].shape[2:])
+    whole = torch.full(shape, filler, dtype=pieces[0].dtype, device=pieces[0].device)
+    for part, slot, piece in zip(parts, slots, pieces, strict=True):
+        owner = part.layout.owners(piece.device)[:, None].expand_as(slot)
+        filled = part.layout.filled(piece.device)
+        if filled is None:
+            whole[owner, slot] = piece
+        else:
+            whole[owner[filled], slot[filled]] = piece[filled]
+    return whole

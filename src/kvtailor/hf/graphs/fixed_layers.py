@@ -1,0 +1,150 @@
+"""The layers of a cache while steps of one token are replayed: what is held lies still, and the newest token goes where
+a counter on the device points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvtailor.attend.contract import Attention
+from kvtailor.engine.layer_state import LayerState
+from kvtailor.hf.attention import HANDLE
+from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.types import Layout, PlainSegment, Segment, Visibility
+
+__all__ = ["FixedLayer", "Ring", "with_room"]
+
+
+class FixedLayer(CacheLayerMixin):
+    """A layer while steps are replayed: what is held lies still, and the newest token goes where a counter points.
+
+    Args:
+        layer: the layer of the cache that this one stands for.
+        attention: of the plan.
+        parts: what is held; the last has room.
+        filled: slots of the last part that are filled.
+        turn: the slot after which the first comes again.
+        rule: what the new token may see.
+        real: (b, s) bool of a ring: the slots that are no padding, of which `rule` reads; None where nothing is.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        layer: CompressedLayer | WindowLayer,
+        attention: Attention,
+        parts: Sequence[Segment],
+        filled: int,
+        turn: int,
+        rule: Visibility,
+        real: Tensor | None = None,
+    ):
+        super().__init__()
+        *self.parts, room = parts
+        assert isinstance(room, PlainSegment)
+        self.layer, self.attention, self.room, self.filled, self.turn = layer, attention, room, filled, turn
+        self.rule, self.real = rule, real
+        self.dtype, self.is_initialized = room.keys.dtype, True
+        shape = room.layout.rows, room.layout.heads, self.get_seq_length()
+        self._shown = [
+            side.new_full((1, 1, 1, 1), float("nan")).expand(*shape, side.shape[-1]) for side in room.decode()
+        ]
+        for shown in self._shown:
+            setattr(shown, HANDLE, self)
+
+    def count_by(self, lengths: Tensor, slot: Tensor) -> None:
+        """On the device: `lengths` (m,) int32, how far the last part is filled; `slot` (1,), where the token goes."""
+        self.slot = slot
+        self.room = replace(self.room, layout=replace(self.room.layout, lengths=lengths))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes keys and values (b, h, 1, d) into the slot of now; gives the handle for the attention."""
+        for side, states in zip(self.room.decode(), (key_states, value_states), strict=True):
+            side.index_copy_(1, self.slot, states.to(side.dtype).reshape(side.shape[0], 1, -1))
+        if self.real is not None:
+            self.real.index_fill_(1, self.slot, True)
+        return self._shown[0], self._shown[1]
+
+    def check_model(self, module: torch.nn.Module) -> None:
+        """See `CompressedLayer.check_model`."""
+        if isinstance(self.layer, CompressedLayer):
+            self.layer.check_model(module)
+
+    def refuse_forward(self) -> None:
+        """Nothing is to be undone: a step that is refused is never replayed."""
+
+    def attend(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
+        """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
+        return self.attention.attend(query, [*self.parts, self.room], self.rule, scaling).output
+
+    def get_seq_length(self) -> int:
+        """Tokens seen when the recording began."""
+        return int(self.layer.get_seq_length())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask that nobody asks."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class Ring:
+    """A layer of the model's own sliding window, whose oldest token is overwritten by the newest.
+
+    Attributes:
+        held: tokens that were in the window when the recording began.
+        whole: all slots of the ring, one more than the layer keeps between steps.
+    """
+
+    def __init__(self, layer: WindowLayer):
+        self.layer = layer
+        b, h, self.held = layer.keys.shape[:3]
+        layout = Layout(rows=b, heads=h, size=layer.sliding_window, start=0)
+        sides = []
+        for side in (layer.keys, layer.values):
+            sides.append(side.new_zeros((b * h, layout.size, side.shape[-1])))
+            sides[-1][:, : self.held] = side.flatten(0, 1)
+        self.whole = PlainSegment(layout=layout, keys=sides[0], values=sides[1])
+
+    def real(self, mask: Tensor | None) -> Tensor | None:
+        """(b, w) bool: this slot is a token, and not padding as `mask` (b, n) over all columns says; None: all are."""
+        if mask is None or bool((real := mask[:, mask.shape[1] - self.held :].to(torch.bool)).all()):
+            return None
+        return torch.nn.functional.pad(real, (0, self.whole.layout.size - self.held), value=True)
+
+    def land(self, steps: int) -> None:
+        """Gives the layer what is in the window after so many steps, in the order of time."""
+        layer, layout = self.layer, self.whole.layout
+        count = min(self.held + steps, layout.size - 1)
+        newest = self.held + steps - count
+        order = torch.arange(newest, newest + count, device=layer.keys.device) % layout.size
+        layer.keys, layer.values = (
+            side[:, order].unflatten(0, (layout.rows, layout.heads)) for side in self.whole.decode()
+        )
+        layer.cumulative_length += steps
+
+
+def with_room(state: LayerState, steps: int) -> tuple[PlainSegment, int]:
+    """The tail with room for so many tokens, as if they were there; and how many are."""
+    tail = state.tail
+    assert tail is not None
+    tail.make_room(steps)
+    tail.filled(steps, state.seen)
+    whole = tail.as_segment()
+    tail.crop(steps)
+    return whole, tail.length

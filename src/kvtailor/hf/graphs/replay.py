@@ -1,0 +1,178 @@
+"""Decoding in which a step is recorded once and replayed, so that a GPU waits for nobody who launches its kernels.
+
+Between two moments at which the plan evicts or encodes, nothing moves but the tails: a step of one token writes one
+slot of each and reads all that is held. So tails get room beforehand, and how far they are filled and where the tokens
+stand is counted on the device; then every step launches the same on the same addresses. When the plan acts again, the
+cache is told how many tokens have come, and the next step is recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from kvtailor.engine import rollback
+from kvtailor.hf.cache import KvCache
+from kvtailor.hf.graphs.fixed_layers import FixedLayer, Ring, with_room
+from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.hf.mask import LazyMask
+from kvtailor.types import Segment
+
+__all__ = ["Recorder", "Replay", "captured", "recorder_of"]
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+# Room for so many tokens where the plan never acts: recording takes about as long as a step without it.
+_ROOM = 256
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What records a step on a device; None where nothing does."""
+    return captured if device.type == "cuda" else None
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """`run` as a CUDA graph, recorded and not run. It must have run before, which compiles what it launches.
+
+    Args:
+        run: launches on fixed addresses only, without waiting for the device.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+class Replay:
+    """Steps of one new token for each row, until the plan acts or the room is used up.
+
+    Args:
+        model: a transformers decoder-only model.
+        cache: of it; it has seen a prompt, no tail of it is empty, and nothing else uses it before `land`.
+        mask: (b, n) of what was seen, 0 for padding; None: nothing was padding.
+        steps: most tokens that will come; the plan's own room may allow fewer.
+        record: makes of one step what is run in place of the ones that follow.
+
+    Attributes:
+        left: steps that are left.
+        done: steps that were made.
+        fixed: the cache that the model gets meanwhile.
+    """
+
+    def __init__(self, model: Any, cache: KvCache, mask: Tensor | None, steps: int, record: Recorder):
+        self.model, self.cache, self.record = model, cache, record
+        room = rollback.room(cache.route)
+        self.left = min(steps, max(_ROOM, cache.seen // 32) if room is None else room)
+        self.done = 0
+        self.rows, self.device = cache.route.states[0].rows, next(model.parameters()).device
+        seen = cache.seen
+        self._mask = None
+        if mask is not None and not bool(mask.all()):
+            self._mask = torch.cat([mask, mask.new_ones((self.rows, self.left))], 1).to(torch.bool)
+        self._rings: list[Ring] = []
+        layers = [self._fixed_layer(layer) for layer in cache.layers]
+        self._count(layers)
+        self.fixed = Cache(layers=layers)
+        self._tokens = torch.zeros((self.rows, 1), dtype=torch.int64, device=self.device)
+        real = torch.full((self.rows,), seen, device=self.device) if mask is None else mask.sum(-1).to(torch.int64)
+        self._positions = real[:, None].clone()
+        # The layers know what may be seen; without any mask some models look through the tokens for padding.
+        self._plain_rule = self._causal
+        self._logits: Tensor | None = None
+        self._replayed: Callable[[], None] | None = None
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (b, v) after new tokens (b, 1)."""
+        self._tokens.copy_(tokens)
+        # The first step compiles what the recording, which computes nothing, would otherwise have to.
+        if self.done == 0:
+            self._run()
+        else:
+            if self._replayed is None:
+                self._replayed = self.record(self._run)
+            self._replayed()
+        self.done += 1
+        self.left -= 1
+        assert self._logits is not None
+        return self._logits.clone()
+
+    def land(self) -> None:
+        """Tells the cache what has come, and lets the plan act. No step may follow."""
+        self._replayed, self.left = None, 0
+        if not self.done:
+            return
+        route = self.cache.route
+        visible = self._seen_by(self.cache.seen + self.done)
+        for ring in self._rings:
+            ring.land(self.done)
+        for layer, state in zip(self.cache.geometry.compressed, route.states, strict=True):
+            route.replayed(state, self.done, visible)
+            self.cache.guard.take_padding(layer, visible)
+        self.done = 0
+
+    def _fixed_layer(self, layer: CompressedLayer | WindowLayer) -> FixedLayer:
+        attention = self.cache.plan.attend
+        if isinstance(layer, WindowLayer):
+            ring = Ring(layer)
+            self._rings.append(ring)
+            rule, real = self._ring_rule(ring)
+            return FixedLayer(layer, attention, [ring.whole], ring.held, ring.whole.layout.size, rule, real)
+        whole, filled = with_room(layer.state, self.left)
+        parts = [*layer.state.here(), whole]
+        # It lands before it would turn.
+        return FixedLayer(layer, attention, parts, filled, whole.layout.size + 1, self._rule_of(parts))
+
+    def _count(self, layers: Sequence[FixedLayer]) -> None:
+        """Gives the layers the counters by which they know how far they are filled."""
+        self._turns = torch.tensor([each.turn for each in layers], dtype=torch.int32, device=self.device)[:, None]
+        self._slots = torch.tensor([each.filled for each in layers], device=self.device)[:, None]
+        self._lengths = self._slots.to(torch.int32).repeat(1, layers[0].room.layout.lanes)
+        for layer, lengths, slot in zip(layers, self._lengths, self._slots, strict=True):
+            layer.count_by(lengths, slot)
+
+    def _ring_rule(self, ring: Ring) -> tuple[LazyMask, Tensor | None]:
+        """What may be seen of a ring, and its slots that are no padding, which change."""
+        real = ring.real(None if self._mask is None else self._mask[:, : self.cache.seen])
+        rule = self._causal
+        if real is not None:
+            rule.mask_function = lambda row, head, query, key: real[row, key]
+        return rule, real
+
+    def _rule_of(self, parts: Sequence[Segment]) -> LazyMask:
+        """What all coming tokens may see of parts: what the last of them may, since nobody sees unfilled slots."""
+        rule = self._seen_by(self.cache.seen + self.left)
+        for layout in (part.layout for part in parts if rule.padding is not None):
+            rows = torch.div(layout.owners(self.device), layout.heads, rounding_mode="floor")
+            sees = rule.at(rows, layout.columns(self.device))[:, 0]
+            filled = layout.filled(self.device)
+            if not bool((sees if filled is None else sees | ~filled).all()):
+                return rule
+        return self._causal
+
+    @property
+    def _causal(self) -> LazyMask:
+        return LazyMask.causal(self.rows, 1, self.cache.seen, self.device)
+
+    def _seen_by(self, columns: int) -> LazyMask:
+        """What the token at the last of so many columns may see."""
+        rule = LazyMask.causal(self.rows, 1, columns - 1, self.device)
+        rule.padding = None if self._mask is None else self._mask[:, :columns]
+        return rule
+
+    def _run(self) -> None:
+        self._lengths.add_(1).clamp_(max=self._turns)
+        found = self.model(
+            input_ids=self._tokens,
+            attention_mask=self._plain_rule,
+            position_ids=self._positions,
+            past_key_values=self.fixed,
+            use_cache=True,
+        ).logits[:, -1]
+        if self._logits is None:
+            self._logits = torch.empty_like(found)
+        self._logits.copy_(found)
+        self._slots.add_(1).remainder_(self._turns)
+        self._positions.add_(1)

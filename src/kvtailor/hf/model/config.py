@@ -1,0 +1,129 @@
+"""Where a model is found by its name, and its configuration without its weights."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, try_to_load_from_cache
+
+from kvtailor.errors import KvtailorError
+from kvtailor.hf.model import embedded
+
+__all__ = ["RANDOM", "RANDOM_SHAPES", "check_hub", "config_of", "is_local", "source_of"]
+
+_PATIENCE = 3.0
+"""Seconds that the hub has for its one answer, before it is taken for unreachable."""
+
+RANDOM = "random-llama"
+"""The name of a model that is not trained: for what a plan costs, where lengths matter and answers do not."""
+# What a head costs must stand to the rest of a prefill as in a real model: each query head has as many weights beside
+# it as one of Llama 3.2 1B's, 1.9 million in a layer. Two layers, since some methods tell them apart.
+RANDOM_SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}
+_WIDE = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 131_072}
+RANDOM_SHAPES: dict[str, dict[str, Any]] = {
+    RANDOM: RANDOM_SHAPE,
+    "random-llama3-8b": {**_WIDE, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128_256},
+    "random-llama2-7b": {**_WIDE, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32_000},
+}
+"""All of that kind, by name; the large ones have the shapes of Llama 3.1 8B and of Llama 2 7B."""
+
+
+def source_of(model: str | Path) -> str:
+    """What transformers is asked for: the folder of an embedded model, a local folder, or a name on the hub.
+
+    Raises:
+        FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
+    """
+    ours = str(model) in embedded.NAMES
+    folder = embedded.path(str(model)) if ours else Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"asked for the model in {folder}, but it has no config.json: give a folder that "
+                "save_pretrained() wrote, a hub name, or 'demo'"
+            )
+        return str(folder)
+    if ours or folder.is_absolute() or str(model).startswith((".", "~")):
+        raise FileNotFoundError(
+            f"asked for model {str(model)!r}, but there is no folder {folder}: "
+            + (
+                "install the package with its weights, or run python -m kvtailor.demo.export"
+                if ours
+                else "give an existing folder, a hub name, or 'demo'"
+            )
+        )
+    return str(model)
+
+
+def is_local(source: str) -> bool:
+    """Whether a folder, or the configuration of a hub name in the hub's local cache, is on this disk.
+
+    Raises:
+        FileNotFoundError: this cannot be the name of a model on the hub.
+    """
+    if Path(source).is_dir():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(source, "config.json"), str)
+    except ValueError as error:
+        raise FileNotFoundError(f"there is no folder {source!r}, and no model has such a name: {error}") from error
+
+
+def check_hub(source: str) -> None:
+    """Asks the hub once whether it can be reached, before a library asks it again and again.
+
+    Raises:
+        ConnectionError: it does not answer, or the environment says not to ask.
+    """
+    asked = (
+        f"asked for model {source!r}, which is not on this disk (no such folder, and not whole in "
+        f"{constants.HF_HUB_CACHE}): check the name, or give 'demo' for the embedded model. It cannot be fetched"
+    )
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError(f"{asked}: HF_HUB_OFFLINE forbids to ask {constants.ENDPOINT}")
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_PATIENCE).close()
+    except urllib.error.HTTPError:
+        # Whatever it says, it is there.
+        return
+    except OSError as error:
+        raise ConnectionError(f"{asked}: {constants.ENDPOINT} does not answer ({error})") from error
+
+
+def config_of(model: str) -> Any:
+    """The transformers configuration of a model, see `source_of`.
+
+    Raises:
+        KvtailorError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    if model in RANDOM_SHAPES:
+        return AutoConfig.for_model("llama", **RANDOM_SHAPES[model])
+    try:
+        source = source_of(model)
+        local = is_local(source)
+        if not local:
+            check_hub(source)
+        return AutoConfig.from_pretrained(source, local_files_only=local)
+    except ConnectionError as error:
+        raise KvtailorError(str(error)) from error
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise KvtailorError(
+            f"there is no model {model!r}: it is neither a folder with a config.json nor found on the hub; check the "
+            f"name, or give 'demo' for the embedded model ({reason})"
+        ) from error

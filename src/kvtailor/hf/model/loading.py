@@ -1,0 +1,185 @@
+"""Models and tokenizers: the embedded one, a folder or a hub name; and fresh models for the demo's recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from kvtailor.errors import KvtailorError
+from kvtailor.hf.model import embedded
+from kvtailor.hf.model.calibrated import UNTRAINED
+from kvtailor.hf.model.config import RANDOM, RANDOM_SHAPES, check_hub, is_local, source_of
+
+__all__ = ["load", "new_model", "save", "wrap_tokenizer"]
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model in evaluation mode, with its tokenizer.
+
+    Args:
+        model: "demo" or "demo-draft" for the embedded models (nothing is downloaded), a local folder, or a name on the
+            Hugging Face hub; or one of `hf.model.config.RANDOM_SHAPES`, such as "random-llama".
+        dtype: of the weights. None: what the checkpoint's own config says.
+        device: to put the weights on. None: CPU.
+
+    Returns:
+        The model and the tokenizer. The tokenizer pads on the left, and with eos if it has no pad token.
+
+    Raises:
+        FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
+        ConnectionError: not on this disk, and the hub does not answer.
+        OSError: neither a folder nor a model that the hub's local cache or the hub has.
+        KvtailorError: there is no such device here; nothing has been loaded then.
+    """
+    _check_device(device)
+    if str(model) in RANDOM_SHAPES:
+        return _random(str(model), dtype, device)
+    name = source_of(model)
+    try:
+        tokenizer, loaded = _read(name, dtype)
+    except ConnectionError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"asked for model {name!r}, which is neither a folder here nor found on the hub: check the name, "
+            f"or give 'demo' for the embedded model ({error})"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if device is not None:
+        loaded = loaded.to(device)
+    return loaded.eval(), tokenizer
+
+
+def _read(name: str, dtype: torch.dtype | str | None) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """From this disk where all of it is there, without a word to the hub; else from the hub, if it answers at all."""
+
+    def read(local: bool) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", local_files_only=local)
+        with _quietly(local=local):
+            return tokenizer, AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", local_files_only=local)
+
+    if Path(name).is_dir():
+        return read(True)
+    if is_local(name):
+        try:
+            return read(True)
+        except (OSError, ValueError) as error:
+            # A part of it may be missing here. What is wrong with it otherwise is wrong with the hub's as well.
+            try:
+                check_hub(name)
+            except ConnectionError as unreachable:
+                raise ConnectionError(f"{unreachable}; what is here cannot be read: {error}") from error
+    else:
+        check_hub(name)
+    return read(False)
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    try:
+        wanted = torch.device(device) if device is not None else torch.device("cpu")
+    except RuntimeError as error:
+        raise KvtailorError(
+            f"asked for the device {str(device)!r}, which torch does not know: give cpu or cuda"
+        ) from error
+    here = torch.cuda.device_count() if wanted.type == "cuda" else 1
+    if (wanted.index or 0) >= here:
+        raise KvtailorError(
+            f"asked for the device {str(device)!r}, but torch {torch.__version__} finds {here} CUDA devices here: give "
+            f"{'a smaller number' if here else 'cpu'}, or install a torch for this machine's GPU"
+        )
+
+
+def _random(
+    name: str, dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """An untrained model, on one device the same at every call, with the tokenizer of "demo"."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.path(), padding_side="left")
+    shape = {"vocab_size": len(tokenizer), **RANDOM_SHAPES[name]}
+    wanted, where = dtype if isinstance(dtype, torch.dtype) else torch.float32, torch.device(device or "cpu")
+    # The small one has the same weights on every device; of the large ones there is no room for a float32 copy.
+    first = (torch.float32, torch.device("cpu")) if name == RANDOM else (wanted, where)
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), first[1]:
+        torch.manual_seed(0)
+        made = new_model("llama", dtype=first[0], **shape)
+    setattr(made, UNTRAINED, True)
+    return made.to(device=where, dtype=wanted).eval(), tokenizer
+
+
+@contextmanager
+def _quietly(*, local: bool) -> Iterator[None]:
+    """No progress bar for weights that are read from a local folder; a download keeps its own."""
+    hidden = local and logging.is_progress_bar_enabled()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
+
+
+def new_model(
+    model_type: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    rope_theta: float = 10_000.0,
+    partial_rotary_factor: float = 1.0,
+    **config: Any,
+) -> PreTrainedModel:
+    """A causal language model with fresh weights from torch's current random state.
+
+    Args:
+        model_type: of transformers, such as "llama" or "gpt_neox".
+        dtype: of the weights.
+        rope_theta: base of the rotary frequencies.
+        partial_rotary_factor: share of a head's dimensions that is rotated.
+        **config: fields of the type's config, such as ``hidden_size`` and ``num_key_value_heads``.
+    """
+    rope = {"rope_type": "default", "rope_theta": rope_theta}
+    if partial_rotary_factor != 1.0:
+        rope["partial_rotary_factor"] = partial_rotary_factor
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **config, rope_parameters=rope), dtype=dtype
+    )
+    return made
+
+
+def wrap_tokenizer(tokenizer_file: Path, *, bos: str, eos: str, pad: str, longest: int) -> PreTrainedTokenizerFast:
+    """A transformers tokenizer around a ``tokenizer.json``; ``longest`` is the model's context in tokens."""
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_file),
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        padding_side="left",
+        model_max_length=longest,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path, *, shard: str = "5GB") -> None:
+    """Write config, generation config, weights (safetensors, in the model's dtype) and tokenizer into ``folder``.
+
+    ``shard`` is the largest size of one file of weights, as transformers writes sizes: "8MB".
+    """
+    model.save_pretrained(folder, max_shard_size=shard)
+    tokenizer.save_pretrained(folder)

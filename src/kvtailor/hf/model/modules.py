@@ -1,0 +1,200 @@
+"""What kvtailor finds in a model for the plans that need it: its attention modules and its rotary embedding.
+
+Nothing is hooked or changed. What is read is checked against the model's own code before it is used, since families
+differ in how they pair the channels of a rotation and in how they lay out a projection.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.model.projection import output_layer
+from kvtailor.ops.lanes.rotate import turn
+from kvtailor.types import Rotation
+
+__all__ = ["attention_modules", "rotation_of"]
+
+_SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+# Whether an attention module turns its keys, asked once: the answer costs a forward of a few tokens.
+_turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def attention_modules(model: Any) -> list[torch.nn.Module]:
+    """The decoder's attention modules by layer, those that have a `layer_idx` and an output projection."""
+    text = model.config.get_text_config(decoder=True)
+    found: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        # A vision encoder's modules may count their layers too.
+        if isinstance(index, int) and getattr(module, "config", text) is text and output_layer(module) is not None:
+            found.setdefault(index, module)
+    return [found[index] for index in sorted(found)]
+
+
+def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, head_dim: int) -> Rotation:
+    """The rotary embedding that an attention module's queries and keys went through.
+
+    Args:
+        model: a transformers causal language model.
+        module: its attention module of the layer.
+        layer_type: of the layer, for models with a rotary embedding for each kind; None where it has one.
+        head_dim: d.
+
+    Raises:
+        UnsupportedModel: it has none, one that changes with the length, one that this layer does not use, or one whose
+            effect is not understood.
+    """
+    name = model.config.model_type
+    rotary = _rotary(model, module)
+    if rotary is None:
+        raise UnsupportedModel(f"the plan turns queries or keys by positions, and {name} has no rotary embedding")
+    layer = getattr(module, "layer_idx", None)
+    if not _has_angles(model, rotary, layer, layer_type):
+        raise _does_not_turn(name, layer)
+    kind = _rope_type(rotary, layer_type)
+    if kind not in _SAME_AT_ANY_LENGTH:
+        raise UnsupportedModel(
+            f"the plan turns queries or keys by positions, and the rotary embedding of {name} is of type {kind!r}, "
+            "whose angles depend on the length of the text"
+        )
+    device = next(model.parameters()).device
+    cos, sin = _angles(rotary, torch.arange(8, device=device)[None], layer_type)
+    for interleaved in (False, True):
+        frequencies = _frequencies(cos, sin, interleaved)
+        if frequencies is None:
+            continue
+        rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
+        if rotation.size <= head_dim and _agrees(rotation, module, cos, sin, head_dim):
+            if not _turns(module, cos, sin, name):
+                raise _does_not_turn(name, layer)
+            exact = _stored_frequencies(rotary, layer_type)
+            if exact is not None and exact.shape == frequencies.shape and torch.allclose(exact, frequencies, atol=1e-4):
+                rotation = Rotation(frequencies=exact.to(device), interleaved=interleaved)
+            return rotation
+    raise UnsupportedModel(
+        f"the plan turns queries or keys by positions, and what {name} does with its rotary embedding is not understood"
+    )
+
+
+def _does_not_turn(name: str, layer: int | None) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the plan turns queries or keys by positions, and layer {layer} of this {name} does not turn its own: it has "
+        "no rotary embedding"
+    )
+
+
+def _has_angles(model: Any, rotary: Any, layer: int | None, layer_type: str | None) -> bool:
+    """Whether the model gives this layer angles at all, as far as its configuration and its embedding say so."""
+    bases = getattr(model.config.get_text_config(decoder=True), "layer_rope_theta", None)
+    if bases is not None and layer is not None and not bases[layer]:
+        return False
+    kinds = getattr(rotary, "rope_type", None)
+    return not isinstance(kinds, dict) or layer_type in kinds
+
+
+@torch.no_grad()
+def _turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> bool:
+    """Whether this attention module uses the angles that it is given; several families leave them out in some layers.
+
+    Its forward runs on eight made-up tokens, once with the angles and once with cos and sin exchanged. Without a
+    rotation both outputs are the same bits.
+    """
+    known = _turning.get(module)
+    if known is not None:
+        return known
+    tokens, config, like = cos.shape[0], getattr(module, "config", None), next(module.parameters())
+    taken = inspect.signature(module.forward).parameters
+    given = {"attention_mask": None, "position_ids": torch.arange(tokens, device=cos.device)[None]}
+    given = {argument: value for argument, value in given.items() if argument in taken}
+    said = []
+    try:
+        width = getattr(config, "hidden_size", like.shape[-1])
+        hidden = torch.linspace(-9, 9, tokens * width, device=cos.device).sin().mul(4).view(1, tokens, width)
+        for pair in ((cos, sin), (sin, cos)):
+            angles = tuple(each[None].to(like.dtype) for each in pair)
+            output = module.forward(hidden.to(like.dtype), position_embeddings=angles, **given)
+            said.append(output[0] if isinstance(output, tuple) else output)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"the plan turns queries or keys by positions, and whether {type(module).__name__} of {name} turns its own "
+            f"cannot be told: {type(error).__name__}: {error}"
+        ) from error
+    _turning[module] = not torch.equal(*said)
+    return _turning[module]
+
+
+def _rotary(model: Any, module: torch.nn.Module) -> Any:
+    # An adapter around the model calls what it wraps its base model; the method knows whose it is.
+    model = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
+    base = getattr(model, "base_model", model)
+    for owner in (base, getattr(base, "decoder", None), getattr(base, "language_model", None), module):
+        found = getattr(owner, "rotary_emb", None)
+        if found is not None:
+            return found
+    return None
+
+
+def _rope_type(rotary: Any, layer_type: str | None) -> str:
+    kinds = getattr(rotary, "rope_type", "default")
+    return str(kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds)
+
+
+def _angles(rotary: Any, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+    """cos and sin (8, r) as the model makes them."""
+    like = torch.zeros(1, dtype=torch.float32, device=positions.device)
+    kinds = isinstance(getattr(rotary, "rope_type", None), dict)
+    cos, sin = rotary(like, positions, layer_type) if kinds else rotary(like, positions)
+    return cos[0].float(), sin[0].float()
+
+
+def _frequencies(cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
+    """(r / 2,) angles of one position, if the channels are paired like this; None if not."""
+    pairs = (cos[:, 0::2], cos[:, 1::2]) if interleaved else cos.chunk(2, -1)
+    if cos.shape[-1] % 2 or not torch.equal(*pairs):
+        return None
+    wanted = sin[:, 0::2] if interleaved else sin.chunk(2, -1)[0]
+    return torch.atan2(wanted[1], pairs[0][1])
+
+
+def _stored_frequencies(rotary: Any, layer_type: str | None) -> Tensor | None:
+    for name in (f"{layer_type}_inv_freq", "inv_freq"):
+        found = getattr(rotary, name, None)
+        if isinstance(found, Tensor):
+            return found.detach().float()
+    return None
+
+
+def _agrees(rotation: Rotation, module: torch.nn.Module, cos: Tensor, sin: Tensor, head_dim: int) -> bool:
+    """Whether turning by `rotation` is what the model's own function does, its constant factor apart."""
+    own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if own is None:
+        return False
+    states = torch.linspace(-1, 1, 8 * head_dim, device=cos.device).sin().view(1, 1, 8, head_dim)
+    factor = float((cos[0] ** 2 + sin[0] ** 2).mean().sqrt())
+    expected = turn(states, torch.arange(8, device=cos.device), rotation)
+    for part in _turned_by_model(own, states, cos, sin, rotation.size):
+        scaled = torch.cat([part[..., : rotation.size] / factor, part[..., rotation.size :]], -1)
+        if torch.allclose(scaled, expected, atol=1e-5):
+            return True
+    return False
+
+
+def _turned_by_model(own: Any, states: Tensor, cos: Tensor, sin: Tensor, size: int) -> Sequence[Tensor]:
+    """What the model's function makes of all channels, and of the turned ones alone with the rest put back."""
+    results = []
+    for given in (states, states[..., :size]):
+        try:
+            turned = own(given, given, cos[None], sin[None])[0]
+        except (RuntimeError, TypeError, IndexError):
+            continue
+        rest = states[..., turned.shape[-1] :]
+        results.append(torch.cat([turned, rest], -1))
+    return results

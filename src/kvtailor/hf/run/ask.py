@@ -1,0 +1,272 @@
+"""A context, several questions, a plan: `kvtailor.read` and `kvtailor.ask`.
+
+The context is read and compressed once; each question goes on from a copy, so that no answer depends on another one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse, UnknownName
+from kvtailor.hf.cache import KvCache
+from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.run.chat import Prompt
+from kvtailor.hf.run.prefill import begin, prefill
+from kvtailor.ledger import Ledger
+from kvtailor.plan import Plan
+
+__all__ = ["Answers", "Reading", "ask", "read"]
+
+_OURS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What `ask` gives; one entry for each question, in order.
+
+    Attributes:
+        questions: as they were asked.
+        texts: the answers, without special tokens.
+        ids: (t,) int64 the answers' token ids on the CPU, special ones included.
+        prompt_tokens: tokens of context and question together, with what the chat template puts around them.
+        plan: canonical form of the plan.
+        ledger: the compressed context before any question: bytes, tokens seen, tokens held. None where each question
+            was compressed with the context.
+        ledgers: each question's cache at the end of its answer.
+    """
+
+    questions: tuple[str, ...]
+    texts: tuple[str, ...]
+    ids: tuple[Tensor, ...]
+    prompt_tokens: tuple[int, ...]
+    plan: str
+    ledger: Ledger | None
+    ledgers: tuple[Ledger, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A context that was read and compressed once; what `read` gives.
+
+    Attributes:
+        model: the model.
+        prompt: how questions are put.
+        cache: holds what the plan left of the context; every question goes on from a copy of it.
+        ids: (1, n) token ids of the context, with what the chat template puts before it.
+        after: what comes after each question.
+    """
+
+    model: Any
+    prompt: Prompt
+    cache: KvCache
+    ids: Tensor
+    after: str
+
+    def ask(self, questions: str | Sequence[str], *, max_new_tokens: int = 256, **generation: Any) -> Answers:
+        """Answers questions about the context, each as if it were the only one. See `kvtailor.ask`."""
+        asked = _questions(questions)
+        how = _generation(self.model, max_new_tokens, generation)
+        given = [
+            torch.cat([self.ids, self.prompt.question(each, self.after)[None].to(self.ids.device)], 1) for each in asked
+        ]
+        return _answered(self, asked, given, how, self.cache.ledger())
+
+
+def read(
+    model: Any,
+    tokenizer: Any,
+    context: str,
+    plan: str | Plan,
+    *,
+    separator: str | None = None,
+    answer_prefix: str = "",
+    chunk: int | None = None,
+    hold: bool = False,
+) -> Reading:
+    """Reads a context and compresses it, for questions that come later.
+
+    ```python
+    reading = kvtailor.read(model, tokenizer, document, "snapkv @ tokens=1024")
+    answers = reading.ask(["Who wrote it?", "When?"], max_new_tokens=64)
+    ```
+
+    Where the tokenizer has a chat template, context and question are one message of the user. The prompt is cut where
+    the context ends: what stands before is read and compressed now, the question and the rest of the template come with
+    `ask`. Without a template the question follows the context as plain text.
+
+    Args:
+        model: a transformers decoder-only model.
+        tokenizer: of the model.
+        context: what the questions are about.
+        plan: one line or a `Plan`.
+        separator: between context and question. None: an empty line in a chat template, nothing in plain text.
+        answer_prefix: how each answer begins; it is a part of the prompt.
+        chunk, hold: see `kvtailor.prefill`.
+
+    Raises:
+        CacheMisuse: the context is empty, or the chat template does not write it once; nothing has been read then.
+        PlanError: the plan has faults, or does not suit the model.
+        UnsupportedModel: for a model that cannot be compressed.
+    """
+    prompt = _prompt(tokenizer, context, separator, answer_prefix)
+    ids, after = prompt.split(context)
+    ids = ids[None].to(next(model.parameters()).device)
+    cache = prefill(model, cache_for(model, plan), ids, chunk=chunk, hold=hold, tokenizer=tokenizer)
+    return Reading(model=model, prompt=prompt, cache=cache, ids=ids, after=after)
+
+
+def ask(
+    model: Any,
+    tokenizer: Any,
+    context: str,
+    questions: str | Sequence[str],
+    plan: str | Plan,
+    *,
+    question: Literal["after", "inside", "before"] = "after",
+    max_new_tokens: int = 256,
+    separator: str | None = None,
+    answer_prefix: str = "",
+    chunk: int | None = None,
+    **generation: Any,
+) -> Answers:
+    """Answers questions about a context from a compressed cache.
+
+    ```python
+    answers = kvtailor.ask(model, tokenizer, document, ["Who wrote it?", "When?"], "snapkv @ tokens=1024")
+    print(answers.texts, answers.ledger.ratio)
+    ```
+
+    Args:
+        model: a transformers decoder-only model.
+        tokenizer: of the model; its chat template is used where it has one, see `kvtailor.read`.
+        context: what the questions are about.
+        questions: one or several.
+        plan: one line or a `Plan`.
+        question: "after": the context is read once, compressed without any question, and each question follows on a
+            copy. "inside": the same token ids, but the question is a part of what is compressed, so that the context is
+            read anew for each. "before": so, too, and the question stands before the context.
+        max_new_tokens: tokens of an answer, at most.
+        separator, answer_prefix: see `kvtailor.read`.
+        chunk: read so many tokens of the context at a time.
+        **generation: further arguments of `model.generate`, such as `do_sample=False`. What is not given is as in the
+            model's generation config.
+
+    Raises:
+        CacheMisuse: a question or the context is empty, or an argument of generate cannot be used here; nothing has
+            been read then.
+        UnknownName: generate has no such argument.
+        PlanError: the plan has faults, or does not suit the model.
+        UnsupportedModel: for a model that cannot be compressed.
+    """
+    if question not in ("after", "inside", "before"):
+        raise UnknownName("place of the question", str(question), ("after", "inside", "before"))
+    asked = _questions(questions)
+    how = _generation(model, max_new_tokens, generation)
+    if question == "after":
+        reading = read(model, tokenizer, context, plan, separator=separator, answer_prefix=answer_prefix, chunk=chunk)
+        return reading.ask(asked, max_new_tokens=max_new_tokens, **generation)
+    prompt = _prompt(tokenizer, context, separator, answer_prefix)
+    head, after = prompt.split(context)
+    reading = Reading(model=model, prompt=prompt, cache=cache_for(model, plan), ids=head[None], after=after)
+    if question == "inside":
+        given = [torch.cat([head, prompt.question(each, after)]) for each in asked]
+    else:
+        given = [prompt.question_first(each, context) for each in asked]
+    device = next(model.parameters()).device
+    return _answered(reading, asked, [each[None].to(device) for each in given], how, None, chunk)
+
+
+def _answered(
+    reading: Reading,
+    questions: tuple[str, ...],
+    given: Sequence[Tensor],
+    how: Mapping[str, Any],
+    ledger: Ledger | None,
+    chunk: int | None = None,
+) -> Answers:
+    """The answers to prompts (1, n), each on a copy of the reading's cache."""
+    model, tokenizer = reading.model, reading.prompt.tokenizer
+    found, ledgers = [], []
+    for ids in given:
+        mine, more = copy.deepcopy(reading.cache), dict(how)
+        if not mine.seen:
+            begin(model, mine, ids, tokenizer=tokenizer, chunk=chunk)
+            more |= {"prefill_chunk_size": chunk} if chunk is not None and not mine.seen else {}
+        if mine.seen and more["generation_config"].num_beams > 1:
+            mine.batch_repeat_interleave(more["generation_config"].num_beams)
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, past_key_values=mine, **more)
+        found.append(getattr(output, "sequences", output)[0, ids.shape[1] :].cpu())
+        ledgers.append(mine.ledger())
+    return Answers(
+        questions=questions,
+        texts=tuple(str(tokenizer.decode(each, skip_special_tokens=True)) for each in found),
+        ids=tuple(found),
+        prompt_tokens=tuple(ids.shape[1] for ids in given),
+        plan=str(reading.cache.plan),
+        ledger=ledger,
+        ledgers=tuple(ledgers),
+    )
+
+
+def _prompt(tokenizer: Any, context: str, separator: str | None, answer_prefix: str) -> Prompt:
+    if not callable(tokenizer):
+        raise CacheMisuse(f"reading a text takes the model's tokenizer, and got {type(tokenizer).__name__}")
+    if not isinstance(context, str) or not context.strip():
+        raise CacheMisuse(f"the context must be a text that is not empty, and is {context!r:.60}")
+    return Prompt(tokenizer, separator, answer_prefix)
+
+
+def _questions(questions: str | Sequence[str]) -> tuple[str, ...]:
+    asked = (questions,) if isinstance(questions, str) else tuple(questions)
+    if not asked:
+        raise CacheMisuse("there is no question: give a text or several")
+    for index, each in enumerate(asked):
+        if not isinstance(each, str) or not each.strip():
+            raise CacheMisuse(f"question {index} must be a text that is not empty, and is {each!r:.60}")
+    return asked
+
+
+def _generation(model: Any, max_new_tokens: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `model.generate`, all that belongs to the generation config in one.
+
+    Raises:
+        CacheMisuse: one of them cannot go with a context that was read before.
+        UnknownName: generate has no such argument.
+    """
+    if max_new_tokens < 1:
+        raise CacheMisuse(f"asked for max_new_tokens={max_new_tokens}: an answer has at least 1 token")
+    for name in _OURS:
+        if name in given:
+            raise CacheMisuse(f"{name} is made from context and question: leave it out, or use model.generate itself")
+    if (given.get("num_return_sequences") or 1) > 1:
+        several = given["num_return_sequences"]
+        raise CacheMisuse(f"num_return_sequences={several}: a question has one answer; ask it again for another")
+    rest = {name: value for name, value in given.items() if name != "generation_config"}
+    config = copy.deepcopy(given.get("generation_config") or model.generation_config)
+    more = config.update(**rest, max_new_tokens=max_new_tokens)
+    known = [name for name in inspect.signature(model.generate).parameters if name not in ("inputs", "kwargs")]
+    for name in more:
+        if name not in known:
+            raise UnknownName("argument of generate", name, (*known, *config.to_dict()))
+    if (config.num_return_sequences or 1) > 1:
+        raise CacheMisuse(
+            f"the generation config says num_return_sequences={config.num_return_sequences}, and a question has one "
+            "answer: say num_return_sequences=1"
+        )
+    if config.prompt_lookup_num_tokens or more.get("assistant_model") is not None:
+        raise CacheMisuse("prompt lookup and assisted decoding need an empty cache: draft with kvtailor.generate")
+    if config.use_cache is False or config.cache_implementation is not None:
+        raise CacheMisuse(
+            f"use_cache={config.use_cache} and cache_implementation={config.cache_implementation!r}: the answers come "
+            "from the plan's own cache, so leave both out"
+        )
+    config.num_beams = config.num_beams or 1
+    return {**more, "generation_config": config}

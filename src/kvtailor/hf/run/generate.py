@@ -1,0 +1,284 @@
+"""`kvtailor.generate`: text under a plan, faster where somebody drafts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.hf.cache import KvCache
+from kvtailor.hf.graphs.replaying import ReplayingReader
+from kvtailor.hf.model.loading import load
+from kvtailor.hf.run.reader import CacheReader
+from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
+from kvtailor.plan import Plan
+from kvtailor.speculate.adaptive import Adaptive
+from kvtailor.speculate.contract import Draft, Lookahead, Rule
+from kvtailor.speculate.controller import Controller
+from kvtailor.speculate.decode import Decoding
+from kvtailor.speculate.fixed import Fixed
+from kvtailor.speculate.greedy import Greedy
+from kvtailor.speculate.hierarchy import Hierarchy
+from kvtailor.speculate.sampling import Sampling
+from kvtailor.speculate.statistics import Level, Statistics
+from kvtailor.speculate.steps import Steps
+
+__all__ = ["Generated", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What `generate` gives.
+
+    Attributes:
+        sequences: (b, n + t) prompt and new tokens, as `model.generate` gives them.
+        statistics: acceptance, tokens for each verification, and measured speed.
+        cache: of the target; it has read all but the last token, and may serve the next turn.
+        drafts: the other caches that were at work, the first drafter's first; what they hold comes on top.
+    """
+
+    sequences: Tensor
+    statistics: Statistics
+    cache: KvCache
+    drafts: tuple[KvCache, ...] = ()
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    plan: str | Plan = "full",
+    draft: Any = None,
+    draft_plan: str | Plan | None = None,
+    middle_plan: str | Plan | None = None,
+    gamma: int | Literal["adaptive"] = "adaptive",
+    inner_gamma: int = 2,
+    min_gain: float | None = 1.05,
+    refresh: int | None = None,
+    max_new_tokens: int = 256,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    streamer: Any = None,
+    chunk: int | None = None,
+    graphs: bool = False,
+) -> Generated:
+    """Text under a plan. With a draft it is the same text (greedy), or as likely (sampling), in fewer forwards.
+
+    ```python
+    kvtailor.generate(model, ids, draft_plan="snapkv @ tokens=256")                      # the same weights draft
+    kvtailor.generate(model, ids, draft="demo-draft", plan="kivi4")                      # a small model drafts
+    kvtailor.generate(model, ids, draft=small, middle_plan="retrieval @ tokens=4096")    # both: a hierarchy
+    ```
+
+    Args:
+        model: a transformers decoder-only model: the target.
+        input_ids: (b, n) token ids, padded on the left.
+        attention_mask: (b, n) 0 for padding; None: no padding.
+        plan: of the target's cache.
+        draft: a smaller model with the same vocabulary, or its name or folder. None: the target's own weights.
+        draft_plan: of the draft's cache; "full" for a draft model where it is left out. With neither, nobody drafts.
+        middle_plan: of another cache of the target's weights, which verifies the draft model's tokens before the
+            target's own cache does.
+        gamma: tokens drafted at once; "adaptive": as many as pay by the measured costs and acceptance, at most 16.
+        inner_gamma: tokens that the draft model drafts at once inside a hierarchy.
+        min_gain: predicted speed over plain decoding below which it decodes plainly. None: it always speculates.
+        refresh: emitted tokens after which the draft's or middle cache of the target's own weights is compressed anew
+            from all that the target's cache holds; where that has evicted, by reading the text again. None: never.
+        max_new_tokens: tokens after the prompt, at most.
+        do_sample: False: the likeliest token; True: drawn after `temperature`, `top_k` and `top_p`.
+        generator: of random numbers, on the model's device.
+        eos_token_id: what ends a row. None: what the model's generation config says.
+        pad_token_id: what ended rows emit. None: what the generation config says, or 0.
+        streamer: with `put` and `end`, as transformers' `TextIteratorStreamer`; it gets the prompt, then token by token
+            what is certain. One row only.
+        chunk: read the prompt so many tokens at a time; see `kvtailor.prefill`.
+        graphs: replay decoded tokens as a CUDA graph, which is recorded anew whenever the plan evicts or encodes; so
+            what launches kernels is not waited for. Without a draft.
+
+    Raises:
+        PlanError: the target's plan does not allow to verify several tokens at once; nothing has been done then.
+        UnsupportedModel: the draft model has another vocabulary or is elsewhere, or steps cannot be recorded and
+            `graphs` asks for it.
+        CacheMisuse: what was given does not fit together.
+    """
+    target_plan, small_plan, own_plan = (_parsed(each) for each in (plan, draft_plan, middle_plan))
+    assert target_plan is not None
+    lookahead = _checked(target_plan, draft, small_plan, own_plan, gamma, inner_gamma, min_gain, refresh)
+    if graphs and (draft is not None or small_plan is not None):
+        raise CacheMisuse("graphs=True replays steps of one token, and with a draft several are read at once")
+    if input_ids.ndim != 2 or not input_ids.shape[1] or max_new_tokens < 1:
+        raise CacheMisuse(
+            f"generating takes token ids (b, n), n at least 1, and max_new_tokens of at least 1, and got "
+            f"{tuple(input_ids.shape)} and {max_new_tokens}"
+        )
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise CacheMisuse(f"a streamer takes one row, and input_ids has {input_ids.shape[0]}: leave it out")
+    rule: Rule = Greedy()
+    if do_sample:
+        rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    small = model if draft is None else _loaded(draft, model)
+    device = next(model.parameters()).device
+    ids, mask = input_ids.to(device), None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        mask = attention_mask.to(device)
+
+    # Every cache is made, and every plan refused that does not suit its model, before any is filled.
+    target = (
+        ReplayingReader(model, target_plan, mask, chunk, expected=max_new_tokens)
+        if graphs
+        else CacheReader(model, target_plan, mask, chunk)
+    )
+    readers = [target]
+    levels: list[Level] = []
+    drafting: Draft | None = None
+    if draft is not None or small_plan is not None:
+        readers.append(CacheReader(small, small_plan or Plan.parse("full"), mask, chunk))
+        levels.append(Level())
+        drafting = Steps(readers[-1], rule)
+    if own_plan is not None and drafting is not None:
+        readers.append(CacheReader(model, own_plan, mask, chunk))
+        levels.append(Level())
+        drafting = Hierarchy(readers[-1], drafting, rule, inner_gamma, levels[-1])
+    own = readers[-1] if len(readers) > 1 and (own_plan is not None or draft is None) else None
+    sharing = [own] if own is not None and can_follow(own.plan) else []
+    source = target if own is not None and can_remake(target.plan, own.plan) else None
+    if source is not None and own is not None and refresh is not None:
+        keep_queries(source.cache, own.plan)
+    logits = target.prefill(ids, sharing)
+    for reader in readers[1:]:
+        if reader not in sharing:
+            reader.prefill(ids)
+    decoding = Decoding(
+        target,
+        drafting,
+        rule,
+        Controller(lookahead, min_gain if drafting is not None else None),
+        tuple(levels),
+        eos=_ids(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id),
+        pad=_pad(model, pad_token_id),
+        refresh=refresh,
+        renew=None if own is None else partial(own.renew, source=source),
+        emit=None if streamer is None else _to(streamer),
+    )
+    if streamer is not None:
+        streamer.put(ids.cpu())
+    sequences = decoding.run(ids, rule.pick(rule.said(logits)), max_new_tokens)
+    if streamer is not None:
+        streamer.end()
+    cache = target.close()
+    known = cache.conversation.columns
+    cache.conversation.append(sequences[:, known : cache.seen], None, at=known)
+    return Generated(
+        sequences=sequences,
+        statistics=decoding.statistics,
+        cache=cache,
+        drafts=tuple(reader.cache for reader in readers[1:]),
+    )
+
+
+def _parsed(plan: str | Plan | None) -> Plan | None:
+    return Plan.parse(plan) if isinstance(plan, str) else plan
+
+
+def _checked(
+    plan: Plan,
+    draft: Any,
+    draft_plan: Plan | None,
+    middle_plan: Plan | None,
+    gamma: int | str,
+    inner_gamma: int,
+    min_gain: float | None,
+    refresh: int | None,
+) -> Lookahead:
+    """Refuses what cannot work together, before any work."""
+    if isinstance(gamma, str) and gamma != "adaptive":
+        raise CacheMisuse(f"gamma is {gamma!r}: give a number of tokens to draft at once, or 'adaptive'")
+    lookahead = Adaptive() if isinstance(gamma, str) else Fixed(tokens=gamma)
+    if inner_gamma < 1:
+        raise ValueError(f"inner_gamma must be at least 1 drafted token, found {inner_gamma}")
+    if min_gain is not None and not min_gain > 0:
+        raise ValueError(f"min_gain must be above 0, or None to speculate always, found {min_gain}")
+    if middle_plan is not None and draft is None:
+        raise CacheMisuse(
+            f"middle_plan={str(middle_plan)!r} stands between a draft model and the target, and there is no draft "
+            "model: give draft=, or say draft_plan= to let the target's own weights draft"
+        )
+    if refresh is not None:
+        own = middle_plan if draft is not None else draft_plan
+        if own is None:
+            raise CacheMisuse("refresh is for a cache of the target's own weights: give draft_plan= or middle_plan=")
+        if refresh < 1:
+            raise ValueError(f"refresh must be at least 1 token, found {refresh}")
+    if draft is not None or draft_plan is not None:
+        faults = target_faults(plan)
+        if faults:
+            raise PlanError(str(plan), faults)
+    return lookahead
+
+
+def target_faults(plan: Plan) -> list[str]:
+    """Why several tokens cannot be verified at once under a plan, a sentence for each reason."""
+    faults = []
+    if not plan.attend.reads_alike:
+        faults.append(
+            "its attention chooses what to read for one new token at a time, and would read everything for several, so "
+            "it cannot verify a draft; it may be the draft's plan"
+        )
+    if plan.slack_tokens == 0:
+        faults.append(
+            "it evicts after every token, so no two tokens can be verified on the same cache: give a slack such as "
+            "slack=32, or let it be the draft's plan"
+        )
+    if plan.encode.block == 1:
+        faults.append(
+            "it encodes after every token, so no two tokens can be verified on the same cache: give its codec a larger "
+            "block, or let it be the draft's plan"
+        )
+    return faults
+
+
+def _loaded(draft: Any, model: Any) -> Any:
+    """The draft model, which must speak the target's tokens."""
+    device = next(model.parameters()).device
+    small = load(draft, dtype=model.dtype, device=device)[0] if isinstance(draft, str) else draft
+    sizes = [each.get_output_embeddings().weight.shape[0] for each in (model, small)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModel(
+            f"the draft model has {sizes[1]} tokens and the target {sizes[0]}: a draft must have the target's tokenizer"
+        )
+    if next(small.parameters()).device != device:
+        raise UnsupportedModel(
+            f"the draft model is on {next(small.parameters()).device} and the target on {device}: put both on one"
+        )
+    return small
+
+
+def _ids(eos: int | Sequence[int] | None) -> list[int]:
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else [int(each) for each in eos]
+
+
+def _pad(model: Any, asked: int | None) -> int:
+    found = model.generation_config.pad_token_id if asked is None else asked
+    return 0 if found is None else int(found)
+
+
+def _to(streamer: Any) -> Any:
+    def emit(tokens: Tensor) -> None:
+        for token in tokens[0].cpu():
+            streamer.put(token[None])
+
+    return emit

@@ -1,0 +1,237 @@
+"""A context goes through the model and leaves a compressed cache: at once, in chunks, or read twice.
+
+What a question-agnostic cache is made with: the document is prefilled once, and each question goes on from a copy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.engine.reconstruct import Piece
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.cache import KvCache
+from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.mask import lazy_mask
+from kvtailor.plan import Plan
+from kvtailor.types import Repetition
+
+__all__ = ["INSTRUCTION", "begin", "fed", "instruction_of", "prefill", "read", "repetitions"]
+
+INSTRUCTION = "\n\nNow repeat all of the text above, word for word:\n"
+"""What the model is told before it repeats a piece of its context, where a tokenizer is at hand."""
+
+
+def prefill(
+    model: Any,
+    plan: str | Plan | KvCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    chunk: int | None = None,
+    hold: bool = False,
+    tokenizer: Any = None,
+    instruction: Sequence[int] | Tensor | None = None,
+) -> KvCache:
+    """A cache that has seen a context and holds what the plan leaves of it.
+
+    ```python
+    cache = kvtailor.prefill(model, "snapkv @ tokens=1024", document_ids, chunk=512)
+    answer = model.generate(torch.cat([document_ids, question_ids], 1), past_key_values=copy.deepcopy(cache))
+    ```
+
+    Args:
+        model: a transformers decoder-only model.
+        plan: one line, a `Plan`, or a cache; a used one goes on with what follows.
+        input_ids: (b, n) the tokens that the cache has not seen.
+        attention_mask: (b, columns) of all that the cache has seen and these tokens, 0 for padding; None: no padding.
+        chunk: feed so many tokens at a time, and compress after each, so that the cache never holds more than its
+            budget and a chunk. None: at once.
+        hold: compress only when the whole context was seen; chunks then bound the activations alone.
+        tokenizer: makes the instruction (`INSTRUCTION`) for plans that read the context twice.
+        instruction: token ids of another instruction. With neither, those plans repeat the context without one.
+
+    Raises:
+        CacheMisuse: what was given does not fit together, or begins with all that a used cache has seen; nothing has
+            been fed then.
+    """
+    cache = plan if isinstance(plan, KvCache) else cache_for(model, plan)
+    words = instruction_of(tokenizer) if instruction is None else torch.as_tensor(instruction, dtype=torch.int64)
+    with torch.no_grad():
+        read(model, cache, input_ids, attention_mask, chunk=chunk, hold=hold, instruction=words)
+    return cache
+
+
+def instruction_of(tokenizer: Any) -> Tensor:
+    """(i,) int64 token ids of `INSTRUCTION`; none without a tokenizer."""
+    ids = [] if tokenizer is None else tokenizer(INSTRUCTION, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def begin(
+    model: Any,
+    cache: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    tokenizer: Any = None,
+    chunk: int | None = None,
+) -> None:
+    """Before `generate()`: prefills all but the last token of a prompt (b, n), where the plan reads it twice.
+
+    The last token is left for `generate()` to feed. For every other plan, and a cache that has seen something, nothing
+    happens.
+    """
+    if not isinstance(cache, KvCache) or not cache.route.needs.reconstruction or cache.seen:
+        return
+    if input_ids.shape[1] < 2:
+        cache.route.opened = True
+        return
+    mask = None if attention_mask is None else attention_mask[:, :-1]
+    prefill(model, cache, input_ids[:, :-1], mask, tokenizer=tokenizer, chunk=chunk)
+
+
+def read(
+    model: Any,
+    cache: KvCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    chunk: int | None = None,
+    hold: bool = False,
+    instruction: Tensor | None = None,
+    last_only: bool = True,
+) -> Tensor:
+    """Logits (b, n, V) of the context, or (b, 1, V) with `last_only`; see `prefill`."""
+    before, device = cache.seen, next(model.parameters()).device
+    _check(cache, input_ids, attention_mask, chunk)
+    ids = input_ids.to(device)
+    mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(device)
+    route, twice = cache.route, cache.route.needs.reconstruction
+    passes: list[tuple[Piece, Tensor]] = []
+    if twice is not None and cache.geometry.compressed:
+        words = torch.zeros(0, dtype=torch.int64) if instruction is None else instruction
+        passes = list(repetitions(ids, mask, words.to(device), twice, cache.geometry.max_positions))
+    hold = hold or twice is not None
+    route.opened, route.holding = True, hold
+    try:
+        logits = []
+        for first, last in _pieces(ids.shape[1], chunk):
+            seen = None if mask is None else mask[:, : before + last]
+            logits.append(fed(model, cache, ids[:, first:last], seen, keep=int(last_only)))
+            if last_only:
+                logits = logits[-1:]
+        for piece, new in passes:
+            with cache.repeating(piece):
+                fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
+        if hold:
+            rows, tokens = ids.shape
+            route.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))
+    except BaseException:
+        # A cache that was fed a part of the context, or was not compressed, must not be taken for one that was.
+        if cache.seen != before or hold:
+            if before:
+                cache.guard.break_off("what kvtailor.prefill added to this cache did not come to its end")
+            else:
+                cache.reset()
+        route.holding, route.opened = False, cache.seen > 0
+        raise
+    cache.conversation.append(input_ids, attention_mask, at=before)
+    return torch.cat(logits, 1)
+
+
+def repetitions(
+    ids: Tensor, mask: Tensor | None, instruction: Tensor, how: Repetition, positions: int | None
+) -> Iterator[tuple[Piece, Tensor]]:
+    """The passes that repeat a context, and the tokens (b, t) of each, padded on their right.
+
+    Of each row a pass repeats one piece: the instruction, the last tokens before the piece, the piece. Rows have equal
+    pieces of their own tokens, as many as they need.
+
+    Args:
+        ids: (b, n) the context.
+        mask: (b, n) 0 for padding; None: no padding.
+        instruction: (i,) token ids.
+        how: sizes.
+        positions: that the model has; None: it does not say.
+
+    Raises:
+        CacheMisuse: the model has no position left after the context.
+    """
+    columns = [torch.arange(ids.shape[1], device=ids.device)] * len(ids)
+    if mask is not None:
+        columns = [row.nonzero().flatten() for row in mask]
+    sizes = []
+    for row in columns:
+        count, most = row.numel(), how.chunk
+        if positions is not None:
+            most = min(most, positions - count - instruction.numel() - how.lead)
+        if most < 1:
+            raise CacheMisuse(
+                f"a context of {count} tokens is to be repeated after itself, and with {instruction.numel()} tokens of "
+                f"instruction the model's {positions} positions leave no room: shorten the context"
+            )
+        sizes.append(-(-count // max(1, -(-count // most))))
+    for index in range(max(-(-row.numel() // max(1, size)) for row, size in zip(columns, sizes, strict=True))):
+        first = [index * size for size in sizes]
+        pieces = [row[at : at + size] for row, at, size in zip(columns, first, sizes, strict=True)]
+        leads = [row[max(0, at - how.lead) : at] for row, at in zip(columns, first, strict=True)]
+        new = [
+            torch.cat([instruction, ids[row, lead], ids[row, piece]]) if piece.numel() else ids.new_empty(0)
+            for row, (lead, piece) in enumerate(zip(leads, pieces, strict=True))
+        ]
+        together = torch.nn.utils.rnn.pad_sequence(new, batch_first=True)
+        lengths = torch.tensor([row.numel() for row in new], device=ids.device)
+        real = torch.arange(together.shape[1], device=ids.device) < lengths[:, None]
+        yield Piece(columns=pieces, sinks=[row[: how.sinks] for row in columns], real=real), together
+
+
+def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) -> None:
+    if ids.ndim != 2 or not ids.shape[1]:
+        raise CacheMisuse(f"prefill takes token ids (b, n), n at least 1, and got {tuple(ids.shape)}")
+    if chunk is not None and chunk < 1:
+        raise CacheMisuse(f"asked for chunk={chunk}: give at least 1 token, or None to feed all at once")
+    wanted = (ids.shape[0], cache.seen + ids.shape[1])
+    if mask is not None and tuple(mask.shape) != wanted:
+        raise CacheMisuse(
+            f"the cache has seen {cache.seen} tokens and {ids.shape[1]} are new, so the attention_mask must be "
+            f"{wanted}, and is {tuple(mask.shape)}"
+        )
+    if cache.route.needs.reconstruction and cache.seen:
+        raise CacheMisuse(
+            f"{cache.plan} reads its context twice, and this cache holds one already, compressed: give the whole "
+            "context to a new cache, or what follows to generate()"
+        )
+    if mask is None:
+        cache.conversation.check_new(ids, seen=cache.seen)
+
+
+def _pieces(tokens: int, chunk: int | None) -> Iterator[tuple[int, int]]:
+    """First and end of each chunk. The last is never a single token, which would count as a decoded one."""
+    cuts = list(range(0, tokens, chunk or tokens))
+    if len(cuts) > 1 and tokens - cuts[-1] == 1 and chunk != 1:
+        cuts[-1] -= 1
+    yield from zip(cuts, [*cuts[1:], tokens], strict=True)
+
+
+def _joined(mask: Tensor | None, real: Tensor, columns: int) -> Tensor | None:
+    """The mask of a context of so many columns and the new tokens after it."""
+    if mask is None and bool(real.all()):
+        return None
+    before = real.new_ones((len(real), columns)) if mask is None else mask.to(torch.bool)
+    return torch.cat([before, real], 1).to(torch.int64)
+
+
+def fed(model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, *, keep: int = 0) -> Tensor:
+    """Logits of new tokens (b, t), or the last `keep` of them, at the positions that `generate()` would give them."""
+    options: dict[str, Any] = {"logits_to_keep": keep} if keep else {}
+    if mask is not None:
+        options["attention_mask"] = mask
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
+    return logits

@@ -1,0 +1,111 @@
+"""A model over a cache of ours that can be taken back: what the room `speculate` drives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.engine import rollback
+from kvtailor.hf.cache import KvCache
+from kvtailor.hf.layers import WindowLayer
+from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.run.prefill import fed, read
+from kvtailor.hf.run.sharing import forget_queries, overhearing, remake
+from kvtailor.plan import Plan
+
+__all__ = ["CacheReader", "with_columns"]
+
+
+class CacheReader:
+    """A `Reader` (see `speculate.contract`) of one model under one plan.
+
+    Args:
+        model: a transformers decoder-only model.
+        plan: of its cache.
+        mask: (b, n) of the prompt, 0 for padding; None: no padding.
+        chunk: see `kvtailor.prefill`.
+    """
+
+    def __init__(self, model: Any, plan: Plan, mask: Tensor | None, chunk: int | None):
+        self.model, self.plan, self.mask, self.chunk = model, plan, mask, chunk
+        self.cache = cache_for(model, plan)
+
+    @property
+    def seen(self) -> int:
+        return self.cache.seen
+
+    def prefill(self, ids: Tensor, others: Sequence[CacheReader] = ()) -> Tensor:
+        """Reads a prompt (b, n), lets the plan compress it, and gives its last logits (b, v).
+
+        `others`, of the same model, read it in the same forward; see `hf.run.sharing.can_follow`.
+        """
+        with overhearing(self.cache, [each.cache for each in others]):
+            logits = read(self.model, self.cache, ids, self._mask(ids.shape[1]), chunk=self.chunk)
+        for each in (self, *others):
+            each._open()
+        return logits[:, -1]
+
+    def _open(self) -> None:
+        rollback.speculate(self.cache.route)
+        for layer in self._windows():
+            layer.record_past = layer.speculating = True
+
+    def read(self, tokens: Tensor, keep: int) -> Tensor:
+        return fed(self.model, self.cache, tokens, self._mask(self.seen + tokens.shape[1]), keep=keep)
+
+    def retract(self, length: int) -> None:
+        if self.seen > length:
+            self.cache.crop(length - self.seen)
+
+    def settle(self) -> None:
+        rollback.settle(self.cache.route)
+        for layer in self._windows():
+            layer.settle()
+
+    def close(self) -> KvCache:
+        """The cache, which takes what comes as any other does from now on."""
+        self.settle()
+        rollback.stop_speculating(self.cache.route)
+        forget_queries(self.cache)
+        for layer in self._windows():
+            layer.record_past = layer.speculating = False
+        return self.cache
+
+    def renew(self, ids: Tensor, source: CacheReader | None) -> None:
+        """A new cache that has read all columns but the last, as if they were a prompt.
+
+        `source`: of the same model, holds all of them; None: they are read once more.
+        """
+        self.cache = cache_for(self.model, self.plan)
+        if source is None:
+            self.prefill(ids[:, :-1])
+        else:
+            remake(self.cache, source.cache, self._mask(source.seen))
+            self._open()
+
+    def room(self) -> int | None:
+        return rollback.room(self.cache.route)
+
+    def wait(self) -> None:
+        device = next(self.model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def _windows(self) -> list[WindowLayer]:
+        return [layer for layer in self.cache.layers if isinstance(layer, WindowLayer)]
+
+    def _mask(self, columns: int) -> Tensor | None:
+        return with_columns(self.mask, columns)
+
+
+def with_columns(mask: Tensor | None, columns: int) -> Tensor | None:
+    """The mask (b, n) of a prompt, cut or continued with tokens, to so many columns; None: nothing is padding."""
+    if mask is None:
+        return None
+    more = columns - mask.shape[1]
+    if more <= 0:
+        return mask[:, :columns]
+    return torch.cat([mask, mask.new_ones((mask.shape[0], more))], 1)

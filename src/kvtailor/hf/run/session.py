@@ -1,0 +1,176 @@
+"""A model under a plan, for many prompts: fresh caches, generation and scoring, and the model as it was afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.attention import NAME, counting_plain_forwards
+from kvtailor.hf.cache import KvCache
+from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
+from kvtailor.hf.switch import attention_restored
+from kvtailor.plan import Plan
+
+__all__ = ["Session", "session"]
+
+
+class Session:
+    """What `kvtailor.session` gives.
+
+    Attributes:
+        model: the model.
+        plan: the plan of every cache that this session makes.
+        tokenizer: see `session`.
+        last: the newest cache, for its ledger; None before the first.
+    """
+
+    def __init__(self, model: Any, plan: Plan, tokenizer: Any = None):
+        self.model, self.plan, self.tokenizer = model, plan, tokenizer
+        self.last: KvCache | None = None
+
+    def cache(self) -> KvCache:
+        """A new, empty cache under the plan."""
+        self.last = cache_for(self.model, self.plan)
+        return self.last
+
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk: int | None = None, hold: bool = False
+    ) -> KvCache:
+        """A new cache that has seen a context; see `kvtailor.prefill`."""
+        return prefill(
+            self.model, self.cache(), input_ids, attention_mask, chunk=chunk, hold=hold, tokenizer=self.tokenizer
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`model.generate` with a new cache, unless one is given as `past_key_values`.
+
+        A plan that reads its context twice compresses all of the prompt but its last token before the first new one.
+
+        Raises:
+            CacheMisuse: a used cache was given, and the ids are not those of the conversation that it has seen the
+                beginning of; see `KvCache.check_ids`. New ids alone are taken where an attention_mask covers the tokens
+                seen as well.
+        """
+        if len(args) > 1:
+            # As `generate` names it.
+            kwargs["generation_config"], args = args[1], (args[0], *args[2:])
+        given = kwargs.get("past_key_values")
+        cache = kwargs["past_key_values"] = self.cache() if given is None else given
+        if isinstance(cache, KvCache) and self._asked("use_cache", kwargs, True) is False:
+            raise CacheMisuse(
+                "use_cache=False feeds the whole text again at every token, and nothing would be compressed: leave it "
+                "out"
+            )
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if ids is None or not isinstance(cache, KvCache):
+            return self.model.generate(*args, **kwargs)
+        mask, before = kwargs.get("attention_mask"), cache.seen
+        alone = before > 0 and mask is not None and mask.shape[1] == before + ids.shape[1]
+        if not alone:
+            cache.check_ids(ids)
+        if given is None:
+            begin(self.model, cache, ids, mask, tokenizer=self.tokenizer)
+            # For so many sequences `generate` repeats each row of its inputs, and must find it in the cache.
+            rows = max(self._asked("num_beams", kwargs), self._asked("num_return_sequences", kwargs))
+            if cache.seen and rows > 1:
+                cache.batch_repeat_interleave(rows)
+        output = self.model.generate(*args, **kwargs)
+        # Beams end in another order than the sequences, but each began with its own prompt.
+        certain = ids if self._asked("num_beams", kwargs) > 1 else getattr(output, "sequences", output)
+        _take_note(cache, certain, mask, first=before if alone else 0)
+        return output
+
+    @torch.no_grad()
+    def score(self, context: Tensor, continuation: Tensor, *, chunk: int | None = None) -> Tensor:
+        """Log-probability of a continuation given a compressed context.
+
+        The context is prefilled and compressed; its last logits score the first token of the continuation, and the
+        compressed cache the others.
+
+        Args:
+            context: (b, n) token ids, without padding, n >= 1.
+            continuation: (b, t) token ids, t >= 1.
+            chunk: feed the continuation in pieces of this many tokens, so that the plan acts between them as it does
+                while decoding (1: exactly as decoding). None: at once.
+
+        Returns:
+            (b, t) float32 natural logarithms.
+        """
+        if context.ndim != 2 or continuation.ndim != 2 or not context.shape[1] or not continuation.shape[1]:
+            raise CacheMisuse(
+                "scoring takes a context (b, n) and a continuation (b, t) of at least one token each, and got "
+                f"{tuple(context.shape)} and {tuple(continuation.shape)}"
+            )
+        cache = self.cache()
+        logits = [read(self.model, cache, context, instruction=instruction_of(self.tokenizer))]
+        fed = continuation[:, :-1]
+        for piece in fed.split(chunk or max(fed.shape[1], 1), 1):
+            if piece.shape[1]:
+                logits.append(self.model(piece, past_key_values=cache, use_cache=True).logits)
+        log_probabilities = torch.cat(logits, 1).float().log_softmax(-1)
+        return log_probabilities.gather(-1, continuation[..., None])[..., 0]
+
+    def _asked(self, name: str, kwargs: dict[str, Any], default: Any = 1) -> Any:
+        """A field of the generation config, as `generate` will take it; the default where it is not given."""
+        config = kwargs.get("generation_config") or self.model.generation_config
+        found = kwargs.get(name, getattr(config, name, None))
+        return default if found is None else found
+
+
+def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> None:
+    """Tells a cache which ids (b, t) it has seen from column `first` on; it may have seen fewer."""
+    known = cache.conversation.columns
+    if first > known or known >= cache.seen:
+        return
+    rows = ids.repeat_interleave(cache.rows // len(ids), 0)[:, known - first : cache.seen - first]
+    if mask is not None:
+        mask = mask.repeat_interleave(cache.rows // len(mask), 0)
+        mask = torch.cat([mask, mask.new_ones((len(mask), max(0, cache.seen - mask.shape[1])))], 1)
+    cache.conversation.append(rows, mask, at=known)
+
+
+@contextmanager
+def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Session]:
+    """A model under a plan; its own attention comes back at the end.
+
+    The plan acts on the session's caches. What `model.generate` does without one of them is not compressed, and a
+    warning at the end of the block says so.
+
+    ```python
+    with kvtailor.session(model, "snapkv @ tokens=256") as s:
+        for prompt in prompts:
+            output = s.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=32)
+    ```
+
+    Args:
+        model: a transformers decoder-only model.
+        plan: one line or a `Plan`.
+        tokenizer: of the model; makes the instruction for plans that read the context twice, see `kvtailor.prefill`.
+    """
+    parsed = Plan.parse(plan) if isinstance(plan, str) else plan
+    opened = Session(model, parsed, tokenizer)
+    config = model.config.get_text_config(decoder=True)
+    with attention_restored(model, NAME):
+        first = opened.cache()
+        # The model's attention stays ours between two caches of this session.
+        compressed, lease = first.geometry.compressed, first.lease
+        opened.last = None
+        del first
+        with counting_plain_forwards(config, compressed[0] if compressed else -1) as plain:
+            yield opened
+        del lease
+    if plain.count and parsed != Plan.parse("full"):
+        # Above this frame stand contextlib's and the one of the with statement.
+        warnings.warn(
+            f"{plain.count} forwards inside kvtailor.session read the model's own cache, on which {parsed} does "
+            "nothing: use s.generate(...) of `with kvtailor.session(model, plan) as s`, or give "
+            "past_key_values=s.cache() to model.generate",
+            stacklevel=3,
+        )

@@ -1,0 +1,111 @@
+"""Caches of one model that see the same text: one prefill fills them all, and one that holds all remakes another.
+
+What a plan keeps of a prompt depends on the keys, values and queries of its layers alone. So a second cache need not
+run the model again: while one cache is prefilled the others overhear each layer, and later the one that still holds
+all tokens can hand them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor
+
+from kvtailor.engine.view import hold
+from kvtailor.hf.cache import KvCache
+from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.hf.mask import lazy_mask
+from kvtailor.plan import Plan
+from kvtailor.types import Needs, Visibility
+from kvtailor.types.evidence import Evidence
+
+__all__ = ["can_follow", "can_remake", "forget_queries", "keep_queries", "overhearing", "remake"]
+
+
+def can_follow(plan: Plan) -> bool:
+    """Whether a cache under this plan can be filled by overhearing another's prefill: all but those that read twice."""
+    return plan.needs.reconstruction is None
+
+
+def can_remake(source: Plan, plan: Plan) -> bool:
+    """Whether a cache under `plan` can be made anew from one under `source`, which must hold everything.
+
+    Evidence that goes back to the beginning of the text is gathered by no other plan.
+    """
+    needs = plan.needs
+    gathered = needs.mass or needs.rows or needs.moments or needs.reconstruction is not None
+    return not (source.evicts or gathered or (needs.window and source.encode.needs.window))
+
+
+def keep_queries(source: KvCache, plan: Plan) -> None:
+    """Lets a cache remember the newest queries that a plan will ask for when it is made anew."""
+    source.route.needs = source.route.needs | Needs(window=plan.needs.window)
+    source.route.keeps_queries = plan.needs.window > 0
+
+
+def forget_queries(source: KvCache) -> None:
+    """Ends `keep_queries`."""
+    source.route.needs, source.route.keeps_queries = source.plan.needs, False
+
+
+@contextmanager
+def overhearing(source: KvCache, others: Sequence[KvCache]) -> Iterator[None]:
+    """Inside, new caches of the same model take in what a new cache reads, each after its own plan."""
+
+    def hear(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+        for other in others:
+            other.layers[layer].overhear(keys, values, query, visible, scaling)
+
+    before = source.guard.observers
+    with ExitStack() as changes:
+        for other in others:
+            changes.enter_context(other.guard.changing("a forward of another cache, taken in by this one,"))
+        source.guard.observers = (*before, hear)
+        try:
+            yield
+        finally:
+            source.guard.observers = before
+        for other in others:
+            _copy_windows(source, other)
+
+
+def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
+    """Fills a new cache with all that another holds, as if it were a prompt, and lets its plan compress it.
+
+    Args:
+        cache: new, of the same model; see `can_remake`.
+        source: holds everything that it has seen, and has settled.
+        mask: (b, columns) of what it has seen, 0 for padding; None: no padding.
+    """
+    rows, seen = source.route.states[0].rows, source.seen
+    device = next(each.device for each in source.layers if each.is_initialized)
+    visible = lazy_mask(rows, seen, seen, 0, attention_mask=mask, device=device)
+    layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+    for layer, state in zip(layers, source.route.states, strict=True):
+        held, _ = hold(state, visible, Needs(), len(layers), source.plan)
+        source.route.shelves.rest()
+        # Padding was dropped when it was encoded; its columns are there, and nobody sees them.
+        place = held.positions.clamp(min=0).masked_fill(~held.valid, seen)[..., None]
+        states = []
+        for each in (held.keys, held.values):
+            whole = each.new_zeros((*each.shape[:2], seen + 1, each.shape[-1]))
+            states.append(whole.scatter(2, place.expand(-1, -1, -1, each.shape[-1]), each)[:, :, :seen])
+        layer.lazy_initialization(*states)
+        layer.state.append(*states, exactly=True)
+        layer.state.scaling = state.scaling
+        layer.state.moved = True
+        wanted = cache.plan.needs.window
+        if wanted and state.evidence.queries is not None and state.evidence.columns is not None:
+            newest = state.evidence.queries[:, :, -wanted:].clone(), state.evidence.columns[-wanted:].clone()
+            layer.state.evidence = Evidence(queries=newest[0], columns=newest[1])
+    _copy_windows(source, cache)
+    if layers:
+        cache.guard.take_padding(layers[0].layer_idx, visible)
+        cache.route.release(visible)
+
+
+def _copy_windows(source: KvCache, other: KvCache) -> None:
+    for layer, own in zip(source.layers, other.layers, strict=True):
+        if isinstance(layer, WindowLayer):
+            own.become(layer)

@@ -1,0 +1,253 @@
+"""Attention of few queries over codes in torch alone, where nothing was compiled: scales go into queries and weights.
+
+What codes stand for is never written down. Products are taken of the codes themselves, and scales and minima enter what
+is small: queries, logits, softmax weights. Codes become floats piece by piece in a core's cache; where the processor
+multiplies bytes, and lanes are long, queries and weights become bytes instead, three for each number, which loses 2^-20
+of the largest. Codes that have moved, each with a row of scales of its own, are decoded piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.attention.folded import over_owners
+from kvtailor.ops.codes.quant import unpack
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.lanes.pieces import pieces
+from kvtailor.ops.segments.coded import Coded
+
+__all__ = ["attend_coded", "unsuited"]
+
+# Elements of a piece as floats: 1 to 4 MiB do equally well, a quarter of a MiB takes half as long again.
+_PIECE = 1 << 19
+# Bytes that stand for a query or weight, each a digit to this base.
+_DIGITS, _BASE = 3, 128
+# Products of bytes are taken lane by lane, which pays for lanes of so many slots.
+_LONG = 1024
+
+
+def unsuited(keys: Coded, values: Coded) -> str | None:
+    """Why `attend_coded` cannot take these; None where it can."""
+    for name, side in (("keys", keys), ("values", values)):
+        if not isinstance(side, TokenCodes | ChannelCodes):
+            return f"{name}: {type(side).__name__} are decoded"
+        if side.codes.device.type != "cpu":
+            return f"{name} are on {side.codes.device}, and pieces that fit a core's cache are for CPUs"
+    return None
+
+
+def attend_coded(
+    query: Tensor,
+    keys: Coded,
+    values: Coded,
+    *,
+    scaling: float,
+    owner: Tensor | None = None,
+    lengths: Tensor | None = None,
+    visible: Tensor | None = None,
+    log_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the new tokens over every slot of some lanes.
+
+    Args:
+        query: (n, g, t, d) any float dtype, n = b * h.
+        keys, values: of m lanes of s slots; see `unsuited`.
+        Others: see `ops.cpu.attention.attend_coded`, whose twin this is.
+
+    Returns:
+        out (n, g, t, dv) and lse (n, g, t), float32, as it does.
+    """
+    assert isinstance(keys, TokenCodes | ChannelCodes) and isinstance(values, TokenCodes | ChannelCodes)
+    owners, group, new, size = query.shape
+    rows = (query.float() * scaling).reshape(owners, group * new, size)
+    logits = _logits(rows if owner is None else rows.index_select(0, owner), keys)
+    lanes, _, slots = logits.shape
+    if log_weight is not None:
+        logits += log_weight[:, None]
+    if lengths is not None:
+        logits.masked_fill_((torch.arange(slots) >= lengths[:, None])[:, None], -torch.inf)
+    if visible is not None:
+        logits.view(lanes, group, new, slots).masked_fill_(~visible.expand(lanes, new, slots)[:, None], -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    weights = logits.sub_(shift).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = _sums(weights, values) / total.clamp_min(torch.finfo(torch.float32).tiny)
+    out, lse = out.unflatten(1, (group, new)), (shift + total.log())[..., 0].unflatten(1, (group, new))
+    return (out, lse) if owner is None else over_owners(out, lse, owner, owners)
+
+
+def _logits(rows: Tensor, keys: TokenCodes | ChannelCodes) -> Tensor:
+    """(m, r, s) float32: products of rows (m, r, c) with the keys of each lane."""
+    lanes, slots = keys.codes.shape[:2]
+    if isinstance(keys, TokenCodes) and _multiplies_bytes(keys):
+        found = [_by_bytes(mine, codes, across=True) for mine, codes in zip(rows, _signed(keys), strict=True)]
+        return _with_scales(torch.stack(found), rows, keys, 0, _offset(keys))
+    logits = rows.new_empty((lanes, rows.shape[1], slots))
+    for lane, slot, floats in _floats(keys):
+        if isinstance(keys, TokenCodes):
+            logits[lane, :, slot] = _token_logits(rows[lane], floats, keys, lane, slot)
+        else:
+            logits[lane, :, slot] = _channel_logits(rows[lane], floats, keys, lane, slot)
+    return logits
+
+
+def _token_logits(rows: Tensor, codes: Tensor, keys: TokenCodes, lane: slice, slot: slice) -> Tensor:
+    """(l, r, s') of codes (l, s', c) as floats, at these lanes and slots."""
+    low = None if keys.low is None else keys.low[lane, slot]
+    here = replace(keys, step=keys.step[lane, slot], low=low)
+    groups = here.step.shape[-1]
+    parts = zip(rows.chunk(groups, -1), codes.chunk(groups, -1), strict=True)
+    return torch.stack([_with_scales(_dot(mine, each), mine, here, i, 0) for i, (mine, each) in enumerate(parts)]).sum(
+        0
+    )
+
+
+def _with_scales(products: Tensor, rows: Tensor, keys: TokenCodes, group: int, offset: int) -> Tensor:
+    """Logits (m, r, s) of products with codes less `offset`, of one group of channels."""
+    whole = rows.sum(-1, keepdim=True)
+    step = keys.step[:, None, :, group].float()
+    if keys.low is None:
+        return products.add_(whole * (offset - _zero(keys))).mul_(step)
+    return products.add_(whole * offset).mul_(step).add_(whole * keys.low[:, None, :, group].float())
+
+
+def _channel_logits(rows: Tensor, codes: Tensor, keys: ChannelCodes, lane: slice, slot: slice) -> Tensor:
+    """(l, r, s') of codes (l, s', c) as floats, or of states where tokens have moved."""
+    if keys.row is not None:
+        return _dot(rows, codes)
+    step, low = _tables(keys, lane, slot)
+    # Products of single runs with queries of their own would be thousands of tiny ones.
+    for first, count, run in _runs(codes, keys.group):
+        run.unflatten(1, (count, -1)).mul_(step[:, first : first + count, None])
+    bias = _dot(rows, low).repeat_interleave(keys.group, -1)
+    return _dot(rows, codes) + bias[..., : codes.shape[1]]
+
+
+def _runs(tokens: Tensor, group: int) -> Iterator[tuple[int, int, Tensor]]:
+    """The first run, their number, and the tokens of the whole runs of (l, s', c); and the same of what is left."""
+    whole = tokens.shape[1] // group
+    for first, count, run in ((0, whole, tokens[:, : whole * group]), (whole, 1, tokens[:, whole * group :])):
+        if run.shape[1]:
+            yield first, count, run
+
+
+def _sums(weights: Tensor, values: TokenCodes | ChannelCodes) -> Tensor:
+    """(m, r, c) float32: the values of each lane summed with weights (m, r, s)."""
+    out = weights.new_zeros((*weights.shape[:2], values.size))
+    if isinstance(values, ChannelCodes):
+        for lane, slot, floats in _floats(values):
+            out[lane] += _channel_sums(weights[lane, :, slot], floats, values, lane, slot)
+        return out
+    groups, by_bytes = values.step.shape[-1], _multiplies_bytes(values)
+    scaled = [weights * values.step[:, None, :, group].float() for group in range(groups)]
+    offset = _offset(values) if by_bytes else 0
+    for group, (each, part) in enumerate(zip(scaled, out.chunk(groups, -1), strict=True)):
+        whole = each.sum(-1, keepdim=True)
+        if values.low is None:
+            part += whole * (offset - _zero(values))
+        else:
+            part += weights @ values.low[..., group : group + 1].float() + whole * offset
+    if by_bytes:
+        lanes = zip(scaled[0], _signed(values), strict=True)
+        return out + torch.stack([_by_bytes(mine, codes, across=False) for mine, codes in lanes])
+    for lane, slot, floats in _floats(values):
+        for mine, codes, part in zip(scaled, floats.chunk(groups, -1), out.chunk(groups, -1), strict=True):
+            part[lane] += mine[lane, :, slot] @ codes
+    return out
+
+
+def _channel_sums(weights: Tensor, codes: Tensor, values: ChannelCodes, lane: slice, slot: slice) -> Tensor:
+    """(l, r, c) of codes (l, s', c) as floats, or of states where tokens have moved."""
+    if values.row is not None:
+        return weights @ codes
+    step, low = _tables(values, lane, slot)
+    for first, count, run in _runs(codes, values.group):
+        tables = (table[:, first : first + count, None] for table in (step, low))
+        run.unflatten(1, (count, -1)).mul_(next(tables)).add_(next(tables))
+    return weights @ codes
+
+
+def _tables(side: ChannelCodes, lane: slice, slot: slice) -> tuple[Tensor, Tensor]:
+    """Steps and minima (l, runs, c) float32 of the runs of tokens in a piece."""
+    run = slice(slot.start // side.group, -(-slot.stop // side.group))
+    step, low = side.step[lane, run].float(), side.low[lane, run].float()
+    return step, low
+
+
+def _dot(rows: Tensor, codes: Tensor) -> Tensor:
+    """(l, r, s') of rows (l, r, c) and codes (l, s', c); few columns beside many rows are faster so on a CPU."""
+    return torch.bmm(codes, rows.transpose(1, 2)).transpose(1, 2)
+
+
+def _floats(side: TokenCodes | ChannelCodes) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Lanes, slots and codes (l, s', c) as floats of each piece, in one scratch; states where tokens have moved."""
+    lanes, slots = side.codes.shape[:2]
+    scratch = torch.empty(0)
+    moved = None
+    if isinstance(side, ChannelCodes) and side.row is not None:
+        # Tables of 16 bits would round what they decode to.
+        moved = replace(side, step=side.step.float(), low=side.low.float())
+    for lane, slot in pieces(lanes, slots, side.size, _PIECE, multiple=getattr(side, "group", 1)):
+        codes = side.codes[lane, slot]
+        if moved is not None and moved.row is not None:
+            yield lane, slot, replace(moved, codes=codes, row=moved.row[lane, slot]).decode()
+            continue
+        codes = unpack(codes, side.bits, side.size)
+        if scratch.numel() < codes.numel():
+            scratch = torch.empty(codes.numel())
+        yield lane, slot, scratch[: codes.numel()].view(codes.shape).copy_(codes)
+
+
+def _zero(side: TokenCodes) -> int:
+    """The code of zero where there are no minima."""
+    return (1 << (side.bits - 1)) - 1
+
+
+@cache
+def _byte_arithmetic() -> bool:
+    """Whether this processor multiplies bytes, and torch makes use of it."""
+    asks = getattr(torch.cpu, "_is_vnni_supported", None)
+    return bool(asks is not None and asks() and torch.backends.mkldnn.is_available() and hasattr(torch, "_int_mm"))
+
+
+def _multiplies_bytes(side: TokenCodes) -> bool:
+    return side.codes.shape[1] >= _LONG and side.step.shape[-1] == 1 and _byte_arithmetic()
+
+
+def _offset(side: TokenCodes) -> int:
+    """What `_signed` takes off."""
+    return 128 if side.bits == 8 else 0
+
+
+def _signed(side: TokenCodes) -> Iterator[Tensor]:
+    """Codes (s, c) int8 of each lane, less `_offset`."""
+    for packed in side.codes:
+        codes = unpack(packed, side.bits, side.size)
+        yield (codes ^ 128 if side.bits == 8 else codes).view(torch.int8)
+
+
+def _by_bytes(rows: Tensor, codes: Tensor, *, across: bool) -> Tensor:
+    """(r, x) float32: rows (r, k) float32, as three digits to the base 128, times codes int8.
+
+    Args:
+        codes: (k, x), or with `across` (x, k), of which each is multiplied with sixteen columns at once.
+    """
+    unit = rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / (_BASE - 1)
+    rest, digits = rows / unit, []
+    for _ in range(_DIGITS):
+        digit = rest.round()
+        digits.append(digit.to(torch.int8))
+        rest = (rest - digit).mul_(_BASE)
+    together = torch.cat(digits)
+    places = torch.cat([torch.eye(len(rows)) * _BASE**-i for i in range(_DIGITS)]) * unit[:, 0]
+    if not across:
+        return places.T @ torch._int_mm(together, codes).float()
+    missing = -len(together) % 16
+    columns, places = (torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (together, places))
+    return (torch._int_mm(codes, columns.T.contiguous()).float() @ places).T

@@ -1,0 +1,292 @@
+"""Attention over segments: chooses the fast form for what is held, the number of new tokens and the dtype.
+
+Many queries on one uniform part go through `ops.attention.prompt`; few queries read each part as it is stored where
+`ops.dispatch` knows how; everything else is decoded lanes (`ops.attention.lanes`, `ops.attention.folded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops import dispatch
+from kvtailor.ops.attention.folded import folded, merge, suits
+from kvtailor.ops.attention.lanes import Lanes, joint
+from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
+from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
+from kvtailor.types import Layout, PlainSegment, Reading, Segment, Visibility
+
+__all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes"]
+
+# From this many new tokens on, a part is read by torch's own kernel, whose tiles are then filled.
+_PROMPT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """Attention over everything that was read.
+
+    Attributes:
+        output: (b, q, t, dv) in the query's dtype, zeros where a query sees nothing.
+        lse: (b, q, t) float32; None for a prompt on one part.
+        mass: for each part (m, s) float32; None where no weight was given.
+    """
+
+    output: Tensor
+    lse: Tensor | None = None
+    mass: list[Tensor] | None = None
+
+
+def read_all(
+    query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float, weight: Tensor | None = None
+) -> Read:
+    """Attention of the new tokens over every slot of every part, on the cache's dtype with a float32 softmax.
+
+    Args:
+        query: (b, q, t, d), any dtype.
+        parts: in time order; the last t slots of the last part are the new tokens themselves.
+        visible: what each query may see.
+        scaling: factor before the softmax.
+        weight: (b, t) float32: how much each query counts for the mass, see `counting`; None: no mass.
+    """
+    layout = parts[-1].layout
+    if query.shape[2] <= dispatch.MOST_QUERIES:
+        read = _as_stored(query, parts, visible, scaling, weight)
+        if read is not None:
+            return read
+    readings = [part.reading() for part in parts]
+    plain = len(parts) == 1 and layout.owner is None and layout.lengths is None and readings[0].plain
+    if plain and query.shape[2] >= _PROMPT and (weight is not None or visible.causal_only or layout.start is not None):
+        return _prompt(query, layout, readings[0], visible, scaling, weight)
+    return _few(query, [part.layout for part in parts], readings, visible, scaling, weight)
+
+
+def counting(query: Tensor, want_mass: bool, real_queries: Tensor | None) -> Tensor | None:
+    """(b, t) float32: how much each query counts for the mass; None where no mass is wanted."""
+    if not want_mass:
+        return None
+    if real_queries is None:
+        return torch.ones((query.shape[0], query.shape[2]), device=query.device)
+    return real_queries.to(device=query.device, dtype=torch.float32)
+
+
+def _prompt(
+    query: Tensor, layout: Layout, reading: Reading, visible: Visibility, scaling: float, weight: Tensor | None
+) -> Read:
+    b, _, t, _ = query.shape
+    device = query.device
+    h, n = layout.heads, layout.size
+    keys, values = (states.unflatten(0, (b, h)) for states in (reading.keys, reading.values))
+    cast = query.to(keys.dtype)
+    columns = layout.columns(device)
+
+    def sees(first: int, end: int) -> Tensor:
+        if visible.causal_only:
+            return torch.ones((1, end - first, n), dtype=torch.bool, device=device).tril(n - t + first)
+        return visible.at(torch.arange(b, device=device), columns, first, end).expand(-1, end - first, n)
+
+    def row_sees(row: int, first: int, end: int) -> Tensor:
+        mine = columns if layout.start is not None else columns[row * h : (row + 1) * h]
+        rows = torch.full((mine.shape[0],), row, device=device)
+        return visible.at(rows, mine, first, end).expand(-1, end - first, n)
+
+    if weight is not None:
+        rule = None if visible.causal_only else row_sees
+        output, mass = with_mass(cast, keys, values, scaling, weight, rule)
+        return Read(output=output.to(query.dtype), mass=[mass.flatten(0, 1)])
+    if visible.causal_only and n == t:
+        return Read(output=causal(cast, keys, values, scaling).to(query.dtype))
+    return Read(output=masked(cast, keys, values, scaling, sees).to(query.dtype))
+
+
+def _stored(part: Segment) -> tuple[Coded, Coded] | None:
+    """The two sides of a part as they are stored, where they say all that attention has to know."""
+    if isinstance(part, PlainSegment):
+        return Whole(states=part.keys), Whole(states=part.values)
+    # A codec with a reading of its own gives attention other values than those it decodes.
+    if isinstance(part, PairSegment) and type(part).reading is Segment.reading:
+        return part.keys, part.values
+    return None
+
+
+def _as_stored(
+    query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float, weight: Tensor | None
+) -> Read | None:
+    """Attention that decodes only what nothing reads as it is stored; None where that is every part.
+
+    With a weight, None as well where a part cannot be read by what gives its mass.
+    """
+    b, q, t, d = query.shape
+    h, device = parts[-1].layout.heads, query.device
+    grouped, mass = query.reshape(b * h, q // h, t, d), weight is not None
+    stored = [_stored(part) for part in parts]
+    kernels = [None if sides is None else dispatch.coded_attention(grouped, *sides, mass=mass) for sides in stored]
+    if not any(kernels):
+        return None
+    jointly = dispatch.joint_attention(device)
+    found, kept, rest, together = [], [], [], []
+    for part, sides, attend in zip(parts, stored, kernels, strict=True):
+        layout, reading = part.layout, None
+        if attend is None:
+            reading = part.reading()
+            if reading.shared is None:
+                sides = Whole(states=reading.keys), Whole(states=reading.values)
+                attend = dispatch.coded_attention(grouped, *sides, mass=mass)
+            if attend is None:
+                if mass:
+                    return None
+                mask = lane_sees(layout, visible, 0, t, newest=part is parts[-1], device=device)
+                rest.append(lanes_of(layout, reading, mask))
+                continue
+        assert sides is not None
+        how = {
+            "owner": None if layout.owner is None else layout.owner.to(device),
+            "lengths": None if layout.lengths is None else layout.lengths.to(device),
+            "visible": _rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
+            "log_weight": None if reading is None else reading.log_weight,
+        }
+        unlifted = reading is None or reading.lift is None
+        if unlifted and jointly is not None and attend is jointly.attend_coded:
+            together.append(jointly.Part(keys=sides[0], values=sides[1], **how))
+            continue
+        out, lse, *weights = attend(grouped, *sides, scaling=scaling, **how)
+        if reading is not None and reading.lift is not None:
+            seen = (lse > -torch.inf).to(out.dtype).flatten(1)
+            out = reading.lift.of_sums(out.flatten(1, 2), seen).unflatten(1, (q // h, t))
+        found.append((out, lse))
+        kept += weights
+    if together:
+        found.append(jointly.attend_parts(grouped, together, scaling=scaling))
+    if rest:
+        found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling)[:2])
+    out, lse = merge(found)
+    if weight is None:
+        return _by_heads(query, out, lse)
+    counts = weight.repeat_interleave(h, 0)
+    return _by_heads(query, out, lse, [each.mass(lse, counts) for each in kept])
+
+
+def _few(
+    query: Tensor,
+    layouts: Sequence[Layout],
+    readings: Sequence[Reading],
+    visible: Visibility,
+    scaling: float,
+    weight: Tensor | None,
+) -> Read:
+    b, q, t, _ = query.shape
+    h, device = layouts[-1].heads, query.device
+    slots = sum(layout.lanes * layout.size for layout in layouts)
+    outputs, lses = [], []
+    mass = None if weight is None else [torch.zeros(reading.keys.shape[:2], device=device) for reading in readings]
+    for first, end in query_blocks(t, slots * (q // h), most=t):
+        lanes = []
+        for index, (layout, reading) in enumerate(zip(layouts, readings, strict=True)):
+            newest = index == len(layouts) - 1
+            mask = lane_sees(layout, visible, first, end, newest=newest, device=device)
+            # The new tokens close the last part, so its slots past these queries are still to come.
+            cut = newest and visible.causal_only and layout.owner is None
+            lanes.append(lanes_of(layout, reading, mask, layout.size - t + end if cut else layout.size))
+        read = read_lanes(query[:, :, first:end], h, lanes, scaling, None if weight is None else weight[:, first:end])
+        assert read.lse is not None
+        outputs.append(read.output)
+        lses.append(read.lse)
+        if mass is not None and read.mass is not None:
+            for total, now in zip(mass, read.mass, strict=True):
+                total[:, : now.shape[1]] += now
+    if len(outputs) == 1:
+        return Read(output=outputs[0], lse=lses[0], mass=mass)
+    return Read(output=torch.cat(outputs, 2), lse=torch.cat(lses, 2), mass=mass)
+
+
+def lanes_of(layout: Layout, reading: Reading, visible: Tensor | None, slots: int | None = None) -> Lanes:
+    """One part as lanes.
+
+    Args:
+        layout: of the part.
+        reading: of the part.
+        visible: see `Lanes`.
+        slots: the first slots that are read; None: all.
+    """
+    keys, log_weight = reading.keys[:, :slots], reading.log_weight
+    return Lanes(
+        keys=keys,
+        values=reading.values[:, :slots],
+        owner=None if layout.owner is None else layout.owner.to(keys.device),
+        visible=None if visible is None else visible[..., :slots],
+        log_weight=None if log_weight is None else log_weight[:, :slots],
+        lift=reading.lift,
+        shared=reading.shared,
+    )
+
+
+def read_lanes(
+    query: Tensor,
+    heads: int,
+    lanes: Sequence[Lanes],
+    scaling: float,
+    weight: Tensor | None = None,
+    found: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Read:
+    """Attention over lanes that are at hand.
+
+    Args:
+        query: (b, q, t, d), any dtype.
+        heads: h.
+        lanes: all of one dtype.
+        scaling, weight: see `read_all`.
+        found: out (b * h, g, t, dv) and lse (b * h, g, t) of what was read otherwise, where no weight is given.
+    """
+    b, q, t, d = query.shape
+    if not lanes:
+        return _by_heads(query, *merge(found))
+    grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
+    if weight is None and all(part.lift is None and part.shared is None for part in lanes):
+        sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
+        kernels = [attend for each in sides if (attend := dispatch.coded_attention(grouped, *each)) is not None]
+        if len(kernels) == len(lanes):
+            stored = [
+                attend(grouped, *each, scaling=scaling, owner=p.owner, visible=p.visible, log_weight=p.log_weight)
+                for p, each, attend in zip(lanes, sides, kernels, strict=True)
+            ]
+            return _by_heads(query, *merge([*found, *stored]))
+    fused = [part for part in lanes if weight is None and suits(grouped, part)]
+    if fused or found:
+        rest = [part for part in lanes if not suits(grouped, part)]
+        each = [*found, *([folded(grouped, fused, scaling)] if fused else [])]
+        out, lse, mass = *merge([*each, *([joint(grouped, rest, scaling)[:2]] if rest else [])]), None
+    else:
+        counts = None if weight is None else weight.repeat_interleave(heads, 0)
+        out, lse, mass = joint(grouped, lanes, scaling, weight=counts)
+    return _by_heads(query, out, lse, mass)
+
+
+def _by_heads(query: Tensor, out: Tensor, lse: Tensor, mass: list[Tensor] | None = None) -> Read:
+    """What was found for (n, g, t), as it is given for the query (b, q, t, d)."""
+    shape = query.shape[:3]
+    return Read(output=out.to(query.dtype).reshape(*shape, -1), lse=lse.reshape(shape), mass=mass)
+
+
+def lane_sees(
+    layout: Layout, visible: Visibility, first: int, end: int, *, newest: bool, device: torch.device
+) -> Tensor | None:
+    """Which slots of a part the queries first..end see, bool that broadcasts to (m, t', s); None where all see all."""
+    filled = layout.filled(device)
+    mask = None if filled is None else filled[:, None]
+    sees = _rule_sees(layout, visible, first, end, newest=newest, device=device)
+    if sees is None or mask is None:
+        return mask if sees is None else sees
+    return sees & mask
+
+
+def _rule_sees(
+    layout: Layout, visible: Visibility, first: int, end: int, *, newest: bool, device: torch.device
+) -> Tensor | None:
+    """As `lane_sees`, of slots that are filled."""
+    if visible.causal_only and (not newest or visible.new_tokens == 1):
+        return None
+    rows = torch.div(layout.owners(device), layout.heads, rounding_mode="floor")
+    return visible.at(rows, layout.columns(device), first, end)

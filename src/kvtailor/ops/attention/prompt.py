@@ -1,0 +1,163 @@
+"""Attention of many queries over one uniform part: a prompt, or a chunk of it after what is already held.
+
+Queries are walked in blocks, and each block stops at the last slot that it may see, so that no t x n matrix or mask
+is ever held and the causal half of the work is not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvtailor.ops import dispatch
+
+__all__ = ["causal", "masked", "query_blocks", "with_mass"]
+
+# Elements of one block's mask, or of its float32 probabilities (16 MiB).
+_BLOCK = 1 << 22
+
+
+def causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Causal attention where the queries are the held tokens themselves.
+
+    Args:
+        query: (b, q, t, d). keys: (b, h, t, d). values: (b, h, t, dv). All of one dtype.
+        scaling: factor before the softmax.
+
+    Returns:
+        (b, q, t, dv) in the query's dtype.
+    """
+    return _sdpa(query, keys, values, scaling, None, is_causal=True)
+
+
+def masked(query: Tensor, keys: Tensor, values: Tensor, scaling: float, sees: Callable[[int, int], Tensor]) -> Tensor:
+    """Attention under any mask.
+
+    Args:
+        query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). All of one dtype.
+        scaling: factor before the softmax.
+        sees: for the queries first..end a bool (b or 1, end - first, n).
+
+    Returns:
+        (b, q, t, dv) in the query's dtype; zeros where a query sees nothing.
+    """
+    b, q, t, _ = query.shape
+    out = query.new_empty((b, t, q, values.shape[-1])).transpose(1, 2)
+    for first, end in query_blocks(t, b * keys.shape[2], most=256):
+        mask = sees(first, end)
+        some = mask.any(-1)
+        reach = _reach(mask)
+        if reach == 0:
+            out[:, :, first:end] = 0
+            continue
+        mask = mask[:, None, :, :reach]
+        # Kernels differ on a query that sees nothing: zeros, an average of all values, or NaN.
+        block = _sdpa(query[:, :, first:end], keys[:, :, :reach], values[:, :, :reach], scaling, mask, is_causal=False)
+        out[:, :, first:end] = block.masked_fill(~some[:, None, :, None], 0.0)
+    return out
+
+
+def with_mass(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    weight: Tensor,
+    sees: Callable[[int, int, int], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention that also says how much of it each slot received, in one pass.
+
+    Args:
+        query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). All of one dtype; the last t slots are the
+            queries' own.
+        scaling: factor before the softmax.
+        weight: (b, t) float32: how much each query counts for the mass.
+        sees: for a row and its queries first..end a bool (h or 1, end - first, n); None: causality alone.
+
+    Returns:
+        out (b, q, t, dv) in the query's dtype, zeros where a query sees nothing; mass (b, h, n) float32.
+    """
+    fast = None if sees is not None else dispatch.prompt_mass(query, keys, values)
+    if fast is not None:
+        return fast(query, keys, values, scaling, weight)
+    b, q, t, d = query.shape
+    h, n, dv = values.shape[1:]
+    group = q // h
+    out = query.new_empty((b, t, q, dv)).transpose(1, 2)
+    mass = torch.zeros((b, h, n), dtype=torch.float32, device=query.device)
+    lowest = torch.finfo(torch.float32).min
+    for first, end in query_blocks(t, group * n, most=128):
+        new = end - first
+        future = torch.ones((new, new), dtype=torch.bool, device=query.device).triu(1)
+        for row in range(b):
+            mask = None if sees is None else sees(row, first, end)
+            reach = n - t + end if mask is None else _reach(mask)
+            if reach == 0:
+                out[row, :, first:end] = 0
+                continue
+            some = None if mask is None else mask.any(-1)
+            for head in range(h):
+                mine = slice(head * group, (head + 1) * group)
+                rows = (query[row, mine, first:end].float() * scaling).reshape(group * new, d)
+                weights = torch.mm(rows, keys[row, head, :reach].float().t()).view(group, new, reach)
+                share = weight[row, first:end]
+                if mask is None or some is None:
+                    weights[..., n - t + first :].masked_fill_(future, lowest)
+                else:
+                    # A query that sees nothing would share itself out evenly; it counts for nothing instead.
+                    weights.masked_fill_(~mask[head % mask.shape[0], :, :reach], lowest)
+                    share = share * some[head % mask.shape[0]]
+                weights = torch.softmax(weights, -1, out=weights).view(group * new, reach)
+                mass[row, head, :reach] += torch.mm(share.repeat(group)[None], weights)[0]
+                block = _mixed(weights, values[row, head, :reach]).view(group, new, dv)
+                if some is not None:
+                    block.masked_fill_(~some[head % some.shape[0], :, None], 0.0)
+                out[row, mine, first:end] = block
+    return out, mass
+
+
+def query_blocks(count: int, width: int, *, most: int) -> Iterator[tuple[int, int]]:
+    """Slices (first, end) of `count` queries, each at most `most` long and such that length * width stays bounded."""
+    size = max(1, min(most, _BLOCK // max(1, width)))
+    for first in range(0, count, size):
+        yield first, min(first + size, count)
+
+
+def _reach(mask: Tensor) -> int:
+    """Slots up to the last one that anybody sees."""
+    seen = mask.flatten(0, -2).any(0).nonzero()
+    return int(seen[-1]) + 1 if seen.shape[0] else 0
+
+
+def _mixed(weights: Tensor, values: Tensor) -> Tensor:
+    if values.dtype == torch.float16 and values.device.type == "cpu":
+        return torch.mm(weights, values.float())
+    return torch.mm(weights.to(values.dtype), values)
+
+
+def _sdpa(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None, *, is_causal: bool
+) -> Tensor:
+    grouped = query.shape[1] != keys.shape[1]
+    if query.dtype != torch.float16 or query.device.type != "cpu":
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=grouped
+        )
+    # torch's float16 kernel on the CPU is three times slower than its float32 one; head by head the copies stay small.
+    group = query.shape[1] // keys.shape[1]
+    out = query.new_empty((*query.shape[:3], values.shape[-1]))
+    for head in range(keys.shape[1]):
+        mine, its = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        out[:, mine] = F.scaled_dot_product_attention(
+            query[:, mine].float(),
+            keys[:, its].float(),
+            values[:, its].float(),
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scaling,
+            enable_gqa=group > 1,
+        )
+    return out

@@ -1,0 +1,280 @@
+"""Codes whose levels are fitted to what they stand for, with the farthest numbers kept aside as they are.
+
+A vector (a channel of a run of tokens, or a token) has a minimum and a reach, and its numbers, brought to 0..1, the
+nearest of a few levels that all vectors of the run share. Numbers kept aside belong to tokens, so that tokens can move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.codes.quant import pack, packed_size, unpack
+from kvtailor.ops.segments.coded import TimeGrouped
+
+__all__ = ["ChannelLevels", "LevelCodes", "TokenLevels", "aside", "coded_by_levels", "fit_levels", "index_bytes"]
+
+_POINTS = 257
+_TINY = 1e-6
+_ROUNDS = 16
+# Elements that are worked on at once: their 64-bit indices take 4 MiB.
+_AT_ONCE = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelCodes(TimeGrouped):
+    """Codes of shared levels, and the numbers kept aside.
+
+    Attributes:
+        bits: of a code.
+        size: c.
+        codes: (m, s, bytes) uint8, packed along the channels.
+        levels: (m, ceil(s / group), 2^bits) of the cache's dtype, ascending within 0..1; with `row` (rows, 2^bits).
+        counts: (m, s) how many channels of each token are kept aside; uint8, or int16 above 255 channels.
+        channels: (n,) which, token by token, of the same dtype.
+        exact: (n,) what they hold.
+    """
+
+    bits: int
+    size: int
+    codes: Tensor
+    low: Tensor
+    reach: Tensor
+    levels: Tensor
+    counts: Tensor
+    channels: Tensor
+    exact: Tensor
+
+    def rows(self, lanes: Tensor) -> Self:
+        slots = torch.arange(self.counts.shape[1], device=lanes.device)
+        return replace(super().rows(lanes), **self._aside_of(lanes[:, None] * self.counts.shape[1] + slots))
+
+    def regather(self, lane: Tensor, slot: Tensor) -> Self:
+        return replace(super().regather(lane, slot), **self._aside_of(lane * self.counts.shape[1] + slot))
+
+    def decode(self) -> Tensor:
+        lanes, slots = self.codes.shape[:2]
+        states = self.low.new_empty((lanes, slots, self.size))
+        each = 2**self.bits
+        for first, end in _pieces(lanes, slots * self.size):
+            row = self._rows_of_tokens(first, end)
+            index = unpack(self.codes[first:end], self.bits, self.size).to(torch.int32) + (row * each)[..., None]
+            level = self.levels.view(-1).index_select(0, index.view(-1)).view(index.shape)
+            torch.addcmul(
+                self._of_tokens_in("low", first, end, row),
+                level,
+                self._of_tokens_in("reach", first, end, row),
+                out=states[first:end],
+            )
+        token = torch.repeat_interleave(self.counts.flatten().to(torch.int64))
+        states.view(-1, self.size)[token, self.channels.to(torch.int64)] = self.exact
+        return states
+
+    def closed_form_bytes(self, lanes: int, slots: int) -> int:
+        element, rows = self.low.element_size(), self.groups(lanes, slots)
+        tables: int = 2**self.bits * element * rows
+        for name in ("low", "reach"):
+            often = rows if name in self.shared else lanes * slots
+            tables += often * getattr(self, name).shape[-1] * element
+        kept = self.channels.shape[0] * (element + index_bytes(self.size))
+        tokens = lanes * slots * (packed_size(self.size, self.bits) + index_bytes(self.size))
+        return tokens + tables + kept + self.index_bytes(lanes, slots)
+
+    def _rows_of_tokens(self, first: int, end: int) -> Tensor:
+        """(end - first, s) int32 row of each token in tables (rows, ...)."""
+        if self.row is not None:
+            return self.row[first:end]
+        groups, slots = self.levels.shape[1], self.codes.shape[1]
+        device = self.codes.device
+        group = torch.div(torch.arange(slots, device=device, dtype=torch.int32), self.group, rounding_mode="floor")
+        return torch.arange(first, end, device=device, dtype=torch.int32)[:, None] * groups + group
+
+    def _of_tokens_in(self, name: str, first: int, end: int, row: Tensor) -> Tensor:
+        table: Tensor = getattr(self, name)
+        return table.view(-1, table.shape[-1])[row] if name in self.shared else table[first:end]
+
+    def _aside_of(self, token: Tensor) -> dict[str, Any]:
+        """What is kept aside of the tokens (m', s') int64 lane * s + slot."""
+        counts = self.counts.view(-1)[token]
+        each = counts.flatten().to(torch.int64)
+        total = self.counts.flatten().to(torch.int64)
+        before = (total.cumsum(0) - total)[token.flatten()]
+        index = torch.repeat_interleave(before - (each.cumsum(0) - each), each)
+        index = index + torch.arange(index.shape[0], device=index.device)
+        return {"counts": counts, "channels": self.channels[index], "exact": self.exact[index]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelLevels(LevelCodes):
+    """A vector is one channel of a run of tokens: `low` and `reach` (m, ceil(s / group), c); with `row` (rows, c)."""
+
+    of_tokens = ("codes",)
+    shared = ("low", "reach", "levels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLevels(LevelCodes):
+    """A vector is one token: `low` and `reach` (m, s, 1)."""
+
+    of_tokens = ("codes", "low", "reach")
+    shared = ("levels",)
+
+
+def aside(share: float, size: int) -> int:
+    """How many of `size` numbers are kept aside."""
+    return int(share * size + 0.5)
+
+
+def index_bytes(size: int) -> int:
+    """Bytes of a channel's number, and of a count of channels."""
+    return 1 if size < 256 else 2
+
+
+def coded_by_levels(
+    states: Tensor,
+    bits: int,
+    group: int,
+    share: float,
+    *,
+    by_channel: bool,
+    dense: Tensor | None = None,
+    whole: Tensor | None = None,
+    levels: Tensor | None = None,
+) -> LevelCodes:
+    """Codes of states, and the numbers kept aside.
+
+    Args:
+        states: (m, s, c) finite.
+        bits: of a code, 1 to 8.
+        group: tokens that share levels, and with `by_channel` the scales of each channel.
+        share: of each vector's numbers, those farthest from its mean, that are kept aside.
+        by_channel: a vector is one channel of `group` tokens; else it is a token.
+        dense: (m, s) bool: tokens to which scales and levels are fitted; None: all.
+        whole: (m, s) bool: tokens that are kept aside with all their channels; None: none.
+        levels: (2^bits,) ascending within 0..1, for all groups; None: each group has its own fitted.
+    """
+    lanes, slots, size = states.shape
+    dense = states.new_ones((lanes, slots), dtype=torch.bool) if dense is None else dense
+    rows = []
+    for first, end in _pieces(lanes, slots * size):
+        runs = [
+            _coded(states[first:end, a:b], bits, min(group, b - a), share, dense[first:end, a:b], by_channel, levels)
+            for a, b in _runs(slots, group, size)
+        ]
+        rows.append([torch.cat(each, 1) for each in zip(*runs, strict=True)])
+    codes, low, reach, fitted, far = (torch.cat(each) for each in zip(*rows, strict=True))
+    if whole is not None:
+        far |= whole[..., None]
+    narrow = torch.uint8 if index_bytes(size) == 1 else torch.int16
+    made = {"codes": codes, "low": low, "reach": reach, "levels": fitted, "counts": far.sum(-1).to(narrow)}
+    kept = {"channels": torch.nonzero(far)[:, 2].to(narrow), "exact": states[far]}
+    return (ChannelLevels if by_channel else TokenLevels)(group=group, bits=bits, size=size, **made, **kept)
+
+
+def _coded(
+    states: Tensor, bits: int, group: int, share: float, dense: Tensor, by_channel: bool, levels: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Codes, low, reach and levels of runs of `group` tokens, and (m, s, c) bool which numbers are kept aside."""
+    x = states.unflatten(1, (-1, group)).float()
+    dim = 2 if by_channel else 3
+    used = dense.unflatten(1, (-1, group))[..., None].expand_as(x)
+    far = _farthest(x, used, share, dim)
+    used = used & ~far
+    low = x.masked_fill(~used, torch.inf).amin(dim, keepdim=True)
+    high = x.masked_fill(~used, -torch.inf).amax(dim, keepdim=True)
+    empty = low > high
+    low = low.masked_fill(empty, 0).to(states.dtype)
+    reach = (high.masked_fill(empty, 0) - low.float()).clamp(max=_largest(states.dtype)).to(states.dtype)
+    reach = torch.where(reach > 0, reach, torch.ones_like(reach))
+    z = ((x - low.float()) / reach.float()).clamp_(0, 1).flatten(2)
+    if levels is None:
+        levels = fit_levels(z, used.flatten(2), bits)
+    levels = levels.to(states).expand(*z.shape[:2], -1).contiguous()
+    # The middle between what the levels are once they are stored.
+    middle = (levels[..., 1:].float() + levels[..., :-1].float()) / 2
+    codes = torch.searchsorted(middle, z, out_int32=True).to(torch.uint8).view(x.shape).flatten(1, 2)
+    low, reach = (low.squeeze(2), reach.squeeze(2)) if by_channel else (low.flatten(1, 2), reach.flatten(1, 2))
+    return pack(codes, bits), low, reach, levels, far.flatten(1, 2)
+
+
+def _farthest(x: Tensor, used: Tensor, share: float, dim: int) -> Tensor:
+    """bool of x's shape: the numbers of each vector along `dim` that lie farthest from the mean of the used ones."""
+    most = aside(share, x.shape[dim])
+    far = torch.zeros_like(used, dtype=torch.bool)
+    if not most:
+        return far
+    count = used.sum(dim, keepdim=True)
+    mean = (x * used).sum(dim, keepdim=True) / count.clamp(min=1)
+    distance = (x - mean).abs_().masked_fill_(~used, -1)
+    index = distance.topk(most, dim).indices
+    wanted = (share * count + 0.5).floor().to(torch.int64)
+    shape = [1] * x.ndim
+    shape[dim] = most
+    mine = torch.arange(most, device=x.device).view(shape) < wanted
+    return far.scatter_(dim, index, mine.expand_as(index))
+
+
+def fit_levels(z: Tensor, used: Tensor, bits: int) -> Tensor:
+    """Levels with the least squared error, found by Lloyd's rounds on a histogram, from evenly spaced ones.
+
+    Args:
+        z: (m, g, n) float32 within 0..1.
+        used: (m, g, n) bool: numbers that count.
+        bits: 2^bits levels.
+
+    Returns:
+        (m, g, 2^bits) float32 ascending. A level that nothing is nearest to stays where it was.
+    """
+    shape, runs = z.shape[:2], z.shape[0] * z.shape[1]
+    # Each number is shared by the two points beside it, and cumulative sums are lines between points, so that levels
+    # are continuous in the numbers: a rounding error in the states moves them by as little.
+    place = z.view(runs, -1) * (_POINTS - 1)
+    left = place.floor().clamp_(max=_POINTS - 2)
+    place = (place - left).mul_(counted := used.reshape(runs, -1).float())
+    left = left.to(torch.int64) + torch.arange(runs, device=z.device)[:, None] * _POINTS
+    weight = torch.bincount(left.flatten(), (counted - place).flatten().double(), runs * _POINTS)
+    weight += torch.bincount(left.flatten() + 1, place.flatten().double(), runs * _POINTS)
+    weight = weight.view(runs, _POINTS)
+    moment = weight * torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=z.device)
+    levels = torch.linspace(0, 1, 2**bits, dtype=torch.float64, device=z.device).repeat(runs, 1)
+    for _ in range(_ROUNDS):
+        border = (levels[:, 1:] + levels[:, :-1]) / 2
+        held = _between(weight, border)
+        levels = torch.where(held > _TINY, _between(moment, border) / held.clamp(min=_TINY), levels)
+    return levels.float().view(*shape, -1)
+
+
+def _between(weight: Tensor, border: Tensor) -> Tensor:
+    """(r, k + 1) what lies below, between and above the borders (r, k) within 0..1, of weights (r, points)."""
+    total = weight.sum(1, keepdim=True)
+    # A point's weight lies half on each side of it.
+    below = weight.cumsum(1) - weight / 2
+    place = border * (_POINTS - 1)
+    left = place.floor().clamp_(max=_POINTS - 2).to(torch.int64)
+    first = below.gather(1, left)
+    inner = first + (place - left) * (below.gather(1, left + 1) - first)
+    return torch.cat([torch.zeros_like(total), inner, total], 1).diff(dim=1)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+
+
+def _pieces(lanes: int, elements: int) -> Iterator[tuple[int, int]]:
+    """Lanes (first, end) that are worked on at once, of so many elements each."""
+    step = max(1, _AT_ONCE // elements)
+    for first in range(0, lanes, step):
+        yield first, min(first + step, lanes)
+
+
+def _runs(slots: int, group: int, size: int) -> Iterator[tuple[int, int]]:
+    """Slots (first, end) that are worked on at once: whole groups, and what is left as a group of its own."""
+    step, split = max(1, _AT_ONCE // (group * size)) * group, slots // group * group
+    for first in range(0, split, step):
+        yield first, min(first + step, split)
+    if split < slots:
+        yield split, slots

@@ -1,0 +1,262 @@
+"""Which form of an operation runs: the one place where device, dtype, layout and what is installed are looked at.
+
+Each operation has a plain form in torch, the reference of its tests, and may have faster ones.
+`KVTAILOR_TWINS=reference`, or `using("reference")`, leaves the plain form alone in use. `triton` asks for the kernels
+of GPUs: they agree with the reference in Triton's interpreter and compile for sm_80 and sm_90, but have not been timed
+on a GPU, and until they have "auto" does not take them. In the interpreter the CPU counts as a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.attention import folded_codes
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.cpu import quantise
+from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
+from kvtailor.ops.cpu.library import Library, library, why_none
+from kvtailor.ops.segments.coded import Coded, Whole
+from kvtailor.ops.triton.installed import interpreting, missing
+
+__all__ = [
+    "MOST_QUERIES",
+    "Choice",
+    "Quantiser",
+    "coded_attention",
+    "explained",
+    "forced",
+    "joint_attention",
+    "page_attention",
+    "prompt_mass",
+    "quantiser",
+    "using",
+]
+
+# New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
+MOST_QUERIES = 16
+_WHICH = ("auto", "reference", "triton")
+_FORCED: ContextVar[str | None] = ContextVar("twins", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What runs for one operation.
+
+    Attributes:
+        operation: what is done.
+        twin: the form that does it.
+        why: why that one, a clause.
+    """
+
+    operation: str
+    twin: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantiser:
+    """What makes codes of states (m, s, c).
+
+    Attributes:
+        tokens: of states, bits and group, as `TokenCodes.of`.
+        symmetric: of states and bits, as `TokenCodes.symmetric`.
+        channels: of states, bits and group, as `ChannelCodes.of`.
+    """
+
+    tokens: Callable[[Tensor, int, int], TokenCodes]
+    symmetric: Callable[[Tensor, int], TokenCodes]
+    channels: Callable[[Tensor, int, int], ChannelCodes]
+
+
+_PLAIN = Quantiser(tokens=TokenCodes.of, symmetric=TokenCodes.symmetric, channels=ChannelCodes.of)
+_ON_CPU = Quantiser(tokens=quantise.token_codes, symmetric=quantise.symmetric_codes, channels=quantise.channel_codes)
+
+
+def forced() -> str:
+    """ "auto", "reference" or "triton": what `using` asked for, or else `KVTAILOR_TWINS`.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    asked = _FORCED.get() or os.environ.get("KVTAILOR_TWINS") or "auto"
+    if asked not in _WHICH:
+        raise ValueError(f"KVTAILOR_TWINS={asked!r} is none of {', '.join(_WHICH)}")
+    return asked
+
+
+@contextmanager
+def using(which: str) -> Iterator[None]:
+    """Within it, `which` runs: "auto", what is known to be fastest; "reference", the plain forms; "triton", on a GPU.
+
+    Raises:
+        ValueError: `which` is none of them.
+    """
+    if which not in _WHICH:
+        raise ValueError(f"twins={which!r} is none of {', '.join(_WHICH)}")
+    token = _FORCED.set(which)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def coded_attention(
+    query: Tensor, keys: Coded, values: Coded, *, mass: bool = False
+) -> Callable[..., tuple[Any, ...]] | None:
+    """What reads these sides as they are stored; None: they must be decoded.
+
+    Args:
+        query: (n, g, t, d) new tokens; the devices and dtypes of all are looked at.
+        keys, values: the two sides of a part.
+        mass: whether the attention that each slot receives is asked for: an `attend_keeping` does that, which Triton
+            has for plain keys alone, and otherwise an `attend_coded`.
+    """
+    if query.shape[-2] > MOST_QUERIES or forced() == "reference":
+        return None
+    if _on_triton(query.device):
+        from kvtailor.ops.triton import attend as on_gpu
+
+        if on_gpu.suits(query, keys, values) is not None:
+            return None
+        if not mass:
+            return on_gpu.attend_coded
+        from kvtailor.ops.triton import keeping
+
+        return keeping.attend_keeping if isinstance(keys, Whole) else None
+    if query.device.type != "cpu":
+        return None
+    built = library()
+    if built is None:
+        return None if mass or folded_codes.unsuited(keys, values) is not None else folded_codes.attend_coded
+    if unsuited(keys, values) is not None:
+        return None
+    if mass:
+        return attend_keeping if built.has("kvtailor_mass") else None
+    return attend_coded
+
+
+def joint_attention(device: torch.device) -> Any:
+    """The module whose `attend_parts` reads several parts at once that its `attend_coded` reads one by one; or None."""
+    if not _on_triton(device):
+        return None
+    from kvtailor.ops.triton import attend as on_gpu
+
+    return on_gpu
+
+
+def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What reads chosen pages of these sides where they lie, `triton.attend.attend_pages`; None: they must be copied.
+
+    Args:
+        query: (n, g, t, d) new tokens.
+        keys, values: the two sides of a part.
+        page: slots of a page.
+    """
+    if query.shape[-2] > MOST_QUERIES or page & (page - 1) or not _on_triton(query.device):
+        return None
+    from kvtailor.ops.triton import attend as on_gpu
+
+    return on_gpu.attend_pages if on_gpu.suits(query, keys, values) is None else None
+
+
+def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What reads a prompt and sums its attention up by slots, `triton.mass.attend_with_mass`; None: torch must.
+
+    Args:
+        query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). No query sees a later slot, each all others.
+    """
+    if not _on_triton(query.device):
+        return None
+    from kvtailor.ops.triton import mass as on_gpu
+
+    return on_gpu.attend_with_mass if on_gpu.unsuited(query, keys, values) is None else None
+
+
+def quantiser(states: Tensor) -> Quantiser:
+    """What makes codes of these states (m, s, c); every form gives the same bytes, steps and minima."""
+    if forced() == "reference":
+        return _PLAIN
+    if _on_triton(states.device):
+        return _packed_by_triton()
+    if quantise.unsuited_states(states) is not None:
+        return _PLAIN
+    built = library()
+    return _PLAIN if built is None or _why_not_quantised(built) else _ON_CPU
+
+
+def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
+    """What runs on a device for a cache of this dtype, operation by operation."""
+    asked = forced()
+    few = f"attention of up to {MOST_QUERIES} new tokens"
+    many = "attention of a prompt"
+    if asked == "reference":
+        return [Choice(operation=few, twin="torch, decoded parts", why="the reference is forced")]
+    prompt = Choice(operation=many, twin="torch's fused attention", why="its tiles are filled")
+    if _on_triton(device):
+        why = "it was asked for" + ("" if device.type == "cuda" else ", in its interpreter")
+        return [
+            Choice(operation=few, twin="Triton", why=why),
+            Choice(operation="attention over chosen pages", twin="Triton, in place", why=why),
+            prompt,
+            Choice(operation="attention mass of a prompt", twin="torch's fused attention, then Triton", why=why),
+            Choice(operation="making codes of states", twin="Triton", why=why),
+        ]
+    if device.type == "cuda":
+        why = missing() or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_TWINS=triton asks for them"
+        return [Choice(operation=few, twin="torch, decoded parts", why=why), prompt]
+    if device.type != "cpu":
+        why = f"there are no kernels for {device.type}"
+        return [Choice(operation=few, twin="torch, decoded parts", why=why), prompt]
+    built = library()
+    if built is None:
+        return [Choice(operation=few, twin="torch, heads and scales folded", why=why_none()), prompt]
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return [Choice(operation=few, twin="torch, decoded parts", why=f"no kernel reads {dtype}"), prompt]
+    threads = "torch's threads" if built.parallel_for else "one thread: torch older than 2.10"
+    why_not = _why_not_quantised(built)
+    return [
+        Choice(operation=few, twin=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"),
+        prompt,
+        Choice(
+            operation="making codes of states",
+            twin="torch" if why_not else f"C++, {built.variant}",
+            why=why_not or "gives the bytes torch gives",
+        ),
+    ]
+
+
+def _why_not_quantised(built: Library) -> str | None:
+    return None if built.has("kvtailor_code") else "the C++ kernels were built from older sources: build them again"
+
+
+def _on_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels were asked for and can run on tensors of this device."""
+    if forced() != "triton" or missing() is not None:
+        return False
+    return device.type == "cuda" or (device.type == "cpu" and interpreting())
+
+
+def _packed_by_triton() -> Quantiser:
+    from kvtailor.ops.triton import quantise as on_gpu
+
+    def tokens(states: Tensor, bits: int, group: int) -> TokenCodes:
+        made = on_gpu.token_codes if on_gpu.why_not_packed(states, bits, group) is None else TokenCodes.of
+        return made(states, bits, group)
+
+    def symmetric(states: Tensor, bits: int) -> TokenCodes:
+        made = on_gpu.symmetric_codes if on_gpu.why_not_packed(states, bits) is None else TokenCodes.symmetric
+        return made(states, bits)
+
+    def channels(states: Tensor, bits: int, group: int) -> ChannelCodes:
+        made = on_gpu.channel_codes if on_gpu.why_not_packed(states, bits) is None else ChannelCodes.of
+        return made(states, bits, group)
+
+    return Quantiser(tokens=tokens, symmetric=symmetric, channels=channels)

@@ -1,0 +1,135 @@
+"""A segment of which keys, values or both are stored as coordinates in a subspace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.attention.joined import apart, group_layout, hold_the_same, members
+from kvtailor.ops.codes.subspace import Basis
+from kvtailor.types import Layout, Reading, Segment
+
+__all__ = ["LatentSegment", "inner_state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSegment(Segment):
+    """Latents of groups of kv heads, in a codec of their own.
+
+    Attributes:
+        layout: which tokens these are.
+        inner: the latents (m', s, r) of both sides; a side that is not projected has no channels there.
+        keys_basis, values_basis: of the layer, shared by all segments; None for a side that is not projected.
+        whole: the side that is not projected, as it is; None where both are.
+    """
+
+    layout: Layout
+    inner: Segment
+    keys_basis: Basis | None
+    values_basis: Basis | None
+    whole: Tensor | None = None
+    codec = "lowrank"
+
+    @property
+    def joined(self) -> int:
+        """Heads of a group."""
+        basis = self.keys_basis or self.values_basis
+        assert basis is not None
+        return basis.joined
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.inner.decode()
+        return self._decoded(keys, self.keys_basis), self._decoded(values, self.values_basis)
+
+    def reading(self) -> Reading:
+        read = self.inner.reading()
+        if self.values_basis is None or read.lift is not None:
+            keys, values = self.decode()
+            return Reading(keys=keys, values=values, log_weight=read.log_weight)
+        lanes = None if self.joined == 1 else members(self.layout, self.joined)
+        return Reading(
+            keys=self._decoded(read.keys, self.keys_basis),
+            values=read.values,
+            log_weight=read.log_weight,
+            lift=self.values_basis.lift(),
+            shared=None if lanes is None else lanes.to(read.values.device),
+        )
+
+    def rows(self, index: Tensor) -> LatentSegment:
+        lanes, layout = self.layout.lanes_of_rows(index)
+        inner = self.inner.rows(index)
+        whole = None if self.whole is None else self.whole[lanes.to(self.whole.device)]
+        return replace(self, layout=layout if self.joined > 1 else inner.layout, inner=inner, whole=whole)
+
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> LatentSegment:
+        whole = None if self.whole is None else self.whole[lane, slot]
+        if self.joined == 1:
+            return replace(self, layout=layout, inner=self.inner.regather(lane, slot, layout), whole=whole)
+        mine = members(self.layout, self.joined)
+        assert mine is not None
+        group = torch.empty(mine.numel(), dtype=torch.int64)
+        group[mine] = torch.arange(mine.shape[0])[:, None].expand_as(mine)
+        source, lanes = group.to(lane.device)[lane], members(layout, self.joined)
+        if lanes is not None and hold_the_same(layout, lanes):
+            of_each = torch.stack([source, slot])[:, lanes.to(lane.device)]
+            if bool((of_each == of_each[:, :, :1]).all()):
+                first = of_each[:, :, 0]
+                inner = self.inner.regather(first[0], first[1], group_layout(layout, lanes))
+                return replace(self, layout=layout, inner=inner, whole=whole)
+        # The heads of a group go apart: each takes the whole group's latents along.
+        return replace(
+            self,
+            layout=layout,
+            inner=self.inner.regather(source, slot, layout),
+            keys_basis=None if self.keys_basis is None else self.keys_basis.by_head(),
+            values_basis=None if self.values_basis is None else self.values_basis.by_head(),
+            whole=whole,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        latents = {f"latents.{name}": tensor for name, tensor in self.inner.tensors().items()}
+        return {**latents, **self._whole(), **(self.layout.tensors() if self.joined > 1 else {})}
+
+    def closed_form_bytes(self) -> int:
+        own = self.layout.closed_form_bytes() if self.joined > 1 else 0
+        whole = 0 if self.whole is None else self.whole.numel() * self.whole.element_size()
+        return self.inner.closed_form_bytes() + own + whole
+
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        fields, tensors = self.inner.state()
+        basis = self.keys_basis or self.values_basis
+        assert basis is not None
+        own: dict[str, object] = {"joined": self.joined, "apart": basis.apart}
+        for name, each in (("key_size", self.keys_basis), ("value_size", self.values_basis)):
+            whole = 0 if self.whole is None else self.whole.shape[-1]
+            own[name] = whole if each is None else each.directions.shape[-2] // each.joined
+        return {**own, **{f"latents.{name}": each for name, each in fields.items()}}, {
+            **self._whole(),
+            **{f"latents.{name}": each for name, each in tensors.items()},
+        }
+
+    def _whole(self) -> dict[str, Tensor]:
+        return {} if self.whole is None else {"whole": self.whole}
+
+    def _decoded(self, latents: Tensor, basis: Basis | None) -> Tensor:
+        if basis is None:
+            assert self.whole is not None
+            return self.whole
+        wide = basis.states(latents, self.inner.layout.owner)
+        if basis.joined == 1:
+            return wide
+        lanes = members(self.layout, basis.joined)
+        assert lanes is not None
+        return apart(wide, lanes)
+
+
+def inner_state(
+    fields: Mapping[str, object], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The part of `LatentSegment.state` that is the latents' own."""
+    prefix = "latents."
+    cut = lambda named: {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}  # noqa: E731
+    return cut(fields), cut(tensors)

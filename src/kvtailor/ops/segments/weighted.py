@@ -1,0 +1,59 @@
+"""Segments whose tokens stand for several, and know for how many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from kvtailor.ops.segments.around import AroundSegment
+from kvtailor.types import Layout, Reading, Segment
+
+__all__ = ["Weighted", "log_weight_of", "without_weight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(AroundSegment):
+    """Tokens in any encoding, and a weight for each.
+
+    Attributes:
+        log_weight: (m, s) float32 logarithm of how many tokens each stands for in the softmax.
+    """
+
+    log_weight: Tensor
+    codec = "weighted"
+
+    def reading(self) -> Reading:
+        return replace(self.inner.reading(), log_weight=self.log_weight)
+
+    def rows(self, index: Tensor) -> Self:
+        lanes, _ = self.layout.lanes_of_rows(index)
+        return self._weighing(self.inner.rows(index), self.log_weight[lanes.to(self.log_weight.device)])
+
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Self:
+        return self._weighing(self.inner.regather(lane, slot, layout), self.log_weight[lane, slot])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.inner.tensors(), "log_weight": self.log_weight}
+
+    def closed_form_bytes(self) -> int:
+        return self.inner.closed_form_bytes() + 4 * self.layout.lanes * self.layout.size
+
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        fields, tensors = self.inner.state()
+        named = {f"inner.{name}": tensor for name, tensor in tensors.items()}
+        return {"codec": self.inner.codec, "fields": fields}, {**named, "log_weight": self.log_weight}
+
+    def _weighing(self, inner: Segment, log_weight: Tensor) -> Self:
+        return replace(self, layout=inner.layout, inner=inner, log_weight=log_weight)
+
+
+def without_weight(segment: Segment) -> Segment:
+    """What is stored, in its own encoding."""
+    return segment.inner if isinstance(segment, Weighted) else segment
+
+
+def log_weight_of(segment: Segment) -> Tensor | None:
+    """(m, s) float32; None where each token stands for itself."""
+    return segment.log_weight if isinstance(segment, Weighted) else None

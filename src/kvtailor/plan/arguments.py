@@ -1,0 +1,304 @@
+"""The arguments of a method, from what a text gives to what its annotations want, and back.
+
+A field annotated with a contract takes a method of that contract's room. A text names it as it names any method, so a
+bare word or a word with arguments becomes a method there, and stays what it is everywhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvtailor.errors import KvtailorError, PlanError, suggest
+from kvtailor.method import Method
+from kvtailor.plan import registry
+from kvtailor.plan.grammar import Word, read_line
+
+__all__ = [
+    "Broken",
+    "defaults_of",
+    "fit",
+    "given_of",
+    "identity_of",
+    "load",
+    "make",
+    "samples_of",
+    "type_faults",
+    "with_nested",
+    "word_of",
+]
+
+
+class Broken:
+    """Stands for a part of which only the faults are known, so that nothing more is said about it.
+
+    Attributes:
+        named: a text names a method here; else there is an unknown word that may or may not belong here.
+    """
+
+    def __init__(self, *, named: bool = True):
+        self.named = named
+
+
+def load(room: str, name: str, arguments: Mapping[str, object], faults: list[str]) -> object:
+    """The method of a room by name, or `Broken` and the reasons added to `faults`."""
+    try:
+        return make(name, registry.load(room, name), arguments, faults)
+    except KvtailorError as error:
+        faults.append(str(error))
+        return Broken()
+
+
+def make(name: str, kind: type[Method], arguments: Mapping[str, object], faults: list[str]) -> object:
+    """A method with its arguments, or `Broken` and the reasons added to `faults`."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    known, defaults = [f.name for f in fields if f.init], defaults_of(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
+    unknown = [
+        f"{name} has no argument {key!r}{suggest(key, known) or '; it takes none'}"
+        for key in arguments
+        if key not in known
+    ]
+    inside: list[str] = []
+    given = {
+        key: _methods_in(value, hints[key], f"{name}: {key}", inside)
+        for key, value in arguments.items()
+        if key in known
+    }
+    whole = {key: value for key, value in given.items() if not _is_broken(value)}
+    unfit = _unfit(name, kind, whole)
+    lacking = [key for key in known if key not in defaults and key not in given]
+    if lacking:
+        bare = f"{name}({', '.join(f'{key}=...' for key in lacking)})"
+        unfit.append(
+            f"{name} needs {', '.join(lacking)}: write {f'for example {kind.examples[0]}' if kind.examples else bare}"
+        )
+    made: object = Broken()
+    if not unfit and len(whole) == len(given):
+        try:
+            made = kind(**_fitted(kind, given))
+        except (ValueError, TypeError) as error:
+            unfit.append(str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}")
+    faults += unknown + inside + unfit
+    return Broken() if unknown else made
+
+
+def samples_of(kind: type[Method]) -> list[Method]:
+    """Some methods of a class: its examples, or where it has none the one with its defaults.
+
+    Raises:
+        PlanError: an example has faults.
+    """
+    faults: list[str] = []
+    words = [word for text in kind.examples for word in read_line(text, faults).words]
+    made = [make(word.name, kind, word.arguments, faults) for word in words]
+    if faults:
+        raise PlanError(", ".join(kind.examples), faults)
+    return [each for each in made if isinstance(each, Method)] or [kind()]
+
+
+def fit(value: object, hint: object) -> object:
+    """The value as the annotation wants it: an int may stand for a float, a list for a tuple.
+
+    Raises:
+        TypeError: it does not fit.
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _fit_union(value, inner)
+    if origin is typing.Literal:
+        if any(value == each and type(value) is type(each) for each in inner):
+            return value
+    elif origin is tuple or hint is tuple or origin in (list, Sequence):
+        if isinstance(value, tuple | list):
+            return _fit_tuple(tuple(value), inner if origin is tuple else (*inner, ...))
+    elif hint is float:
+        if isinstance(value, float | int) and not isinstance(value, bool):
+            return float(value)
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif hint is None or hint is types.NoneType:
+        if value is None:
+            return value
+    elif not isinstance(hint, type) or isinstance(value, hint):
+        return value
+    raise TypeError
+
+
+def defaults_of(kind: type) -> dict[str, object]:
+    """The arguments that a dataclass has defaults for, and the defaults."""
+    found: dict[str, object] = {}
+    for f in dataclasses.fields(kind):
+        if f.init and f.default is not dataclasses.MISSING:
+            found[f.name] = f.default
+        elif f.init and f.default_factory is not dataclasses.MISSING:
+            found[f.name] = f.default_factory()
+    return found
+
+
+def given_of(method: object, *, everything: bool = False) -> dict[str, object]:
+    """The arguments of a method that differ from its defaults (or all of them), typed as its annotations say."""
+    kind, values = type(method), _values(method)
+    defaults = {} if everything else defaults_of(kind)
+    return _fitted(kind, {k: v for k, v in values.items() if k not in defaults or v != defaults[k]})
+
+
+def word_of(method: object, *, everything: bool = False) -> Word:
+    """The word of a text that says this method, and the methods among its arguments."""
+    given = given_of(method, everything=everything)
+    return Word(
+        name=registry.name_of(method), arguments={key: _worded(value, everything) for key, value in given.items()}
+    )
+
+
+def identity_of(method: object) -> object:
+    """What a hash is over: name, all arguments, methods among them likewise, and the hash of the files it read.
+
+    Arguments that came later (`Method.added`) count where they are not at their defaults.
+    """
+    if isinstance(method, tuple | list):
+        return [identity_of(each) for each in method]
+    if not isinstance(method, Method):
+        return method
+    given = given_of(method)
+    counted = {k: v for k, v in given_of(method, everything=True).items() if k in given or k not in method.added}
+    arguments = {key: identity_of(value) for key, value in counted.items()}
+    content = method.content_hash
+    return [registry.name_of(method), arguments, *([content] if content is not None else [])]
+
+
+def with_nested(method: object) -> Iterator[Method]:
+    """The method, and after it every method among its arguments and theirs."""
+    if isinstance(method, tuple | list):
+        for each in method:
+            yield from with_nested(each)
+    elif isinstance(method, Method):
+        yield method
+        for value in _values(method).values():
+            yield from with_nested(value)
+
+
+def type_faults(method: object) -> list[str]:
+    """What does not fit its annotation in a method that Python made, or in the methods among its arguments."""
+    faults = []
+    for each in with_nested(method):
+        faults += _unfit(registry.name_of(each), type(each), _values(each))
+    return faults
+
+
+def _values(method: object) -> dict[str, object]:
+    return {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}  # type: ignore[arg-type]
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, object]:
+    """Found once: they are strings that are evaluated again at each asking, most of what a plan took to be made."""
+    return types.MappingProxyType(typing.get_type_hints(kind))
+
+
+def _worded(value: object, everything: bool) -> object:
+    if isinstance(value, tuple | list):
+        return tuple(_worded(each, everything) for each in value)
+    return word_of(value, everything=everything) if isinstance(value, Method) else value
+
+
+def _methods_in(value: object, hint: object, where: str, faults: list[str]) -> object:
+    """The value with its words made into methods, if methods are what the annotation wants."""
+    rooms = _rooms_in(hint)
+    if rooms and isinstance(value, tuple | list):
+        return tuple(_methods_in(each, hint, where, faults) for each in value)
+    if not rooms or not isinstance(value, str | Word) or (isinstance(value, str) and _fits(value, hint)):
+        return value
+    word = Word(name=value, arguments={}) if isinstance(value, str) else value
+    room = next((each for each in rooms if word.name in registry.methods(each)), rooms[0])
+    homes = [each for each in registry.rooms() if word.name in registry.methods(each)]
+    if homes and room not in homes:
+        wanted = f"{_spell(registry.contract(room))}, one of {', '.join(registry.methods(room))}"
+        faults.append(f"{where} is {word.name}, a method of {homes[0]}, but it must be {wanted}")
+        return Broken()
+    return load(room, word.name, word.arguments, faults)
+
+
+def _rooms_in(hint: object) -> list[str]:
+    """The rooms whose contracts an annotation names."""
+    own = [room for room in registry.rooms() if registry.contract(room) is hint]
+    return own + [room for each in typing.get_args(hint) for room in _rooms_in(each)]
+
+
+def _is_broken(value: object) -> bool:
+    return any(map(_is_broken, value)) if isinstance(value, tuple) else isinstance(value, Broken)
+
+
+def _fitted(kind: type, values: Mapping[str, object]) -> dict[str, object]:
+    """The values as the annotations want them; what does not fit stays as it is."""
+    hints, found = _hints(kind), dict(values)
+    for key, value in values.items():
+        with contextlib.suppress(TypeError):
+            found[key] = fit(value, hints.get(key, object))
+    return found
+
+
+def _fits(value: object, hint: object) -> bool:
+    try:
+        fit(value, hint)
+    except TypeError:
+        return False
+    return True
+
+
+def _unfit(name: str, kind: type, values: Mapping[str, object]) -> list[str]:
+    hints, defaults, faults = _hints(kind), defaults_of(kind), []
+    for key, value in values.items():
+        if not _fits(value, hints.get(key, object)):
+            usual = f"; the default is {_said(defaults[key])}" if key in defaults else ""
+            faults.append(f"{name}: {key} is {_said(value)}, but it must be {_spell(hints[key])}{usual}")
+    return faults
+
+
+def _fit_union(value: object, hints: tuple[object, ...]) -> object:
+    fits = []
+    for hint in hints:
+        try:
+            fits.append(fit(value, hint))
+        except TypeError:
+            continue
+    if not fits:
+        raise TypeError
+    return next((each for each in fits if type(each) is type(value)), fits[0])
+
+
+def _fit_tuple(values: tuple[object, ...], hints: tuple[object, ...]) -> object:
+    if not hints or hints == (...,):
+        return values
+    if hints[-1] is ...:
+        return tuple(fit(value, hints[0]) for value in values)
+    if len(values) != len(hints):
+        raise TypeError
+    return tuple(fit(value, hint) for value, hint in zip(values, hints, strict=True))
+
+
+def _said(value: object) -> str:
+    """A value as a fault shows it."""
+    if isinstance(value, Method):
+        return str(word_of(value))
+    return str(value) if isinstance(value, Word) else repr(value)
+
+
+def _spell(hint: object) -> str:
+    """An annotation in words."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_spell(each) for each in inner)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(each) for each in inner)
+    if hint is types.NoneType or hint is None:
+        return "none"
+    rooms = [room for room in registry.rooms() if registry.contract(room) is hint]
+    if rooms:
+        return f"a method of {rooms[0]}"
+    return hint.__name__ if isinstance(hint, type) and not inner else str(hint)

@@ -1,0 +1,209 @@
+"""A plan: which method does the work in each room, under which budget. Python, TOML and one line say the same.
+
+    Plan(score=SnapKV(window=16), allocate=AdaKV(), encode=Kivi(bits=4), tokens=1024)
+    snapkv(window=16) + adakv + kivi(bits=4) @ tokens=1024
+
+A line names methods in any order, since each belongs to one room, and presets, which bring several methods at once;
+a method written beside a preset takes that room over. A plan is checked when it is made, and all of its faults are
+said at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+from kvtailor.errors import PlanError
+from kvtailor.method import Method
+from kvtailor.plan import registry
+from kvtailor.plan.arguments import given_of, identity_of, with_nested, word_of
+from kvtailor.plan.check import SETTINGS, all_faults, wrong_kinds
+from kvtailor.plan.grammar import Word, toml_value, write_bytes, write_value
+from kvtailor.plan.read import Asked, line_parts, toml_parts
+from kvtailor.plan.registry import Allocator, Attention, Codec, Merger, Placement, Scorer, Selector
+from kvtailor.types import Needs
+
+__all__ = ["Plan", "parse"]
+
+_FULL = "full"
+
+
+def _null(room: str) -> Any:
+    return registry.method_of(room, registry.null(room))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """One way to hold a cache.
+
+    Attributes:
+        score: says which tokens matter; None: nothing is ever evicted.
+        allocate: splits the budget over layers and kv heads.
+        select: turns scores and budget into the kept set.
+        merge: what becomes of tokens that are not kept.
+        encode: how kept tokens are encoded; in blocks where they live elsewhere, see `Placement.block`.
+        store: where they live.
+        attend: how they are read.
+        tokens: budget: tokens per kv head, on average over heads and layers, an observation window included.
+        keep: budget: fraction of each row's tokens, above 0 and at most 1.
+        bytes: budget: bytes for the whole cache.
+        slack: tokens past the budget after which a decoding cache is cut back to it. None: what the scorer says;
+            "never": nothing is evicted while decoding, even where the scorer would.
+
+    A scorer needs exactly one of the three budgets, and no scorer allows none.
+
+    Raises:
+        PlanError: with all faults at once.
+    """
+
+    score: Scorer | None = None
+    allocate: Allocator = field(default_factory=partial(_null, "allocate"))
+    select: Selector = field(default_factory=partial(_null, "select"))
+    merge: Merger = field(default_factory=partial(_null, "merge"))
+    encode: Codec = field(default_factory=partial(_null, "encode"))
+    store: Placement = field(default_factory=partial(_null, "store"))
+    attend: Attention = field(default_factory=partial(_null, "attend"))
+    tokens: int | None = None
+    keep: float | None = None
+    bytes: int | None = None
+    slack: int | Literal["never"] | None = None
+
+    def __post_init__(self) -> None:
+        wrong = wrong_kinds(self.parts)
+        faults = wrong or all_faults(self.parts, self._settings)
+        if faults:
+            raise PlanError(repr(self) if wrong else str(self), faults)
+        if self.store.block:
+            object.__setattr__(self, "encode", self.encode.in_blocks(self.store.block))
+        if self.keep is not None:
+            object.__setattr__(self, "keep", float(self.keep))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan of one line; see `parse`."""
+        return parse(text)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        """The plan of a TOML document, as `to_toml` writes it.
+
+        A room is a table with `method` and its arguments, or just the method's name; `preset` names one preset or a
+        list of them; budgets and slack stand at the top. The word "none" stands for None.
+
+        Raises:
+            PlanError: with all faults at once.
+        """
+        return _made(text, toml_parts(text))
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The method of each room, in the order of the walk."""
+        return {room: getattr(self, room) for room in registry.rooms()}
+
+    def misfits(self, *, layers: int, heads: int, size: int) -> list[str]:
+        """Why a model cannot be served, a sentence for each method that says so; see `Method.misfit`."""
+        inside = [each for part in self.parts.values() for each in with_nested(part)]
+        found = [each.misfit(layers=layers, heads=heads, size=size) for each in inside]
+        return [sentence for sentence in found if sentence is not None]
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything is ever dropped."""
+        return self.score is not None
+
+    @property
+    def scope(self) -> str:
+        """When layers are cut.
+
+        "layer": each as soon as it is done; "prompt": all together once the last is; "progressive": each as soon as it
+        is done, and again with those that follow.
+        """
+        scopes = () if self.score is None else (self.score.scope, self.allocate.scope)
+        return next((scope for scope in ("prompt", "progressive") if scope in scopes), "layer")
+
+    @property
+    def needs(self) -> Needs:
+        """The evidence that its methods declare, together."""
+        needs = Needs(rotation=self.attend.needs_rotation or self.encode.needs_rotation) | self.encode.needs
+        if self.score is not None:
+            needs |= self.score.needs | self.allocate.needs | self.merge.needs
+        return replace(needs, rotation=needs.rotation or needs.moments)
+
+    @property
+    def slack_tokens(self) -> int | None:
+        """Tokens past the budget that decoding may hold before it is cut back; None where it is never cut."""
+        if self.score is None or self.slack == "never":
+            return None
+        return self.score.slack if self.slack is None else self.slack
+
+    @cached_property
+    def hash(self) -> str:
+        """12 hex digits that name results: sha256 of all methods, arguments, budgets and the resulting slack.
+
+        Methods among arguments count like any, and so does the content of the files that methods read.
+        """
+        parts = {room: identity_of(part) for room, part in self.parts.items()}
+        text = json.dumps({**parts, **self._settings, "slack": self.slack_tokens}, sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def to_toml(self) -> str:
+        """The plan as TOML; arguments at their defaults are left out."""
+        lines = [f"{name} = {toml_value(value)}" for name, value in self._settings.items()]
+        for room, word in self._words().items():
+            given = (f"{key} = {toml_value(value)}" for key, value in word.arguments.items())
+            lines += ["", f"[{room}]", f'method = "{word.name}"', *given]
+        return "\n".join(lines).strip() + "\n" if lines else f'preset = "{_FULL}"\n'
+
+    def __str__(self) -> str:
+        words = [str(word) for word in self._words().values()]
+        sized = {k: write_bytes(v) for k, v in self._settings.items() if k == "bytes" and isinstance(v, int)}
+        tail = ", ".join(f"{k}={sized.get(k) or write_value(v)}" for k, v in self._settings.items())
+        return (" + ".join(words) or _FULL) + (f" @ {tail}" if tail else "")
+
+    def __repr__(self) -> str:
+        methods = [f"{room}={_python(self.parts[room])}" for room in self._words()]
+        return f"Plan({', '.join([*methods, *(f'{name}={value!r}' for name, value in self._settings.items())])})"
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The budgets and the slack that were given."""
+        return {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
+
+    def _words(self) -> dict[str, Word]:
+        """The word of each room that is not at its default."""
+        found = {}
+        for room, part in self.parts.items():
+            if part is None:
+                continue
+            fits = isinstance(part, registry.contract(room))
+            word = word_of(part) if fits else Word(name=registry.name_of(part), arguments={})
+            if word.arguments or word.name != registry.null(room):
+                found[room] = word
+        return found
+
+
+def parse(text: str) -> Plan:
+    """The plan of one line: `snapkv(window=16) + adakv + kivi(bits=4) @ tokens=1024, slack=64`.
+
+    Raises:
+        PlanError: with all faults at once.
+    """
+    return _made(text, line_parts(text))
+
+
+def _made(text: str, asked: Asked) -> Plan:
+    if asked.faults:
+        raise PlanError(text, asked.faults)
+    return Plan(**asked.parts, **asked.settings)
+
+
+def _python(value: object) -> str:
+    """The expression that makes a value; of a method, without the arguments at their defaults."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_python, value))}{',' * (len(value) == 1)})"
+    if not isinstance(value, Method):
+        return repr(value)
+    return f"{type(value).__name__}({', '.join(f'{key}={_python(each)}' for key, each in given_of(value).items())})"

@@ -1,0 +1,291 @@
+"""What there is to choose from: the methods of every room and the presets, found without importing them.
+
+A method is a file of a room's folder that holds one public dataclass made from the room's contract; its name is the
+file's name. Other packages add methods with entry points of the group `kvtailor.<room>`, for example in their
+`pyproject.toml`: `[project.entry-points."kvtailor.score"]` and `mine = "their_package.mine:Mine"`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from kvtailor.allocate.contract import Allocator
+from kvtailor.attend.contract import Attention
+from kvtailor.encode.contract import Codec
+from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.merge.contract import Merger
+from kvtailor.method import Method
+from kvtailor.score.contract import Scorer
+from kvtailor.select.contract import Selector
+from kvtailor.store.contract import Placement
+
+__all__ = [
+    "Allocator",
+    "Attention",
+    "Codec",
+    "Merger",
+    "MethodInfo",
+    "Placement",
+    "Preset",
+    "Scorer",
+    "Selector",
+    "contract",
+    "describe",
+    "load",
+    "method_of",
+    "methods",
+    "name_of",
+    "null",
+    "presets",
+    "room_of",
+    "rooms",
+]
+
+_CONTRACTS: dict[str, type[Method]] = {
+    "score": Scorer,
+    "allocate": Allocator,
+    "select": Selector,
+    "merge": Merger,
+    "encode": Codec,
+    "store": Placement,
+    "attend": Attention,
+}
+_NULL = {
+    "allocate": "uniform",
+    "select": "topk",
+    "merge": "drop",
+    "encode": "plain",
+    "store": "device",
+    "attend": "segments",
+}
+_HOME = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodInfo:
+    """One method, as far as its source text or its entry point tells.
+
+    Attributes:
+        name: what a plan calls it.
+        room: one of `rooms()`.
+        module: dotted name of the module that holds it.
+        class_name: its class there.
+        summary: first line of the module's docstring; of a third party, its distribution's summary.
+        paper: what stands after the docstring's head *Paper*; empty where there is none.
+        by: distribution that brings it.
+    """
+
+    name: str
+    room: str
+    module: str
+    class_name: str
+    summary: str
+    paper: str
+    by: str = "kvtailor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A plan with a name, as its TOML file tells.
+
+    Attributes:
+        name: the file's name.
+        plan: the plan's TOML table.
+        paper: key in `docs/papers.bib` and where in it; empty where there is none.
+        note: what it is and how it differs from the paper, one or two sentences.
+        budget: a budget to begin with, as a plan writes it; empty where nothing is evicted.
+    """
+
+    name: str
+    plan: Mapping[str, object]
+    paper: str
+    note: str
+    budget: str
+
+
+def rooms() -> tuple[str, ...]:
+    """The rooms whose methods a plan names, in the order of the walk."""
+    return tuple(_CONTRACTS)
+
+
+def contract(room: str) -> type[Method]:
+    """The abstract class of a room.
+
+    Raises:
+        UnknownName: no such room.
+    """
+    if room not in _CONTRACTS:
+        raise UnknownName("room", room, _CONTRACTS)
+    return _CONTRACTS[room]
+
+
+def methods(room: str) -> dict[str, MethodInfo]:
+    """The methods of one room by name, in alphabetical order. Nothing is imported.
+
+    Raises:
+        UnknownName: no such room.
+        KvtailorError: a file of the room holds two methods, or two packages bring the same name.
+    """
+    found: dict[str, MethodInfo] = {}
+    for info in [*_own(room, contract(room).__name__), *_of_others(room)]:
+        if info.name in found:
+            other = found[info.name]
+            raise KvtailorError(
+                f"two methods are named {info.name!r} in {room}: {other.class_name} of {other.by} and "
+                f"{info.class_name} of {info.by}; rename or uninstall one of them"
+            )
+        found[info.name] = info
+    return dict(sorted(found.items()))
+
+
+def room_of(name: str) -> str:
+    """The room of a method.
+
+    Raises:
+        UnknownName: no room has it.
+        KvtailorError: two rooms have it.
+    """
+    return describe(name).room
+
+
+def describe(name: str) -> MethodInfo:
+    """What is known of a method before it is imported; raises as `room_of`."""
+    everywhere = {room: methods(room) for room in rooms()}
+    hits = [found[name] for found in everywhere.values() if name in found]
+    if not hits:
+        raise UnknownName("method", name, [*(n for found in everywhere.values() for n in found), *presets()])
+    if len(hits) > 1:
+        places = " and ".join(f"{info.room} (by {info.by})" for info in hits)
+        raise KvtailorError(f"the name {name!r} is a method of {places}; rename or uninstall one of them")
+    return hits[0]
+
+
+def load(room: str, name: str) -> type[Method]:
+    """The class of a method; imports its module and no other method.
+
+    Raises:
+        UnknownName: no such room, or no such method in it.
+        KvtailorError: it cannot be imported, or it does not keep the room's contract.
+    """
+    known = methods(room)
+    if name not in known:
+        raise UnknownName(f"method of {room}", name, known)
+    info = known[name]
+    try:
+        loaded = getattr(importlib.import_module(info.module), info.class_name)
+    except (ImportError, AttributeError) as error:
+        raise KvtailorError(f"{room} method {name!r} of {info.by} cannot be imported: {error}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, contract(room))):
+        raise KvtailorError(
+            f"{room} method {name!r} of {info.by} is {info.module}.{info.class_name}, which is not a "
+            f"{contract(room).__name__}: derive it from kvtailor.{room}.contract.{contract(room).__name__}"
+        )
+    return loaded
+
+
+def null(room: str) -> str | None:
+    """The method that a plan has in this room when it names none; None for `score`, where nothing is evicted then."""
+    contract(room)
+    return _NULL.get(room)
+
+
+def method_of(room: str, name: str | None) -> Method | None:
+    """A method with its defaults; None for the name None."""
+    return None if name is None else load(room, name)()
+
+
+def name_of(method: object) -> str:
+    """The name under which a plan writes this method; the class name of a class that no room lists."""
+    kind = type(method)
+    for room, base in _CONTRACTS.items():
+        if isinstance(method, base):
+            for info in methods(room).values():
+                if (info.module, info.class_name) == (kind.__module__, kind.__qualname__):
+                    return info.name
+    return kind.__qualname__
+
+
+@cache
+def presets() -> dict[str, Preset]:
+    """All presets by name, in alphabetical order."""
+    found = {}
+    for path in sorted((_HOME / "presets").glob("*.toml")):
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        about = table.pop("about", {})
+        found[path.stem] = Preset(
+            name=path.stem,
+            plan=table,
+            paper=about.get("paper", ""),
+            note=about.get("note", ""),
+            budget=about.get("budget", ""),
+        )
+    return found
+
+
+@cache
+def _own(room: str, base: str) -> tuple[MethodInfo, ...]:
+    """The methods that are files of the room's own folder and its sub-folders, from their syntax trees."""
+    found = []
+    for path in sorted((_HOME / room).rglob("*.py")):
+        if path.stem in ("__init__", "contract"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and _is_method(node, base)]
+        if not classes:
+            continue
+        if len(classes) > 1:
+            names = " and ".join(node.name for node in classes)
+            raise KvtailorError(f"{path} holds the methods {names}: one method is one file, give each its own")
+        text = ast.get_docstring(tree) or ""
+        found.append(
+            MethodInfo(
+                name=path.stem,
+                room=room,
+                module=".".join(["kvtailor", *path.relative_to(_HOME).with_suffix("").parts]),
+                class_name=classes[0].name,
+                summary=text.split("\n", 1)[0].strip(),
+                paper=_head(text, "Paper"),
+            )
+        )
+    return tuple(found)
+
+
+def _is_method(node: ast.ClassDef, base: str) -> bool:
+    """A public dataclass made from the contract."""
+    parents = {ast.unparse(parent).rsplit(".", 1)[-1] for parent in node.bases}
+    marks = {ast.unparse(mark.func if isinstance(mark, ast.Call) else mark) for mark in node.decorator_list}
+    return not node.name.startswith("_") and base in parents and bool(marks & {"dataclass", "dataclasses.dataclass"})
+
+
+def _head(text: str, head: str) -> str:
+    """What stands after a docstring head, up to the next head or empty line."""
+    hit = re.search(rf"^\*{head}\*[ :.]*(.*?)(?=^\*[A-Z]|^\s*$|\Z)", text, re.MULTILINE | re.DOTALL)
+    return " ".join(hit.group(1).split()) if hit else ""
+
+
+@cache
+def _of_others(room: str) -> tuple[MethodInfo, ...]:
+    """The methods that installed distributions register."""
+    found = []
+    for point in entry_points(group=f"kvtailor.{room}"):
+        module, _, class_name = point.value.partition(":")
+        found.append(
+            MethodInfo(
+                name=point.name,
+                room=room,
+                module=module.strip(),
+                class_name=class_name.strip(),
+                summary=str(point.dist.metadata.json.get("summary", "")) if point.dist is not None else "",
+                paper="",
+                by=point.dist.name if point.dist is not None else "another package",
+            )
+        )
+    return tuple(found)

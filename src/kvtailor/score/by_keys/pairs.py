@@ -1,0 +1,124 @@
+"""Pairs: how much it costs to merge a token with the one before it.
+
+*Idea*: of the tokens in time order, the pair of neighbours that received least attention is merged, again and again,
+until one is left. A token's score is the price of the pair in which it went into the token before it, so that whatever
+the budget is, the tokens that stay are those of which that many are left. It is made for the merger `asymkv`.
+
+*Paper*: cui2025asymkv, arXiv 2506.05410. The price of a pair is (A_i + A_j) (l_i + l_j) / exp(i / gamma), A the
+attention that a token received, l how many tokens are in it, i its place in the cache, gamma = 4096 / ln 512.
+
+*Source*: the paper and a description of its repository; nothing was taken.
+
+*Departs*: the paper merges the cheapest pairs of a cache at once, one choice for all heads of a layer, after each chunk
+of 512 tokens. Here each kv head has its own, the merged pair goes on as one token with the sum of both attentions, and
+all that a walk finds is scored at once; so the place in the cache is scaled down where more tokens than the paper's
+cache of 2,592 are held. Attention is that of the newest `window` queries, added up over the group. Prices only grow as
+pairs merge, so all pairs that are cheaper than both of their neighbours can merge at once and give the same tree; after
+64 such rounds the pairs that are left are scored as they are.
+
+*Cost*: the last `window` queries; time and scratch O(g * window * n), one kv head at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.attention.observed import observed_queries, window_attention
+from kvtailor.score.contract import Scorer
+from kvtailor.types import Held, Needs
+
+__all__ = ["Pairs"]
+
+_GAMMA = 4096 / math.log(512)
+_CACHE = 2592
+_ROUNDS = 64
+# Above every price: of tokens that go into nothing.
+_LAST = 1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Scorer):
+    """Prices of merging neighbours, as logarithms.
+
+    Attributes:
+        window: newest queries whose attention counts, and newest tokens that always stay.
+        sinks: a row's first tokens, which merge last.
+    """
+
+    window: int = 32
+    sinks: int = 32
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"pairs: window must be at least 1 query, found {self.window}")
+        if self.sinks < 0:
+            raise ValueError(f"pairs: sinks must not be negative, found {self.sinks}; the paper uses 32")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.window)
+
+    @property
+    def recents(self) -> int:
+        return self.window
+
+    def score(self, held: Held) -> Tensor:
+        """(b, h, n) float32 logarithm of the price at which each token goes into the one before it.
+
+        Raises:
+            ValueError: no queries were gathered.
+        """
+        observed_queries(held, "pairs scores by", self.window)
+        scores = torch.full(held.positions.shape, _LAST, dtype=torch.float32, device=held.keys.device)
+        for row in range(scores.shape[0]):
+            for head in range(scores.shape[1]):
+                there = held.valid[row, head].nonzero()[:, 0]
+                given, older = window_attention(held, row, head)
+                first = held.positions[row, head][there] < held.first[row] + self.sinks
+                free = older & ~first
+                if int(free.sum()) < 2:
+                    continue
+                weights = None if held.log_weight is None else held.log_weight[row, head][there][free].exp()
+                place = free.nonzero()[:, 0] / _GAMMA * min(1.0, _CACHE / there.shape[0])
+                received = given.sum((0, 1))[free]
+                scores[row, head, there[free]] = _prices(received, weights, place)
+        return scores
+
+    def flops(self, *, tokens: int, group: int, size: int) -> int:
+        """g w n (2 d + 6) for the attention and its sum, and 8 for each price of a pair, 3 for each token in all."""
+        return group * min(self.window, tokens) * tokens * (2 * size + 6) + 24 * tokens
+
+
+def _prices(received: Tensor, weights: Tensor | None, place: Tensor) -> Tensor:
+    """(n,) float32: the logarithm of the price at which each token goes into the one before it; the first goes last."""
+    attention = received.double()
+    counts = torch.ones_like(attention) if weights is None else weights.double()
+    prices = torch.full_like(received, _LAST)
+    left = torch.arange(received.shape[0], device=received.device)
+    place = place.double()
+    for _ in range(_ROUNDS):
+        price = _of_pairs(attention, counts, place)
+        if not price.numel():
+            return prices
+        lower = torch.ones_like(price, dtype=torch.bool)
+        lower[1:] &= price[1:] < price[:-1]
+        lower[:-1] &= price[:-1] <= price[1:]
+        at = lower.nonzero()[:, 0]
+        prices[left[at + 1]] = price[at].float()
+        attention[at] += attention[at + 1]
+        counts[at] += counts[at + 1]
+        stays = torch.ones_like(left, dtype=torch.bool)
+        stays[at + 1] = False
+        attention, counts, place, left = attention[stays], counts[stays], place[stays], left[stays]
+    prices[left[1:]] = _of_pairs(attention, counts, place).float()
+    return prices
+
+
+def _of_pairs(attention: Tensor, counts: Tensor, place: Tensor) -> Tensor:
+    """(n - 1,) the logarithm of each pair's price."""
+    both = (attention[:-1] + attention[1:]).clamp_min(1e-30)
+    return both.log() + (counts[:-1] + counts[1:]).log() - place[:-1]

@@ -1,0 +1,231 @@
+"""Shelves that keep segments on another tier, whatever that tier is: what travels when, and what stays.
+
+A *unit* is a layer, or the layers that are encoded together. A *bundle* is what a unit puts away at one time: it goes
+to the tier at most once, when it first leaves the device, and never changes. While a unit is read its bundles are on
+the device; when the next one is read, or nobody reads, those leave that the residency does not let stay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+from kvtailor.errors import TierError
+from kvtailor.ledger import Entry, storage_bytes
+from kvtailor.store.contract import Placed, Restore, Shelves, Traffic
+from kvtailor.store.offload.bundle import Arrival, Bundle, OnDevice, Shelved, Tier
+from kvtailor.store.offload.residency import Residency
+from kvtailor.types import Segment
+
+__all__ = ["TieredShelves"]
+
+
+class TieredShelves(Shelves):
+    """See the module.
+
+    Args:
+        tier: where bundles go.
+        groups: see `Placement.open`.
+        on_device: layers from the first on that never leave the device.
+        residency: of the units that do.
+        most: bytes that the tier may hold; None: as many as it can.
+    """
+
+    def __init__(
+        self, tier: Tier, groups: Sequence[Sequence[int]], on_device: int, residency: Residency, most: int | None
+    ):
+        self.tier, self.residency, self.most = tier, residency, most
+        self._unit_of = {
+            layer: unit for unit, layers in enumerate(groups) for layer in layers if layers[-1] >= on_device
+        }
+        self._lowest = {unit: layers[0] for unit, layers in enumerate(groups)}
+        self._units = sorted(set(self._unit_of.values()))
+        self._traffic = Traffic()
+        self.reset()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TieredShelves:
+        other = object.__new__(type(self))
+        other.__dict__ = dict(self.__dict__)
+        other.residency, other._ahead = deepcopy(self.residency), None
+        other._held = {unit: list(bundles) for unit, bundles in self._held.items()}
+        other._kept = {unit: list(bundles) for unit, bundles in self._kept.items()}
+        other._here = {unit: dict(bundles) for unit, bundles in self._here.items()}
+        return other
+
+    def reset(self) -> None:
+        self._held: dict[int, list[Bundle]] = {}
+        self._kept: dict[int, list[Bundle]] = {}
+        self._here: dict[int, dict[Bundle, OnDevice]] = {}
+        self._open: int | None = None
+        self._ahead: tuple[int, list[Bundle], Arrival] | None = None
+        self.residency.forget()
+
+    def get(self, layer: int, segments: Sequence[Segment], restore: Restore) -> list[Segment]:
+        asked = [segment for segment in segments if isinstance(segment, Shelved)]
+        if not asked:
+            return list(segments)
+        unit = self._unit_of[layer]
+        here = self._brought(unit, list(dict.fromkeys(segment.bundle for segment in asked)))
+        return [here[s.bundle].segment(s, restore) if isinstance(s, Shelved) else s for s in segments]
+
+    def put(self, layers: Sequence[int], held: Sequence[list[Segment]]) -> list[list[Segment]]:
+        unit = self._unit_of.get(layers[0])
+        if unit is None:
+            return list(held)
+        bundles = list(dict.fromkeys(s.bundle for own in held for s in own if isinstance(s, Shelved)))
+        fresh = [segment for own in held for segment in own if not isinstance(segment, Placed)]
+        kept: list[list[Segment]] = list(held)
+        if fresh:
+            bundle = Bundle(fresh)
+            bundles.append(bundle)
+            self._here.setdefault(unit, {})[bundle] = OnDevice(dict(enumerate(fresh)))
+            layouts = [id(segment.layout) for segment in fresh]
+            shelved = (
+                Shelved(segment, bundle, place, first=layouts.index(id(segment.layout)) == place)
+                for place, segment in enumerate(fresh)
+            )
+            kept = [[s if isinstance(s, Placed) else next(shelved) for s in own] for own in held]
+        self._held[unit] = bundles
+        if self._open != unit:
+            # Put away again as it was: nobody has used it, and a recency that counted this would be none.
+            self._settle(unit if fresh else None)
+        return kept
+
+    def keep(self, layer: int, segments: Sequence[Segment]) -> None:
+        unit = self._unit_of.get(layer)
+        if unit is None:
+            return
+        self._kept[unit] = list(dict.fromkeys(s.bundle for s in segments if isinstance(s, Shelved)))
+        if not segments and self._open is None:
+            self._settle(None)
+
+    def prefetch(self, layer: int) -> None:
+        after = [unit for unit in self._units if self._lowest[unit] > layer]
+        for unit in after + [unit for unit in self._units if unit not in after]:
+            absent = [] if unit == self._open else self._absent(unit, self._held.get(unit, []))
+            if absent:
+                if self._ahead is None or self._ahead[0] != unit:
+                    self._ahead = unit, absent, self._fetch(absent)
+                return
+
+    def rest(self) -> None:
+        unit, self._open = self._open, None
+        if unit is not None:
+            self._settle(unit)
+            if unit == self._units[-1]:
+                self.tier.rest()
+
+    def entries(self, layer: int) -> list[Entry]:
+        unit = self._unit_of.get(layer)
+        if unit is None or layer != self._lowest[unit]:
+            return []
+        found = []
+        for bundle in self._bundles(unit):
+            here = self._here.get(unit, {}).get(bundle)
+            if bundle.stored is not None:
+                tensors, size = bundle.stored.entry()
+                form = bundle.form + bundle.stored.overhead
+                found.append(
+                    Entry(
+                        layer=layer, room="encode", tier=self.tier.name, tensors=tensors, stored=size, closed_form=form
+                    )
+                )
+            if here is not None:
+                room, form = "encode" if bundle.stored is None else "store", bundle.form + here.padding
+                found.append(Entry(layer=layer, room=room, tensors=here.tensors(), closed_form=form))
+        if self._ahead is not None and self._ahead[0] == unit:
+            _, bundles, arrival = self._ahead
+            runs = {str(i): run for i, run in enumerate(arrival.result())}
+            form = sum(bundle.stored_size for bundle in bundles)
+            found.append(Entry(layer=layer, room="store", tensors=runs, closed_form=form))
+        return found
+
+    def device_bytes(self) -> int:
+        total = sum(storage_bytes(here.tensors().values()) for unit in self._here.values() for here in unit.values())
+        coming = [] if self._ahead is None else self._ahead[1]
+        return total + sum(bundle.stored_size for bundle in coming)
+
+    def stays(self, sizes: Sequence[int]) -> frozenset[int]:
+        always = frozenset(range(len(sizes))) - frozenset(self._units)
+        return always | self.residency.settled({unit: sizes[unit] for unit in self._units})
+
+    def traffic(self) -> Traffic:
+        return self._traffic
+
+    def _bundles(self, unit: int) -> list[Bundle]:
+        """What a unit holds, and what it may be asked for again."""
+        return list(dict.fromkeys([*self._held.get(unit, []), *self._kept.get(unit, [])]))
+
+    def _absent(self, unit: int, bundles: Sequence[Bundle]) -> list[Bundle]:
+        here = self._here.get(unit, {})
+        return [bundle for bundle in bundles if bundle not in here]
+
+    def _brought(self, unit: int, bundles: Sequence[Bundle]) -> Mapping[Bundle, OnDevice]:
+        """The bundles of a unit on the device, as it is read now."""
+        looking = self._open != unit
+        if looking:
+            self.rest()
+            self._open = unit
+        absent = self._absent(unit, bundles)
+        if absent:
+            began = time.perf_counter()
+            self._take_ahead(unit, absent)
+            late = self._absent(unit, absent)
+            if late:
+                self._arrive(unit, late, self._fetch(late))
+            self._count(misses=int(looking), seconds_waited=time.perf_counter() - began)
+        else:
+            self._count(hits=int(looking))
+        return self._here[unit]
+
+    def _take_ahead(self, unit: int, wanted: Sequence[Bundle]) -> None:
+        if self._ahead is not None and self._ahead[0] == unit:
+            (_, bundles, arrival), self._ahead = self._ahead, None
+            self._arrive(unit, bundles, arrival, wanted)
+
+    def _arrive(
+        self, unit: int, bundles: Sequence[Bundle], arrival: Arrival, wanted: Sequence[Bundle] | None = None
+    ) -> None:
+        here = self._here.setdefault(unit, {})
+        for bundle, run in zip(bundles, arrival.result(), strict=True):
+            assert bundle.stored is not None
+            if wanted is None or bundle in wanted:
+                here[bundle] = OnDevice({}, run.to(bundle.device), bundle.stored.packing)
+
+    def _fetch(self, bundles: Sequence[Bundle]) -> Arrival:
+        self._count(bytes_read=sum(bundle.stored_size for bundle in bundles))
+        return self.tier.fetch([bundle.stored for bundle in bundles if bundle.stored is not None])
+
+    def _settle(self, unit: int | None) -> None:
+        """Lets leave what does not stay now that a unit was used; None: none was."""
+        if unit is not None:
+            sizes = {each: sum(bundle.form for bundle in self._bundles(each)) for each in self._held}
+            self.residency.used(unit, sizes)
+        for each in list(self._here):
+            held, stays = self._bundles(each), each in self.residency.staying
+            for bundle, here in list(self._here[each].items()):
+                if bundle not in held:
+                    del self._here[each][bundle]
+                elif not stays and each != self._open:
+                    self._store(bundle, here)
+                    del self._here[each][bundle]
+
+    def _store(self, bundle: Bundle, here: OnDevice) -> None:
+        if bundle.stored is not None:
+            return
+        there = [b for unit in self._held for b in self._bundles(unit) if b.stored is not None]
+        taken = sum(b.form for b in there)
+        if self.most is not None and taken + bundle.form > self.most:
+            raise TierError(
+                f"{self.tier.name}: {bundle.form} bytes more would make {taken + bundle.form} there, and the plan "
+                f"allows {self.tier.name}_bytes={self.most}; allow more, or hold less"
+            )
+        about = [{"codec": codec, "fields": fields} for codec, fields in bundle.described]
+        bundle.stored = self.tier.store(here.tensors(), about)
+        self._count(bytes_written=bundle.form)
+
+    def _count(self, **more: float) -> None:
+        now = self._traffic.as_dict()
+        self._traffic = replace(self._traffic, **{name: now[name] + each for name, each in more.items()})  # type: ignore[arg-type]

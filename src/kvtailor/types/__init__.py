@@ -1,0 +1,26 @@
+"""The types that every stage shares: lanes, segments, the evidence that a method may see, and what a query may see.
+
+Shape letters, used everywhere and nowhere else:
+`b` batch rows, `l` layers, `q` query heads, `h` kv heads, `g = q / h`, `t` new tokens, `n` held tokens,
+`k` kept tokens, `d` head size, `m` lanes, `s` slots of a lane. What a lane is stands in `types.lanes`.
+"""
+
+from kvtailor.types.evidence import Held, Moments, Needs, Repetition, Rotation
+from kvtailor.types.lanes import Layout
+from kvtailor.types.segment_view import Lift, Reading
+from kvtailor.types.segments import PlainSegment, Segment
+from kvtailor.types.visibility import Visibility
+
+__all__ = [
+    "Held",
+    "Layout",
+    "Lift",
+    "Moments",
+    "Needs",
+    "PlainSegment",
+    "Reading",
+    "Repetition",
+    "Rotation",
+    "Segment",
+    "Visibility",
+]

@@ -1,0 +1,279 @@
+"""What one layer's methods see of it when the walk comes: what it holds, and the evidence that they declared.
+
+Shape letters are those of `types`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["Evidence", "Held", "Moments", "Needs", "Repetition", "Rotation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """How the model repeats its context, for a scorer that asks what a repetition looks at.
+
+    Attributes:
+        chunk: at most so many tokens of a row are repeated in one pass.
+        lead: tokens before a piece of the context that introduce it.
+        sinks: a row's first tokens, with which the tokens of every piece share the attention.
+    """
+
+    chunk: int
+    lead: int
+    sinks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The evidence that a scorer, an allocator or an attention declares; nothing else is gathered for it.
+
+    Attributes:
+        window: the last `window` post-RoPE queries (0: none).
+        mass: the attention mass that each held token received from all causal queries so far, summed over the
+            group's query heads, kept running through decode.
+        rows: at most so many queries spread evenly over all real tokens of a row (0: none).
+        moments: mean and covariance of all real queries before their rotation.
+        moments_skip: the first tokens of each row that the moments leave out.
+        previous: what the scorer itself said of each token at the walk before.
+        reconstruction: how the model is to repeat the whole context, for the most attention that each token receives
+            meanwhile; None: not needed.
+        output: the layer's own output projection.
+        rotation: the model's rotary embedding.
+    """
+
+    window: int = 0
+    mass: bool = False
+    rows: int = 0
+    moments: bool = False
+    moments_skip: int = 0
+    previous: bool = False
+    reconstruction: Repetition | None = None
+    output: bool = False
+    rotation: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(
+            window=max(self.window, other.window),
+            mass=self.mass or other.mass,
+            rows=max(self.rows, other.rows),
+            moments=self.moments or other.moments,
+            moments_skip=max(self.moments_skip, other.moments_skip),
+            previous=self.previous or other.previous,
+            reconstruction=self.reconstruction or other.reconstruction,
+            output=self.output or other.output,
+            rotation=self.rotation or other.rotation,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rotation:
+    """A model's rotary embedding on one layer: plane i of a state at position p is turned by p * frequencies[i].
+
+    Attributes:
+        frequencies: (r / 2,) float32 radians per position. The first r channels of a state are turned, the rest not.
+        interleaved: plane i is the channels 2i and 2i + 1; else i and i + r / 2.
+    """
+
+    frequencies: Tensor
+    interleaved: bool = False
+
+    @property
+    def size(self) -> int:
+        """r, channels that are turned."""
+        return 2 * int(self.frequencies.shape[0])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Moments:
+    """Mean and covariance of queries as they were before their rotation.
+
+    A query of column c is turned back by c positions. Where a row's positions do not count from its column 0 (left
+    padding), all of its moments are turned by the same angle, and so are the keys that they will meet.
+
+    Attributes:
+        count: (b,) float32 queries.
+        mean: (b, q, d) float32; zeros where there is no query.
+        spread: (b, q, d, d) float32 sum of the outer products of the deviations from the mean.
+    """
+
+    count: Tensor
+    mean: Tensor
+    spread: Tensor
+
+    def covariance(self) -> Tensor:
+        """(b, q, d, d) float32: the spread over the count; zeros where there is no query."""
+        return self.spread / self.count.clamp(min=1)[:, None, None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one layer remembers for its methods.
+
+    Attributes:
+        queries: (b, q, w, d) the newest post-RoPE queries, at most the needed window; None if none are needed.
+        columns: (w,) int64 their columns.
+        mass: for each stored part, in time order, (m, s) float32 attention mass received so far.
+        sampled: (b, q, m, d) post-RoPE queries spread over each row; None if none are needed.
+        sampled_columns: (b, m) int64 their columns, -1 for filler.
+        moments_count, moments_mean, moments_spread: see `Moments`.
+    """
+
+    queries: Tensor | None = None
+    columns: Tensor | None = None
+    mass: tuple[Tensor, ...] = field(default=())
+    sampled: Tensor | None = None
+    sampled_columns: Tensor | None = None
+    moments_count: Tensor | None = None
+    moments_mean: Tensor | None = None
+    moments_spread: Tensor | None = None
+
+    @property
+    def moments(self) -> Moments | None:
+        """What the three tensors say together."""
+        if self.moments_count is None or self.moments_mean is None or self.moments_spread is None:
+            return None
+        return Moments(count=self.moments_count, mean=self.moments_mean, spread=self.moments_spread)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that the evidence keeps alive, by name."""
+        named = {f"mass.{i}": part for i, part in enumerate(self.mass)}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Tensor):
+                named[each.name] = value
+        return named
+
+    @classmethod
+    def from_tensors(cls, named: Mapping[str, Tensor]) -> Evidence:
+        """The evidence that `tensors()` listed."""
+        mass = tuple(named[f"mass.{i}"] for i in range(sum(name.startswith("mass.") for name in named)))
+        return cls(mass=mass, **{name: tensor for name, tensor in named.items() if not name.startswith("mass.")})
+
+    def select_rows(self, index: Tensor, mass: Sequence[Tensor]) -> Evidence:
+        """The evidence of a batch made of the rows `index` (k,); `mass` was picked lane by lane by the caller."""
+        picked = {
+            name: tensor.index_select(0, index.to(tensor.device))
+            for name, tensor in self.tensors().items()
+            if name != "columns" and not name.startswith("mass.")
+        }
+        return replace(self, mass=tuple(mass), **picked)
+
+    def without_queries(self) -> Evidence:
+        """The evidence once no later walk will ask for its queries."""
+        return Evidence(mass=self.mass)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one layer holds at the moment of scoring, as padded rows: a view that lives no longer than the walk.
+
+    Attributes:
+        keys: (b, h, n, d) post-RoPE keys. Slots with `valid` False hold finite filler.
+        values: (b, h, n, dv).
+        positions: (b, h, n) int64 columns, ascending among the valid slots of each row and head.
+        valid: (b, h, n) bool. False for filler and for padding.
+        first: (b,) int64 column of each row's first real token (its count of left padding).
+        seen: tokens seen so far, padding included; the newest token's column is seen - 1.
+        layer: which of the plan's layers this is, 0-based among those that the plan compresses.
+        layers: how many layers the plan compresses.
+        scaling: the model's own factor before the softmax.
+        budget: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average over heads and layers; None
+            where nobody asked for one.
+        queries: (b, q, w, d) the newest w <= needs.window post-RoPE queries; None if not needed.
+        query_columns: (w,) int64 their columns; None with `queries`.
+        mass: (b, h, n) float32, see `Needs.mass`; None if not needed.
+        sampled: (b, q, m, d) post-RoPE queries spread over each row, in time order; None if not needed.
+        sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
+        moments: see `Needs.moments`; None if not needed.
+        previous: (b, h, n) float32, NaN for tokens that were not there at the walk before; None if not needed.
+        reconstruction: (b, h, n) float32, see `Needs.reconstruction`, -1 for what came after the context; None if not
+            needed.
+        output: (q, dv, D) the part of the output projection that each query head's values go through; None if not
+            needed.
+        rotation: None if not needed.
+        calibration: this layer's tensors of the file that the scorer was calibrated with; None where it has none.
+        log_weight: (b, h, n) float32 logarithm of how many tokens each stands for in the softmax, from earlier merges;
+            None where each stands for itself.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    valid: Tensor
+    first: Tensor
+    seen: int
+    layer: int
+    layers: int
+    scaling: float
+    budget: Tensor | None = None
+    queries: Tensor | None = None
+    query_columns: Tensor | None = None
+    mass: Tensor | None = None
+    sampled: Tensor | None = None
+    sampled_columns: Tensor | None = None
+    moments: Moments | None = None
+    previous: Tensor | None = None
+    reconstruction: Tensor | None = None
+    output: Tensor | None = None
+    rotation: Rotation | None = None
+    calibration: Mapping[str, Tensor] | None = None
+    log_weight: Tensor | None = None
+
+    def counts(self) -> Tensor:
+        """(b, h) int64: valid tokens of each row and kv head."""
+        return self.valid.sum(-1)
+
+    def within(self, needs: Needs) -> Held:
+        """The same with no more queries than one method declared, where others of its plan declared more."""
+        held = self
+        if held.queries is not None and held.query_columns is not None and held.query_columns.shape[0] > needs.window:
+            first = held.query_columns.shape[0] - needs.window
+            queries, columns = held.queries[:, :, first:], held.query_columns[first:]
+            held = replace(
+                held, queries=queries if needs.window else None, query_columns=columns if needs.window else None
+            )
+        if held.sampled_columns is not None and held.sampled_columns.shape[1] > needs.rows:
+            held = _sampled_within(held, needs.rows)
+        return held
+
+    def recent(self, count: int | Tensor) -> Tensor:
+        """(b, h, n) bool: tokens among the newest `count` columns seen; (b, 1, 1) int64 where rows differ."""
+        return self.valid & (self.positions >= self.seen - count)
+
+    def looked_back(self, positions: Tensor, values: Tensor) -> Tensor:
+        """(b, h, n) float32: for each held token what `values` (b, h, k) says at its column; NaN where it does not.
+
+        Args:
+            positions: (b, h, k) columns, ascending.
+            values: (b, h, k) float32.
+        """
+        wanted = self.positions.to(positions.dtype)
+        at = torch.searchsorted(positions.contiguous(), wanted.contiguous()).clamp(max=max(positions.shape[-1] - 1, 0))
+        if not positions.shape[-1]:
+            return values.new_full(wanted.shape, float("nan"))
+        found = positions.gather(-1, at) == wanted
+        return values.gather(-1, at).masked_fill(~(found & self.valid), float("nan"))
+
+
+def _sampled_within(held: Held, rows: int) -> Held:
+    """At most `rows` sampled queries of each row: those that a sample of so many would hold, as strides double."""
+    assert held.sampled is not None and held.sampled_columns is not None
+    if not rows:
+        return replace(held, sampled=None, sampled_columns=None)
+    sampled, columns = held.sampled[:, :, :rows].clone(), held.sampled_columns[:, :rows].clone()
+    for row, count in enumerate((held.sampled_columns >= 0).sum(-1).tolist()):
+        stride = 1
+        while -(-count // stride) > rows:
+            stride *= 2
+        kept = -(-count // stride)
+        sampled[row, :, :kept] = held.sampled[row, :, :count:stride]
+        columns[row, :kept] = held.sampled_columns[row, :count:stride]
+        sampled[row, :, kept:], columns[row, kept:] = 0.0, -1
+    return replace(held, sampled=sampled, sampled_columns=columns)

@@ -1,0 +1,115 @@
+"""Lanes: which token sits in which slot.
+
+A *lane* is a run of `s` slots that belong to one (row, kv head). A uniform cache is `m = b * h` lanes, one for each
+(row, head), in that order. A ragged cache, in which each (row, head) holds its own number of tokens, is cut into
+lanes of equal size (pages), and `owner` says to which `row * h + head` each lane belongs. Everything that is stored,
+encoded and attended is lanes, so no stage knows whether a cache is ragged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which token sits in which slot.
+
+    Attributes:
+        rows: b, batch rows.
+        heads: h, kv heads.
+        size: s, slots of each lane.
+        start: column of slot 0 where every lane holds the columns start, start + 1, ...; None where `positions` says.
+        positions: (m, s) int32 column of each slot, counted from 0 with padding included; None with `start`.
+            Columns grow along a lane, and along the lanes of one owner.
+        owner: (m,) int64 row * heads + head of each lane, ascending; None where lane i belongs to owner i.
+        lengths: (m,) int32 filled slots of each lane, the rest is filler; None where all are filled.
+    """
+
+    rows: int
+    heads: int
+    size: int
+    start: int | None = None
+    positions: Tensor | None = None
+    owner: Tensor | None = None
+    lengths: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.start is None) == (self.positions is None):
+            raise ValueError("a layout has either a start column or a position for each slot, and exactly one of them")
+
+    @property
+    def lanes(self) -> int:
+        """m, the number of lanes."""
+        return self.rows * self.heads if self.owner is None else int(self.owner.shape[0])
+
+    def columns(self, device: torch.device) -> Tensor:
+        """(m, s) int64 column of each slot; (1, s) where all lanes hold the same columns."""
+        if self.positions is not None:
+            return self.positions.to(device=device, dtype=torch.int64)
+        assert self.start is not None
+        return torch.arange(self.start, self.start + self.size, device=device)[None]
+
+    def owners(self, device: torch.device) -> Tensor:
+        """(m,) int64 row * heads + head of each lane."""
+        if self.owner is None:
+            return torch.arange(self.rows * self.heads, device=device)
+        return self.owner.to(device)
+
+    def filled(self, device: torch.device) -> Tensor | None:
+        """(m, s) bool: a token sits in this slot; None where every slot is filled."""
+        if self.lengths is None:
+            return None
+        return torch.arange(self.size, device=device)[None] < self.lengths.to(device)[:, None]
+
+    def counts(self) -> Tensor:
+        """(b, h) int64 on the CPU: tokens held by each row and kv head."""
+        if self.owner is None and self.lengths is None:
+            return torch.full((self.rows, self.heads), self.size, dtype=torch.int64)
+        each = torch.full((self.lanes,), self.size) if self.lengths is None else self.lengths.cpu().to(torch.int64)
+        total = torch.zeros(self.rows * self.heads, dtype=torch.int64)
+        return total.index_add_(0, self.owners(torch.device("cpu")), each).view(self.rows, self.heads)
+
+    def lanes_of_rows(self, index: Tensor) -> tuple[Tensor, Layout]:
+        """The lanes, and the layout, of a batch made of the rows `index` (k,) of this one, in that order."""
+        if self.owner is None:
+            lanes = (index[:, None] * self.heads + torch.arange(self.heads, device=index.device)).flatten()
+            owner = None
+        else:
+            row_of = torch.div(self.owner, self.heads, rounding_mode="floor").to(index.device)
+            picked = [torch.nonzero(row_of == row).flatten() for row in index.tolist()]
+            lanes = torch.cat(picked) if picked else index.new_empty(0)
+            head_of = (self.owner % self.heads).to(index.device)[lanes]
+            new_row = torch.repeat_interleave(
+                torch.arange(len(picked), device=index.device),
+                torch.tensor([p.shape[0] for p in picked], device=index.device),
+            )
+            owner = new_row * self.heads + head_of
+        take = lambda x: None if x is None else x.index_select(0, lanes.to(x.device))  # noqa: E731
+        layout = replace(
+            self,
+            rows=int(index.shape[0]),
+            owner=owner,
+            positions=take(self.positions),
+            lengths=take(self.lengths),
+        )
+        return lanes, layout
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the layout itself costs in memory, by name."""
+        named = {"positions": self.positions, "owner": self.owner, "lengths": self.lengths}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def closed_form_bytes(self) -> int:
+        """Bytes of the layout's own tensors, from the numbers of lanes and slots alone."""
+        slots = 4 * self.lanes * self.size if self.positions is not None else 0
+        return (
+            slots
+            + (8 * self.lanes if self.owner is not None else 0)
+            + (4 * self.lanes if self.lengths is not None else 0)
+        )

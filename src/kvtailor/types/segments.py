@@ -1,0 +1,100 @@
+"""Segments: keys and values of some lanes in one encoding. They are immutable: new tokens make new segments."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvtailor.types.lanes import Layout
+from kvtailor.types.segment_view import Reading
+
+__all__ = ["PlainSegment", "Segment"]
+
+
+class Segment(ABC):
+    """Keys and values of some lanes in one encoding. Immutable: new tokens make new segments.
+
+    A codec's segment is a frozen dataclass with a `layout` field. Its name in a saved cache is `codec`.
+    """
+
+    layout: Layout
+    codec: str
+
+    @abstractmethod
+    def decode(self) -> tuple[Tensor, Tensor]:
+        """Keys (m, s, d) and values (m, s, dv) in the cache's dtype. Filler slots hold finite numbers."""
+
+    def reading(self) -> Reading:
+        """What attention reads: the same keys, and values that say the same once they are lifted."""
+        keys, values = self.decode()
+        return Reading(keys=keys, values=values)
+
+    @abstractmethod
+    def rows(self, index: Tensor) -> Segment:
+        """The same segment for a batch made of rows `index` (k,) int64 (beam search, repeated or chosen rows)."""
+
+    @abstractmethod
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Segment:
+        """A segment of some of this one's tokens, moved but never encoded again.
+
+        Args:
+            lane: (m', s') int64 lane of this segment from which each new slot is filled.
+            slot: (m', s') int64 slot of that lane. Filler slots of `layout` repeat some filled one.
+            layout: the new layout, m' lanes of s' slots.
+        """
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that this segment keeps alive, by name (the layout's included)."""
+
+    @abstractmethod
+    def closed_form_bytes(self) -> int:
+        """The bytes that `tensors()` must occupy, from counts and element sizes alone.
+
+        What it shares with a segment of a lower layer is counted there alone.
+        """
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """JSON-able fields and tensors from which `Codec.restore` makes this segment again (the layout left out)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainSegment(Segment):
+    """Keys (m, s, d) and values (m, s, dv) as the model made them."""
+
+    layout: Layout
+    keys: Tensor
+    values: Tensor
+    codec = "plain"
+
+    def decode(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def rows(self, index: Tensor) -> PlainSegment:
+        lanes, layout = self.layout.lanes_of_rows(index)
+        lanes = lanes.to(self.keys.device)
+        return PlainSegment(
+            layout=layout, keys=self.keys.index_select(0, lanes), values=self.values.index_select(0, lanes)
+        )
+
+    def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> PlainSegment:
+        return PlainSegment(layout=layout, keys=self.keys[lane, slot], values=self.values[lane, slot])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"keys": self.keys, "values": self.values, **self.layout.tensors()}
+
+    def closed_form_bytes(self) -> int:
+        width = self.keys.shape[-1] + self.values.shape[-1]
+        return self.layout.lanes * self.layout.size * width * self.keys.element_size() + self.layout.closed_form_bytes()
+
+    def state(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        return {}, {"keys": self.keys, "values": self.values}
+
+    @classmethod
+    def from_state(cls, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> PlainSegment:
+        """The segment that `state()` described."""
+        return cls(layout=layout, keys=tensors["keys"], values=tensors["values"])

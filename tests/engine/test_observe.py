@@ -1,0 +1,125 @@
+"""Evidence gathered in pieces is the evidence gathered at once, and mass is what eager attention says it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.seam.zoo import build, prompts
+
+import kvtailor
+from kvtailor.engine.observe import observe
+from kvtailor.ops.lanes.rotate import turn
+from kvtailor.types import Held, Needs, Rotation
+from kvtailor.types.evidence import Evidence
+
+
+@pytest.mark.parametrize("pieces", [(63,), (16, 16, 16, 15), (40, 1, 1, 21), (1,) * 63])
+@pytest.mark.parametrize("window", [1, 8, 20])
+def test_a_window_in_pieces(pieces: tuple[int, ...], window: int) -> None:
+    query = torch.randn(3, 5, 63, 8)
+    evidence, first = Evidence(), 0
+    for piece in query.split(pieces, 2):
+        evidence = observe(Needs(window=window), evidence, piece, first, None)
+        first += piece.shape[2]
+    assert torch.equal(evidence.queries, query[:, :, -window:])
+    assert evidence.columns.tolist() == list(range(63 - window, 63))
+    assert evidence.queries.untyped_storage().nbytes() == evidence.queries.numel() * 4, "a view would keep all queries"
+
+
+def test_the_old_evidence_is_left_alone() -> None:
+    old = observe(Needs(mass=True), Evidence(), torch.zeros(1, 1, 2, 4), 0, [torch.ones(1, 2)])
+    new = observe(Needs(mass=True), old, torch.zeros(1, 1, 1, 4), 2, [torch.full((1, 3), 2.0)])
+    assert old.mass[0].tolist() == [[1.0, 1.0]]
+    assert new.mass[0].tolist() == [[3.0, 3.0, 2.0]]
+
+
+def test_mass_that_nobody_gave_is_an_error() -> None:
+    with pytest.raises(ValueError, match="mass"):
+        observe(Needs(mass=True), Evidence(), torch.zeros(1, 1, 1, 4), 0, None)
+
+
+@pytest.mark.parametrize("chunk", [60, 16, 1])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@torch.no_grad()
+def test_mass_is_the_column_sum_of_eager_attention(family: str, chunk: int) -> None:
+    """Prompt in chunks, then decoded tokens; a padded row; summed over the group's query heads."""
+    model, eager = build(family), build(family, attention="eager")
+    ids, mask = prompts((60, 47))
+    cache = kvtailor.cache_for(model, "h2o(recent=4) @ tokens=500")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    pieces = [*ids[:, :52].split(chunk, 1), *ids[:, 52:].split(1, 1)]
+    seen = 0
+    for piece in pieces:
+        end = seen + piece.shape[1]
+        model(piece, attention_mask=mask[:, :end], position_ids=positions[:, seen:end], past_key_values=cache)
+        seen = end
+    attentions = eager(ids, attention_mask=mask, position_ids=positions, output_attentions=True).attentions
+    for state, attention in zip(cache.route.states, attentions, strict=True):
+        real = attention * mask[:, None, :, None]
+        expected = real.unflatten(1, (state.heads, -1)).sum((2, 3))
+        found = torch.cat([part.view(2, state.heads, -1) for part in state.evidence.mass], -1)
+        columns = mask[:, None].expand_as(expected).bool()
+        assert torch.allclose(found[columns], expected[columns], atol=1e-4)
+
+
+def naive_sample(query: torch.Tensor, columns: list[int], most: int) -> list[int]:
+    """Columns of a row's real queries, thinned by halving until at most `most` are left."""
+    ages = list(range(len(columns)))
+    stride = 1
+    while len([age for age in ages if age % stride == 0]) > most:
+        stride *= 2
+    return [column for age, column in zip(ages, columns, strict=True) if age % stride == 0]
+
+
+@pytest.mark.parametrize("pieces", [(63,), (16, 16, 16, 15), (40, 1, 1, 21), (1,) * 63])
+@pytest.mark.parametrize("most", [1, 7, 16, 100])
+def test_a_sample_in_pieces_with_padding(pieces: tuple[int, ...], most: int) -> None:
+    query, pads = torch.randn(3, 5, 63, 8), (0, 13, 60)
+    real = torch.arange(63) >= torch.tensor(pads)[:, None]
+    evidence, first = Evidence(), 0
+    for piece in query.split(pieces, 2):
+        first += piece.shape[2]
+        evidence = observe(Needs(rows=most), evidence, piece, first - piece.shape[2], None, real=real[:, :first])
+    for row, pad in enumerate(pads):
+        expected = naive_sample(query[row], list(range(pad, 63)), most)
+        found = evidence.sampled_columns[row]
+        assert found[found >= 0].tolist() == expected
+        assert torch.equal(evidence.sampled[row][:, found >= 0], query[row][:, expected])
+    assert evidence.sampled.shape[2] == most
+
+
+@pytest.mark.parametrize("pieces", [(600,), (300, 300), (599, 1), (7,) * 85 + (5,)])
+def test_moments_in_pieces_are_those_of_all_real_queries(pieces: tuple[int, ...]) -> None:
+    rotation = Rotation(frequencies=torch.tensor([1.0, 0.2]), interleaved=True)
+    before = torch.randn(2, 3, 600, 6, dtype=torch.float64) + 2
+    query = turn(before, torch.arange(600), rotation).float()
+    real = torch.arange(600) >= torch.tensor([0, 250])[:, None]
+    evidence, first = Evidence(), 0
+    for piece in query.split(pieces, 2):
+        first += piece.shape[2]
+        needs = Needs(moments=True, moments_skip=4)
+        start = first - piece.shape[2]
+        evidence = observe(needs, evidence, piece, start, None, real=real[:, :first], rotation=rotation)
+    for row, start in enumerate((4, 254)):
+        kept = before[row, :, start:]
+        assert torch.allclose(evidence.moments.mean[row].double(), kept.mean(1), atol=1e-4)
+        expected = torch.stack([torch.cov(head.T, correction=0) for head in kept])
+        assert torch.allclose(evidence.moments.covariance()[row].double(), expected, atol=1e-3)
+
+
+def test_moments_without_a_rotation_are_an_error() -> None:
+    with pytest.raises(ValueError, match="rotation"):
+        observe(Needs(moments=True), Evidence(), torch.zeros(1, 1, 1, 4), 0, None)
+
+
+def test_scores_are_found_again_by_column() -> None:
+    held = Held(
+        keys=torch.zeros(1, 2, 4, 1), values=torch.zeros(1, 2, 4, 1), seen=9, layer=0, layers=1, scaling=1.0,
+        positions=torch.tensor([[[0, 3, 5, 8], [1, 2, 8, 8]]]), first=torch.zeros(1),
+        valid=torch.tensor([[[True] * 4, [True, True, True, False]]]),
+    )  # fmt: skip
+    columns = torch.tensor([[[0, 2, 5, 6], [2, 4, 5, 8]]], dtype=torch.int32)
+    found = held.looked_back(columns, torch.tensor([[[1.0, 2, 3, 4], [5, 6, 7, 8]]]))
+    nan = float("nan")
+    expected = torch.tensor([[[1.0, nan, 3, nan], [nan, 5, 8, nan]]])
+    assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))

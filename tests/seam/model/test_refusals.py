@@ -1,0 +1,164 @@
+"""What cannot be supported is refused in a sentence, before anything is changed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+import kvtailor
+from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.mask import lazy_mask
+from kvtailor.hf.model.geometry import refusal
+from tests.support.seam.zoo import build
+
+SNAP = "snapkv(window=6) @ tokens=16"
+_TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def refused(
+    config: transformers.PreTrainedConfig, make=AutoModelForCausalLM.from_config, ids: torch.Tensor | None = None
+) -> str:
+    """The sentence; the model is as it was, and with `ids` (b, n) its own generation gives the same bits as before."""
+    torch.manual_seed(0)
+    model = make(config).eval()
+    before = model.config.get_text_config(decoder=True)._attn_implementation
+
+    def generated() -> torch.Tensor | None:
+        if ids is None:
+            return None
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        return model.generate(ids, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True)
+
+    own = generated()
+    with pytest.raises(UnsupportedModel) as caught:
+        kvtailor.cache_for(model, SNAP)
+    assert model.config.get_text_config(decoder=True)._attn_implementation == before, "refused, yet changed"
+    if own is not None:
+        assert all(torch.equal(a, b) for a, b in zip(own.logits, generated().logits, strict=True))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def gemma4(model_type: str) -> transformers.PreTrainedConfig:
+    shape = {**_TINY, "num_hidden_layers": 6, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8}
+    return transformers.AutoConfig.for_model(
+        model_type, **shape, global_head_dim=32, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64
+    )
+
+
+def dots3_note() -> transformers.PreTrainedConfig:
+    return transformers.AutoConfig.for_model(
+        "dots3_note_text", **{**_TINY, "num_hidden_layers": 4}, num_key_value_heads=2, head_dim=16, kv_lora_rank=16,
+        q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_routed_experts=4, pad_token_id=0,
+        num_experts_per_tok=2, moe_intermediate_size=32, index_n_heads=4, index_head_dim=16, index_topk=16,
+    )  # fmt: skip
+
+
+def blt() -> transformers.PreTrainedConfig:
+    part = {**_TINY, "num_key_value_heads": 2}
+    return transformers.BltConfig(
+        vocab_size=64, patch_in_forward=False, encoder_hash_byte_group_size=[2], encoder_hash_byte_group_vocab=50,
+        encoder_hash_byte_group_nb_functions=1, patcher_config=part, encoder_config={**part, "hidden_size_global": 32},
+        decoder_config={**part, "hidden_size_global": 32}, global_config=part,
+    )  # fmt: skip
+
+
+REFUSED = {
+    "gemma4_text": (lambda: gemma4("gemma4_text"), "Gemma 4 family"),
+    "gemma4_unified_text": (lambda: gemma4("gemma4_unified_text"), "Gemma 4 family"),
+    "dots3_note": (dots3_note, r"layers that differ in their shapes \(head_dim, kv_lora_rank, num_attention_heads"),
+    "laguna": (
+        lambda: transformers.LagunaConfig(
+            **_TINY, num_key_value_heads=1, head_dim=16, num_attention_heads_per_layer=[2, 4],
+            mlp_layer_types=["dense", "dense"], moe_intermediate_size=32, num_experts=2, num_experts_per_tok=1,
+        ),
+        "layers that differ in their shapes",
+    ),
+    "mllama": (
+        lambda: transformers.AutoConfig.for_model(
+            "mllama_text_model", **_TINY, num_key_value_heads=1, cross_attention_layers=[1], pad_token_id=0
+        ),
+        r"cross-attention layers \(1\)",
+    ),
+    "doge": (
+        lambda: transformers.DogeConfig(**_TINY, num_key_value_heads=1),
+        "makes an attention mask of its own from the values",
+    ),
+    "bart": (
+        lambda: transformers.BartConfig(
+            vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        ),
+        "BartForCausalLM does not declare that all of its attention comes from transformers' AttentionInterface",
+    ),
+    "bert": (lambda: transformers.BertConfig(**_TINY), "configured as an encoder.*set is_decoder=True"),
+    "hybrid": (
+        lambda: transformers.Qwen3NextConfig(
+            **_TINY, num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2,
+            linear_key_head_dim=16, linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
+            num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        ),
+        "keeps a state of its own instead of some or all keys and values",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_that_would_crash_or_break_are_refused_and_generate_as_before(family: str) -> None:
+    make, sentence = REFUSED[family]
+    # transformers' own mapping has the type of the whole Mllama only.
+    new = transformers.MllamaForCausalLM._from_config if family == "mllama" else AutoModelForCausalLM.from_config
+    ids = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(1))
+    assert re.search(sentence, refused(make(), new, ids))
+
+
+def test_a_model_of_several_transformers_is_not_called_recurrent_alone() -> None:
+    assert "made of several transformers" in refused(blt())
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified", "gemma4_unified_assistant", "diffusion_gemma"])
+def test_every_type_of_gemma_4_is_refused_by_its_configuration(model_type: str) -> None:
+    sentence = refusal(transformers.AutoConfig.for_model(model_type))
+    assert sentence is not None and sentence.startswith(f"{model_type} is of the Gemma 4 family")
+
+
+def test_an_encoder_that_is_configured_as_a_decoder_is_supported() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(transformers.BertConfig(**_TINY, is_decoder=True)).eval()
+    ids = torch.randint(3, 64, (1, 12))
+    with torch.no_grad():
+        own, ours = model(ids).logits, model(ids, past_key_values=kvtailor.cache_for(model, "full")).logits
+    assert torch.allclose(own, ours, atol=1e-5)
+
+
+def test_a_mask_that_a_model_computes_with_says_so() -> None:
+    """A family that we do not know of: no attribute error without a reason."""
+    mask = lazy_mask(1, 4, 4)
+    assert not hasattr(mask, "dtype")
+    with pytest.raises(AttributeError, match="asks its attention mask for 'dtype'"):
+        _ = mask.dtype
+
+
+def test_models_that_cannot_be_supported_are_refused_in_a_sentence() -> None:
+    t5 = transformers.T5Config(vocab_size=64, d_model=32, d_ff=32, d_kv=16, num_layers=1, num_heads=2)
+    assert "encoder-decoder" in refused(t5, transformers.AutoModelForSeq2SeqLM.from_config)
+    mamba = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    assert "recurrent" in refused(mamba)
+    mla = transformers.DeepseekV2Config(
+        **_TINY, kv_lora_rank=8, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        n_routed_experts=2, num_experts_per_tok=1, first_k_dense_replace=2, num_key_value_heads=2,
+    )  # fmt: skip
+    assert "MLA" in refused(mla)
+    assert "softcap" in refused(transformers.Gemma2Config(**_TINY, head_dim=16, num_key_value_heads=1))
+
+
+def test_a_second_attention_implementation_is_refused() -> None:
+    model = build("llama")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedModel, match="flex_attention"):
+        kvtailor.cache_for(model, SNAP)

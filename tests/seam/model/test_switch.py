@@ -1,0 +1,185 @@
+"""A model's attention is ours while a cache of ours is alive, and its own again afterwards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig
+
+import kvtailor
+from kvtailor.errors import PlanError
+from tests.support.seam.zoo import build, prompts
+
+SNAP = "snapkv(window=6) @ tokens=16"
+
+
+def attention_of(model) -> str:
+    gc.collect()
+    return model.config.get_text_config(decoder=True)._attn_implementation
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_the_attention_comes_back_with_the_last_cache(own: str) -> None:
+    model = build("llama", attention=own)
+    first, second = kvtailor.cache_for(model, SNAP), kvtailor.cache_for(model, "full")
+    ids, _ = prompts((30,))
+    with torch.no_grad():
+        model(ids, past_key_values=first)
+    copied = copy.deepcopy(first)
+    del first
+    assert attention_of(model) == "kvtailor"
+    del second
+    assert attention_of(model) == "kvtailor", "a copy of a cache is a cache"
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=copied)
+    del copied
+    assert attention_of(model) == own
+    third = kvtailor.cache_for(model, SNAP)
+    assert attention_of(model) == "kvtailor"
+    del third
+    assert attention_of(model) == own
+
+
+def test_a_loaded_cache_keeps_it_and_a_refused_plan_does_not(tmp_path) -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, SNAP)
+    with torch.no_grad():
+        model(prompts((30,))[0], past_key_values=cache)
+    cache.save(tmp_path / "saved.safetensors")
+    del cache
+    assert attention_of(model) == "sdpa"
+    loaded = kvtailor.load_cache(tmp_path / "saved.safetensors", model)
+    assert attention_of(model) == "kvtailor"
+    del loaded
+    with pytest.raises(PlanError):
+        kvtailor.cache_for(model, "nothing @ tokens=16")
+    assert attention_of(model) == "sdpa"
+
+
+def test_continuous_batching_works_before_and_after() -> None:
+    """`generate_batch` takes no attention but its own few."""
+    pytest.importorskip("psutil", reason="transformers reads free memory with it")
+    model = build("llama", layers=1)
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
+
+    def batch() -> list[list[int]]:
+        found = model.generate_batch(
+            inputs=[[5, 6, 7], [11, 12]],
+            generation_config=config,
+            continuous_batching_config=small,
+            progress_bar=False,
+        )
+        return sorted(each.generated_tokens for each in found.values())
+
+    before = batch()
+    cache = kvtailor.cache_for(model, SNAP)
+    model.generate(prompts((30,))[0], past_key_values=cache, max_new_tokens=3, do_sample=False)
+    del cache
+    gc.collect()
+    assert batch() == before
+
+
+def test_another_attention_that_somebody_set_since_stays() -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, SNAP)
+    model.set_attn_implementation("eager")
+    del cache
+    assert attention_of(model) == "eager"
+
+
+def test_a_session_inside_leaves_a_live_cache_its_attention() -> None:
+    model = build("llama", attention="eager")
+    outer = kvtailor.cache_for(model, SNAP)
+    with kvtailor.session(model, "full") as s:
+        s.generate(prompts((30,))[0], max_new_tokens=2, do_sample=False)
+    assert attention_of(model) == "kvtailor"
+    del outer, s
+    assert attention_of(model) == "eager"
+
+
+def test_models_that_share_a_configuration_share_the_switch() -> None:
+    config = build("llama").config
+    one, other = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    assert one.config is other.config
+    mine, theirs = kvtailor.cache_for(one, SNAP), kvtailor.cache_for(other, SNAP)
+    del mine
+    with torch.no_grad():
+        other(prompts((30,))[0], past_key_values=theirs)
+    del one, theirs
+    assert attention_of(other) == "sdpa"
+
+
+def test_each_part_of_a_model_gets_back_its_own() -> None:
+    """The picture encoder of a model has an attention of its own."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = build("llama").config.to_dict()
+    config = transformers.LlavaConfig(
+        vision_config={"model_type": "siglip_vision_model", **vision, "image_size": 28, "patch_size": 14},
+        text_config=text,
+    )
+    model = transformers.LlavaForConditionalGeneration._from_config(config).eval()
+    model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
+    cache = kvtailor.cache_for(model, SNAP)
+    del cache
+    assert attention_of(model) == "sdpa" and model.config.vision_config._attn_implementation == "eager"
+    with kvtailor.session(model, SNAP) as s:
+        s.cache()
+    assert attention_of(model) == "sdpa" and model.config.vision_config._attn_implementation == "eager"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_nothing_is_given_back_in_the_middle_of_a_forward(own: str) -> None:
+    """A forward made its mask for our attention; the last cache dies before the forward's second layer."""
+    model = build("llama", attention=own)
+    ids, mask = prompts((30, 21))
+    alone = model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits
+    caches = [kvtailor.cache_for(model, SNAP)]
+    during = []
+
+    def drop(*_) -> None:
+        caches.clear()
+        during.append(attention_of(model))
+
+    hook = model.model.layers[0].register_forward_hook(drop)
+    got = model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits
+    hook.remove()
+    assert torch.allclose(got[mask.bool()], alone[mask.bool()], atol=1e-4)
+    assert during == ["kvtailor"] and attention_of(model) == own
+
+
+@torch.no_grad()
+def test_threads_that_make_and_drop_caches_do_not_meet() -> None:
+    model = build("llama")
+    ids, _ = prompts((30,))
+    alone = model(ids).logits
+    faults: list[BaseException] = []
+
+    def ours() -> None:
+        try:
+            for _ in range(4):
+                cache = kvtailor.cache_for(model, SNAP)
+                model(ids, past_key_values=cache)
+                del cache
+                gc.collect()
+        except BaseException as fault:  # A thread's own would be lost.
+            faults.append(fault)
+
+    def stock() -> None:
+        try:
+            for _ in range(16):
+                assert torch.allclose(model(ids, past_key_values=DynamicCache()).logits, alone, atol=1e-4)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=each) for each in (ours, ours, stock)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not faults
+    assert attention_of(model) == "sdpa"

@@ -1,0 +1,328 @@
+"""A used cache gets what does not continue it: one sentence that shows the right call, never an answer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtailor
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.conversation import Conversation
+from tests.support.seam.zoo import COMPRESSIBLE, build, prompts
+
+SNAP = "snapkv(window=6) @ tokens=16"
+GREEDY = {"max_new_tokens": 3, "do_sample": False}
+
+
+def other(length: int, state: int = 9) -> Tensor:
+    return prompts((length,), state=state)[0]
+
+
+# 40 seen: transformers feeds nothing of up to 20 tokens, a part of 21 to 39, and all of 40 once more.
+@pytest.mark.parametrize("family", ["mistral_window", *COMPRESSIBLE])
+@pytest.mark.parametrize("length", [1, 20, 21, 30, 40])
+@pytest.mark.filterwarnings("ignore:all 3 layers")
+def test_a_question_alone_is_refused_through_plain_generate(family: str, length: int) -> None:
+    model = build(family)
+    cache = kvtailor.prefill(model, SNAP, prompts((40,))[0])
+    with pytest.raises(CacheMisuse, match="whole conversation|columns") as caught:
+        model.generate(other(length), past_key_values=cache, **GREEDY)
+    assert "40 tokens" in str(caught.value) and "past_key_values=cache" in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [(40, 33), (40, 40)])
+def test_a_padded_batch_of_questions_alone_is_refused(rows: tuple[int, int]) -> None:
+    model = build("llama")
+    ids, mask = prompts(rows)
+    for lengths in ((10, 10), (30, 30), (30, 24), (40, 40), (37, 37)):
+        question, real = prompts(lengths, state=4)
+        cache = kvtailor.prefill(model, SNAP, ids, mask)
+        for given in ({}, {"attention_mask": real}):
+            with pytest.raises(CacheMisuse, match="past_key_values=cache|padding"):
+                model.generate(question, past_key_values=copy.deepcopy(cache), **given, **GREEDY)
+
+
+def test_what_was_refused_left_the_cache_as_it_was() -> None:
+    model = build("llama")
+    ids, _ = prompts((40,))
+    cache = kvtailor.prefill(model, SNAP, ids)
+    whole = torch.cat([ids, other(5)], 1)
+    expected = model.generate(whole, past_key_values=copy.deepcopy(cache), **GREEDY)
+    for length in (10, 30, 40, 60):
+        with pytest.raises(CacheMisuse):
+            model.generate(other(length), past_key_values=cache, **GREEDY)
+    with kvtailor.session(model, SNAP) as s, pytest.raises(CacheMisuse):
+        s.generate(other(50), past_key_values=cache, **GREEDY)
+    assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("family", COMPRESSIBLE)
+def test_right_calls_stay_right(family: str) -> None:
+    """All ids, new ids with the whole mask, a forward of new ids alone, chunks; padded and not."""
+    model = build(family)
+    for lengths in ((40,), (40, 31)):
+        ids, mask = prompts(lengths)
+        new = prompts((6,) * len(lengths), state=3)[0]
+        whole, seen = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+        cache = kvtailor.prefill(model, SNAP, ids, mask)
+        found = model.generate(whole, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+        alone = model.generate(new, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+        assert torch.equal(alone[:, 6:], found[:, 46:])
+        with torch.no_grad():
+            logits = model(new, attention_mask=seen if len(lengths) > 1 else None, past_key_values=cache).logits
+        if len(lengths) == 1:
+            assert torch.equal(logits[:, -1].argmax(-1), found[:, 46])
+
+
+def made(model, how: str, ids: Tensor, mask: Tensor, folder: Path):
+    """A cache that has seen (b, n) ids, by one of the ways in which kvtailor sees them too."""
+    if how == "prefill":
+        return kvtailor.prefill(model, SNAP, ids, mask)
+    if how == "chunks":
+        return kvtailor.prefill(model, SNAP, ids, mask, chunk=7)
+    if how == "pieces":
+        cache = kvtailor.prefill(model, SNAP, ids[:, :25], mask[:, :25])
+        return kvtailor.prefill(model, cache, ids[:, 25:], mask)
+    if how == "reset":
+        cache = kvtailor.prefill(model, SNAP, other(33).expand(len(ids), -1))
+        cache.reset()
+        return kvtailor.prefill(model, cache, ids, mask)
+    if how == "saved":
+        kvtailor.prefill(model, SNAP, ids, mask).save(folder / "cache")
+        return kvtailor.load_cache(folder / "cache", model)
+    if how == "generate":
+        return kvtailor.generate(model, ids, mask, plan=SNAP, max_new_tokens=1, eos_token_id=[]).cache
+    with kvtailor.session(model, SNAP) as s:
+        if how == "session":
+            return s.prefill(ids, mask)
+        s.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+        return s.last
+
+
+@pytest.mark.parametrize(
+    "how", ["prefill", "chunks", "pieces", "reset", "saved", "generate", "session", "session.generate"]
+)
+@pytest.mark.parametrize("lengths", [(40,), (40, 31)])
+def test_a_session_refuses_another_conversation_and_goes_on_with_its_own(
+    how: str, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    """In the last, any one token of any row is another one; nothing but lengths would let it pass."""
+    model = build("llama")
+    ids, mask = prompts(lengths)
+    cache = made(model, how, ids, mask, tmp_path)
+    new = prompts((8,) * len(lengths), state=3)[0]
+    whole, seen = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    with kvtailor.session(model, SNAP) as s:
+        for row in range(len(lengths)):
+            for column in (9, 20, 35):
+                wrong = whole.clone()
+                wrong[row, column] = 3 + (wrong[row, column] - 2) % 100
+                with pytest.raises(CacheMisuse, match=f"row {row} .*another conversation") as caught:
+                    s.generate(wrong, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+                assert "past_key_values=cache" in str(caught.value)
+        for question in (new, whole[:, :30], whole[:, : cache.seen]):
+            with pytest.raises(CacheMisuse, match="whole conversation"):
+                s.generate(question, past_key_values=copy.deepcopy(cache), **GREEDY)
+        expected = model.generate(whole, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+        # What stands at padding says nothing.
+        whole = whole.masked_fill(seen == 0, 17)
+        found = s.generate(whole, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+        assert torch.equal(found[:, whole.shape[1] :], expected[:, whole.shape[1] :])
+        alone = s.generate(new, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+        assert torch.equal(alone[:, 8:], expected[:, 48:])
+
+
+def test_turns_of_a_session_are_followed_answers_included() -> None:
+    model = build("llama")
+    ids, _ = prompts((30,))
+    with kvtailor.session(model, SNAP) as s:
+        one = s.generate(ids, **GREEDY)
+        cache = s.last
+        two = s.generate(torch.cat([one, other(5)], 1), past_key_values=cache, **GREEDY)
+        wrong = torch.cat([two, other(5)], 1)
+        wrong[0, 31] += 1
+        with pytest.raises(CacheMisuse, match="row 0 .*another conversation"):
+            s.generate(wrong, past_key_values=cache, **GREEDY)
+        three = s.generate(torch.cat([two, other(5)], 1), past_key_values=cache, **GREEDY)
+        alone = other(4, state=2)
+        everything = torch.ones((1, cache.seen + 4), dtype=torch.int64)
+        s.generate(alone, attention_mask=everything, past_key_values=cache, **GREEDY)
+        assert three.shape == (1, 49) and cache.conversation.columns == cache.seen
+
+
+@pytest.mark.parametrize("lengths", [(40,), (40, 31)])
+def test_plain_generate_follows_its_own_prompts_and_refuses_others(lengths: tuple[int, ...]) -> None:
+    model = build("llama")
+    ids, mask = prompts(lengths)
+    cache = kvtailor.cache_for(model, SNAP)
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert cache.conversation.columns == 40 and cache.seen == 42
+    whole = torch.cat([out, other(5).expand(len(lengths), -1)], 1)
+    seen = torch.cat([mask, mask.new_ones((len(lengths), 8))], 1)
+    wrong = whole.clone()
+    wrong[-1, 39] += 1
+    with pytest.raises(CacheMisuse, match=f"row {len(lengths) - 1} is another conversation"):
+        model.generate(wrong, attention_mask=seen, past_key_values=cache, **GREEDY)
+    model.generate(whole, attention_mask=seen, past_key_values=cache, **GREEDY)
+    # Between two calls the model fed its own answers, so that what came later cannot join what is known.
+    assert cache.conversation.columns == 40 and cache.seen == 50
+
+
+def test_a_mask_that_fits_neither_all_tokens_nor_the_new_ones_is_refused() -> None:
+    model = build("llama")
+    ids, _ = prompts((40,))
+    cache = kvtailor.prefill(model, SNAP, ids)
+    for tokens, columns in ((5, 60), (50, 47), (5, 40)):
+        with pytest.raises(CacheMisuse, match=f"{columns} columns.*{tokens} tokens"):
+            mask = torch.ones((1, columns), dtype=torch.int64)
+            model.generate(other(tokens), attention_mask=mask, past_key_values=cache, **GREEDY)
+
+
+def test_embeddings_are_judged_by_their_length() -> None:
+    model = build("llama")
+    ids, _ = prompts((40,))
+    cache = kvtailor.prefill(model, SNAP, ids)
+    embedded = model.model.embed_tokens(torch.cat([ids, other(6)], 1)).detach()
+    for length in (10, 30, 40):
+        with pytest.raises(CacheMisuse, match=f"seen 40 tokens, and got a conversation of {length}"):
+            model.generate(inputs_embeds=embedded[:, :length], past_key_values=cache, **GREEDY)
+    expected = model.generate(torch.cat([ids, other(6)], 1), past_key_values=copy.deepcopy(cache), **GREEDY)
+    assert torch.equal(model.generate(inputs_embeds=embedded, past_key_values=cache, **GREEDY), expected[:, 46:])
+
+
+def test_a_prompt_that_was_not_fed_after_all_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    cache = kvtailor.cache_for(model, SNAP)
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="no memory"):
+        broken.setattr(model.lm_head, "forward", _fails)
+        broken.setattr(model.model, "forward", _fails)
+        model.generate(other(40), past_key_values=cache, **GREEDY)
+    out = model.generate(other(45, state=2), past_key_values=cache, **GREEDY)
+    cache.check_ids(torch.cat([out, other(3)], 1))
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_rows_move_with_their_hashes() -> None:
+    model = build("llama")
+    ids, mask = prompts((40, 31, 36))
+    cache = kvtailor.prefill(model, SNAP, ids, mask)
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+    kept = torch.tensor([2, 2, 0, 0])
+    new = other(5).expand(4, -1)
+    whole, seen = torch.cat([ids[kept], new], 1), torch.cat([mask[kept], torch.ones_like(new)], 1)
+    cache.check_ids(whole)
+    with pytest.raises(CacheMisuse, match="row 0"):
+        cache.check_ids(torch.cat([ids[kept.flip(0)], new], 1))
+    with pytest.raises(CacheMisuse, match="holds 4 rows, and got token ids .3, 45"):
+        cache.check_ids(torch.cat([ids, other(5).expand(3, -1)], 1))
+    with kvtailor.session(model, SNAP) as s:
+        found = s.generate(
+            whole[1:3],
+            attention_mask=seen[1:3],
+            past_key_values=_repeated(model, ids, mask),
+            num_beams=2,
+            max_new_tokens=3,
+        )
+        assert found.shape[0] == 2
+
+
+def _repeated(model, ids: Tensor, mask: Tensor):
+    cache = kvtailor.prefill(model, SNAP, ids[[2, 0]], mask[[2, 0]])
+    cache.batch_repeat_interleave(2)
+    return cache
+
+
+def test_what_beams_leave_is_no_conversation_of_the_sequences_they_returned() -> None:
+    model = build("llama")
+    ids, mask = prompts((40, 31))
+    with kvtailor.session(model, SNAP) as s:
+        s.generate(ids, attention_mask=mask, num_beams=2, **GREEDY)
+        assert s.last.conversation.columns == 40 < s.last.seen
+        with pytest.raises(CacheMisuse, match="beam search has left its beams in this cache"):
+            s.last.check_ids(torch.cat([ids.repeat_interleave(2, 0), other(9).expand(4, -1)], 1))
+        s.generate(ids, attention_mask=mask, num_return_sequences=2, max_new_tokens=3, do_sample=True)
+        assert s.last.conversation.columns == s.last.seen == 42
+
+
+def test_the_whole_conversation_again_is_no_prefill() -> None:
+    """Without a mask nothing else would tell that the context comes twice."""
+    model = build("llama")
+    ids, _ = prompts((40,))
+    cache = kvtailor.prefill(model, SNAP, ids)
+    with pytest.raises(CacheMisuse, match=r"input_ids\[:, 40:\]"):
+        kvtailor.prefill(model, cache, torch.cat([ids, other(5)], 1))
+    assert cache.seen == 40
+    kvtailor.prefill(model, cache, other(5))
+    # The same words twice may be meant; and what begins with a word or two as the cache does is no conversation.
+    small = kvtailor.prefill(model, SNAP, ids[:, :4])
+    kvtailor.prefill(model, small, ids[:, :12])
+    again = kvtailor.prefill(model, SNAP, ids)
+    kvtailor.prefill(model, again, ids)
+
+
+@torch.no_grad()
+def test_a_crop_takes_the_knowledge_back_with_the_tokens() -> None:
+    model = build("llama")
+    ids, _ = prompts((40,))
+    cache = kvtailor.prefill(model, "full", ids[:, :30])
+    kvtailor.prefill(model, cache, ids[:, 30:])
+    cache.crop(-4)
+    assert cache.seen == 36 and cache.conversation.columns == 36
+    fresh = torch.cat([ids[:, :36], other(6)], 1)
+    cache.check_ids(fresh)
+    wrong = fresh.clone()
+    wrong[0, 35] += 1
+    with pytest.raises(CacheMisuse, match="another conversation"):
+        cache.check_ids(wrong)
+
+
+@torch.no_grad()
+def test_what_plain_forwards_fed_is_not_known_and_not_refused() -> None:
+    model = build("llama")
+    ids, _ = prompts((40,))
+    cache = kvtailor.cache_for(model, SNAP)
+    model(ids, past_key_values=cache)
+    assert cache.conversation.columns == 0
+    cache.check_ids(other(50))
+    with pytest.raises(CacheMisuse, match="whole conversation"):
+        cache.check_ids(other(40))
+
+
+def test_hashes_are_of_ids_in_order_and_join() -> None:
+    ids = torch.tensor([[5, 0, 7, 2], [0, 5, 7, 2]])
+    at_once, joined = Conversation(), Conversation()
+    at_once.append(ids, None, at=0)
+    joined.append(ids[:, :1], None, at=0)
+    joined.append(ids[:, 1:], None, at=1)
+    assert at_once.known[-1] == joined.known[-1]
+    assert len(set(at_once.known[-1].hashes)) == 2
+    joined.append(ids, None, at=9)
+    assert joined.columns == 4
+    # Padding is not a token with the id 0.
+    real = torch.tensor([[True] * 4, [False, True, True, True]])
+    padded = Conversation()
+    padded.append(ids, real, at=0)
+    assert padded.known[-1].hashes[0] == at_once.known[-1].hashes[0]
+    assert padded.known[-1].hashes[1] != at_once.known[-1].hashes[1]
+
+
+@torch.no_grad()
+def test_a_cache_says_what_it_is() -> None:
+    model = build("llama")
+    ids, _ = prompts((40,))
+    cache = kvtailor.cache_for(model, SNAP)
+    assert repr(cache) == "KvCache('snapkv(window=6) @ tokens=16', seen=0)"
+    kvtailor.prefill(model, cache, ids)
+    ledger = cache.ledger()
+    assert repr(cache) == (
+        f"KvCache('snapkv(window=6) @ tokens=16', seen=40, held=16.0, bytes={ledger.total} of {ledger.full})"
+    )

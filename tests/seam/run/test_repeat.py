@@ -1,0 +1,209 @@
+"""A context that is read twice: what its repetition looks at, that it leaves no trace, and who may skip it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvtailor
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.layers import WindowLayer
+from tests.support.crossed import crossed
+from tests.support.seam.zoo import COMPRESSIBLE, MaskedReference, build, error, held_columns, prompts
+
+CHUNK, LEAD, SINKS = 17, 3, 2
+# A slack keeps the evidence after the walk, so that it can be looked at.
+KEPT = f"kvzip(chunk={CHUNK}, lead={LEAD}, sinks={SINKS}) @ keep=0.5, slack=64"
+WORDS = torch.tensor([9, 4, 77])
+
+
+@torch.no_grad()
+def looked_at_by_hand(model, ids: Tensor, words: Tensor = WORDS, chunk: int = CHUNK) -> dict[int, Tensor]:
+    """For each layer (h, n): the definition, from the whole attention matrices of a model that knows no kvtailor.
+
+    Args:
+        ids: (n,) one context without padding.
+    """
+    heads, n = model.config.get_text_config().num_attention_heads, len(ids)
+    kv_heads = getattr(model.config, "num_key_value_heads", heads)
+    count = -(-n // chunk)
+    size = -(-n // count)
+    full = DynamicCache(config=model.config)
+    model(ids[None], past_key_values=full)
+    found: dict[int, Tensor] = {}
+    for start in range(0, n, size):
+        end = min(n, start + size)
+        new = torch.cat([words, ids[max(0, start - LEAD) : start], ids[start:end]])
+        out = model(new[None], past_key_values=copy.deepcopy(full), output_attentions=True)
+        for layer, weights in enumerate(out.attentions):
+            if weights.shape[-1] != n + len(new):
+                continue
+            share = torch.zeros(n + len(new), dtype=torch.bool)
+            share[:SINKS] = share[start:end] = share[n:] = True
+            some = weights[0].double() * share
+            some = some / some.sum(-1, keepdim=True)
+            best = some[..., start:end].amax(1).unflatten(0, (kv_heads, -1)).amax(1)
+            found.setdefault(layer, torch.zeros(kv_heads, n, dtype=torch.float64))[:, start:end] = best
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3", "gpt2", "qwen3"])
+def test_what_a_repetition_looks_at_is_the_definition(family: str) -> None:
+    """Three padded rows of unequal length, at once and in chunks; each row against itself alone."""
+    model, plain = build(family), build(family, attention="eager")
+    lengths = (63, 40, 9)
+    ids, mask = prompts(lengths)
+    for chunk in (None, 16):
+        cache = kvtailor.prefill(model, KEPT, ids, mask, chunk=chunk, instruction=WORDS)
+        for row, length in enumerate(lengths):
+            expected = looked_at_by_hand(plain, ids[row, -length:])
+            for layer, state in zip(cache.geometry.compressed, cache.route.states, strict=True):
+                got = state.reconstruction[row]
+                assert error(got[:, -length:], expected[layer]) < 1e-5, f"layer {layer} of row {row}"
+                assert not got[:, :-length].any(), "padding was looked at"
+
+
+def test_the_definition_notices_another_instruction_and_another_cut() -> None:
+    """The yardstick can fail."""
+    model = build("llama", attention="eager")
+    ids = prompts((40,))[0][0]
+    mine = looked_at_by_hand(model, ids)
+    for other in (looked_at_by_hand(model, ids, words=WORDS[:1]), looked_at_by_hand(model, ids, chunk=40)):
+        assert error(other[0], mine[0]) > 1e-2
+
+
+def test_without_a_tokenizer_the_context_alone_is_fed_again() -> None:
+    model, plain = build("llama"), build("llama", attention="eager")
+    ids, _ = prompts((40,))
+    cache = kvtailor.prefill(model, KEPT, ids)
+    expected = looked_at_by_hand(plain, ids[0], words=torch.zeros(0, dtype=torch.int64))
+    assert error(cache.route.states[1].reconstruction[0], expected[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"), crossed(COMPRESSIBLE, ["kvzip(chunk=17) @ keep=0.4", "kvzip_pooled @ keep=0.3"])
+)
+@torch.no_grad()
+def test_logits_after_it_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
+    model, reference = build(family), MaskedReference(family)
+    ids, mask = prompts((56, 43, 31))
+    cache = kvtailor.prefill(model, plan, ids, mask, instruction=WORDS)
+    reference(ids, mask, {})
+    held = held_columns(cache)
+    assert sum(int((~columns & mask.bool()[:, None]).sum()) for columns in held.values()) > 200
+    for index, new in enumerate(prompts((7, 7, 7), state=4)[0].split([5, 1, 1], 1)):
+        held = held_columns(cache)
+        mask = torch.cat([mask, torch.ones_like(new)], 1)
+        places = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
+        options = {} if family == "opt" else {"position_ids": places}
+        logits = model(new, attention_mask=mask, past_key_values=cache, **options).logits
+        assert error(logits, reference(new, mask, held)) < 1e-5, f"forward {index}"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.no_grad()
+def test_the_passes_leave_no_trace(family: str) -> None:
+    """With nothing to drop, tails, windows, logits and bytes are to the bit those of a plain prefill."""
+    model = build(family)
+    ids, mask = prompts((48, 33))
+    twice = kvtailor.prefill(model, "kvzip(chunk=10) @ keep=1.0", ids, mask, instruction=WORDS)
+    once = kvtailor.prefill(model, "random @ keep=1.0", ids, mask)
+    assert twice.ledger().by_layer == once.ledger().by_layer
+    assert twice.seen == once.seen == 48
+    windows = 0
+    for mine, theirs in zip(twice.layers, once.layers, strict=True):
+        if isinstance(mine, WindowLayer):
+            windows += 1
+            assert mine.cumulative_length == theirs.cumulative_length and not mine.passing
+            assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+        else:
+            assert mine.state.reconstruction is None
+            pairs = zip(mine.state.tail.tensors().values(), theirs.state.tail.tensors().values(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+    assert windows == (2 if family == "gemma3" else 0)
+    token, mask = prompts((1, 1), state=7)[0], torch.cat([mask, mask[:, -1:]], 1)
+    mine, theirs = (model(token, attention_mask=mask, past_key_values=cache).logits for cache in (twice, once))
+    assert torch.equal(mine, theirs)
+
+
+@torch.no_grad()
+def test_what_comes_after_the_context_stays_unless_the_plan_has_a_slack() -> None:
+    model = build("llama")
+    ids, _ = prompts((60,))
+    question = prompts((20,), state=5)[0]
+    published = kvtailor.prefill(model, "kvzip @ tokens=20", ids)
+    bounded = kvtailor.prefill(model, "kvzip @ tokens=20, slack=4", ids)
+    kept = held_columns(published)
+    for cache in (published, bounded):
+        assert cache.held().double().mean() == 20
+        model(question, past_key_values=cache)
+    assert published.held().unique().tolist() == [40]
+    assert all(torch.equal(columns[..., :60], kept[layer]) for layer, columns in held_columns(published).items())
+    assert all(columns[..., 60:].all() for columns in held_columns(published).values())
+    assert bounded.held().unique().tolist() == [20]
+    for columns in held_columns(bounded).values():
+        # Four sinks, and the newest of what came after.
+        assert columns[..., :4].all() and columns[..., 64:].all() and not columns[..., 4:64].any()
+
+
+@pytest.mark.parametrize("plan", ["kvzip @ keep=0.5", "kvzip_pooled @ keep=0.5", "kvzip + kivi(bits=4) @ keep=0.5"])
+@torch.no_grad()
+def test_a_plain_generate_is_refused_before_any_work(plan: str) -> None:
+    model = build("llama")
+    ids, mask = prompts((30, 20))
+    worked = []
+    model.model.layers[0].register_forward_hook(lambda *_: worked.append(1))
+    cache = kvtailor.cache_for(model, plan)
+    with pytest.raises(CacheMisuse, match=r"reads its context twice.*kvtailor\.prefill"):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(CacheMisuse, match="reads its context twice"):
+        model(ids, past_key_values=cache)
+    assert not worked
+    kvtailor.prefill(model, cache, ids, mask)
+    assert worked and cache.seen == 30
+
+
+@torch.no_grad()
+def test_a_second_context_on_the_same_cache_is_refused_and_a_reset_one_takes_it() -> None:
+    model = build("llama")
+    ids, _ = prompts((30,))
+    cache = kvtailor.prefill(model, "kvzip @ keep=0.5", ids)
+    with pytest.raises(CacheMisuse, match="holds one already"):
+        kvtailor.prefill(model, cache, ids)
+    cache.reset()
+    with pytest.raises(CacheMisuse, match="reads its context twice"):
+        model(ids, past_key_values=cache)
+    assert kvtailor.prefill(model, cache, ids).seen == 30
+
+
+def test_a_context_that_leaves_no_positions_is_refused_and_pieces_shrink_to_what_is_left() -> None:
+    model = build("gpt2")
+    ids, _ = prompts((510,))
+    cache = kvtailor.cache_for(model, KEPT)
+    with pytest.raises(CacheMisuse, match="510 tokens.*512 positions"):
+        kvtailor.prefill(model, cache, ids, instruction=WORDS)
+    assert cache.seen == 0 and not cache.route.holding
+    # 512 positions: 6 are left for a piece after 500 tokens, 3 of instruction and 3 of lead.
+    cache = kvtailor.prefill(model, KEPT, ids[:, :500], instruction=WORDS)
+    looked = cache.route.states[0].reconstruction
+    assert looked.shape[-1] == 500 and (looked > 0).all()
+
+
+def test_a_failure_between_the_passes_leaves_no_half_made_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    ids, _ = prompts((30,))
+    cache = kvtailor.cache_for(model, "kvzip @ keep=0.5")
+    monkeypatch.setattr("kvtailor.engine.reconstruct.Piece._looked_at", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kvtailor.prefill(model, cache, ids)
+    assert cache.seen == 0
+    monkeypatch.undo()
+    whole = kvtailor.prefill(model, cache, ids)
+    fresh = kvtailor.prefill(model, "kvzip @ keep=0.5", ids)
+    assert all(
+        torch.equal(a, b) for a, b in zip(held_columns(whole).values(), held_columns(fresh).values(), strict=True)
+    )
