@@ -2,9 +2,9 @@
 
     make docs        (or: python docs/write_methods.py, in any checkout)
 
-`README.md` lists the rooms, their methods and the presets; every method has a page of its own, so that two methods that
-arrive at once touch two files. The pages say nothing that the sources do not say: change the docstring, not the page. A
-test compares the committed pages with what this file makes of the sources.
+`README.md` lists the stages, their methods and the presets; every method has a page of its own, so that two methods
+that arrive at once touch two files. The pages say nothing that the sources do not say: change the docstring, not the
+page. A test compares the committed pages with what this file makes of the sources.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def pages() -> dict[str, str]:
     """The text of every page by its path in `docs/methods/`."""
     papers = bibliography((ROOT / "docs" / "papers.bib").read_text(encoding="utf-8"))
     # What other packages bring is not ours to document, and differs from machine to machine.
-    rooms = {room: [i for i in registry.methods(room).values() if i.by == "kvtailor"] for room in registry.rooms()}
-    found = {f"{i.room}/{i.name}.md": "\n".join(_page(i, papers)) for infos in rooms.values() for i in infos}
-    return {"README.md": "\n".join(_index(rooms, papers)), **found}
+    stages = {stage: [i for i in registry.methods(stage).values() if i.by == "kvtailor"] for stage in registry.stages()}
+    found = {f"{i.stage}/{i.name}.md": "\n".join(_page(i, papers)) for infos in stages.values() for i in infos}
+    return {"README.md": "\n".join(_index(stages, papers)), **found}
 
 
 def stale(folder: Path = FOLDER) -> list[str]:
@@ -73,24 +73,24 @@ def write(folder: Path = FOLDER) -> list[str]:
     return changed
 
 
-def _index(rooms: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper, ...]) -> Iterator[str]:
+def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper, ...]) -> Iterator[str]:
     yield MADE.format("the docstrings of all methods, the presets and `docs/papers.bib`")
     yield "# What there is to choose from\n"
-    yield "A plan names at most one method of each room, with `+` between, in any order; a preset brings several at"
+    yield "A plan names at most one method of each stage, with `+` between, in any order; a preset brings several at"
     yield "once. What a plan does not name is what stands as *default* below. `kvtailor ls` lists the same in a"
     measured = " What choosing costs is in [cost.md](cost.md)." if (FOLDER / "cost.md").is_file() else ""
     yield f"terminal.{measured}\n"
-    for room, infos in rooms.items():
-        yield f"## {room}\n\n{_sentence(room)}\n"
+    for stage, infos in stages.items():
+        yield f"## {stage}\n\n{_sentence(stage)}\n"
         yield "| method | what it does | paper | arguments |\n|---|---|---|---|"
         for info in infos:
-            standing = " *(default)*" if info.name == registry.null(room) else ""
+            standing = " *(default)*" if info.name == registry.null(stage) else ""
             cited = ", ".join(paper.short for paper in _cited(info.paper, papers)) or "–"
             given = ", ".join(f"{name}={default or '…'}" for name, (_, default) in _fields(info).items())
-            link = f"[{info.name}]({room}/{info.name}.md){standing}"
+            link = f"[{info.name}]({stage}/{info.name}.md){standing}"
             yield _row([link, info.summary, cited, f"`{given}`" if given else ""])
         yield ""
-        if declarations := _declarations(room):
+        if declarations := _declarations(stage):
             yield "What each of them declares:\n"
             yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in declarations.items())
             yield ""
@@ -114,28 +114,28 @@ def _page(info: registry.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
     yield MADE.format(f"`{path}`")
     yield f"# {info.name}\n\n{_prose(info.summary)}\n"
-    standing = " It stands in every plan that names no other." if info.name == registry.null(info.room) else ""
-    yield f"`{info.module}.{info.class_name}`, of the room [{info.room}](../README.md#{info.room}).{standing}\n"
+    standing = " It stands in every plan that names no other." if info.name == registry.null(info.stage) else ""
+    yield f"`{info.module}.{info.class_name}`, of the stage [{info.stage}](../README.md#{info.stage}).{standing}\n"
     for head, body in heads_of(docstring).items():
         yield f"**{head}**: {_prose(body)}\n"
         if head == "Paper" and (cited := _cited(body, papers)):
             yield "\n".join(f"- {paper.long}" for paper in cited) + "\n"
     fields = _fields(info)
     if fields:
-        meanings = _attributes(registry.load(info.room, info.name))
+        meanings = _attributes(registry.load(info.stage, info.name))
         yield "| argument | type | default | meaning |\n|---|---|---|---|"
         for name, (kind, default) in fields.items():
             yield _row([f"`{name}`", kind, f"`{default}`" if default else "must be given", meanings.get(name, "")])
         yield ""
-    if examples := registry.load(info.room, info.name).examples:
+    if examples := registry.load(info.stage, info.name).examples:
         yield f"In a plan: {', '.join(f'`{each}`' for each in examples)}.\n"
     if declared := list(_declared(info)):
-        yield f"So it [declares](../README.md#{info.room}): {'; '.join(declared)}.\n"
+        yield f"So it [declares](../README.md#{info.stage}): {'; '.join(declared)}.\n"
 
 
 def _fields(info: registry.MethodInfo) -> dict[str, tuple[str, str | None]]:
     """Type and default (None: it must be given) of each argument, as a plan has them."""
-    kind: Any = registry.load(info.room, info.name)
+    kind: Any = registry.load(info.stage, info.name)
     hints, found = typing.get_type_hints(kind), {}
     for field in (field for field in dataclasses.fields(kind) if field.init):
         made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -145,7 +145,7 @@ def _fields(info: registry.MethodInfo) -> dict[str, tuple[str, str | None]]:
 
 def _sample(info: registry.MethodInfo) -> Any:
     """The method with its defaults, or its first example where its name alone is not enough."""
-    return samples_of(registry.load(info.room, info.name))[0]
+    return samples_of(registry.load(info.stage, info.name))[0]
 
 
 def _type(hint: Any) -> str:
@@ -157,15 +157,15 @@ def _type(hint: Any) -> str:
         return " or ".join("`none`" if each is type(None) else _type(each) for each in inner)
     if origin is tuple:
         return f"list of {_type(inner[0])}"
-    for room in registry.rooms():
-        if hint is registry.contract(room):
-            return f"a method of {room}"
+    for stage in registry.stages():
+        if hint is registry.contract(stage):
+            return f"a method of {stage}"
     return {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}.get(hint, str(hint))
 
 
 def _written(value: Any) -> str:
     """A value as a plan writes it; a method that is an argument of another is its name."""
-    if isinstance(value, tuple(map(registry.contract, registry.rooms()))):
+    if isinstance(value, tuple(map(registry.contract, registry.stages()))):
         return registry.name_of(value)
     return f"({_settings(value)})" if dataclasses.is_dataclass(value) else write_value(value)
 
@@ -178,9 +178,9 @@ def _settings(value: Any) -> str:
 
 
 def _declared(info: registry.MethodInfo) -> Iterator[str]:
-    """Name and value of what the room's contract lets a method say about itself."""
+    """Name and value of what the stage's contract lets a method say about itself."""
     method = _sample(info)
-    for name in _declarations(info.room):
+    for name in _declarations(info.stage):
         value = getattr(method, name)
         if dataclasses.is_dataclass(value):
             asked = _settings(value)
@@ -191,9 +191,9 @@ def _declared(info: registry.MethodInfo) -> Iterator[str]:
             yield f"{name}: `{write_value(value)}`"
 
 
-def _declarations(room: str) -> dict[str, str]:
-    """What a method of a room may say about itself, and what it means."""
-    contract = registry.contract(room)
+def _declarations(stage: str) -> dict[str, str]:
+    """What a method of a stage may say about itself, and what it means."""
+    contract = registry.contract(stage)
     read = {name: member for name, member in vars(contract).items() if isinstance(member, property)}
     told = {name: " ".join((inspect.getdoc(member) or "").split()) for name, member in read.items()}
     return {**_attributes(contract), **told}
@@ -219,10 +219,10 @@ def _cited(text: str, papers: tuple[Paper, ...]) -> list[Paper]:
     return [paper for paper in papers if words & {paper.key, paper.number or paper.key}]
 
 
-def _sentence(room: str) -> str:
-    """What the room's contract says of the room, without its name."""
-    text = inspect.getdoc(sys.modules[registry.contract(room).__module__]) or ""
-    return _prose(re.sub(r"^The room `\w+`: ", "", text.partition("\n\n")[0]))
+def _sentence(stage: str) -> str:
+    """What the stage's contract says of the stage, without its name."""
+    text = inspect.getdoc(sys.modules[registry.contract(stage).__module__]) or ""
+    return _prose(re.sub(r"^The stage `\w+`: ", "", text.partition("\n\n")[0]))
 
 
 def _row(cells: list[str]) -> str:

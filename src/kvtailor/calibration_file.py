@@ -105,7 +105,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedMethod(Method):
-    """A method whose numbers were measured on the model beforehand. Stands before the room's contract among the bases.
+    """A method whose numbers were measured on the model beforehand. Stands before the stage's contract among the bases.
 
     The tensors reach a scorer as `Held.calibration`, those of its layer, and an allocator as
     `BudgetRequest.calibration`.

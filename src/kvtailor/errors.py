@@ -48,7 +48,7 @@ class PlanError(KvtailorError, ValueError):
 
 
 class UnknownName(KvtailorError, LookupError):
-    """A name that no room knows; carries the nearest names that exist."""
+    """A name that no stage knows; carries the nearest names that exist."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]):
         self.name = name

@@ -24,7 +24,7 @@ class Entry:
 
     Attributes:
         layer: layer of the model.
-        room: "tail", "encode", "store", "window", "observe", "attend": who keeps them.
+        stage: "tail", "encode", "store", "window", "observe", "attend": who keeps them.
         tier: "device", "host" or "disk".
         tensors: by name.
         stored: bytes that are no tensors of this process: files, as the file system counts them.
@@ -32,7 +32,7 @@ class Entry:
     """
 
     layer: int
-    room: str
+    stage: str
     tensors: Mapping[str, Tensor]
     tier: str = "device"
     stored: int = 0
@@ -45,7 +45,7 @@ class Ledger:
 
     Attributes:
         total: all unique storages, and files on a tier.
-        by_room: the same split by who keeps them: "tail" (full precision), "encode" (segments), "store" (copies on the
+        by_stage: the same split by who keeps them: "tail" (full precision), "encode" (segments), "store" (copies on the
             device of segments that are on another tier: resident, or on their way), "window" (layers on which the model
             itself has a sliding window), "observe" (evidence for the scorer), "attend" (what the attention carries
             along).
@@ -60,7 +60,7 @@ class Ledger:
     """
 
     total: int
-    by_room: dict[str, int]
+    by_stage: dict[str, int]
     by_tier: dict[str, int]
     by_layer: list[int]
     closed_form: int | None
@@ -75,26 +75,26 @@ class Ledger:
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
-        names = ("total", "full", "ratio", "closed_form", "by_room", "by_tier", "by_layer", "seen", "held")
+        names = ("total", "full", "ratio", "closed_form", "by_stage", "by_tier", "by_layer", "seen", "held")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def of(cls, entries: Sequence[Entry], *, layers: int, full: int, seen: int, held: float | None) -> Ledger:
         """The ledger of these entries; a storage that two of them share is charged to the first."""
         charged: set[tuple[str, int]] = set()
-        by_room: dict[str, int] = {}
+        by_stage: dict[str, int] = {}
         by_tier: dict[str, int] = {}
         by_layer = [0] * layers
         closed: int | None = 0
         for entry in entries:
             own = _charge(entry.tensors.values(), charged) + entry.stored
-            by_room[entry.room] = by_room.get(entry.room, 0) + own
+            by_stage[entry.stage] = by_stage.get(entry.stage, 0) + own
             by_tier[entry.tier] = by_tier.get(entry.tier, 0) + own
             by_layer[entry.layer] += own
             closed = None if closed is None or entry.closed_form is None else closed + entry.closed_form
         return cls(
             total=sum(by_layer),
-            by_room=by_room,
+            by_stage=by_stage,
             by_tier=by_tier,
             by_layer=by_layer,
             closed_form=closed,

@@ -1,4 +1,4 @@
-"""What all methods have in common, whatever their room."""
+"""What all methods have in common, whatever their stage."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["Method"]
 
 
 class Method:
-    """What a plan can name: a frozen, keyword-only dataclass of its own arguments. Every room's contract is one.
+    """What a plan can name: a frozen, keyword-only dataclass of its own arguments. Every stage's contract is one.
 
-    A field that is annotated with a contract takes a method of that contract's room. With `of: Allocator` a plan may
+    A field that is annotated with a contract takes a method of that contract's stage. With `of: Allocator` a plan may
     say `inverse(of=pyramid(beta=10))`; what is said about the inner method's arguments is the same as outside.
 
     Attributes:
-        examples: some of these as a plan writes them, where the name alone is not enough. A room's promises are tested
+        examples: some of these as a plan writes them, where the name alone is not enough. A stage's promises are tested
             with each of them. Empty: the name alone is a method.
         added: arguments that the method got after results had been named by hashes without them. At their defaults they
             are no part of a plan's hash, so that a plan of before keeps its own.

@@ -14,25 +14,25 @@ from kvtailor.allocate.dynamickv import DynamicKV
 Heads = list[list[float]]
 
 
-def split(total: int, parts: list[int], room: list[int]) -> list[int]:
-    """A total by parts, within the room of each: what one cannot take goes to the others; largest remainders first."""
-    if sum(room) <= total:
-        return room
+def split(total: int, parts: list[int], capacity: list[int]) -> list[int]:
+    """A total by parts, within the capacity of each: what one cannot take others get; largest remainders first."""
+    if sum(capacity) <= total:
+        return capacity
     parts = parts if any(parts) else [1] * len(parts)
     full: set[int] = set()
     while True:
-        left, weight = total - sum(room[i] for i in full), sum(p for i, p in enumerate(parts) if i not in full)
+        left, weight = total - sum(capacity[i] for i in full), sum(p for i, p in enumerate(parts) if i not in full)
         if not weight:  # those of part 0 share the rest
             parts = [1] * len(parts)
             continue
-        due = [Fraction(room[i]) if i in full else Fraction(left * parts[i], weight) for i in range(len(parts))]
-        over = {i for i in range(len(parts)) if i not in full and due[i] > room[i]}
+        due = [Fraction(capacity[i]) if i in full else Fraction(left * parts[i], weight) for i in range(len(parts))]
+        over = {i for i in range(len(parts)) if i not in full and due[i] > capacity[i]}
         if not over:
             break
         full |= over
     given = [int(each) for each in due]
     for i in sorted(range(len(due)), key=lambda i: (given[i] - due[i], i)):
-        if sum(given) < total and given[i] < room[i]:
+        if sum(given) < total and given[i] < capacity[i]:
             given[i] += 1
     return given
 

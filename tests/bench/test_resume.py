@@ -75,7 +75,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from tests.bench import test_resume as t
-from kvtailor.bench import machine
+from kvtailor.bench.measure import machine
 machine.versions = lambda: dict(t.VERSIONS)
 left = int(sys.argv[2])
 def advance(label):

@@ -17,7 +17,7 @@ RECORD = Record(
     task_version=1,
     point={"context": 8},
     bytes_by_layer=(3, 4),
-    bytes_by_room={"encode": 7},
+    bytes_by_stage={"encode": 7},
     values={"nll": (1.5, 2.5)},
     notes=("said",),
 )

@@ -99,7 +99,7 @@ def test_every_calibrated_method_has_a_calibrator_and_examples_of_its_shapes() -
     from kvtailor.calibration.contract import kinds
     from kvtailor.plan import registry
 
-    found = [registry.load(room, name) for room in registry.rooms() for name in registry.methods(room)]
+    found = [registry.load(stage, name) for stage in registry.stages() for name in registry.methods(stage)]
     calibrated = [kind for kind in found if issubclass(kind, CalibratedMethod)]
     assert QFilters in calibrated
     for kind in calibrated:

@@ -39,7 +39,7 @@ def asked(verb: str, *words: str) -> tuple[dict[str, Any], str]:
     ],
 )
 def test_what_is_shown_as_held_is_what_a_cache_holds(plan: str, held: int, recent: int) -> None:
-    """On the embedded model: tokens exactly, and bytes but for the positions of a cut cache and the tail's room."""
+    """On the embedded model: tokens exactly, and bytes but for a cut cache's positions and the tail's free slots."""
     said = asked("show", plan, "--model", "demo", "--tokens", "300")[0]["holding"]
     model, _ = load("demo")[:2]
     cache = kvtailor.cache_for(model, plan)

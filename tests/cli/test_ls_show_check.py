@@ -31,27 +31,27 @@ def test_ls_lists_every_method_and_preset() -> None:
     found = call("ls", "--json")
     assert found.exit_code == 0
     read = last_object(found)
-    for room in registry.rooms():
-        assert read["rooms"][room].keys() == registry.methods(room).keys()
-        for name in registry.methods(room):
+    for stage in registry.stages():
+        assert read["stages"][stage].keys() == registry.methods(stage).keys()
+        for name in registry.methods(stage):
             assert f"  {name} " in found.stdout
     assert read["presets"].keys() == registry.presets().keys()
 
 
-def test_ls_of_one_room() -> None:
+def test_ls_of_one_stage() -> None:
     found = call("ls", "allocate")
     assert "adakv" in found.stdout and "snapkv " not in found.stdout and "presets" not in found.stdout
     assert "uniform (default)" in found.stdout
     assert "streaming" in call("ls", "presets").stdout
 
 
-def test_show_says_rooms_sources_and_bytes() -> None:
+def test_show_says_stages_sources_and_bytes() -> None:
     found = call("show", "snapkv(window=16) + adakv @ tokens=64", "--head-size", "80", "--dtype", "float32", "--json")
     assert found.exit_code == 0
     assert "2404.14469" in found.stdout and "2407.11550" in found.stdout
     read = last_object(found)
     assert read["plan"] == "snapkv(window=16) + adakv @ tokens=64"
-    assert read["rooms"]["score"]["arguments"]["window"] == 16
+    assert read["stages"]["score"]["arguments"]["window"] == 16
     assert read["closed_form"]["full_bytes_per_token_and_kv_head"] == 2 * 80 * 4
     assert read["closed_form"]["bytes_per_token_and_kv_head"] == 2 * 80 * 4
     assert read["closed_form"]["bytes_per_token"] is None
@@ -63,9 +63,9 @@ def test_show_says_what_methods_inside_are() -> None:
     found = call("show", "snapkv + shuffled(of=inverse(of=pyramid(beta=3)), state=1) @ tokens=64", "--json")
     assert "allocate  shuffled(of=inverse(of=pyramid(beta=3.0)), state=1)" in found.stdout
     assert "2406.02069" in found.stdout and "Inverse: another allocator's" in found.stdout
-    room = last_object(found)["rooms"]["allocate"]
-    assert room["arguments"] == {"of": "inverse(of=pyramid(beta=3.0))", "state": 1}
-    assert [each["method"] for each in room["inner"]] == ["inverse", "pyramid"]
+    stage = last_object(found)["stages"]["allocate"]
+    assert stage["arguments"] == {"of": "inverse(of=pyramid(beta=3.0))", "state": 1}
+    assert [each["method"] for each in stage["inner"]] == ["inverse", "pyramid"]
 
 
 def test_show_with_a_model_counts_layers_and_heads() -> None:
@@ -156,7 +156,7 @@ def test_check_notes_a_budget_above_the_models_positions(config: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls", "scoer"], "there is no room named 'scoer'; did you mean 'score'"),
+        (["ls", "scoer"], "there is no stage named 'scoer'; did you mean 'score'"),
         (["show", "snapkv @ tokns=3"], "there is no setting named 'tokns'"),
         (["shw", "full"], "there is no verb named 'shw'; did you mean 'show'"),
         (["check", "full", "--model", "/no/such/folder"], "there is no model '/no/such/folder'"),

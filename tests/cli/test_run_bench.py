@@ -181,5 +181,5 @@ def test_help_does_not_wait_for_torch():
     )
 
 
-def test_the_room_of_a_model_that_does_not_say_is_unknown():
-    assert run._room(SimpleNamespace(positions=None, name="m"), 10**9) is None
+def test_the_positions_left_of_a_model_that_does_not_say_is_unknown():
+    assert run._positions_left(SimpleNamespace(positions=None, name="m"), 10**9) is None

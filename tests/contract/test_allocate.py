@@ -1,4 +1,4 @@
-"""What the room `allocate` promises, asked of every method in its folder."""
+"""What the stage `allocate` promises, asked of every method in its folder."""
 
 from __future__ import annotations
 

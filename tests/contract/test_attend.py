@@ -1,4 +1,4 @@
-"""What the room `attend` promises, asked of every method in its folder."""
+"""What the stage `attend` promises, asked of every method in its folder."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_autocast_queries(kind: type[Attention], pair: tuple[torch.dtype, torch.
 @pytest.mark.parametrize("kind", [k for k in METHODS if k.repeats], ids=lambda kind: kind.__name__)
 @every_mix
 def test_what_repeats_reads_how_far_the_tail_is_filled(kind: type[Attention], mix: str) -> None:
-    """One more token in the room of the same parts, of which only the counter has changed."""
+    """One more token in the free slots of the same parts, of which only the counter has changed."""
     made = case(SIZES[0], mix, 2, seed=3)
     *parts, tail = made.parts
     layout, size = tail.layout, tail.layout.size
@@ -146,9 +146,9 @@ def test_what_repeats_reads_how_far_the_tail_is_filled(kind: type[Attention], mi
     if positions is not None:
         positions = torch.cat([positions, positions[:, -1:] + torch.arange(1, 8, dtype=torch.int32)], 1)
     lengths = torch.full((layout.lanes,), size - 1, dtype=torch.int32)
-    room = [torch.cat([side, torch.zeros_like(side[:, :7])], 1) for side in tail.decode()]
+    buffers = [torch.cat([side, torch.zeros_like(side[:, :7])], 1) for side in tail.decode()]
     layout = dataclasses.replace(layout, size=size + 7, positions=positions, lengths=lengths)
-    held = [*parts, PlainSegment(layout=layout, keys=room[0], values=room[1])]
+    held = [*parts, PlainSegment(layout=layout, keys=buffers[0], values=buffers[1])]
     expected = naive(made, 0.04)[0]
     visible = dataclasses.replace(made.visible, new_tokens=1, first_column=made.seen - 1)
     method = sample_of(kind)

@@ -1,4 +1,4 @@
-"""What the room `score` promises, asked of every method in its folder."""
+"""What the stage `score` promises, asked of every method in its folder."""
 
 from __future__ import annotations
 

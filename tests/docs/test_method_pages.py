@@ -31,10 +31,10 @@ def test_the_committed_pages_are_what_the_sources_say(writer: dict) -> None:
 def test_every_method_and_preset_is_there(writer: dict) -> None:
     pages = writer["pages"]()
     index = pages["README.md"]
-    for room in registry.rooms():
-        for name, info in registry.methods(room).items():
-            page = pages[f"{room}/{name}.md"]
-            assert f"]({room}/{name}.md)" in index and info.summary in index and info.summary in page
+    for stage in registry.stages():
+        for name, info in registry.methods(stage).items():
+            page = pages[f"{stage}/{name}.md"]
+            assert f"]({stage}/{name}.md)" in index and info.summary in index and info.summary in page
             assert all(f"**{head}**: " in page for head in ("Idea", "Paper", "Source", "Departs", "Cost"))
     for name, preset in registry.presets().items():
         assert f"- **{name}**: `" in index and (not preset.budget or f"`{preset.budget}`" in index)

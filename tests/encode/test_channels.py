@@ -100,7 +100,7 @@ def test_the_queries_change_which_channels_stay() -> None:
         cache = kvtailor.cache_for(model, plan)
         model(ids, past_key_values=cache)
         kept.append(torch.stack([state.segments[0].keys.kept for state in cache.route.states]))
-        assert cache.ledger().by_room["observe"] > 0
+        assert cache.ledger().by_stage["observe"] > 0
     assert not torch.equal(*kept)
 
 

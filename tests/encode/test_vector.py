@@ -55,7 +55,7 @@ def test_tokens_are_coded_alone() -> None:
 
 
 def test_an_outlier_channel_hurts_the_whole_vector() -> None:
-    """What the other codecs of the room are there for."""
+    """What the other codecs of the stage are there for."""
     keys = torch.randn((1, 64, 32), generator=torch.Generator().manual_seed(1))
     loud = keys.clone()
     loud[..., 5] = 100.0

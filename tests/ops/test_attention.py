@@ -20,10 +20,10 @@ every_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=lambda
 def prompt_of(t: int, n: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query (2, 6, t, 20), keys and values of 3 heads over n slots cut from a poisoned buffer, and the causal mask."""
     query = states((2, 6, t, 20), seed, dtype)
-    room = torch.full((2, 2, 3, n + 7, 20), float("nan"), dtype=dtype)
-    room[:, :, :, :n] = states((2, 2, 3, n, 20), seed + 1, dtype)
+    buffer = torch.full((2, 2, 3, n + 7, 20), float("nan"), dtype=dtype)
+    buffer[:, :, :, :n] = states((2, 2, 3, n, 20), seed + 1, dtype)
     mask = torch.ones(t, n, dtype=torch.bool).tril(n - t)[None, None]
-    return query, room[0][:, :, :n], room[1][:, :, :n], mask
+    return query, buffer[0][:, :, :n], buffer[1][:, :, :n], mask
 
 
 def test_the_reference_is_the_definition() -> None:

@@ -25,9 +25,9 @@ from kvtailor.types import Held
 
 CLASSES = {
     kind.__name__: kind
-    for room in registry.rooms()
-    for name in registry.methods(room)
-    for kind in [registry.load(room, name)]
+    for stage in registry.stages()
+    for name in registry.methods(stage)
+    for kind in [registry.load(stage, name)]
 }
 
 
@@ -51,9 +51,9 @@ def values_of(hint: object) -> st.SearchStrategy[object]:
         return st.text(LETTERS, max_size=8)
     if hint is type(None):
         return st.none()
-    room = next((room for room in registry.rooms() if registry.contract(room) is hint), None)
-    if room is not None:
-        return methods(room)
+    stage = next((stage for stage in registry.stages() if registry.contract(stage) is hint), None)
+    if stage is not None:
+        return methods(stage)
     if origin is tuple:
         return st.lists(values_of(inner[0]), max_size=3).map(tuple)
     return st.one_of([values_of(each) for each in inner])
@@ -65,9 +65,9 @@ def hints_of(kind: type) -> dict[str, object]:
 
 
 @st.composite
-def methods(draw: st.DrawFn, room: str) -> object:
-    """A method of a room with some of its arguments given."""
-    kind = registry.load(room, draw(st.sampled_from(sorted(registry.methods(room)))))
+def methods(draw: st.DrawFn, stage: str) -> object:
+    """A method of a stage with some of its arguments given."""
+    kind = registry.load(stage, draw(st.sampled_from(sorted(registry.methods(stage)))))
     hints = hints_of(kind)
     fields = [field.name for field in dataclasses.fields(kind) if field.init]
     chosen = draw(st.lists(st.sampled_from(fields), unique=True)) if fields else []
@@ -79,15 +79,15 @@ def methods(draw: st.DrawFn, room: str) -> object:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    parts = {room: draw(methods(room)) for room in registry.rooms()}
+    parts = {stage: draw(methods(stage)) for stage in registry.stages()}
     settings: dict[str, object] = {}
     if draw(st.booleans()):
         budget = draw(st.sampled_from(["tokens", "keep", "bytes"]))
         amount = st.floats(1e-9, 1) if budget == "keep" else st.integers(1, 2**40)
         settings = {budget: draw(amount), "slack": draw(st.none() | st.just("never") | st.integers(0, 100))}
     else:
-        for room in ("score", "allocate", "select", "merge"):
-            parts[room] = registry.method_of(room, registry.null(room))
+        for stage in ("score", "allocate", "select", "merge"):
+            parts[stage] = registry.method_of(stage, registry.null(stage))
     try:
         return Plan(**parts, **settings)  # type: ignore[arg-type]
     except PlanError:
@@ -105,7 +105,7 @@ def test_the_three_forms_round_trip(plan: Plan) -> None:
         assert str(each) == str(plan) and each.to_toml() == plan.to_toml() and repr(each) == repr(plan)
 
 
-def test_the_strategy_meets_every_room_and_most_methods() -> None:
+def test_the_strategy_meets_every_stage_and_most_methods() -> None:
     """Else the round trip above could be one over defaults."""
     seen: set[str] = set()
 
@@ -117,9 +117,9 @@ def test_the_strategy_meets_every_room_and_most_methods() -> None:
 
     look()
     # Which ones are drawn is chance, and any single one may be missed.
-    for room in registry.rooms():
-        names = set(registry.methods(room))
-        assert len(names & seen) >= 0.6 * len(names), f"{room}: {sorted(names - seen)} never came"
+    for stage in registry.stages():
+        names = set(registry.methods(stage))
+        assert len(names & seen) >= 0.6 * len(names), f"{stage}: {sorted(names - seen)} never came"
     assert {"tokens", "keep", "bytes"} <= seen
 
 

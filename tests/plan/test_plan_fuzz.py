@@ -13,7 +13,7 @@ from kvtailor.ops.sizes import bytes_of
 from kvtailor.plan import Plan, registry
 from kvtailor.plan.grammar import MOST_CHARACTERS
 
-METHODS = [name for room in registry.rooms() for name in registry.methods(room)]
+METHODS = [name for stage in registry.stages() for name in registry.methods(stage)]
 PIECES = [
     *"()[]{}=,+@'\"\\.- \n\t\x00\u2028\ud800é🙂", "none", "true", "inf", "-inf", "nan", "1e400", "-1", "0", "9" * 50,
     "1_000", "0x10",
@@ -29,9 +29,9 @@ def lines() -> list[str]:
         'disk(folder="/tmp/a b", policy=mru)',
         "inverse(of=shuffled(of=pyramid(beta=3), state=2)) + critical(of=h2o(recent=3)) @ bytes=64MiB",
     ]
-    for room in registry.rooms():
-        for name in registry.methods(room):
-            found += registry.load(room, name).examples or (name,)
+    for stage in registry.stages():
+        for name in registry.methods(stage):
+            found += registry.load(stage, name).examples or (name,)
     return found + [f"snapkv + {each} @ tokens=64" for each in found]
 
 

@@ -29,7 +29,7 @@ DEEP = Plan(score=SnapKV(), allocate=Inverse(of=Shuffled(of=Pyramid(beta=10), st
 
 @dataclass(frozen=True, kw_only=True)
 class Several(Allocator):
-    """Takes methods of more than one room, and more than one."""
+    """Takes methods of more than one stage, and more than one."""
 
     of: tuple[Allocator, ...]
     ranked: Scorer | Literal["as it comes"] | None = None
@@ -118,7 +118,7 @@ def test_faults_inside_are_those_of_outside(text: str, fault: str) -> None:
     assert found.startswith(fault)
 
 
-def test_a_suggestion_names_neighbours_of_the_room_only() -> None:
+def test_a_suggestion_names_neighbours_of_the_stage_only() -> None:
     (found,) = faults_of("snapkv + inverse(of=snapk) @ keep=0.5")
     assert "'snapkv'" not in found
     (found,) = faults_of("snapkv + inverse(of=snapkv) @ keep=0.5")
@@ -167,7 +167,7 @@ def test_an_int_may_stand_for_a_float_inside() -> None:
     )
 
 
-def test_several_methods_of_several_rooms() -> None:
+def test_several_methods_of_several_stages() -> None:
     faults: list[str] = []
     given = {"of": ("uniform", Word(name="pyramid", arguments={"beta": 3})), "ranked": "snapkv", "note": "snapkv"}
     made = make("several", Several, given, faults)
@@ -194,7 +194,7 @@ def test_what_fits_as_it_is_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [k for room in registry.rooms() for n in registry.methods(room) for k in [registry.load(room, n)]]
+    "kind", [k for stage in registry.stages() for n in registry.methods(stage) for k in [registry.load(stage, n)]]
 )
 def test_examples_are_written_as_plans_write_them(kind: type[Method]) -> None:
     assert kind.examples == tuple(str(word_of(sample)) for sample in samples_of(kind)) or not kind.examples

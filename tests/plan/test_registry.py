@@ -42,22 +42,22 @@ def fresh() -> None:
 
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> Path:
-    """An empty house whose rooms a test fills."""
-    for room in registry.rooms():
-        (tmp_path / room).mkdir()
+    """An empty house whose stages a test fills."""
+    for stage in registry.stages():
+        (tmp_path / stage).mkdir()
     (tmp_path / "presets").mkdir()
     monkeypatch.setattr(registry, "_HOME", tmp_path)
     return tmp_path
 
 
-def test_rooms_are_in_the_order_of_the_walk() -> None:
-    assert registry.rooms() == ("score", "allocate", "select", "merge", "encode", "store", "attend")
+def test_stages_are_in_the_order_of_the_walk() -> None:
+    assert registry.stages() == ("score", "allocate", "select", "merge", "encode", "store", "attend")
 
 
 def test_listing_imports_no_method() -> None:
     code = (
         "import sys; from kvtailor.plan import registry; before = set(sys.modules)\n"
-        "for room in registry.rooms(): registry.methods(room)\n"
+        "for stage in registry.stages(): registry.methods(stage)\n"
         "registry.presets(); assert set(sys.modules) == before, set(sys.modules) - before\n"
         "registry.load('score', 'snapkv'); new = {m for m in sys.modules if m.startswith('kvtailor.score.')}\n"
         "assert new == {'kvtailor.score.contract', 'kvtailor.score.snapkv'}, new\n"
@@ -68,31 +68,31 @@ def test_listing_imports_no_method() -> None:
 
 def test_what_is_known_of_a_method() -> None:
     info = registry.methods("score")["snapkv"]
-    assert (info.name, info.room, info.class_name, info.by) == ("snapkv", "score", "SnapKV", "kvtailor")
+    assert (info.name, info.stage, info.class_name, info.by) == ("snapkv", "score", "SnapKV", "kvtailor")
     assert info.summary.startswith("SnapKV") and "2404.14469" in info.paper and "*" not in info.paper
     assert registry.describe("snapkv") == info
-    assert registry.room_of("adakv") == "allocate"
+    assert registry.stage_of("adakv") == "allocate"
 
 
-@pytest.mark.parametrize("room", registry.rooms())
-def test_every_method_loads_and_is_named_back(room: str) -> None:
-    for name in registry.methods(room):
-        assert registry.name_of(sample_of(registry.load(room, name))) == name
+@pytest.mark.parametrize("stage", registry.stages())
+def test_every_method_loads_and_is_named_back(stage: str) -> None:
+    for name in registry.methods(stage):
+        assert registry.name_of(sample_of(registry.load(stage, name))) == name
 
 
-@pytest.mark.parametrize("room", registry.rooms())
-def test_null_methods_exist(room: str) -> None:
-    null = registry.null(room)
-    assert (null is None) == (room == "score")
-    assert null is None or null in registry.methods(room)
+@pytest.mark.parametrize("stage", registry.stages())
+def test_null_methods_exist(stage: str) -> None:
+    null = registry.null(stage)
+    assert (null is None) == (stage == "score")
+    assert null is None or null in registry.methods(stage)
 
 
 def test_unknown_names_say_near_ones() -> None:
     with pytest.raises(UnknownName, match="no method named 'snapk'; did you mean 'snapkv'"):
-        registry.room_of("snapk")
+        registry.stage_of("snapk")
     with pytest.raises(UnknownName, match="no method named 'pyramid_kv'; did you mean 'pyramidkv'"):
-        registry.room_of("pyramid_kv")
-    with pytest.raises(UnknownName, match="no room named 'scoer'; did you mean 'score'"):
+        registry.stage_of("pyramid_kv")
+    with pytest.raises(UnknownName, match="no stage named 'scoer'; did you mean 'score'"):
         registry.methods("scoer")
     with pytest.raises(UnknownName, match="no method of encode named 'snapkv'; .*plain"):
         registry.load("encode", "snapkv")
@@ -116,11 +116,11 @@ def test_two_methods_in_one_file_are_refused(house: Path) -> None:
         registry.methods("score")
 
 
-def test_one_name_in_two_rooms_is_refused_when_asked(house: Path) -> None:
+def test_one_name_in_two_stages_is_refused_when_asked(house: Path) -> None:
     (house / "score" / "same.py").write_text(METHOD.format(name="Same"))
     (house / "encode" / "same.py").write_text(METHOD.format(name="Same").replace("Scorer", "Codec"))
     with pytest.raises(KvtailorError, match=r"'same' is a method of score .* and encode"):
-        registry.room_of("same")
+        registry.stage_of("same")
 
 
 def third_party(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -134,7 +134,7 @@ def test_entry_points_bring_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "their_scores.py").write_text(METHOD.format(name="Theirs"))
     monkeypatch.syspath_prepend(str(tmp_path))
     third_party(monkeypatch, "theirs", "their_scores:Theirs")
-    assert registry.room_of("theirs") == "score" and "their_scores" not in sys.modules
+    assert registry.stage_of("theirs") == "score" and "their_scores" not in sys.modules
     kind = registry.load("score", "theirs")
     assert kind.__name__ == "Theirs" and registry.name_of(kind()) == "theirs"
 
@@ -175,13 +175,13 @@ def test_presets_hold_known_methods_no_budget_and_a_note() -> None:
 
 
 def test_a_preset_with_a_methods_name_holds_it_and_what_it_cannot_do_without() -> None:
-    methods = {name: info for room in registry.rooms() for name, info in registry.methods(room).items()}
+    methods = {name: info for stage in registry.stages() for name, info in registry.methods(stage).items()}
     for name in methods.keys() & registry.presets().keys():
         plan = dict(registry.presets()[name].plan)
-        room = methods[name].room
-        assert plan.pop(room)["method"] == name
-        if room in ("allocate", "merge"):  # Both are of what is scored.
+        stage = methods[name].stage
+        assert plan.pop(stage)["method"] == name
+        if stage in ("allocate", "merge"):  # Both are of what is scored.
             assert set(plan) == {"score"}
         else:
-            needed = getattr(registry.load(room, name), "needs_codec", None)
+            needed = getattr(registry.load(stage, name), "needs_codec", None)
             assert plan == ({} if needed is None else {"encode": {"method": needed}})

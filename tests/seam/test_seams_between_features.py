@@ -135,7 +135,7 @@ def test_a_recording_ends_with_its_loop_and_with_a_reset(family: str) -> None:
     more = torch.cat([out, prompts((100,), state=7)[0]], 1)
     texts = [model.generate(more, past_key_values=each, **GREEDY) for each in (again, plain)]
     assert torch.equal(*texts)
-    assert again.ledger().by_room == plain.ledger().by_room
+    assert again.ledger().by_stage == plain.ledger().by_stage
 
 
 @torch.no_grad()

@@ -100,6 +100,6 @@ def test_bytes_below_the_window_are_not_exceeded(plan: str) -> None:
     full = prefilled("full", ids).ledger().full
     with pytest.warns(UserWarning, match="nothing but the newest"):
         cache = prefilled(f"{plan} @ bytes={full // 5}", ids)
-    rooms = cache.ledger().by_room
+    stages = cache.ledger().by_stage
     # What was observed is no part of what `bytes=` buys.
-    assert 0.4 * full / 5 < rooms["tail"] + rooms.get("encode", 0) <= full / 5
+    assert 0.4 * full / 5 < stages["tail"] + stages.get("encode", 0) <= full / 5

@@ -207,6 +207,6 @@ def test_mass(wrong: Any) -> None:
 
 def test_a_method_that_keeps_its_contract_is_taken() -> None:
     for base, method in ((KNorm, "score"), (Uniform, "allocate"), (TopK, "select"), (Segments, "attend")):
-        room = {KNorm: "score", Uniform: "allocate", TopK: "select", Segments: "attend"}[base]
-        run(**{room: changed(base, method, lambda found: found)})
+        stage = {KNorm: "score", Uniform: "allocate", TopK: "select", Segments: "attend"}[base]
+        run(**{stage: changed(base, method, lambda found: found)})
     assert issubclass(MethodError, KvtailorError)

@@ -77,11 +77,11 @@ def test_a_fork_while_a_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.M
     expected = step(model, copy.deepcopy(cache), 2)
     reading, go_on = threading.Event(), threading.Event()
 
-    def read(file: SegmentFile, *room):
+    def read(file: SegmentFile, *stage):
         if os.getpid() == parent:
             reading.set()
             go_on.wait(SECONDS)
-        return real(file, *room)
+        return real(file, *stage)
 
     monkeypatch.setattr(SegmentFile, "read", read)
     cache.route.shelves.prefetch(0)

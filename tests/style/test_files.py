@@ -21,7 +21,7 @@ OURS = [*SOURCES, *(path for name in ("docs", "tests") for path in sorted((REPOS
 LONGEST = 400
 FORBIDDEN = re.compile(r"(^|_)(utils?|helpers?|managers?|misc|stuff)(_|$)", re.IGNORECASE)
 HEADS = ("Idea", "Paper", "Source", "Departs", "Cost")
-METHODS = [info for room in registry.rooms() for info in registry.methods(room).values()]
+METHODS = [info for stage in registry.stages() for info in registry.methods(stage).values()]
 LETTERS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
 
 
@@ -49,7 +49,7 @@ def public_names(tree: ast.Module) -> set[str]:
 
 
 def test_files_are_short() -> None:
-    """One with more lines: is it still one room?"""
+    """One with more lines: is it still about one thing?"""
     assert [of_file(path) for path in OURS if too_long(path)] == []
 
 
@@ -109,15 +109,15 @@ def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
     assert forbidden_names(tmp_path / "utils.py") == ["utils"]
 
 
-def test_method_names_are_unique_across_rooms() -> None:
+def test_method_names_are_unique_across_stages() -> None:
     assert [name for name, count in Counter(info.name for info in METHODS).items() if count > 1] == []
 
 
-@pytest.mark.parametrize("room", registry.rooms())
-def test_every_public_method_file_of_a_room_is_found(room: str) -> None:
+@pytest.mark.parametrize("stage", registry.stages())
+def test_every_public_method_file_of_a_stage_is_found(stage: str) -> None:
     """A file that holds a subclass of the contract but is not listed would be a method that no plan can name."""
-    contract = registry.contract(room)
-    for path in (ROOT / room).rglob("*.py"):
+    contract = registry.contract(stage)
+    for path in (ROOT / stage).rglob("*.py"):
         module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
         own = [
             each
@@ -128,7 +128,7 @@ def test_every_public_method_file_of_a_room_is_found(room: str) -> None:
             and each.__module__ == module.__name__
             and not each.__name__.startswith("_")
         ]
-        listed = [info.class_name for info in registry.methods(room).values() if info.module == module.__name__]
+        listed = [info.class_name for info in registry.methods(stage).values() if info.module == module.__name__]
         assert [each.__name__ for each in own] == listed
 
 
@@ -143,7 +143,7 @@ def test_a_method_has_its_docstring_heads() -> None:
 
 def test_a_method_is_a_frozen_keyword_only_dataclass_that_text_can_write() -> None:
     for info in METHODS:
-        kind = registry.load(info.room, info.name)
+        kind = registry.load(info.stage, info.name)
         params = kind.__dataclass_params__  # type: ignore[attr-defined]
         assert dataclasses.is_dataclass(kind) and params.frozen, info.name
         fields = dataclasses.fields(kind)

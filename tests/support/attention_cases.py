@@ -96,11 +96,11 @@ def case(
             layout = Layout(rows=b, heads=h, size=positions.shape[1], positions=positions)
         old = before.decode()
         keys, values = torch.cat([old[0], keys], 1), torch.cat([old[1], values], 1)
-    # As in a real tail, the lanes are cut from a buffer with room for more, and that room is poisoned.
-    room = [torch.full((x.shape[0], x.shape[1] + 9, x.shape[2]), float("nan"), dtype=dtype) for x in (keys, values)]
-    for buffer, x in zip(room, (keys, values), strict=True):
+    # As in a real tail, the lanes are cut from a buffer with free slots, and those are poisoned.
+    buffers = [torch.full((x.shape[0], x.shape[1] + 9, x.shape[2]), float("nan"), dtype=dtype) for x in (keys, values)]
+    for buffer, x in zip(buffers, (keys, values), strict=True):
         buffer[:, : x.shape[1]] = x
-    parts.append(PlainSegment(layout=layout, keys=room[0][:, : layout.size], values=room[1][:, : layout.size]))
+    parts.append(PlainSegment(layout=layout, keys=buffers[0][:, : layout.size], values=buffers[1][:, : layout.size]))
     seen = column + new
     real = None
     if padded:

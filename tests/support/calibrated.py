@@ -65,9 +65,9 @@ def filters_for(model: object, state: int = 0) -> dict[str, Tensor]:
 def shipped_for(models: Iterable[object], home: Path) -> Iterator[None]:
     """As if the package came with files of random tensors of every kind for these models, and with no others."""
     kinds: dict[str, type[CalibratedMethod]] = {}
-    for room in registry.rooms():
-        for name in registry.methods(room):
-            method = registry.load(room, name)
+    for stage in registry.stages():
+        for name in registry.methods(stage):
+            method = registry.load(stage, name)
             if issubclass(method, CalibratedMethod):
                 kinds[method.calibrates] = method
     for place, model in enumerate(models):

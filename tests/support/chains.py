@@ -35,7 +35,7 @@ class Table:
     def settle(self) -> None:
         self.settled = self.seen
 
-    def room(self) -> int | None:
+    def tokens_until_action(self) -> int | None:
         return None
 
     def wait(self) -> None:

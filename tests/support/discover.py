@@ -1,4 +1,4 @@
-"""Finds every method of a room by itself, so that a contract test never has a list to forget a method in."""
+"""Finds every method of a stage by itself, so that a contract test never has a list to forget a method in."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvtailor.plan.arguments import samples_of
 __all__ = ["methods_of", "sample_of", "samples_of"]
 
 
-def methods_of(room: ModuleType, contract: type) -> list[type]:
-    """Every concrete subclass of `contract` that a module of the room defines, by module name."""
+def methods_of(stage: ModuleType, contract: type) -> list[type]:
+    """Every concrete subclass of `contract` that a module of the stage defines, by module name."""
     found: list[type] = []
-    modules = pkgutil.walk_packages(room.__path__, prefix=f"{room.__name__}.")
+    modules = pkgutil.walk_packages(stage.__path__, prefix=f"{stage.__name__}.")
     for info in sorted(modules, key=lambda info: info.name.rpartition(".")[2]):
         module = importlib.import_module(info.name)
         for _, each in inspect.getmembers(module, inspect.isclass):

@@ -214,7 +214,7 @@ class Pairing:
 
     def made(self, tokens: int) -> Plan:
         """The plan, with our budget for kvpress's `tokens`; skips the test where kvtailor lacks one of its methods."""
-        known = {name for room in registry.rooms() for name in registry.methods(room)}
+        known = {name for stage in registry.stages() for name in registry.methods(stage)}
         words = [part.split("(")[0].strip() for part in self.plan.split(" + ")]
         absent = [word for word in words if word not in known]
         if absent:

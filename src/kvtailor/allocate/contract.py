@@ -1,4 +1,4 @@
-"""The room `allocate`: a total budget -> integers for each layer and kv head, summing exactly."""
+"""The stage `allocate`: a total budget -> integers for each layer and kv head, summing exactly."""
 
 from __future__ import annotations
 

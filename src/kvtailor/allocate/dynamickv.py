@@ -73,9 +73,9 @@ class DynamicKV(Allocator):
             raise ValueError(
                 f"dynamickv needs layers 0 to {count - 1} at once, found {request.layers}; its scope is 'progressive'"
             )
-        room = request.capacity - request.floor
-        mean = request.history.double() / (every * room.shape[-1])
-        bounded = torch.minimum(room, (self.most * mean).to(torch.int64)[:, None, None])
+        stage = request.capacity - request.floor
+        mean = request.history.double() / (every * stage.shape[-1])
+        bounded = torch.minimum(stage, (self.most * mean).to(torch.int64)[:, None, None])
         if count % self.interval and count < every:
             return request.floor + bounded
         weights = self._winners(request.scores, bounded, request.history * count // every)
@@ -83,8 +83,8 @@ class DynamicKV(Allocator):
         if count == every:
             # Layers of a later walk may hold less than their share: then no bound may keep the sum from being exact.
             short = bounded.sum((1, 2)) < request.history
-            high = torch.where(short[:, None, None], room, bounded)
-        return request.floor + even_shares(weights, request.history, torch.zeros_like(room), high, request.layers)
+            high = torch.where(short[:, None, None], stage, bounded)
+        return request.floor + even_shares(weights, request.history, torch.zeros_like(stage), high, request.layers)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: scores are compared, never computed with."""

@@ -49,17 +49,17 @@ class Pyramid(Allocator):
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU."""
         count = request.num_layers
-        room = request.capacity - request.floor
-        widest, floors = room.sum(-1).amax(-1), request.floor.sum((1, 2))
+        stage = request.capacity - request.floor
+        widest, floors = stage.sum(-1).amax(-1), request.floor.sum((1, 2))
         others = None
         if request.layers != tuple(range(count)):
             floors = floors * count // len(request.layers)
             if request.row_tokens is not None:
                 others = (request.row_tokens - request.floor.amax((1, 2))).clamp_min(0)
-                widest = torch.maximum(widest, others * room.shape[-1])
+                widest = torch.maximum(widest, others * stage.shape[-1])
         history = (request.total - floors).clamp_min(0)
         weights = self._line(history.double() / count, widest.double(), count)
-        return request.floor + even_shares(weights, history, torch.zeros_like(room), room, request.layers, others)
+        return request.floor + even_shares(weights, history, torch.zeros_like(stage), stage, request.layers, others)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: the line is a few numbers for each layer."""

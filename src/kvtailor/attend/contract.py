@@ -1,4 +1,4 @@
-"""The room `attend`: query + segments -> output."""
+"""The stage `attend`: query + segments -> output."""
 
 from __future__ import annotations
 

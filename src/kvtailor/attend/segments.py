@@ -27,7 +27,7 @@ __all__ = ["Segments"]
 
 @dataclass(frozen=True, kw_only=True)
 class Segments(Attention):
-    """Reads every held token. The default of the room.
+    """Reads every held token. The default of the stage.
 
     Computes on the cache's dtype with float32 logits and softmax, whatever the query's dtype; the output has the
     query's. `Attended.lse` is given on all paths but those of a prompt on one part.

@@ -71,7 +71,7 @@ class Record:
         bytes_held: unique storages of the whole cache when it was weighed; the largest over the samples.
         bytes_full: what uncompressed keys and values of the same tokens take, of the same sample.
         bytes_closed_form: what `bytes_held` must be by arithmetic, of the same sample.
-        bytes_by_room: `bytes_held` by what it is spent on.
+        bytes_by_stage: `bytes_held` by what it is spent on.
         bytes_by_tier: `bytes_held` by where it lives.
         traffic: hits, misses and bytes that moved between tiers, of the same sample, see `store.contract.Traffic`;
             None where nothing did.
@@ -128,7 +128,7 @@ class Record:
     bytes_held: int | None = None
     bytes_full: int | None = None
     bytes_closed_form: int | None = None
-    bytes_by_room: Mapping[str, int] | None = None
+    bytes_by_stage: Mapping[str, int] | None = None
     bytes_by_tier: Mapping[str, int] | None = None
     traffic: Mapping[str, float] | None = None
     bytes_by_layer: tuple[int, ...] | None = None

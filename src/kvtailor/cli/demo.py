@@ -167,8 +167,8 @@ def _ask(
         shown += piece
         console.print(_first_line(shown)[len(before) :], end="", markup=False)
 
-    room = subject.count(document.answer) + 2
-    found = generate(subject, contestant, subject.prompt(document.prompt), tokens=room, show=show, cold=cold)
+    longest = subject.count(document.answer) + 2
+    found = generate(subject, contestant, subject.prompt(document.prompt), tokens=longest, show=show, cold=cold)
     good = is_right(found.text, document.answer)
     console.print("  [green]right[/]" if good else f"  [red]wrong[/] [dim]({document.answer.strip()})[/]")
     return found, good

@@ -1,4 +1,4 @@
-"""`kvtailor ls`: the methods of each room, the presets, and the calibration files that are shipped."""
+"""`kvtailor ls`: the methods of each stage, the presets, and the calibration files that are shipped."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["command"]
 
 
 @click.command(short_help="List methods and presets.")
-@click.argument("room", required=False)
+@click.argument("stage", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
-def command(room: str | None, as_json: bool) -> None:
+def command(stage: str | None, as_json: bool) -> None:
     """List what a plan can name: the methods of ROOM, the presets (ROOM "presets"), or everything.
 
     Nothing is imported for it: names and sentences come from the source text. ROOM "calibrations" is what
@@ -25,11 +25,11 @@ def command(room: str | None, as_json: bool) -> None:
     from kvtailor.errors import UnknownName
     from kvtailor.plan import registry
 
-    known = (*registry.rooms(), "presets", "calibrations")
-    if room is not None and room not in known:
-        raise UnknownName("room", room, known)
-    wanted = known if room is None else (room,)
-    methods = {name: registry.methods(name) for name in wanted if name in registry.rooms()}
+    known = (*registry.stages(), "presets", "calibrations")
+    if stage is not None and stage not in known:
+        raise UnknownName("stage", stage, known)
+    wanted = known if stage is None else (stage,)
+    methods = {name: registry.methods(name) for name in wanted if name in registry.stages()}
     presets = registry.presets() if "presets" in wanted else {}
     for name, found in methods.items():
         null = registry.null(name)
@@ -41,9 +41,9 @@ def command(room: str | None, as_json: bool) -> None:
     if files:
         _table("calibrations", files.items())
     if as_json:
-        rooms = {name: {key: asdict(info) for key, info in found.items()} for name, found in methods.items()}
+        stages = {name: {key: asdict(info) for key, info in found.items()} for name, found in methods.items()}
         told = {name: asdict(preset) for name, preset in presets.items()}
-        click.echo(json.dumps({"rooms": rooms, "presets": told, "calibrations": files}))
+        click.echo(json.dumps({"stages": stages, "presets": told, "calibrations": files}))
 
 
 def _calibrations() -> dict[str, str]:

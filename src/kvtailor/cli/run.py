@@ -233,8 +233,8 @@ def command(
         ids = subject.prompt(text)
         if beyond:
             _check_beyond(subject)
-        room = None if beyond else _room(subject, int(ids.numel()))
-        tokens = max_new_tokens if room is None else min(max_new_tokens, room)
+        left = None if beyond else _positions_left(subject, int(ids.numel()))
+        tokens = max_new_tokens if left is None else min(max_new_tokens, left)
         if tokens < max_new_tokens:
             console.print(
                 f"The model has positions for {tokens} new tokens after this prompt, not for {max_new_tokens}."
@@ -273,7 +273,7 @@ def _prompt_text(prompt: str | None, prompt_file: Any) -> str:
     return str(text)
 
 
-def _room(subject: Subject, prompt: int) -> int | None:
+def _positions_left(subject: Subject, prompt: int) -> int | None:
     """Tokens that fit behind the prompt; None where the model does not say."""
     from kvtailor.errors import KvtailorError
 

@@ -1,4 +1,4 @@
-"""`kvtailor show`: what a plan does in each room, and what a token will cost, before anything runs."""
+"""`kvtailor show`: what a plan does in each stage, and what a token will cost, before anything runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def command(
     step_ms: float | None,
     as_json: bool,
 ) -> None:
-    """Show PLAN, a line or a TOML file: the method of each room, its arguments and source, and closed-form bytes.
+    """Show PLAN, a line or a TOML file: the method of each stage, its arguments and source, and closed-form bytes.
 
     The bytes are a prediction from the codec's formula; what a cache really holds is measured by `run` and `bench`.
     Times come from the rates that you give, and without them there are none.
@@ -70,8 +70,8 @@ def command(
         raise click.UsageError("--link and --step-ms need --tokens, the length at which a step is asked")
     if tokens is not None and geometry is None:
         raise click.UsageError("--tokens needs the sizes of a model: give --model as well")
-    rooms, cost, files = _rooms(parsed), _cost(parsed, sizes), read_by(parsed, model)
-    _say(parsed, rooms, sizes, cost)
+    stages, cost, files = _stages(parsed), _cost(parsed, sizes), read_by(parsed, model)
+    _say(parsed, stages, sizes, cost)
     for word, found in files.items():
         _say_files(word, found, model)
     notes = budget_notes(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
@@ -94,7 +94,7 @@ def command(
             "budget": {name: getattr(parsed, name) for name in BUDGETS if getattr(parsed, name) is not None},
         }
         told = {word: [describe(each) for each in found] for word, found in files.items()}
-        known = {"rooms": rooms, "sizes": sizes, "closed_form": cost, "calibrations": told, "forecast": step}
+        known = {"stages": stages, "sizes": sizes, "closed_form": cost, "calibrations": told, "forecast": step}
         known |= {"holding": as_dict(held), "notes": notes}
         click.echo(json.dumps({**about, **known}, default=str))
 
@@ -113,16 +113,16 @@ def _sizes_of(model: str, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:
     }
 
 
-def _rooms(plan: Plan) -> dict[str, Any]:
-    """Each room's method as far as it has one, and the methods among its arguments."""
+def _stages(plan: Plan) -> dict[str, Any]:
+    """Each stage's method as far as it has one, and the methods among its arguments."""
     from kvtailor.plan.arguments import with_nested, word_of
 
     found: dict[str, Any] = {}
-    for room, part in plan.parts.items():
-        found[room] = None
+    for stage, part in plan.parts.items():
+        found[stage] = None
         if part is not None:
             word, inner = word_of(part, everything=True), [_about(each) for each in with_nested(part)][1:]
-            found[room] = {**_about(part), "arguments": word.arguments, "word": str(word), "inner": inner}
+            found[stage] = {**_about(part), "arguments": word.arguments, "word": str(word), "inner": inner}
     return found
 
 
@@ -150,14 +150,14 @@ def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _say(plan: Plan, rooms: dict[str, Any], sizes: dict[str, Any], cost: dict[str, Any]) -> None:
+def _say(plan: Plan, stages: dict[str, Any], sizes: dict[str, Any], cost: dict[str, Any]) -> None:
     click.secho(str(plan), bold=True)
     click.echo(f"hash {plan.hash}")
-    for room, about in rooms.items():
+    for stage, about in stages.items():
         if about is None:
-            click.echo(f"  {room:<9} nothing is scored, so nothing is evicted")
+            click.echo(f"  {stage:<9} nothing is scored, so nothing is evicted")
             continue
-        click.echo(f"  {room:<9} {about['word']}")
+        click.echo(f"  {stage:<9} {about['word']}")
         for each in [about, *about["inner"]]:
             click.echo(f"            {each['summary']}")
             if each["paper"] and not each["paper"].lower().startswith("none"):

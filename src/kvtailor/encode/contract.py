@@ -1,4 +1,4 @@
-"""The room `encode`: kept keys and values of some lanes -> an immutable segment."""
+"""The stage `encode`: kept keys and values of some lanes -> an immutable segment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Vector: each key and each value in integers of its own scale, 2 to 8 bits.
 
 *Idea* The plainest quantiser: a vector's largest magnitude becomes the largest code, and the rest is rounded. One
-outlier channel coarsens the whole vector, which is what the other codecs of this room avoid.
+outlier channel coarsens the whole vector, which is what the other codecs of this stage avoid.
 *Paper* None; `int8` and `int4` of the KV Plugin (mcgrof/knlp), and the values of MSpecKV.
 *Source* A description of those; kvtailor's own code.
 *Departs* 2, 3, 5, 6 and 7 bits, other bits for keys than for values, and the asymmetric form (a minimum beside the

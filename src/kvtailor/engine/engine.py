@@ -125,10 +125,10 @@ class Route:
         self.leave(state)
 
     def replayed(self, state: LayerState, tokens: int, visible: Visibility) -> None:
-        """Does what follows new tokens that were written into a layer's room and attended elsewhere, one by one.
+        """Does what follows new tokens that were written into a layer's free slots and attended elsewhere, one by one.
 
         Args:
-            tokens: no more than `LayerState.room` gave before they came.
+            tokens: no more than `LayerState.tokens_until_action` gave before they came.
             visible: what the last of them may see.
         """
         state.filled(tokens)

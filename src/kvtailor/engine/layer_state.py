@@ -158,7 +158,7 @@ class LayerState:
         self.tail_growth += keys.shape[2]
 
     def filled(self, tokens: int) -> None:
-        """Takes note of new tokens that somebody wrote into the tail's room."""
+        """Takes note of new tokens that somebody wrote into the tail's free slots."""
         assert self.tail is not None
         self.tail.filled(tokens, self.seen)
         self.seen += tokens
@@ -248,17 +248,17 @@ class LayerState:
             self.forget_newest(count)
             self.carry = {}
 
-    def room(self, plan: Plan) -> int | None:
+    def tokens_until_action(self, plan: Plan) -> int | None:
         """New tokens, read at once or one by one, after which the plan acts next while it decodes; None: never."""
-        codec, rooms = self.codec(plan), []
+        codec, counts = self.codec(plan), []
         if codec.block and self.tail is not None:
-            rooms.append(max(1, codec.tail + codec.block - self.tail.length))
-        walk = self.room_before_walk(plan)
+            counts.append(max(1, codec.tail + codec.block - self.tail.length))
+        walk = self.tokens_until_eviction(plan)
         if walk is not None:
-            rooms.append(walk)
-        return min(rooms) if rooms else None
+            counts.append(walk)
+        return min(counts) if counts else None
 
-    def room_before_walk(self, plan: Plan) -> int | None:
+    def tokens_until_eviction(self, plan: Plan) -> int | None:
         """The same, until the plan evicts next."""
         if plan.slack_tokens is None:
             return None
@@ -331,10 +331,10 @@ class LayerState:
         entries = []
         if self.tail is not None:
             form = self.tail.closed_form_bytes()
-            entries.append(Entry(layer=layer, room="tail", tensors=self.tail.tensors(), closed_form=form))
+            entries.append(Entry(layer=layer, stage="tail", tensors=self.tail.tensors(), closed_form=form))
         for segment in self.segments:
             form = segment.closed_form_bytes()
-            entries.append(Entry(layer=layer, room="encode", tensors=segment.tensors(), closed_form=form))
+            entries.append(Entry(layer=layer, stage="encode", tensors=segment.tensors(), closed_form=form))
         seen = self.evidence.tensors() | self.memories()
         # A draft's queries are in the draft.
         pending = None if self.pending is None or self.draft is not None else self.pending.query
@@ -343,10 +343,10 @@ class LayerState:
             seen |= {"draft.keys": self.draft.keys, "draft.values": self.draft.values, "draft.query": self.draft.query}
         before = {} if self.pending is None else self.pending.carry
         carried = {f"before.{n}": t for n, t in before.items() if t is not self.carry.get(n)} | dict(self.carry)
-        for room, named in (("observe", seen), ("attend", carried)):
-            if named or room == "observe":
+        for stage, named in (("observe", seen), ("attend", carried)):
+            if named or stage == "observe":
                 form = sum(t.numel() * t.element_size() for t in named.values())
-                entries.append(Entry(layer=layer, room=room, tensors=named, closed_form=form))
+                entries.append(Entry(layer=layer, stage=stage, tensors=named, closed_form=form))
         return entries
 
 

@@ -3,8 +3,8 @@
 Tokens that come after a prompt in such a forward are decoded ones if they stay, however many come at once: they are
 observed, evicted and encoded as if they had come one by one. Two ways of doing it:
 
-- While a cache *speculates* (`speculate`), whoever drafts asks for `room` and sends no more tokens than come before the
-  plan acts next. Forwards join and wait until `settle`; between, `take_back` forgets the newest.
+- While a cache *speculates* (`speculate`), whoever drafts asks for `tokens_until_action` and sends no more tokens than
+  come before the plan acts next. Forwards join and wait until `settle`; between, `take_back` forgets the newest.
 - While it *records* (transformers' assisted decoding), a forward may bring any number. Where the plan acts in the midst
   of them, it does so before the next token is read. A crop then goes back to what the layer was before, and reads the
   tokens that stay once more.
@@ -30,7 +30,7 @@ __all__ = [
     "crop",
     "end_assisted",
     "prompt_of",
-    "room",
+    "tokens_until_action",
     "settle",
     "speculate",
     "stop_speculating",
@@ -59,10 +59,10 @@ def stop_speculating(route: Route) -> None:
         state.recording = False
 
 
-def room(route: Route) -> int | None:
-    """See `LayerState.room`, of all layers."""
-    rooms = [room for state in route.states if (room := state.room(route.plan)) is not None]
-    return min(rooms) if rooms else None
+def tokens_until_action(route: Route) -> int | None:
+    """See `LayerState.tokens_until_action`, of all layers."""
+    counts = [count for state in route.states if (count := state.tokens_until_action(route.plan)) is not None]
+    return min(counts) if counts else None
 
 
 def take_back(route: Route, state: LayerState, count: int) -> None:
@@ -102,9 +102,9 @@ def check_draft(route: Route, state: LayerState, tokens: int) -> None:
     if route.speculating or not state.recording or state.pending is not None or not state.seen:
         return
     # What several layers do at once: they evict where they share a budget, and encode where they share a segment.
-    most = state.room_before_walk(route.plan) if route.plan.scope != "layer" else None
+    most = state.tokens_until_eviction(route.plan) if route.plan.scope != "layer" else None
     if state.together:
-        most = state.room(route.plan)
+        most = state.tokens_until_action(route.plan)
     if most is not None and most < tokens:
         raise CacheMisuse(
             f"{tokens} recorded tokens came at once, and {route.plan} acts on several layers at a time after {most} of "
@@ -137,7 +137,7 @@ def attend_draft(
         (b, q, t, dv).
     """
     state.scaling = scaling
-    most = _room(route, state)
+    most = _tokens_at_once(route, state)
     acts = most is not None and most < query.shape[2]
     # Copies: keys may be a view of the model's whole projection, and these wait for a crop.
     draft = Draft(keys=keys.clone(), values=values.clone(), query=query.detach().clone(), visible=visible)
@@ -193,16 +193,16 @@ def _end_recording(route: Route, state: LayerState) -> None:
     state.recording = False
 
 
-def _room(route: Route, state: LayerState) -> int | None:
+def _tokens_at_once(route: Route, state: LayerState) -> int | None:
     """Tokens that one layer can read at once as if they came one by one; None: any number."""
-    return state.room(route.plan) if route.plan.attend.reads_alike else 1
+    return state.tokens_until_action(route.plan) if route.plan.attend.reads_alike else 1
 
 
 def _read_draft(route: Route, state: LayerState, draft: Draft) -> Tensor:
     """Attention (b, q, t, dv) of a draft, in pieces after each of which the plan acts; the last piece waits."""
     outputs, first = [], 0
     while first < draft.tokens:
-        most, left = _room(route, state), draft.tokens - first
+        most, left = _tokens_at_once(route, state), draft.tokens - first
         piece = draft.piece(first, left if most is None else min(most, left))
         state.append(piece.keys, piece.values, exactly=False)
         before = state.carry

@@ -133,11 +133,11 @@ class KvCache(Cache):
             elif layer.is_initialized and layer.keys is not None:
                 held = {"keys": layer.keys, "values": layer.values}
                 form = sum(t.numel() * t.element_size() for t in held.values())
-                entries.append(Entry(layer=index, room="window", tensors=held, closed_form=form))
+                entries.append(Entry(layer=index, stage="window", tensors=held, closed_form=form))
                 rows, element = layer.keys.shape[0], layer.keys.element_size()
         real = self.guard.real
         if real is not None:
-            entries.append(Entry(layer=0, room="observe", tensors={"real": real}, closed_form=real.numel()))
+            entries.append(Entry(layer=0, stage="observe", tensors={"real": real}, closed_form=real.numel()))
         counts = self.held()
         return Ledger.of(
             entries,

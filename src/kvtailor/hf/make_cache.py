@@ -74,10 +74,10 @@ def _equip(cache: KvCache, model: Any) -> None:
 def _calibrate(cache: KvCache, model: Any) -> None:
     """Gives the layers of a cache the tensors of the calibration files that its plan reads."""
     found = calibrations_of(cache.plan, model) if cache.geometry.compressed else {}
-    cache.calibrations = tuple(each for of_room in found.values() for each in of_room)
+    cache.calibrations = tuple(each for of_stage in found.values() for each in of_stage)
     device = next(model.parameters()).device if found else None
-    by_room = {room: tensors_of(of_room, cache.plan, device) for room, of_room in found.items()}
-    cache.route.walk.calibration = by_room.get("allocate")
+    by_stage = {stage: tensors_of(of_stage, cache.plan, device) for stage, of_stage in found.items()}
+    cache.route.walk.calibration = by_stage.get("allocate")
     for index, state in enumerate(cache.route.states):
-        state.encoding = by_room.get("encode")
-        state.calibration = {name: t[index] for name, t in by_room["score"].items()} if "score" in by_room else None
+        state.encoding = by_stage.get("encode")
+        state.calibration = {name: t[index] for name, t in by_stage["score"].items()} if "score" in by_stage else None

@@ -1,1 +1,1 @@
-"""The room `merge`: what is not kept -> into what is kept. One file is one method; see `contract.py`."""
+"""The stage `merge`: what is not kept -> into what is kept. One file is one method; see `contract.py`."""

@@ -1,4 +1,4 @@
-"""The room `merge`: tokens that are not kept -> changed keys and values of those that are."""
+"""The stage `merge`: tokens that are not kept -> changed keys and values of those that are."""
 
 from __future__ import annotations
 

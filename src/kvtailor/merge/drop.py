@@ -25,7 +25,7 @@ __all__ = ["Drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Drop(Merger):
-    """Folds nothing. The default of the room."""
+    """Folds nothing. The default of the stage."""
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> None:
         """None: nothing changes."""

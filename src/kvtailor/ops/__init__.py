@@ -1,1 +1,1 @@
-"""Plain arithmetic on tensors that more than one room needs. Knows torch and nothing of plans, caches or models."""
+"""Plain arithmetic on tensors that more than one stage needs. Knows torch and nothing of plans, caches or models."""

@@ -1,6 +1,6 @@
 """The arguments of a method, from what a text gives to what its annotations want, and back.
 
-A field annotated with a contract takes a method of that contract's room. A text names it as it names any method, so a
+A field annotated with a contract takes a method of that contract's stage. A text names it as it names any method, so a
 bare word or a word with arguments becomes a method there, and stays what it is everywhere else.
 """
 
@@ -44,10 +44,10 @@ class Broken:
         self.named = named
 
 
-def load(room: str, name: str, arguments: Mapping[str, object], faults: list[str]) -> object:
-    """The method of a room by name, or `Broken` and the reasons added to `faults`."""
+def load(stage: str, name: str, arguments: Mapping[str, object], faults: list[str]) -> object:
+    """The method of a stage by name, or `Broken` and the reasons added to `faults`."""
     try:
-        return make(name, registry.load(room, name), arguments, faults)
+        return make(name, registry.load(stage, name), arguments, faults)
     except KvtailorError as error:
         faults.append(str(error))
         return Broken()
@@ -209,25 +209,25 @@ def _worded(value: object, everything: bool) -> object:
 
 def _methods_in(value: object, hint: object, where: str, faults: list[str]) -> object:
     """The value with its words made into methods, if methods are what the annotation wants."""
-    rooms = _rooms_in(hint)
-    if rooms and isinstance(value, tuple | list):
+    stages = _stages_in(hint)
+    if stages and isinstance(value, tuple | list):
         return tuple(_methods_in(each, hint, where, faults) for each in value)
-    if not rooms or not isinstance(value, str | Word) or (isinstance(value, str) and _fits(value, hint)):
+    if not stages or not isinstance(value, str | Word) or (isinstance(value, str) and _fits(value, hint)):
         return value
     word = Word(name=value, arguments={}) if isinstance(value, str) else value
-    room = next((each for each in rooms if word.name in registry.methods(each)), rooms[0])
-    homes = [each for each in registry.rooms() if word.name in registry.methods(each)]
-    if homes and room not in homes:
-        wanted = f"{_spell(registry.contract(room))}, one of {', '.join(registry.methods(room))}"
+    stage = next((each for each in stages if word.name in registry.methods(each)), stages[0])
+    homes = [each for each in registry.stages() if word.name in registry.methods(each)]
+    if homes and stage not in homes:
+        wanted = f"{_spell(registry.contract(stage))}, one of {', '.join(registry.methods(stage))}"
         faults.append(f"{where} is {word.name}, a method of {homes[0]}, but it must be {wanted}")
         return Broken()
-    return load(room, word.name, word.arguments, faults)
+    return load(stage, word.name, word.arguments, faults)
 
 
-def _rooms_in(hint: object) -> list[str]:
-    """The rooms whose contracts an annotation names."""
-    own = [room for room in registry.rooms() if registry.contract(room) is hint]
-    return own + [room for each in typing.get_args(hint) for room in _rooms_in(each)]
+def _stages_in(hint: object) -> list[str]:
+    """The stages whose contracts an annotation names."""
+    own = [stage for stage in registry.stages() if registry.contract(stage) is hint]
+    return own + [stage for each in typing.get_args(hint) for stage in _stages_in(each)]
 
 
 def _is_broken(value: object) -> bool:
@@ -298,7 +298,7 @@ def _spell(hint: object) -> str:
         return "one of " + ", ".join(repr(each) for each in inner)
     if hint is types.NoneType or hint is None:
         return "none"
-    rooms = [room for room in registry.rooms() if registry.contract(room) is hint]
-    if rooms:
-        return f"a method of {rooms[0]}"
+    stages = [stage for stage in registry.stages() if registry.contract(stage) is hint]
+    if stages:
+        return f"a method of {stages[0]}"
     return hint.__name__ if isinstance(hint, type) and not inner else str(hint)

@@ -21,7 +21,7 @@ def all_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> l
     """Every fault of parts that do not go together, of budgets and of slack.
 
     Args:
-        parts: a method, None or `Broken` for each room.
+        parts: a method, None or `Broken` for each stage.
         settings: the given ones among `SETTINGS`.
     """
     score = parts["score"]
@@ -69,10 +69,10 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
     faults = []
     score, merge, encode, attend = parts["score"], parts["merge"], parts["encode"], parts["attend"]
     if score is None:
-        for room, work in (("allocate", "on scores"), ("select", "on scores"), ("merge", "on what is not kept")):
-            if not isinstance(parts[room], Broken) and registry.name_of(parts[room]) != registry.null(room):
+        for stage, work in (("allocate", "on scores"), ("select", "on scores"), ("merge", "on what is not kept")):
+            if not isinstance(parts[stage], Broken) and registry.name_of(parts[stage]) != registry.null(stage):
                 faults.append(
-                    f"{registry.name_of(parts[room])} works {work}, but there is no scorer, so nothing would be "
+                    f"{registry.name_of(parts[stage])} works {work}, but there is no scorer, so nothing would be "
                     "evicted: add a scorer such as snapkv, or leave it out"
                 )
     select, allocate = parts["select"], parts["allocate"]
@@ -145,13 +145,13 @@ def _together_faults(parts: Mapping[str, object], settings: Mapping[str, object]
 
 
 def wrong_kinds(parts: Mapping[str, object]) -> list[str]:
-    """Faults of a plan written in Python: rooms that hold no method of theirs, arguments of a wrong type."""
+    """Faults of a plan written in Python: stages that hold no method of theirs, arguments of a wrong type."""
     faults: list[str] = []
-    for room, part in parts.items():
-        wanted = registry.contract(room)
-        if not isinstance(part, wanted) and not (part is None and registry.null(room) is None):
+    for stage, part in parts.items():
+        wanted = registry.contract(stage)
+        if not isinstance(part, wanted) and not (part is None and registry.null(stage) is None):
             faults.append(
-                f"{room} is {part!r}, a {type(part).__name__}: give a {wanted.__name__}, or write the plan as text "
+                f"{stage} is {part!r}, a {type(part).__name__}: give a {wanted.__name__}, or write the plan as text "
                 "for Plan.parse"
             )
         elif part is not None:

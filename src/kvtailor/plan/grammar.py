@@ -103,7 +103,7 @@ def read_line(text: str, faults: list[str]) -> Line:
     words = []
     pieces = _split(head, "+")
     if len(pieces) > _MOST_PIECES:
-        faults.append(f"{len(pieces)} methods are named: a plan has at most one for each room")
+        faults.append(f"{len(pieces)} methods are named: a plan has at most one for each stage")
         return Line(words=(), settings={})
     for piece in pieces:
         if piece.strip():

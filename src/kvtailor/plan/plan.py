@@ -1,10 +1,10 @@
-"""A plan: which method does the work in each room, under which budget. Python, TOML and one line say the same.
+"""A plan: which method does the work in each stage, under which budget. Python, TOML and one line say the same.
 
     Plan(score=SnapKV(window=16), allocate=AdaKV(), encode=Kivi(bits=4), tokens=1024)
     snapkv(window=16) + adakv + kivi(bits=4) @ tokens=1024
 
-A line names methods in any order, since each belongs to one room, and presets, which bring several methods at once;
-a method written beside a preset takes that room over. A plan is checked when it is made, and all of its faults are
+A line names methods in any order, since each belongs to one stage, and presets, which bring several methods at once;
+a method written beside a preset takes that stage over. A plan is checked when it is made, and all of its faults are
 said at once.
 """
 
@@ -31,8 +31,8 @@ __all__ = ["Plan", "parse"]
 _FULL = "full"
 
 
-def _null(room: str) -> Any:
-    return registry.method_of(room, registry.null(room))
+def _null(stage: str) -> Any:
+    return registry.method_of(stage, registry.null(stage))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -90,7 +90,7 @@ class Plan:
     def from_toml(cls, text: str) -> Plan:
         """The plan of a TOML document, as `to_toml` writes it.
 
-        A room is a table with `method` and its arguments, or just the method's name; `preset` names one preset or a
+        A stage is a table with `method` and its arguments, or just the method's name; `preset` names one preset or a
         list of them; budgets and slack stand at the top. The word "none" stands for None.
 
         Raises:
@@ -100,8 +100,8 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The method of each room, in the order of the walk."""
-        return {room: getattr(self, room) for room in registry.rooms()}
+        """The method of each stage, in the order of the walk."""
+        return {stage: getattr(self, stage) for stage in registry.stages()}
 
     def misfits(self, *, layers: int, heads: int, size: int) -> list[str]:
         """Why a model cannot be served, a sentence for each method that says so; see `Method.misfit`."""
@@ -145,16 +145,16 @@ class Plan:
 
         Methods among arguments count like any, and so does the content of the files that methods read.
         """
-        parts = {room: identity_of(part) for room, part in self.parts.items()}
+        parts = {stage: identity_of(part) for stage, part in self.parts.items()}
         text = json.dumps({**parts, **self._settings, "slack": self.slack_tokens}, sort_keys=True, default=repr)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def to_toml(self) -> str:
         """The plan as TOML; arguments at their defaults are left out."""
         lines = [f"{name} = {toml_value(value)}" for name, value in self._settings.items()]
-        for room, word in self._words().items():
+        for stage, word in self._words().items():
             given = (f"{key} = {toml_value(value)}" for key, value in word.arguments.items())
-            lines += ["", f"[{room}]", f'method = "{word.name}"', *given]
+            lines += ["", f"[{stage}]", f'method = "{word.name}"', *given]
         return "\n".join(lines).strip() + "\n" if lines else f'preset = "{_FULL}"\n'
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ class Plan:
         return (" + ".join(words) or _FULL) + (f" @ {tail}" if tail else "")
 
     def __repr__(self) -> str:
-        methods = [f"{room}={_python(self.parts[room])}" for room in self._words()]
+        methods = [f"{stage}={_python(self.parts[stage])}" for stage in self._words()]
         return f"Plan({', '.join([*methods, *(f'{name}={value!r}' for name, value in self._settings.items())])})"
 
     @property
@@ -173,15 +173,15 @@ class Plan:
         return {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
 
     def _words(self) -> dict[str, Word]:
-        """The word of each room that is not at its default."""
+        """The word of each stage that is not at its default."""
         found = {}
-        for room, part in self.parts.items():
+        for stage, part in self.parts.items():
             if part is None:
                 continue
-            fits = isinstance(part, registry.contract(room))
+            fits = isinstance(part, registry.contract(stage))
             word = word_of(part) if fits else Word(name=registry.name_of(part), arguments={})
-            if word.arguments or word.name != registry.null(room):
-                found[room] = word
+            if word.arguments or word.name != registry.null(stage):
+                found[stage] = word
         return found
 
 

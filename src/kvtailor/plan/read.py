@@ -24,7 +24,7 @@ class Asked:
     """What a text asks for.
 
     Attributes:
-        parts: the method of each room.
+        parts: the method of each stage.
         settings: budgets and slack, as far as given.
         faults: every fault; where there is one, neither parts nor settings are of use.
     """
@@ -44,7 +44,7 @@ def line_parts(text: str) -> Asked:
             chosen.add_preset(known[word.name], word.arguments)
             continue
         try:
-            chosen.add(registry.room_of(word.name), word)
+            chosen.add(registry.stage_of(word.name), word)
         except KvtailorError as error:
             chosen.faults.append(str(error))
             chosen.unsure = True
@@ -74,18 +74,18 @@ def toml_parts(text: str) -> Asked:
             chosen.faults.append(str(UnknownName("preset", str(name), known)))
             chosen.unsure = True
     words, settings = _read_table(table, chosen.faults)
-    for room, word in words.items():
-        chosen.add(room, word)
+    for stage, word in words.items():
+        chosen.add(stage, word)
     return chosen.asked(settings)
 
 
 @dataclass
 class _Chosen:
-    """What a text asks for, gathered room by room, and the faults met on the way.
+    """What a text asks for, gathered stage by stage, and the faults met on the way.
 
     Attributes:
         faults: the sentences so far.
-        unsure: a word could not be understood, so that a room without a method may be one that it meant.
+        unsure: a word could not be understood, so that a stage without a method may be one that it meant.
     """
 
     faults: list[str] = field(default_factory=list)
@@ -93,17 +93,17 @@ class _Chosen:
     _written: dict[str, Word] = field(default_factory=dict)
     _inherited: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, room: str, word: Word) -> None:
+    def add(self, stage: str, word: Word) -> None:
         """A method that the text names."""
-        if room in self._written:
-            self.faults.append(f"{room} is named twice, {self._written[room].name} and {word.name}: keep one")
-            load(room, word.name, word.arguments, self.faults)
-        self._written.setdefault(room, word)
+        if stage in self._written:
+            self.faults.append(f"{stage} is named twice, {self._written[stage].name} and {word.name}: keep one")
+            load(stage, word.name, word.arguments, self.faults)
+        self._written.setdefault(stage, word)
 
     def add_preset(self, preset: registry.Preset, arguments: Mapping[str, Value] | None = None) -> None:
         """A preset that the text names; the arguments of its word (None: it has none) go to its method of that name."""
         words, settings = _read_table(preset.plan, self.faults)
-        own = next((room for room, word in words.items() if word.name == preset.name), None)
+        own = next((stage for stage, word in words.items() if word.name == preset.name), None)
         if own is not None and arguments is not None:
             word = words.pop(own)
             self.add(own, Word(name=word.name, arguments=dict(word.arguments) | dict(arguments)))
@@ -139,27 +139,27 @@ class _Chosen:
             except ValueError as error:
                 self.faults.append(f"bytes is not a size: {error}")
                 given["bytes"] = 1
-        parts = {room: self._part(room) for room in registry.rooms()}
+        parts = {stage: self._part(stage) for stage in registry.stages()}
         return Asked(parts=parts, settings=given, faults=self.faults + all_faults(parts, given))
 
-    def _part(self, room: str) -> object:
-        if room in self._written:
-            word = self._written[room]
-            return load(room, word.name, word.arguments, self.faults)
-        return Broken(named=False) if self.unsure else registry.method_of(room, registry.null(room))
+    def _part(self, stage: str) -> object:
+        if stage in self._written:
+            word = self._written[stage]
+            return load(stage, word.name, word.arguments, self.faults)
+        return Broken(named=False) if self.unsure else registry.method_of(stage, registry.null(stage))
 
 
 def _read_table(table: Mapping[str, Any], faults: list[str]) -> tuple[dict[str, Word], dict[str, Any]]:
     """The methods and the settings of a TOML table."""
     words = {}
-    for key in registry.rooms():
+    for key in registry.stages():
         inside = table.get(key)
         word = _plain({"method": inside} if isinstance(inside, str) else inside)
         if isinstance(word, Word):
             words[key] = word
         elif key in table:
             faults.append(f'{key} is {inside!r}: write a method\'s name, or a table with method = "name"')
-    _check_keys(table, (*registry.rooms(), *SETTINGS, "preset"), "key", faults)
+    _check_keys(table, (*registry.stages(), *SETTINGS, "preset"), "key", faults)
     return words, {key: table[key] for key in SETTINGS if key in table}
 
 

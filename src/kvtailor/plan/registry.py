@@ -1,7 +1,7 @@
-"""What there is to choose from: the methods of every room and the presets, found without importing them.
+"""What there is to choose from: the methods of every stage and the presets, found without importing them.
 
-A method is a file of a room's folder that holds one public dataclass made from the room's contract; its name is the
-file's name. Other packages add methods with entry points of the group `kvtailor.<room>`, for example in their
+A method is a file of a stage's folder that holds one public dataclass made from the stage's contract; its name is the
+file's name. Other packages add methods with entry points of the group `kvtailor.<stage>`, for example in their
 `pyproject.toml`: `[project.entry-points."kvtailor.score"]` and `mine = "their_package.mine:Mine"`.
 """
 
@@ -45,8 +45,8 @@ __all__ = [
     "name_of",
     "null",
     "presets",
-    "room_of",
-    "rooms",
+    "stage_of",
+    "stages",
 ]
 
 _CONTRACTS: dict[str, type[Method]] = {
@@ -75,7 +75,7 @@ class MethodInfo:
 
     Attributes:
         name: what a plan calls it.
-        room: one of `rooms()`.
+        stage: one of `stages()`.
         module: dotted name of the module that holds it.
         class_name: its class there.
         summary: first line of the module's docstring; of a third party, its distribution's summary.
@@ -84,7 +84,7 @@ class MethodInfo:
     """
 
     name: str
-    room: str
+    stage: str
     module: str
     class_name: str
     summary: str
@@ -111,103 +111,103 @@ class Preset:
     budget: str
 
 
-def rooms() -> tuple[str, ...]:
-    """The rooms whose methods a plan names, in the order of the walk."""
+def stages() -> tuple[str, ...]:
+    """The stages whose methods a plan names, in the order of the walk."""
     return tuple(_CONTRACTS)
 
 
-def contract(room: str) -> type[Method]:
-    """The abstract class of a room.
+def contract(stage: str) -> type[Method]:
+    """The abstract class of a stage.
 
     Raises:
-        UnknownName: no such room.
+        UnknownName: no such stage.
     """
-    if room not in _CONTRACTS:
-        raise UnknownName("room", room, _CONTRACTS)
-    return _CONTRACTS[room]
+    if stage not in _CONTRACTS:
+        raise UnknownName("stage", stage, _CONTRACTS)
+    return _CONTRACTS[stage]
 
 
-def methods(room: str) -> dict[str, MethodInfo]:
-    """The methods of one room by name, in alphabetical order. Nothing is imported.
+def methods(stage: str) -> dict[str, MethodInfo]:
+    """The methods of one stage by name, in alphabetical order. Nothing is imported.
 
     Raises:
-        UnknownName: no such room.
-        KvtailorError: a file of the room holds two methods, or two packages bring the same name.
+        UnknownName: no such stage.
+        KvtailorError: a file of the stage holds two methods, or two packages bring the same name.
     """
     found: dict[str, MethodInfo] = {}
-    for info in [*_own(room, contract(room).__name__), *_of_others(room)]:
+    for info in [*_own(stage, contract(stage).__name__), *_of_others(stage)]:
         if info.name in found:
             other = found[info.name]
             raise KvtailorError(
-                f"two methods are named {info.name!r} in {room}: {other.class_name} of {other.by} and "
+                f"two methods are named {info.name!r} in {stage}: {other.class_name} of {other.by} and "
                 f"{info.class_name} of {info.by}; rename or uninstall one of them"
             )
         found[info.name] = info
     return dict(sorted(found.items()))
 
 
-def room_of(name: str) -> str:
-    """The room of a method.
+def stage_of(name: str) -> str:
+    """The stage of a method.
 
     Raises:
-        UnknownName: no room has it.
-        KvtailorError: two rooms have it.
+        UnknownName: no stage has it.
+        KvtailorError: two stages have it.
     """
-    return describe(name).room
+    return describe(name).stage
 
 
 def describe(name: str) -> MethodInfo:
-    """What is known of a method before it is imported; raises as `room_of`."""
-    everywhere = {room: methods(room) for room in rooms()}
+    """What is known of a method before it is imported; raises as `stage_of`."""
+    everywhere = {stage: methods(stage) for stage in stages()}
     hits = [found[name] for found in everywhere.values() if name in found]
     if not hits:
         raise UnknownName("method", name, [*(n for found in everywhere.values() for n in found), *presets()])
     if len(hits) > 1:
-        places = " and ".join(f"{info.room} (by {info.by})" for info in hits)
+        places = " and ".join(f"{info.stage} (by {info.by})" for info in hits)
         raise KvtailorError(f"the name {name!r} is a method of {places}; rename or uninstall one of them")
     return hits[0]
 
 
-def load(room: str, name: str) -> type[Method]:
+def load(stage: str, name: str) -> type[Method]:
     """The class of a method; imports its module and no other method.
 
     Raises:
-        UnknownName: no such room, or no such method in it.
-        KvtailorError: it cannot be imported, or it does not keep the room's contract.
+        UnknownName: no such stage, or no such method in it.
+        KvtailorError: it cannot be imported, or it does not keep the stage's contract.
     """
-    known = methods(room)
+    known = methods(stage)
     if name not in known:
-        raise UnknownName(f"method of {room}", name, known)
+        raise UnknownName(f"method of {stage}", name, known)
     info = known[name]
     try:
         loaded = getattr(importlib.import_module(info.module), info.class_name)
     except (ImportError, AttributeError) as error:
-        raise KvtailorError(f"{room} method {name!r} of {info.by} cannot be imported: {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, contract(room))):
+        raise KvtailorError(f"{stage} method {name!r} of {info.by} cannot be imported: {error}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, contract(stage))):
         raise KvtailorError(
-            f"{room} method {name!r} of {info.by} is {info.module}.{info.class_name}, which is not a "
-            f"{contract(room).__name__}: derive it from kvtailor.{room}.contract.{contract(room).__name__}"
+            f"{stage} method {name!r} of {info.by} is {info.module}.{info.class_name}, which is not a "
+            f"{contract(stage).__name__}: derive it from kvtailor.{stage}.contract.{contract(stage).__name__}"
         )
     return loaded
 
 
-def null(room: str) -> str | None:
-    """The method that a plan has in this room when it names none; None for `score`, where nothing is evicted then."""
-    contract(room)
-    return _NULL.get(room)
+def null(stage: str) -> str | None:
+    """The method that a plan has in this stage when it names none; None for `score`, where nothing is evicted then."""
+    contract(stage)
+    return _NULL.get(stage)
 
 
-def method_of(room: str, name: str | None) -> Method | None:
+def method_of(stage: str, name: str | None) -> Method | None:
     """A method with its defaults; None for the name None."""
-    return None if name is None else load(room, name)()
+    return None if name is None else load(stage, name)()
 
 
 def name_of(method: object) -> str:
-    """The name under which a plan writes this method; the class name of a class that no room lists."""
+    """The name under which a plan writes this method; the class name of a class that no stage lists."""
     kind = type(method)
-    for room, base in _CONTRACTS.items():
+    for stage, base in _CONTRACTS.items():
         if isinstance(method, base):
-            for info in methods(room).values():
+            for info in methods(stage).values():
                 if (info.module, info.class_name) == (kind.__module__, kind.__qualname__):
                     return info.name
     return kind.__qualname__
@@ -231,10 +231,10 @@ def presets() -> dict[str, Preset]:
 
 
 @cache
-def _own(room: str, base: str) -> tuple[MethodInfo, ...]:
-    """The methods that are files of the room's own folder and its sub-folders, from their syntax trees."""
+def _own(stage: str, base: str) -> tuple[MethodInfo, ...]:
+    """The methods that are files of the stage's own folder and its sub-folders, from their syntax trees."""
     found = []
-    for path in sorted((_HOME / room).rglob("*.py")):
+    for path in sorted((_HOME / stage).rglob("*.py")):
         if path.stem in ("__init__", "contract"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
@@ -248,7 +248,7 @@ def _own(room: str, base: str) -> tuple[MethodInfo, ...]:
         found.append(
             MethodInfo(
                 name=path.stem,
-                room=room,
+                stage=stage,
                 module=".".join(["kvtailor", *path.relative_to(_HOME).with_suffix("").parts]),
                 class_name=classes[0].name,
                 summary=text.split("\n", 1)[0].strip(),
@@ -272,15 +272,15 @@ def _head(text: str, head: str) -> str:
 
 
 @cache
-def _of_others(room: str) -> tuple[MethodInfo, ...]:
+def _of_others(stage: str) -> tuple[MethodInfo, ...]:
     """The methods that installed distributions register."""
     found = []
-    for point in entry_points(group=f"kvtailor.{room}"):
+    for point in entry_points(group=f"kvtailor.{stage}"):
         module, _, class_name = point.value.partition(":")
         found.append(
             MethodInfo(
                 name=point.name,
-                room=room,
+                stage=stage,
                 module=module.strip(),
                 class_name=class_name.strip(),
                 summary=str(point.dist.metadata.json.get("summary", "")) if point.dist is not None else "",

@@ -1,1 +1,1 @@
-"""The room `score`: evidence -> one number for each held token. One file is one method; see `contract.py`."""
+"""The stage `score`: evidence -> one number for each held token. One file is one method; see `contract.py`."""

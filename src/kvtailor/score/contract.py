@@ -1,4 +1,4 @@
-"""The room `score`: evidence -> one number for each (row, kv head, held token). Higher stays longer."""
+"""The stage `score`: evidence -> one number for each (row, kv head, held token). Higher stays longer."""
 
 from __future__ import annotations
 

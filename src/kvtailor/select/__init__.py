@@ -1,1 +1,1 @@
-"""The room `select`: scores and integers -> which tokens stay. One file is one method; see `contract.py`."""
+"""The stage `select`: scores and integers -> which tokens stay. One file is one method; see `contract.py`."""

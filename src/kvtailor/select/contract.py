@@ -1,4 +1,4 @@
-"""The room `select`: scores + integers -> which tokens stay."""
+"""The stage `select`: scores + integers -> which tokens stay."""
 
 from __future__ import annotations
 

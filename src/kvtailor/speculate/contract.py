@@ -1,4 +1,4 @@
-"""The room `speculate`: who drafts, how drafts are judged, and how many tokens are drafted at once.
+"""The stage `speculate`: who drafts, how drafts are judged, and how many tokens are drafted at once.
 
 Shape letters are those of `types`; `k` is the number of drafted tokens and `v` the size of the vocabulary. `ids` (b, n)
 are all columns of the text, padding included. Their last column was chosen but not read by any model yet, so a reader
@@ -39,7 +39,7 @@ class Reader(Protocol):
         """What has been read stays: the plan may now evict and encode it."""
         ...
 
-    def room(self) -> int | None:
+    def tokens_until_action(self) -> int | None:
         """Tokens that, read at once, are read as they would be one by one; None: any number."""
         ...
 

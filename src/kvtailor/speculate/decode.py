@@ -69,9 +69,9 @@ class Decoding:
         return ids
 
     def _advanced(self, ids: Tensor, most: int) -> Tensor:
-        room = self.target.room()
+        until_action = self.target.tokens_until_action()
         # A verification reads the last token too, and gives one more than was drafted.
-        longest = min(most - 1, most if room is None else room - 1)
+        longest = min(most - 1, most if until_action is None else until_action - 1)
         count = min(self.controller.length(), longest) if self.draft is not None and longest > 0 else 0
         if self.draft is None or count < 1:
             return self._plain(ids)

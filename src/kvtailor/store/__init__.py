@@ -1,1 +1,1 @@
-"""The room `store`: where encoded segments live."""
+"""The stage `store`: where encoded segments live."""

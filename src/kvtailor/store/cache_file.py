@@ -36,7 +36,7 @@ from torch import Tensor
 
 from kvtailor.errors import CacheFileError
 from kvtailor.ops.cpu.checksum import crc32
-from kvtailor.store.written import free_room, sync_folder, write_all
+from kvtailor.store.written import free_space, sync_folder, write_all
 
 __all__ = ["CacheFile", "read_cache_file", "write_cache_file"]
 
@@ -106,8 +106,8 @@ def write_cache_file(path: Path, tensors: Mapping[str, Tensor], about: Mapping[s
         needed = len(header) + sum(sizes.values())
         raise CacheFileError(
             f"cannot write the cache to {str(path)!r}, {needed} bytes: {error.strerror or error}"
-            f"{free_room(path.parent)}. Nothing of it is left, and what was there before is as it was; free some room "
-            "or name another path"
+            f"{free_space(path.parent)}. Nothing of it is left, and what was there before is as it was; free some "
+            "space or name another path"
         ) from error
     # The file is there. Where a system cannot sync folders, a crash of the system now may bring back the one before.
     with contextlib.suppress(OSError):

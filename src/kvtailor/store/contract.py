@@ -1,4 +1,4 @@
-"""The room `store`: where segments live between two looks at them.
+"""The stage `store`: where segments live between two looks at them.
 
 A `Placement` is what a plan names; it holds nothing. For each cache it opens `Shelves`, which hold that cache's
 segments. Layers put their segments away when a forward is done with them, and get them when the next one comes: what a

@@ -1,6 +1,6 @@
 """Everything stays on the device where the model computes.
 
-*Idea* No tier at all, the null object of this room.
+*Idea* No tier at all, the null object of this stage.
 *Paper* None.
 *Source* None.
 *Departs* Nothing known.

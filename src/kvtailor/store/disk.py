@@ -24,7 +24,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtailor.store.contract import Placement, Shelves
-from kvtailor.store.offload.buffers import Rooms
+from kvtailor.store.offload.buffers import Buffers
 from kvtailor.store.offload.bundle import Arrival, Stored, Tier
 from kvtailor.store.offload.folder import Folder, sweep
 from kvtailor.store.offload.residency import Policy
@@ -70,7 +70,7 @@ class _Files(Tier):
         self._process = os.getpid()
         self._folder: Folder | None = None
         self._reader: ThreadPoolExecutor | None = None
-        self._rooms = Rooms()
+        self._buffers = Buffers()
 
     def _follow_fork(self) -> None:
         """Begin anew in a child that was forked: the thread is not there, locks may be held by it for good, and files
@@ -89,13 +89,13 @@ class _Files(Tier):
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtailor-disk")
         files = [each.file for each in stored if isinstance(each, _File)]
-        self._rooms.expect([file.packing.size for file in files])
-        take = self._rooms.take
+        self._buffers.expect([file.packing.size for file in files])
+        take = self._buffers.take
         return _Coming(files, self._reader.submit(lambda: [file.read(take) for file in files]))
 
     def rest(self) -> None:
         self._follow_fork()
-        self._rooms.expect([])
+        self._buffers.expect([])
 
 
 @dataclass(frozen=True, kw_only=True)

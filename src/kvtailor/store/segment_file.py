@@ -27,7 +27,7 @@ from kvtailor.errors import TierError
 from kvtailor.ops.cpu.checksum import crc32
 from kvtailor.ops.segments.packed import Packing
 from kvtailor.store.offload.folder import PARTIAL, Folder
-from kvtailor.store.written import free_room, sync_folder, write_all
+from kvtailor.store.written import free_space, sync_folder, write_all
 
 __all__ = ["SegmentFile"]
 
@@ -65,7 +65,7 @@ class SegmentFile:
         except OSError as error:
             raise TierError(
                 f"disk: cannot write {str(self.path)!r}, {self.header_bytes + self.packing.size} bytes: "
-                f"{error.strerror or error}{free_room(folder.path)}; nothing that was held is lost. Free some room, "
+                f"{error.strerror or error}{free_space(folder.path)}; nothing that was held is lost. Free some space, "
                 "name another disk with disk(folder=...), or hold less"
             ) from error
         finally:
@@ -80,11 +80,11 @@ class SegmentFile:
         except OSError:
             return 0
 
-    def read(self, room: Callable[[int], Tensor] | None = None) -> Tensor:
+    def read(self, buffer: Callable[[int], Tensor] | None = None) -> Tensor:
         """What is behind the header, (packing.size,) uint8 on the CPU, from the disk and not from the page cache.
 
         Args:
-            room: gives so many bytes of uint8 to read into; None: fresh ones.
+            buffer: gives so many bytes of uint8 to read into; None: fresh ones.
 
         Raises:
             TierError: the file is gone, cannot be read, or is not as it was written.
@@ -99,7 +99,7 @@ class SegmentFile:
             if found != written:
                 self._refuse(f"has {found} bytes and was written with {written}")
             self._check_header(os.pread(file, self.header_bytes, 0))
-            run = torch.empty(size, dtype=torch.uint8) if room is None else room(size)
+            run = torch.empty(size, dtype=torch.uint8) if buffer is None else buffer(size)
             view, done = run.numpy().data, 0
             while done < size:
                 step = os.preadv(file, [view[done:]], self.header_bytes + done)

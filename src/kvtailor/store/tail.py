@@ -44,7 +44,7 @@ class Tail:
         Args:
             keys: (b, h, t, d). values: (b, h, t, dv).
             column: column of the first new token; the others follow.
-            exactly: allocate no room for more (the buffer is about to be compressed).
+            exactly: allocate no slots for more (the buffer is about to be compressed).
         """
         new = keys.shape[2]
         self._comes(column)
@@ -58,7 +58,7 @@ class Tail:
         )
         self._came(new, column)
 
-    def make_room(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Slots for so many more than it holds, all zero: a masked slot that is read all the same must be finite."""
         if self._keys is None or self._values is None:
             raise ValueError("an empty tail does not know yet what it will hold")
@@ -68,7 +68,7 @@ class Tail:
             buffer[:, self.length :].zero_()
 
     def filled(self, tokens: int, column: int) -> None:
-        """Takes note of tokens that somebody wrote into its room, at the columns from `column` on."""
+        """Takes note of tokens that somebody wrote into its free slots, at the columns from `column` on."""
         self._comes(column)
         self._came(tokens, column)
 
@@ -104,7 +104,7 @@ class Tail:
             self._positions = self._positions[:, : self.length].clone()
 
     def crop(self, count: int) -> None:
-        """Forgets the newest tokens. The buffer stays: the next tokens take the room."""
+        """Forgets the newest tokens. The buffer stays: the next tokens take its slots."""
         if count > self.length:
             raise ValueError(f"cannot forget {count} tokens of a tail that holds {self.length}")
         self.length -= count
@@ -131,7 +131,7 @@ class Tail:
         return PlainSegment(layout=layout, keys=self._keys[:, : self.length], values=self._values[:, : self.length])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole buffers, room for growth included."""
+        """The whole buffers, free slots included."""
         named = {"keys": self._keys, "values": self._values, "positions": self._positions}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -1,11 +1,11 @@
-"""What all files that this library writes have in common: whole writes, synced folders, and the room that is left."""
+"""What all files that this library writes have in common: whole writes, synced folders, and the space that is left."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["free_room", "sync_folder", "write_all"]
+__all__ = ["free_space", "sync_folder", "write_all"]
 
 
 def write_all(file: int, data: memoryview, offset: int) -> None:
@@ -24,7 +24,7 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def free_room(folder: Path) -> str:
+def free_space(folder: Path) -> str:
     """A clause on the bytes that the file system of a folder has free now; empty where it does not say."""
     try:
         found = os.statvfs(folder)

@@ -41,7 +41,7 @@ def test_a_fraud_of_no_name_is_none():
                                                                                     continuation=40, windows=5)])),
         ("one text under two names", lambda: check_records([record("a", "x", text="one", text_hash="h"),
                                                             record("a", "y", text="two", text_hash="h")])),
-        ("nominal bytes", lambda: check_records([record("a", "x", bytes_held=10, bytes_by_room={"encode": 9})])),
+        ("nominal bytes", lambda: check_records([record("a", "x", bytes_held=10, bytes_by_stage={"encode": 9})])),
         ("nominal bytes", lambda: check_records([record("a", "x", bytes_held=10, bytes_by_layer=(5, 6))])),
         ("nominal bytes", lambda: check_records([record("a", "x", bytes_held=10, bytes_closed_form=11)])),
         ("impossible peak", lambda: check_records([record("a", "x", bytes_held=2**24, bytes_peak=2**25,

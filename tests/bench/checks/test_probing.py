@@ -142,9 +142,9 @@ def test_an_honest_plan_is_not_accused(plan, half):
 def every_plan():
     """Each method, by its examples or alone, with a scorer and a budget where it needs one; and each preset."""
     texts = list(registry.presets())
-    for room in registry.rooms():
-        for name in registry.methods(room):
-            texts += registry.load(room, name).examples or (name,)
+    for stage in registry.stages():
+        for name in registry.methods(stage):
+            texts += registry.load(stage, name).examples or (name,)
     for text in texts:
         for whole in (text, f"{text} @ tokens=64", f"snapkv + {text} @ tokens=64"):
             try:

@@ -133,11 +133,11 @@ def test_a_sweep_over_batch_and_context_is_no_constant():
 
 
 def test_an_observation_window_is_not_what_a_mask_hides():
-    rooms = {"tail": 26_928, "observe": 57_856}
-    given = {"tokens_held": 51.0, "tokens_seen": 128, "bytes_full": 65_536, "bytes_by_room": rooms}
+    stages = {"tail": 26_928, "observe": 57_856}
+    given = {"tokens_held": 51.0, "tokens_seen": 128, "bytes_full": 65_536, "bytes_by_stage": stages}
     check_records([record("snapkv", "needle", bytes_held=84_784, **given)])
     with pytest.raises(Fraud, match="nothing freed"):
-        check_records([record("masked", "needle", bytes_held=84_784, **{**given, "bytes_by_room": {"tail": 84_784}})])
+        check_records([record("masked", "needle", bytes_held=84_784, **{**given, "bytes_by_stage": {"tail": 84_784}})])
 
 
 def test_where_lower_is_better_a_plan_that_is_lower_beats_full():

@@ -24,7 +24,7 @@ from kvtailor.score.contract import Scorer
 from kvtailor.score.snapkv import SnapKV
 
 ROWS, PROMPT = 3, 17
-EVERY = [(room, name) for room in registry.rooms() if room != "store" for name in registry.methods(room)]
+EVERY = [(stage, name) for stage in registry.stages() if stage != "store" for name in registry.methods(stage)]
 
 
 def tiny() -> transformers.PreTrainedModel:
@@ -201,9 +201,9 @@ def test_a_matrix_of_unknown_use_makes_it_unknown() -> None:
     assert count(subject(UniformModel()), FULL, ids, 2) is None
 
 
-@pytest.mark.parametrize(("room", "name"), EVERY, ids=lambda value: value)
-def test_every_method_says_what_it_computes_or_that_it_does_not_know(room: str, name: str) -> None:
-    method = sample_of(registry.load(room, name))
+@pytest.mark.parametrize(("stage", "name"), EVERY, ids=lambda value: value)
+def test_every_method_says_what_it_computes_or_that_it_does_not_know(stage: str, name: str) -> None:
+    method = sample_of(registry.load(stage, name))
     for tokens in (1, 37, 4096):
         found = {
             "score": lambda n: [method.flops(tokens=n, group=3, size=20)],
@@ -215,9 +215,9 @@ def test_every_method_says_what_it_computes_or_that_it_does_not_know(room: str, 
                 method.encode_flops(tokens=n, key_size=20, value_size=24),
                 method.decode_flops(tokens=n, key_size=20, value_size=24),
             ],
-        }[room](tokens)
+        }[stage](tokens)
         assert all(one is None or (isinstance(one, int) and one >= 0) for one in found), found
-        if name == registry.null(room):
+        if name == registry.null(stage):
             assert found == [0] * len(found)
 
 

@@ -43,7 +43,7 @@ def test_held_and_read_are_told_apart(chunk):
     sparse = 3 * quest.tokens_read - 2 * 89
     assert quest.tokens_held == 89 and 39 + 16 + 2 <= sparse <= 39 + 32 or quest.tokens_read == (2 * 89 + 39 + 16) / 3
     # Bounds are bytes that are held.
-    assert rocket.bytes_held > full.bytes_held and rocket.bytes_by_room["attend"] > 0
+    assert rocket.bytes_held > full.bytes_held and rocket.bytes_by_stage["attend"] > 0
     assert rocket.bytes_held == rocket.bytes_closed_form
 
 

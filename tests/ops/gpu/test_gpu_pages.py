@@ -1,4 +1,4 @@
-"""Attention over some pages, and over buffers that have room, against float64."""
+"""Attention over some pages, and over buffers that have free slots, against float64."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_refuses_pages_that_are_no_power_of_two() -> None:
 
 @pytest.mark.parametrize("new", [1, 3])
 def test_what_is_filled_is_counted_on_the_device(new: int) -> None:
-    """Buffers with room: what lies past the lengths is not read, and of the new tokens none sees a later one."""
+    """Buffers with free slots: what lies past the lengths is not read, and of the new tokens none sees a later one."""
     from kvtailor.ops.triton.attend import attend_coded
 
     generator = torch.Generator().manual_seed(new)

@@ -61,7 +61,7 @@ def test_ledger_equals_storages_equals_closed_form(family: str, plan: str) -> No
         # transformers' window layers keep a one-element tensor with the size of the window beside the states.
         extra = 8 * sum(hasattr(layer, "_sliding_window_tensor") for layer in cache.layers)
         assert ledger.total + extra == storage_bytes(tensors_reachable_from(cache, model))
-        assert ledger.total == sum(ledger.by_layer) == sum(ledger.by_room.values())
+        assert ledger.total == sum(ledger.by_layer) == sum(ledger.by_stage.values())
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
         model(prompts((1, 1, 1), state=step)[0], attention_mask=mask, past_key_values=cache)
 
@@ -121,5 +121,5 @@ def test_a_budget_in_bytes_is_kept_and_used(plan: str, rows: int) -> None:
     ids = torch.randint(0, 64, (rows, 1500))
     model(ids, past_key_values=cache)
     # The queries of the observation window wait for a chunk that may follow; the first decoded token frees them.
-    held = cache.ledger().total - cache.ledger().by_room["observe"]
+    held = cache.ledger().total - cache.ledger().by_stage["observe"]
     assert 0.8 * cache.plan.bytes <= held <= cache.plan.bytes

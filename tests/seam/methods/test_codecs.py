@@ -42,7 +42,7 @@ def check_rows_and_bytes(family: str, plan: str, *, steps: int, most: float) -> 
     forced = prompts((steps, steps), state=3)[0]
     together, batch = decoded(model, ids, mask, plan, steps=steps, forced=forced)
     ledger = batch.ledger()
-    assert ledger.total == ledger.closed_form and ledger.by_room["encode"] > 0
+    assert ledger.total == ledger.closed_form and ledger.by_stage["encode"] > 0
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
         alone, _ = decoded(model, ids[one, -length:], mask[one, -length:], plan, steps=steps, forced=forced[one])

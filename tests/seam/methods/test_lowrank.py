@@ -64,4 +64,4 @@ def test_bytes_at_several_lengths() -> None:
         cache = kvtailor.cache_for(model, "kvplugin(rank=12, bits=8, only=values)")
         model(prompts((length,))[0], past_key_values=cache)
         ledger = cache.ledger()
-        assert ledger.by_room["encode"] == 3 * 2 * length * (64 + 12 + 4) and ledger.total == ledger.closed_form
+        assert ledger.by_stage["encode"] == 3 * 2 * length * (64 + 12 + 4) and ledger.total == ledger.closed_form

@@ -102,7 +102,7 @@ def test_a_token_with_a_weight_costs_its_states_its_column_and_its_weight(tokens
         cache.reset()
         model(prompts((length,))[0], past_key_values=cache)
         ledger = cache.ledger()
-        assert ledger.by_room["encode"] == 3 * 2 * (tokens - 6) * (2 * 16 * 4 + 8)
+        assert ledger.by_stage["encode"] == 3 * 2 * (tokens - 6) * (2 * 16 * 4 + 8)
         assert ledger.total == ledger.closed_form
     charged = sum(part.log_weight.untyped_storage().nbytes() for s in cache.route.states for part in s.segments)
     assert charged == 3 * 2 * (tokens - 6) * 4
@@ -114,7 +114,7 @@ def test_a_budget_of_bytes_pays_for_the_weights() -> None:
     cache = kvtailor.cache_for(model, "pairs(window=6, sinks=2) + asymkv(window=6) @ bytes=48KiB")
     model(prompts((300,))[0], past_key_values=cache)
     ledger = cache.ledger()
-    stored = ledger.total - ledger.by_room["observe"]
+    stored = ledger.total - ledger.by_stage["observe"]
     assert 0.97 * 48 * 1024 < stored <= 48 * 1024
 
 

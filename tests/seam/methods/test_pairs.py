@@ -80,7 +80,7 @@ def test_pairs_hold_what_sinks_and_recents_leave(tokens: int) -> None:
 
 
 def layer_bytes(cache: KvCache, layer: int) -> int:
-    return sum(e.closed_form or 0 for e in cache.route.states[layer].entries(layer) if e.room == "encode")
+    return sum(e.closed_form or 0 for e in cache.route.states[layer].entries(layer) if e.stage == "encode")
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def test_sharing_outlives_whatever_moves_rows(plan: str, tmp_path: Path) -> None
     token = prompts((1,) * 4, state=9)[0]
     wide = torch.cat([mask[order], mask.new_ones(4, 1)], 1)
     _, fresh = decoded(model, ids[order], mask[order], plan, steps=0)
-    expected = fresh.ledger().by_room["encode"]
+    expected = fresh.ledger().by_stage["encode"]
     logits = model(token, attention_mask=wide, past_key_values=copy.deepcopy(fresh)).logits
     for move in ("reorder_cache", "batch_select_indices"):
         _, cache = decoded(model, ids, mask, plan, steps=0)
@@ -115,7 +115,7 @@ def test_sharing_outlives_whatever_moves_rows(plan: str, tmp_path: Path) -> None
         assert (tmp_path / "cache.safetensors").stat().st_size < cache.ledger().total + 8192
         for each in (cache, copy.deepcopy(cache), loaded):
             ledger = each.ledger()
-            assert ledger.total == ledger.closed_form and ledger.by_room["encode"] == expected
+            assert ledger.total == ledger.closed_form and ledger.by_stage["encode"] == expected
             found = model(token, attention_mask=wide, past_key_values=each).logits
             assert error(found, logits) < 1e-5
     _, cache = decoded(model, ids, mask, plan, steps=0)

@@ -52,7 +52,7 @@ def test_a_token_of_a_head_takes_what_the_page_says(size: int, plan: str, token:
     model(torch.randint(0, 50, (1, TOKENS)), past_key_values=cache)
     ledger = cache.ledger()
     assert ledger.full == TOKENS * HEADS * 4 * size
-    assert ledger.by_room["encode"] == ledger.total == ledger.closed_form == TOKENS * HEADS * token
+    assert ledger.by_stage["encode"] == ledger.total == ledger.closed_form == TOKENS * HEADS * token
     assert said in PAGE
     if "published" in said or "| 1." in said:
         assert f"{ledger.full / ledger.total:.2f}x" in said

@@ -180,11 +180,11 @@ def test_hits_misses_and_bytes_are_what_arithmetic_says(
     assert 0 <= apart <= one + found.misses * 256, "one layer may be on its way, and padding is read too"
     now = cache.ledger()
     assert now.closed_form == now.total
-    assert cache.route.shelves.tier._rooms.idle_bytes == 0, "memory that the ledger leaves out"
-    copies = now.by_room.get("store", 0)
+    assert cache.route.shelves.tier._buffers.idle_bytes == 0, "memory that the ledger leaves out"
+    copies = now.by_stage.get("store", 0)
     resident = placed if "=9" in arguments or "=6" in arguments else hits_per_step or 0
     if "policy" not in arguments:
-        kept = now.by_tier["device"] - now.by_room["tail"] - now.by_room["observe"]
+        kept = now.by_tier["device"] - now.by_stage["tail"] - now.by_stage["observe"]
         ahead = 0 if resident == placed else 1
         on_device = 6 - placed
         assert kept - (resident + on_device + ahead) * one in range(600)

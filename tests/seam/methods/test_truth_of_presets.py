@@ -139,7 +139,7 @@ def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int =
         options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
         expected = reference(token, mask, held)
         changed += sum(int((~columns & mask[:, None, :-1].bool()).sum()) for columns in held.values())
-        changed += cache.ledger().by_room.get("encode", 0)
+        changed += cache.ledger().by_stage.get("encode", 0)
         logits = model(token, past_key_values=cache, **options).logits
         assert error(logits, expected) < 1e-5, f"at decoded token {step}"
         token = logits.argmax(-1)

@@ -74,7 +74,7 @@ def test_layers_count_those_that_are_compressed_and_carry_what_they_left() -> No
     assert all(facts.layers == 2 and facts.rotation is None for _, facts, _, _ in CALLS)
     for state in cache.route.states:
         assert {name: tensor.tolist() for name, tensor in state.carry.items()} == {"attended": [4], "indexed": [1]}
-    assert cache.ledger().by_room["attend"] == 2 * 2 * 8
+    assert cache.ledger().by_stage["attend"] == 2 * 2 * 8
     cache.reset()
     assert all(not state.carry for state in cache.route.states)
 

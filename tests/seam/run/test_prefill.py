@@ -139,7 +139,7 @@ def test_held_chunks_leave_what_the_whole_context_leaves(plan: str, chunk: int |
     found = spied(model, held)
     kvtailor.prefill(model, held, ids, mask, chunk=chunk, hold=True)
     assert found[-1] == (48, 48.0), "something was dropped before the whole context was seen"
-    assert held.ledger().by_room.keys() == whole.ledger().by_room.keys()
+    assert held.ledger().by_stage.keys() == whole.ledger().by_stage.keys()
     assert torch.equal(held.held(), whole.held())
     token, mask = prompts((1, 1), state=7)[0], torch.cat([mask, mask[:, -1:]], 1)
     mine, theirs = (model(token, attention_mask=mask, past_key_values=cache).logits for cache in (held, whole))

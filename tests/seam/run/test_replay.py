@@ -176,7 +176,7 @@ def test_a_ring_is_never_more_than_full_and_a_long_text_is_told_of() -> None:
     reader.prefill(ids)
     with torch.no_grad():
         replayed(reader, ids[:, :12])
-    counted = [layer.room.layout for layer in reader.steps.now.fixed.layers]
+    counted = [layer.growing.layout for layer in reader.steps.now.fixed.layers]
     assert [int(each.lengths.max()) for each in counted] == [16, 33, 16, 33]
     with pytest.warns(UserWarning, match="has now seen 33 tokens.*beyond what it was trained on"):
         reader.close()

@@ -45,7 +45,7 @@ class DummyCache:
 
     def ledger(self) -> Ledger:
         kept = torch.empty(int(self.held()), dtype=torch.int64)
-        entry = Entry(layer=0, room="encode", tensors={"memory": kept}, closed_form=8 * kept.numel())
+        entry = Entry(layer=0, stage="encode", tensors={"memory": kept}, closed_form=8 * kept.numel())
         return Ledger.of([entry], layers=1, full=8 * self.seen, seen=self.seen, held=float(kept.numel()))
 
 

@@ -114,7 +114,7 @@ class Masked(DummyCache):
     @staticmethod
     def books(cache, size):
         kept = torch.empty(size, dtype=torch.int64)
-        entry = Entry(layer=0, room="encode", tensors={"all": kept}, closed_form=8 * size)
+        entry = Entry(layer=0, stage="encode", tensors={"all": kept}, closed_form=8 * size)
         return Ledger.of([entry], layers=1, full=8 * cache.seen, seen=cache.seen, held=float(cache.held()))
 
 

@@ -54,7 +54,7 @@ def _bytes(record: Record) -> Iterator[tuple[str, str]]:
             f"{plan} holds {held} bytes in its storages, yet {form} by arithmetic: one of them is a constant and not a "
             "measurement",
         )
-    splits = {"room": record.bytes_by_room, "tier": record.bytes_by_tier}
+    splits = {"stage": record.bytes_by_stage, "tier": record.bytes_by_tier}
     parts = {name: sum(split.values()) for name, split in splits.items() if split is not None}
     if record.bytes_by_layer is not None:
         parts["layer"] = sum(record.bytes_by_layer)
@@ -113,7 +113,7 @@ def _in_memory(record: Record) -> int:
 def _tokens(record: Record) -> Iterator[tuple[str, str]]:
     held, seen, taken, full = record.tokens_held, record.tokens_seen, record.bytes_held, record.bytes_full
     # An observation window's queries are no tokens of anybody, and go with the first one that is decoded.
-    observed = (record.bytes_by_room or {}).get("observe", 0)
+    observed = (record.bytes_by_stage or {}).get("observe", 0)
     if record.label == "full" and (
         (held is not None and seen is not None and held < seen) or (taken is not None and full and taken < full)
     ):

@@ -152,11 +152,11 @@ class _Result:
     @property
     def held(self) -> list[object]:
         """What the results rest on. An attention's own index may never come to act, as where all tokens are read."""
-        rooms = [dict(r.bytes_by_room or {}) for r in self.records]
-        indices = [by_room.pop("attend", 0) for by_room in rooms]
+        stages = [dict(r.bytes_by_stage or {}) for r in self.records]
+        indices = [by_stage.pop("attend", 0) for by_stage in stages]
         return [
-            (r.tokens_held, r.tokens_by_head, (r.bytes_held or 0) - index, by_room)
-            for r, index, by_room in zip(self.records, indices, rooms, strict=True)
+            (r.tokens_held, r.tokens_by_head, (r.bytes_held or 0) - index, by_stage)
+            for r, index, by_stage in zip(self.records, indices, stages, strict=True)
         ]
 
     def same_as(self, other: _Result) -> bool:

@@ -27,7 +27,7 @@ def weigh(cache: Any) -> dict[str, Any]:
         "bytes_held": int(ledger.total),
         "bytes_full": int(ledger.full),
         "bytes_closed_form": None if ledger.closed_form is None else int(ledger.closed_form),
-        "bytes_by_room": dict(ledger.by_room),
+        "bytes_by_stage": dict(ledger.by_stage),
         "bytes_by_tier": dict(ledger.by_tier),
         "traffic": _moved(cache),
         "bytes_by_layer": tuple(ledger.by_layer),

@@ -147,12 +147,12 @@ def outcome(losses: Losses, margin: float, error: float) -> Outcome:
     if losses.lost is not None and losses.gained is not None:
         return _of_hits(losses, losses.lost, losses.gained, margin, error)
     least = math.ceil(least_samples(error) * losses.design)
-    room = margin - max(0.0, losses.mean)
+    distance = margin - max(0.0, losses.mean)
     if losses.deviation is None:
-        return Outcome(below=False, above=False, bound=None, precise=False, needed=least if room > 0 else None)
+        return Outcome(below=False, above=False, bound=None, precise=False, needed=least if distance > 0 else None)
     reach = student_quantile(1 - error, losses.freedom) * losses.deviation
     precise = losses.count >= least and reach <= margin
-    needed = max(least, math.ceil(losses.count * (reach / room) ** 2)) if room > 0 else None
+    needed = max(least, math.ceil(losses.count * (reach / distance) ** 2)) if distance > 0 else None
     return Outcome(
         below=precise and losses.mean + reach < margin,
         above=losses.mean - reach > margin,

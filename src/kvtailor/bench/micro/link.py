@@ -46,12 +46,12 @@ def _bare_files(folder: Path) -> tuple[Callable[[], object], int]:
     """Reads every file under the folder; and how many bytes these are."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096)
     size = sum(path.stat().st_size for path in paths)
-    room = torch.empty(max(path.stat().st_size for path in paths), dtype=torch.uint8).numpy().data
+    buffer = torch.empty(max(path.stat().st_size for path in paths), dtype=torch.uint8).numpy().data
 
     def read() -> None:
         for path in paths:
             file, done = os.open(path, os.O_RDONLY), 0
-            while step := os.preadv(file, [room[done:]], done):
+            while step := os.preadv(file, [buffer[done:]], done):
                 done += step
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)

@@ -1,4 +1,4 @@
-"""Lists that a suite's rows can run over: the methods of a room, and the presets that evict, as a plan writes them."""
+"""Lists that a suite's rows can run over: the methods of a stage, and the presets that evict, as a plan writes them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def everything() -> dict[str, list[str]]:
     }
 
 
-def _words(room: str) -> list[str]:
-    examples = {name: getattr(registry.load(room, name), "examples", ()) for name in registry.methods(room)}
-    return [some[0] if some else name for name, some in examples.items() if name != registry.null(room)]
+def _words(stage: str) -> list[str]:
+    examples = {name: getattr(registry.load(stage, name), "examples", ()) for name in registry.methods(stage)}
+    return [some[0] if some else name for name, some in examples.items() if name != registry.null(stage)]

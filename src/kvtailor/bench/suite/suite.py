@@ -220,10 +220,10 @@ def _is_here(name: str) -> bool:
     if name.startswith("@"):
         return name[1:] in SETTINGS
     method, _, argument = name.partition(".")
-    room = next((room for room in registry.rooms() if method in registry.methods(room)), None)
+    stage = next((stage for stage in registry.stages() if method in registry.methods(stage)), None)
     if argument:
-        return room is not None and argument in getattr(registry.load(room, method), "__dataclass_fields__", {})
-    return room is not None or method in registry.presets() or method in KINDS
+        return stage is not None and argument in getattr(registry.load(stage, method), "__dataclass_fields__", {})
+    return stage is not None or method in registry.presets() or method in KINDS
 
 
 def _settings(found: Mapping[str, Any], faults: list[str]) -> dict[str, dict[str, Any]]:

@@ -161,10 +161,10 @@ class LongContext(Task):
 
     def _prompts(self, subject: Subject, chosen: LongSet, examples: Sequence[Example]) -> _Prompts:
         chat = uses_chat(subject, chosen)
-        room, limit = None, self.max_tokens
+        longest, limit = None, self.max_tokens
         if subject.positions is not None:
-            room = subject.positions - chosen.generation
-            most = room - (chat_overhead(subject) if chat else 0)
+            longest = subject.positions - chosen.generation
+            most = longest - (chat_overhead(subject) if chat else 0)
             limit = most if limit is None else limit
             if most < _LEAST_TOKENS:
                 raise KvtailorError(
@@ -174,28 +174,30 @@ class LongContext(Task):
             if limit > most:
                 raise KvtailorError(
                     f"asked for prompts of up to {limit} tokens and answers of up to {chosen.generation}, but "
-                    f"{subject.name} has {subject.positions} positions, of which a chat template takes {room - most}: "
-                    f"allow {most} tokens or fewer (max_tokens)"
+                    f"{subject.name} has {subject.positions} positions, of which a chat template takes "
+                    f"{longest - most}: allow {most} tokens or fewer (max_tokens)"
                 )
         ids, cut = [], 0
         for example in examples:
             build = partial(_IDS[self.benchmark], subject, chosen, example)
             whole = build(None)
-            fitting = whole if limit is None else _fit(build, limit, room, self.subset, example)
+            fitting = whole if limit is None else _fit(build, limit, longest, self.subset, example)
             cut += not torch.equal(whole, fitting)
             ids.append(fitting)
         return _Prompts(ids, limit, cut, chat)
 
 
-def _fit(build: Callable[[int | None], Tensor], limit: int, room: int | None, subset: str, example: Example) -> Tensor:
-    """The prompt with the official cut, made shorter where its text gives more tokens than `room` the second time."""
+def _fit(
+    build: Callable[[int | None], Tensor], limit: int, longest: int | None, subset: str, example: Example
+) -> Tensor:
+    """The prompt with the official cut, shorter where its text gives more tokens than `longest` the second time."""
     ids = build(limit)
-    while room is not None and ids.numel() > room:
-        limit -= int(ids.numel()) - room
+    while longest is not None and ids.numel() > longest:
+        limit -= int(ids.numel()) - longest
         if limit < _LEAST_TOKENS:
             raise KvtailorError(
-                f"asked for prompts of at most {room} tokens, but example {example.name} of {subset} cannot be cut to "
-                "that: take a model with more positions"
+                f"asked for prompts of at most {longest} tokens, but example {example.name} of {subset} cannot be "
+                "cut to that: take a model with more positions"
             )
         ids = build(limit)
     return ids

@@ -110,7 +110,7 @@ def say_holding(plan: Plan, held: Holding) -> None:
     click.echo(
         f"  keys and values: {byte_text(held.bytes)}, {byte_text(without)} without the plan"
         + (f": {held.bytes / without:.3f}" if without else "")
-        + "; positions of tokens, spare room and what a score observes come on top"
+        + "; positions of tokens, spare slots and what a score observes come on top"
     )
     if held.window_bytes:
         click.echo(f"  and {byte_text(held.window_bytes)} in the model's own sliding windows, with the plan or without")

@@ -18,7 +18,7 @@ from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.types import Layout, PlainSegment, Segment, Visibility
 
-__all__ = ["FixedLayer", "Ring", "with_room"]
+__all__ = ["FixedLayer", "Ring", "with_free_slots"]
 
 
 class FixedLayer(CacheLayerMixin):
@@ -27,7 +27,7 @@ class FixedLayer(CacheLayerMixin):
     Args:
         layer: the layer of the cache that this one stands for.
         attention: of the plan.
-        parts: what is held; the last has room.
+        parts: what is held; the last has free slots.
         filled: slots of the last part that are filled.
         turn: the slot after which the first comes again.
         rule: what the new token may see.
@@ -48,14 +48,14 @@ class FixedLayer(CacheLayerMixin):
         real: Tensor | None = None,
     ):
         super().__init__()
-        *self.parts, room = parts
-        assert isinstance(room, PlainSegment)
-        self.layer, self.attention, self.room, self.filled, self.turn = layer, attention, room, filled, turn
+        *self.parts, growing = parts
+        assert isinstance(growing, PlainSegment)
+        self.layer, self.attention, self.growing, self.filled, self.turn = layer, attention, growing, filled, turn
         self.rule, self.real = rule, real
-        self.dtype, self.is_initialized = room.keys.dtype, True
-        shape = room.layout.rows, room.layout.heads, self.get_seq_length()
+        self.dtype, self.is_initialized = growing.keys.dtype, True
+        shape = growing.layout.rows, growing.layout.heads, self.get_seq_length()
         self._shown = [
-            side.new_full((1, 1, 1, 1), float("nan")).expand(*shape, side.shape[-1]) for side in room.decode()
+            side.new_full((1, 1, 1, 1), float("nan")).expand(*shape, side.shape[-1]) for side in growing.decode()
         ]
         for shown in self._shown:
             setattr(shown, HANDLE, self)
@@ -63,14 +63,14 @@ class FixedLayer(CacheLayerMixin):
     def count_by(self, lengths: Tensor, slot: Tensor) -> None:
         """On the device: `lengths` (m,) int32, how far the last part is filled; `slot` (1,), where the token goes."""
         self.slot = slot
-        self.room = replace(self.room, layout=replace(self.room.layout, lengths=lengths))
+        self.growing = replace(self.growing, layout=replace(self.growing.layout, lengths=lengths))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is left to do."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes keys and values (b, h, 1, d) into the slot of now; gives the handle for the attention."""
-        for side, states in zip(self.room.decode(), (key_states, value_states), strict=True):
+        for side, states in zip(self.growing.decode(), (key_states, value_states), strict=True):
             side.index_copy_(1, self.slot, states.to(side.dtype).reshape(side.shape[0], 1, -1))
         if self.real is not None:
             self.real.index_fill_(1, self.slot, True)
@@ -86,7 +86,7 @@ class FixedLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
         """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
-        return self.attention.attend(query, [*self.parts, self.room], self.rule, scaling).output
+        return self.attention.attend(query, [*self.parts, self.growing], self.rule, scaling).output
 
     def get_seq_length(self) -> int:
         """Tokens seen when the recording began."""
@@ -139,11 +139,11 @@ class Ring:
         layer.cumulative_length += steps
 
 
-def with_room(state: LayerState, steps: int) -> tuple[PlainSegment, int]:
-    """The tail with room for so many tokens, as if they were there; and how many are."""
+def with_free_slots(state: LayerState, steps: int) -> tuple[PlainSegment, int]:
+    """The tail with free slots for so many tokens, as if they were there; and how many are."""
     tail = state.tail
     assert tail is not None
-    tail.make_room(steps)
+    tail.reserve(steps)
     tail.filled(steps, state.seen)
     whole = tail.as_segment()
     tail.crop(steps)

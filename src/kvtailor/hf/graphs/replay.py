@@ -1,9 +1,9 @@
 """Decoding in which a step is recorded once and replayed, so that a GPU waits for nobody who launches its kernels.
 
 Between two moments at which the plan evicts or encodes, nothing moves but the tails: a step of one token writes one
-slot of each and reads all that is held. So tails get room beforehand, and how far they are filled and where the tokens
-stand is counted on the device; then every step launches the same on the same addresses. When the plan acts again, the
-cache is told how many tokens have come, and the next step is recorded anew.
+slot of each and reads all that is held. So tails get free slots beforehand, and how far they are filled and where the
+tokens stand is counted on the device; then every step launches the same on the same addresses. When the plan acts
+again, the cache is told how many tokens have come, and the next step is recorded anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import Cache
 
 from kvtailor.engine import rollback
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.graphs.fixed_layers import FixedLayer, Ring, with_room
+from kvtailor.hf.graphs.fixed_layers import FixedLayer, Ring, with_free_slots
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.hf.mask import LazyMask
 from kvtailor.types import Segment
@@ -25,8 +25,8 @@ from kvtailor.types import Segment
 __all__ = ["Recorder", "Replay", "captured", "recorder_of"]
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-# Room for so many tokens where the plan never acts: recording takes about as long as a step without it.
-_ROOM = 256
+# Free slots for so many tokens where the plan never acts: recording takes about as long as a step without it.
+_FREE_SLOTS = 256
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
@@ -47,13 +47,13 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 
 
 class Replay:
-    """Steps of one new token for each row, until the plan acts or the room is used up.
+    """Steps of one new token for each row, until the plan acts or the free slots are used up.
 
     Args:
         model: a transformers decoder-only model.
         cache: of it; it has seen a prompt, no tail of it is empty, and nothing else uses it before `land`.
         mask: (b, n) of what was seen, 0 for padding; None: nothing was padding.
-        steps: most tokens that will come; the plan's own room may allow fewer.
+        steps: most tokens that will come; the plan may act before.
         record: makes of one step what is run in place of the ones that follow.
 
     Attributes:
@@ -64,8 +64,8 @@ class Replay:
 
     def __init__(self, model: Any, cache: KvCache, mask: Tensor | None, steps: int, record: Recorder):
         self.model, self.cache, self.record = model, cache, record
-        room = rollback.room(cache.route)
-        self.left = min(steps, max(_ROOM, cache.seen // 32) if room is None else room)
+        until_action = rollback.tokens_until_action(cache.route)
+        self.left = min(steps, max(_FREE_SLOTS, cache.seen // 32) if until_action is None else until_action)
         self.done = 0
         self.rows, self.device = cache.route.states[0].rows, next(model.parameters()).device
         seen = cache.seen
@@ -120,7 +120,7 @@ class Replay:
             self._rings.append(ring)
             rule, real = self._ring_rule(ring)
             return FixedLayer(layer, attention, [ring.whole], ring.held, ring.whole.layout.size, rule, real)
-        whole, filled = with_room(layer.state, self.left)
+        whole, filled = with_free_slots(layer.state, self.left)
         parts = [*layer.state.here(), whole]
         # It lands before it would turn.
         return FixedLayer(layer, attention, parts, filled, whole.layout.size + 1, self._rule_of(parts))
@@ -129,7 +129,7 @@ class Replay:
         """Gives the layers the counters by which they know how far they are filled."""
         self._turns = torch.tensor([each.turn for each in layers], dtype=torch.int32, device=self.device)[:, None]
         self._slots = torch.tensor([each.filled for each in layers], device=self.device)[:, None]
-        self._lengths = self._slots.to(torch.int32).repeat(1, layers[0].room.layout.lanes)
+        self._lengths = self._slots.to(torch.int32).repeat(1, layers[0].growing.layout.lanes)
         for layer, lengths, slot in zip(layers, self._lengths, self._slots, strict=True):
             layer.count_by(lengths, slot)
 

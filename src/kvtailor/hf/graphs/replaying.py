@@ -60,7 +60,7 @@ class Replays:
         model: a transformers decoder-only model.
         cache: of it; nothing else uses it before `land`.
         mask: (b, n) of what was seen, 0 for padding; None: nothing was padding.
-        expected: tokens that will come, at most: room is made for no more.
+        expected: tokens that will come, at most: slots are reserved for no more.
         record: see `Replay`; None: what records on the model's device.
 
     Attributes:

@@ -27,24 +27,24 @@ _NO_VERDICT = "random numbers stand for a calibration, since the model is not tr
 
 
 def calibrations_of(plan: Plan, model: Any) -> dict[str, list[Calibration]]:
-    """The calibrations that a plan reads on a model, by room; rooms that read none are left out.
+    """The calibrations that a plan reads on a model, by stage; stages that read none are left out.
 
     For the untrained model random ones of the right shapes, made here: what a method costs does not depend on them.
 
     Raises:
         CalibrationError: a file was made for other weights or shapes, or none is named and none is shipped for them.
     """
-    wanted = {room: methods for room, part in plan.parts.items() if (methods := calibrated(with_nested(part)))}
+    wanted = {stage: methods for stage, part in plan.parts.items() if (methods := calibrated(with_nested(part)))}
     if not wanted:
         return {}
     own, geometry = weight_fingerprint(model), Geometry.of(model.config)
     made_up = bool(getattr(model, UNTRAINED, False))
     return {
-        room: [
+        stage: [
             _random(each, own, geometry) if made_up and each.file is None else _for_model(each, own, geometry)
             for each in methods
         ]
-        for room, methods in wanted.items()
+        for stage, methods in wanted.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""A model over a cache of ours that can be taken back: what the room `speculate` drives."""
+"""A model over a cache of ours that can be taken back: what the stage `speculate` drives."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class CacheReader:
             remake(self.cache, source.cache, self._mask(source.seen))
             self._open()
 
-    def room(self) -> int | None:
-        return rollback.room(self.cache.route)
+    def tokens_until_action(self) -> int | None:
+        return rollback.tokens_until_action(self.cache.route)
 
     def wait(self) -> None:
         device = next(self.model.parameters()).device

@@ -22,7 +22,7 @@ struct Call {
   float* out;               // (owners, rows, values.size)
   float* lse;               // (owners, rows)
   float* found;             // kvtailor_found() floats
-  float* room;              // kvtailor_room() floats
+  float* scratch;              // kvtailor_scratch() floats
   ParallelFor parallel_for;
   int64_t visible_lane, visible_query, visible_slot;  // strides in bytes, 0 where it is broadcast
   int64_t owners, lanes, slots, rows, queries, chunk, threads;  // chunk: a multiple of BLOCK
@@ -77,17 +77,17 @@ int64_t place(const Side& side, bool placed, int64_t c) {
   return c / (2 * W) * (2 * W) + BF16::place((int)(c % (2 * W)));
 }
 
-// What all pieces of a call know, and how much room each thread has.
+// What all pieces of a call know, and how much scratch each thread has.
 struct Tables {
   const Call& call;
   int64_t wide_keys = padded(call.keys.size), wide_values = padded(call.values.size);
   bool fused_keys = keys_fused(call.keys), fused_values = values_fused(call.values);
   bool coarse_keys = keys_coarse(call.keys), short_values = values_short(call.values);
-  int32_t* key_place = (int32_t*)call.room;            // of each channel
+  int32_t* key_place = (int32_t*)call.scratch;            // of each channel
   int32_t* key_channel = key_place + wide_keys;        // at each place
   int32_t* value_place = key_channel + wide_keys;
   int32_t* scale_lanes = value_place + wide_values;    // see Scales
-  float* rooms = (float*)(scale_lanes + wide_values + W);
+  float* scratches = (float*)(scale_lanes + wide_values + W);
 
   int64_t own() const { return 2 * wide_keys + 2 * wide_values + W; }
 
@@ -157,8 +157,8 @@ struct Piece {
   int64_t lane, rows = call.rows;
   float *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales;
 
-  Piece(const Call& call, const Tables& tables, int64_t lane, float* room) : call(call), tables(tables), lane(lane) {
-    query = room, folded = query + rows * tables.wide_keys, sums_at = folded + rows * tables.wide_keys;
+  Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
+    query = scratch, folded = query + rows * tables.wide_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + rows, hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
     value_scales = key_scales + 4 * tables.wide_keys + 2 * BLOCK;
@@ -337,7 +337,7 @@ struct Piece {
 
 int64_t chunks(const Call& call) { return (call.slots + call.chunk - 1) / call.chunk; }
 
-void piece(const Call& call, const Tables& tables, int64_t index, float* room) {
+void piece(const Call& call, const Tables& tables, int64_t index, float* scratch) {
   const int64_t lane = index / chunks(call), first = index % chunks(call) * call.chunk;
   const int64_t filled = call.lengths ? call.lengths[lane] : call.slots;
   const int64_t end = first + call.chunk < filled ? first + call.chunk : filled;
@@ -346,7 +346,7 @@ void piece(const Call& call, const Tables& tables, int64_t index, float* room) {
   for (int64_t r = 0; r < call.rows; r++) tops[r] = NOTHING, totals[r] = 0;
   for (int64_t i = 0; i < call.rows * tables.wide_values; i++) out[i] = 0;
   if (first >= end) return;
-  const Piece work(call, tables, lane, room);
+  const Piece work(call, tables, lane, scratch);
   for (int64_t t = first; t < end; t += BLOCK)
     work.block(t, end - t < BLOCK ? end - t : BLOCK, tops, totals, out);
 }
@@ -395,7 +395,7 @@ void mass_of(const Call& call, int64_t lane, int64_t first) {
 
 extern "C" {
 
-int64_t kvtailor_room(const Call* call) {
+int64_t kvtailor_scratch(const Call* call) {
   const Tables tables{*call};
   return tables.own() + call->threads * tables.each();
 }
@@ -410,7 +410,7 @@ int32_t kvtailor_attend(const Call* call) {
   const int64_t each = chunks(*call);
   const int32_t wrong =
       share_out(call->lanes * each, call->threads, call->parallel_for, [&](int64_t index, int64_t thread) {
-        piece(*call, tables, index, tables.rooms + thread * tables.each());
+        piece(*call, tables, index, tables.scratches + thread * tables.each());
       });
   if (wrong) return wrong;
   for (int64_t owner = 0, lane = 0; owner < call->owners; owner++) {
@@ -423,7 +423,7 @@ int32_t kvtailor_attend(const Call* call) {
 
 int64_t kvtailor_kept(const Call* call) { return call->lanes * call->rows * (call->slots + blocks(*call)); }
 
-// The mass of the slots, after kvtailor_attend with room to keep weights; `lse` may now be that of more parts.
+// The mass of the slots, after kvtailor_attend with scratch to keep weights; `lse` may now be that of more parts.
 int32_t kvtailor_mass(const Call* call) {
   const int64_t each = blocks(*call);
   return share_out(call->lanes * each, call->threads, call->parallel_for, [&](int64_t index, int64_t) {

@@ -159,8 +159,8 @@ def _run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None
     lse = torch.empty((owners, group, new), dtype=torch.float32)
     at = ctypes.byref(call)
     found = torch.empty(used.functions.kvtailor_found(at), dtype=torch.float32)
-    room = torch.empty(used.functions.kvtailor_room(at), dtype=torch.float32)
-    call.out, call.lse, call.found, call.room = (each.data_ptr() for each in (out, lse, found, room))
+    scratch = torch.empty(used.functions.kvtailor_scratch(at), dtype=torch.float32)
+    call.out, call.lse, call.found, call.scratch = (each.data_ptr() for each in (out, lse, found, scratch))
     if used.functions.kvtailor_attend(at):
         raise RuntimeError(_REFUSED)
     return out, lse

@@ -167,7 +167,7 @@ struct Weights {
   }
 };
 
-// Steps or minima of one group of each token. W floats behind what is written, and behind what is read, are room.
+// Steps or minima of one group of each token. W floats behind what is written, and behind what is read, are scratch.
 APART void of_group(const float* from, int64_t groups, int64_t group, int64_t count, float* to) {
   if (groups == 2 || groups == 4) {
     const I every = numbered() * (int32_t)groups + (int32_t)group;

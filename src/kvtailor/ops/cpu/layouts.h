@@ -70,11 +70,11 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
 }
 
 // Tokens first..first + count of a lane as floats, a token every `padded` floats, zeros behind its channels.
-// `room`: 2 * padded floats and padded bytes.
+// `scratch`: 2 * padded floats and padded bytes.
 static inline void decode(const Side& side, int64_t lane, int64_t slots, int64_t first, int64_t count,
-                          int64_t padded, float* to, float* room) {
+                          int64_t padded, float* to, float* scratch) {
   const char* from = (const char*)side.data + lane * side.lane_bytes + first * side.slot_bytes;
-  uint8_t* codes = (uint8_t*)(room + 2 * padded);
+  uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
   int64_t known = -1;
   for (int64_t i = 0; i < count; i++, from += side.slot_bytes, to += padded) {
     for (int64_t c = side.size; c < padded; c++) to[c] = 0;
@@ -90,7 +90,7 @@ static inline void decode(const Side& side, int64_t lane, int64_t slots, int64_t
     }
     const int64_t place = first + i;
     const int64_t row = side.row ? side.row[lane * slots + place] : lane * side.runs + place / side.group;
-    float *step = room, *low = room + padded;
+    float *step = scratch, *low = scratch + padded;
     if (row != known) {
       const int64_t at = row * side.size * (side.scales == FLOAT32 ? 4 : 2);
       widen(side.scales, (const char*)side.step + at, side.size, step);

@@ -44,7 +44,7 @@ class Call(ctypes.Structure):
         ("keys", Side),
         ("values", Side),
         *((name, ctypes.c_void_p) for name in ("owner", "lengths", "visible", "log_weight")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "found", "room", "parallel_for")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "found", "scratch", "parallel_for")),
         *((name, ctypes.c_int64) for name in ("visible_lane", "visible_query", "visible_slot")),
         *((name, ctypes.c_int64) for name in ("owners", "lanes", "slots", "rows", "queries", "chunk", "threads")),
         ("scaling", ctypes.c_double),
@@ -56,7 +56,7 @@ class Coding(ctypes.Structure):
     """`Coding` of quantise.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("states", "codes", "step", "low", "room", "parallel_for")),
+        *((name, ctypes.c_void_p) for name in ("states", "codes", "step", "low", "scratch", "parallel_for")),
         *((name, ctypes.c_int64) for name in ("lane_bytes", "slot_bytes", "kind")),
         *((name, ctypes.c_int64) for name in ("lanes", "slots", "size", "bits", "group", "by_run", "threads")),
         ("limit", ctypes.c_double),
@@ -125,7 +125,7 @@ def load(path: Path) -> Library | None:
     if not functions.kvtailor_runs():
         return None
     loaded = Library(path.stem.removeprefix("kernels_"), functions, _parallel_for())
-    for name in filter(loaded.has, ("kvtailor_room", "kvtailor_found", "kvtailor_kept", "kvtailor_coding_room")):
+    for name in filter(loaded.has, ("kvtailor_scratch", "kvtailor_found", "kvtailor_kept", "kvtailor_coding_scratch")):
         getattr(functions, name).restype = ctypes.c_int64
     return loaded
 

@@ -11,7 +11,7 @@ struct Coding {
   uint8_t* codes;      // (lanes, slots, bytes)
   void* step;          // of the states' type: (lanes, slots, size / group), or by run (lanes, runs, size)
   void* low;           // as step; null: codes are symmetric around 2^(bits - 1) - 1
-  float* room;         // kvtailor_coding_room() floats
+  float* scratch;         // kvtailor_coding_scratch() floats
   ParallelFor parallel_for;
   int64_t lane_bytes, slot_bytes, kind;
   int64_t lanes, slots, size, bits, group, by_run, threads;
@@ -26,7 +26,7 @@ constexpr int64_t TOKENS = 64;  // that are a piece of work, where scales are th
 int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Floats of one thread: a token's states, or a vector; steps and minima by channel; codes and what fills their last byte.
-int64_t room_of(const Coding& call) { return 3 * call.size + W + ceiling(call.size + 8, 4); }
+int64_t scratch_of(const Coding& call) { return 3 * call.size + W + ceiling(call.size + 8, 4); }
 
 // What FLAT of ops/quant.py says.
 const float FLAT = 0x1p-14f;
@@ -137,8 +137,8 @@ template <class T> struct Piece {
   float *states, *step, *low;
   uint8_t* codes;
 
-  Piece(const Coding& call, int64_t bytes, float* room) : call(call), making(call), bytes(bytes) {
-    states = room, step = states + size + W, low = step + size;
+  Piece(const Coding& call, int64_t bytes, float* scratch) : call(call), making(call), bytes(bytes) {
+    states = scratch, step = states + size + W, low = step + size;
     codes = (uint8_t*)(low + size);
     memset(codes + size, 0, 8);
   }
@@ -216,7 +216,7 @@ template <class T> int32_t code(const Coding& call) {
     if (call.bits & width) bytes += ceiling(call.size * width, 8);
   const int64_t length = call.by_run ? call.group : TOKENS, runs = ceiling(call.slots, length);
   return share_out(call.lanes * runs, call.threads, call.parallel_for, [&](int64_t index, int64_t thread) {
-    const Piece<T> piece(call, bytes, call.room + thread * room_of(call));
+    const Piece<T> piece(call, bytes, call.scratch + thread * scratch_of(call));
     const int64_t lane = index / runs, first = index % runs * length, place = lane * call.slots + first;
     const int64_t count = call.slots - first < length ? call.slots - first : length;
     const char* from = (const char*)call.states + lane * call.lane_bytes + first * call.slot_bytes;
@@ -229,7 +229,7 @@ template <class T> int32_t code(const Coding& call) {
 
 extern "C" {
 
-int64_t kvtailor_coding_room(const Coding* call) { return call->threads * room_of(*call); }
+int64_t kvtailor_coding_scratch(const Coding* call) { return call->threads * scratch_of(*call); }
 
 int32_t kvtailor_code(const Coding* call) {
   if (call->kind == FLOAT32) return code<F32>(*call);

@@ -87,8 +87,8 @@ def _codes(
         call.threads = torch.get_num_threads()
         call.parallel_for = used.parallel_for
     at = ctypes.byref(call)
-    room = torch.empty(used.functions.kvtailor_coding_room(at), dtype=torch.float32)
-    call.room = room.data_ptr()
+    scratch = torch.empty(used.functions.kvtailor_coding_scratch(at), dtype=torch.float32)
+    call.scratch = scratch.data_ptr()
     if used.functions.kvtailor_code(at):
         raise RuntimeError("torch_parallel_for refused to run kvtailor's quantiser")
     return codes

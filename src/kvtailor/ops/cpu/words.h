@@ -19,7 +19,7 @@ constexpr int64_t MOST_GROUPS = 4;  // of a token whose values are summed in int
 
 // Scales of the tokens of a block as floats, and which of them each lane of a vector uses.
 struct Scales {
-  const float *step, *low;  // (tokens, groups), and W floats of room behind; low null: codes are symmetric
+  const float *step, *low;  // (tokens, groups), and W floats of scratch behind; low null: codes are symmetric
   const int32_t* lanes;     // (vectors of words, KINDS, W)
   int64_t groups;
   float zero;

@@ -10,10 +10,10 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["Rooms"]
+__all__ = ["Buffers"]
 
 
-class Rooms:
+class Buffers:
     """Lends memory, and takes it back when the last tensor over it is gone; what is idle serves one reading more."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Rooms:
             return sum(each.nbytes for each in self._idle)
 
     def expect(self, sizes: Sequence[int]) -> None:
-        """The next reading takes rooms of these sizes in bytes; other idle ones are given back to the system."""
+        """The next reading takes buffers of these sizes in bytes; other idle ones are given back to the system."""
         with self._lock:
             missing, kept = list(sizes), []
             for each in self._idle:

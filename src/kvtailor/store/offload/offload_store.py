@@ -129,17 +129,17 @@ class TieredShelves(Shelves):
                 form = bundle.form + bundle.stored.overhead
                 found.append(
                     Entry(
-                        layer=layer, room="encode", tier=self.tier.name, tensors=tensors, stored=size, closed_form=form
+                        layer=layer, stage="encode", tier=self.tier.name, tensors=tensors, stored=size, closed_form=form
                     )
                 )
             if here is not None:
-                room, form = "encode" if bundle.stored is None else "store", bundle.form + here.padding
-                found.append(Entry(layer=layer, room=room, tensors=here.tensors(), closed_form=form))
+                stage, form = "encode" if bundle.stored is None else "store", bundle.form + here.padding
+                found.append(Entry(layer=layer, stage=stage, tensors=here.tensors(), closed_form=form))
         if self._ahead is not None and self._ahead[0] == unit:
             _, bundles, arrival = self._ahead
             runs = {str(i): run for i, run in enumerate(arrival.result())}
             form = sum(bundle.stored_size for bundle in bundles)
-            found.append(Entry(layer=layer, room="store", tensors=runs, closed_form=form))
+            found.append(Entry(layer=layer, stage="store", tensors=runs, closed_form=form))
         return found
 
     def device_bytes(self) -> int:
