@@ -31,7 +31,7 @@ except kvtailor.KvtailorError as error:
     print(f"  refused: {error}")
 
 with tempfile.TemporaryDirectory() as folder:
-    for codec in ("full", "kivi(bits=4, residual=32)"):
+    for codec in ("full", "kivi(bits=4, recent=32)"):
         plan = f"{codec} + disk(folder='{folder}', block=32, device_bytes={allowed})"
         print(codec, "on the disk")
         print(f"  the same text as with all of it resident and nothing encoded: {told(plan) == resident}")

@@ -16,7 +16,7 @@ for speculation in ({"draft": "demo-draft"}, {"draft": "demo-draft", "middle_pla
     output = kvtailor.generate(
         model,
         ids,
-        plan="kivi(bits=4, residual=32)",
+        plan="kivi(bits=4, recent=32)",
         **speculation,
         gamma=4,
         min_gain=None,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
-__all__ = ["Method"]
+__all__ = ["Method", "adopt_old_names", "renamed"]
+
+_Kind = TypeVar("_Kind", bound=type)
 
 
 class Method:
@@ -18,10 +24,12 @@ class Method:
             with each of them. Empty: the name alone is a method.
         added: arguments that the method got after results had been named by hashes without them. At their defaults they
             are no part of a plan's hash, so that a plan of before keeps its own.
+        old_names: arguments that had another name before, by that name; see `renamed`.
     """
 
     examples: ClassVar[tuple[str, ...]] = ()
     added: ClassVar[tuple[str, ...]] = ()
+    old_names: ClassVar[Mapping[str, str]] = {}
 
     @property
     def content_hash(self) -> str | None:
@@ -40,3 +48,49 @@ class Method:
             size: d, of a key.
         """
         return None
+
+
+def renamed(**now: str) -> Callable[[_Kind], _Kind]:
+    """Let a method's arguments be given, and read, by the names that they had before.
+
+    It stands above `@dataclass`. Hashes go on naming these arguments as before, so that a plan keeps its own.
+
+    Args:
+        now: the present name of each argument, by its old one.
+    """
+
+    def of(kind: _Kind) -> _Kind:
+        made = kind.__init__  # type: ignore[misc]
+
+        @functools.wraps(made)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            for old in [name for name in given if name in now]:
+                if now[old] in given:
+                    raise TypeError(f"{old} is the old name of {now[old]}, and both were given: leave {old} out")
+                given[now[old]] = given.pop(old)
+            made(self, *args, **given)
+
+        kind.__init__ = init  # type: ignore[misc]
+        kind.old_names = dict(now)  # type: ignore[attr-defined]
+        for old, name in now.items():
+            setattr(kind, old, property(operator.attrgetter(name)))
+        return kind
+
+    return of
+
+
+def adopt_old_names(kind: type, now: Mapping[str, str]) -> None:
+    """Let a class of another package implement what a contract has renamed by the old name, with a warning.
+
+    Args:
+        kind: the class.
+        now: the present name of each member, by its old one.
+    """
+    for old, name in now.items():
+        if old in vars(kind) and name not in vars(kind):
+            setattr(kind, name, vars(kind)[old])
+            warnings.warn(
+                f"{kind.__qualname__}.{old} is now called {name}: rename it, since the old name will go",
+                DeprecationWarning,
+                stacklevel=4,
+            )

@@ -62,7 +62,7 @@ def rounds(scores: list[Heads], tokens: int, window: int, interval: int, most: f
 
 
 def staged(allocator: DynamicKV, scores: list[Tensor], tokens: int, window: int) -> list[list[int]]:
-    """The same asked of the allocator, with scores (h, n) cut as a walk cuts them; the window scores +inf."""
+    """The same asked of the allocator, with scores (h, n) cut as an eviction cuts them; the window scores +inf."""
     layers, held, after = len(scores), [], []
     for layer, of_heads in enumerate(scores):
         forced = torch.full((of_heads.shape[0], window), torch.inf)

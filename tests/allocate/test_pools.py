@@ -11,10 +11,10 @@ from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.allocate.pooled import Pooled
 
 
-def naive_pool(lanes: list[list[float]], recents: list[int], total: int, floor: float) -> list[int]:
-    """Each lane's recents, then equal turns until the floor is spent, then the best of what is left, one by one."""
+def naive_pool(lanes: list[list[float]], recent: list[int], total: int, floor: float) -> list[int]:
+    """Each lane's recent, then equal turns until the floor is spent, then the best of what is left, one by one."""
     lanes = [sorted((x for x in lane if x > -torch.inf), reverse=True) for lane in lanes]
-    counts = list(recents)
+    counts = list(recent)
     total = min(max(total, sum(counts)), sum(len(lane) for lane in lanes))
     sure = int((total - sum(counts)) * floor)
     extra = [0] * len(lanes)
@@ -49,31 +49,31 @@ def make(rows: int, layers: int, heads: int, seed: int, coarse: bool) -> tuple[T
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.7, 1.0])
 def test_adakv_equals_the_loops(floor: float, coarse: bool) -> None:
     for seed in range(5):
-        capacity, recents, scores = make(2, 1, 3, seed, coarse)
+        capacity, recent, scores = make(2, 1, 3, seed, coarse)
         for total in (0, 15, 30, 45, 60, 999):
             request = BudgetRequest(
                 total=torch.tensor([total, total]),
                 capacity=capacity,
-                floor=recents,
+                floor=recent,
                 layers=(0,),
                 num_layers=1,
                 scores=scores,
             )
             got = AdaKV(floor=floor).allocate(request)
             for row in range(2):
-                expected = naive_pool(scores[0][row].tolist(), recents[row, 0].tolist(), total, floor)
+                expected = naive_pool(scores[0][row].tolist(), recent[row, 0].tolist(), total, floor)
                 assert got[row, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
 def test_pooled_equals_the_loops(floor: float) -> None:
     for seed in range(5):
-        capacity, recents, scores = make(2, 3, 2, seed, coarse=seed % 2 == 0)
+        capacity, recent, scores = make(2, 3, 2, seed, coarse=seed % 2 == 0)
         for total in (0, 40, 80, 999):
             request = BudgetRequest(
                 total=torch.tensor([total, total]),
                 capacity=capacity,
-                floor=recents,
+                floor=recent,
                 layers=(0, 1, 2),
                 num_layers=3,
                 scores=scores,
@@ -81,7 +81,7 @@ def test_pooled_equals_the_loops(floor: float) -> None:
             got = Pooled(floor=floor).allocate(request)
             for row in range(2):
                 lanes = [lane for layer in scores for lane in layer[row].tolist()]
-                assert got[row].flatten().tolist() == naive_pool(lanes, recents[row].flatten().tolist(), total, floor)
+                assert got[row].flatten().tolist() == naive_pool(lanes, recent[row].flatten().tolist(), total, floor)
 
 
 def test_adakv_worked_by_hand() -> None:
@@ -89,13 +89,13 @@ def test_adakv_worked_by_hand() -> None:
     scores = torch.stack([torch.arange(20, 40).float(), torch.arange(0, 20).float()])[None]
     capacity = torch.full((1, 1, 2), 20)
 
-    def ask(floor: float, recents: int) -> list[int]:
+    def ask(floor: float, recent: int) -> list[int]:
         marked = scores.clone()
-        marked[..., 20 - recents :] = torch.inf
+        marked[..., 20 - recent :] = torch.inf
         request = BudgetRequest(
             total=torch.tensor([10]),
             capacity=capacity,
-            floor=torch.full((1, 1, 2), recents),
+            floor=torch.full((1, 1, 2), recent),
             layers=(0,),
             num_layers=1,
             scores=[marked],
@@ -110,12 +110,12 @@ def test_adakv_worked_by_hand() -> None:
 
 
 def test_adakv_gives_a_layer_no_more_for_its_scores() -> None:
-    capacity, recents = torch.full((1, 1, 2), 30), torch.zeros(1, 1, 2, dtype=torch.int64)
+    capacity, recent = torch.full((1, 1, 2), 30), torch.zeros(1, 1, 2, dtype=torch.int64)
     for layer, scale in ((0, 1.0), (1, 100.0)):
         request = BudgetRequest(
             total=torch.tensor([40]),
             capacity=capacity,
-            floor=recents,
+            floor=recent,
             layers=(layer,),
             num_layers=2,
             scores=[torch.rand(1, 2, 30) * scale],

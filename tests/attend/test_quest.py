@@ -10,7 +10,7 @@ from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 from tests.support.segments_of import Padded, states, uneven
 from torch import Tensor
 
-from kvtailor.attend.contract import LayerFacts
+from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.quest import Quest
 from kvtailor.encode.indexed import Indexed
 from kvtailor.errors import CacheMisuse
@@ -20,7 +20,7 @@ from kvtailor.types import Layout, PlainSegment, Segment
 
 PAGE = 4
 B, H, G, D = 3, 5, 2, 24
-DEEP = LayerFacts(layer=2, layers=4)
+DEEP = AttentionContext(layer=2, layers=4)
 
 
 def held(spans: tuple[int, ...], tail: int, seed: int, *, ragged: bool = False) -> tuple[list[Segment], Padded, Tensor]:
@@ -149,7 +149,7 @@ def test_the_first_layers_read_everything(dense: int | None, sparse_from: int) -
     quest = Quest(tokens=4 * PAGE) if dense is None else Quest(tokens=4 * PAGE, dense_layers=dense)
     everything = Quest(tokens=1000, dense_layers=0).attend(query, parts, visible, 0.04).output
     for layer in range(5):
-        facts = LayerFacts(layer=layer, layers=5)
+        facts = AttentionContext(layer=layer, layers=5)
         got = quest.attend(query, parts, visible, 0.04, facts=facts)
         assert (got.read is None) == (layer < sparse_from)
         assert torch.allclose(got.output, everything, atol=1e-5) == (layer < sparse_from)

@@ -19,7 +19,7 @@ from kvtailor.encode.plain import Plain
 from kvtailor.errors import PlanError
 from kvtailor.ops.codes.hadamard import mixed, unmixed
 from kvtailor.plan import Plan
-from kvtailor.types import Layout, Lift, Reading, Segment
+from kvtailor.types import Layout, Lift, Segment, SegmentView
 
 CPU = torch.device("cpu")
 WEIGHING = [kind for kind in METHODS if kind.weighs_tokens]
@@ -30,10 +30,10 @@ class Handmade(Segment):
     """A reading as it is given; it decodes token by token."""
 
     layout: Layout
-    read: Reading
+    read: SegmentView
     codec = "handmade"
 
-    def reading(self) -> Reading:
+    def view(self) -> SegmentView:
         return self.read
 
     def decode(self) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def otherwise(made: Case, *, lifted: bool, weighted: bool, shared: bool = False,
     _, h, _, _, dv = made.sizes
     counts = [torch.ones((part.layout.lanes, part.layout.size), dtype=torch.int64) for part in made.parts]
     for i, part in enumerate(made.parts[:-1]):
-        read, seed = part.reading(), 200 + i
+        read, seed = part.view(), 200 + i
         if lifted:
             groups = read.keys.shape[0] if not shared else read.keys.shape[0] // h
             read = dataclasses.replace(
@@ -188,8 +188,8 @@ def test_a_lift_goes_through_a_segment_around_it() -> None:
     around = HadamardSegment(layout=inner.layout, inner=inner, only="both")
     keys, values = around.decode()
     assert close(keys, unmixed(inner.decode()[0]).double()) and close(mixed(values), inner.decode()[1].double())
-    read = around.reading()
-    assert read.log_weight is not None and read.values is inner.reading().values
+    read = around.view()
+    assert read.log_weight is not None and read.values is inner.view().values
     assert close(Handmade(layout=inner.layout, read=read).decode()[1], values.double(), 1e-4)
 
 

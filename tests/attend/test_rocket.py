@@ -12,7 +12,7 @@ from tests.support.crossed import crossed
 from tests.support.segments_of import states
 from torch import Tensor
 
-from kvtailor.attend.contract import LayerFacts
+from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.rocket import Rocket
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.lanes.chunks import chunk_bounds, reduce_channels
@@ -120,11 +120,11 @@ def test_tokens_newer_than_the_chunks_stand_for_themselves(tokens: int, newer: i
         return dataclasses.replace(made, parts=[part], seen=count, visible=visible)
 
     prompt = until(100)
-    carry = rocket.index(prompt.parts, prompt.visible, LayerFacts())
+    carry = rocket.index(prompt.parts, prompt.visible, AttentionContext())
     covered = 100
     for count in range(101, 101 + newer):
         made = until(count)
-        got = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=LayerFacts(carry=carry))
+        got = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=AttentionContext(carry=carry))
         carry = got.carry
         covered = count if count - covered > 128 else covered
         assert int((carry["columns"] >= 0).sum()) == covered * b * h and carry["capacity"].tolist() == [130, 130]
@@ -217,8 +217,8 @@ def test_what_is_not_read_may_hold_anything() -> None:
     """Keys and values of tokens that have bounds and are not chosen; the bounds are from before."""
     made = case((1, 1, 2, 16, 16), "dense", 1, seed=6)
     rocket = Rocket(tokens=20, expect=20)
-    carry = rocket.index(made.parts[:1], made.visible, LayerFacts())
-    before = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=LayerFacts(carry=carry))
+    carry = rocket.index(made.parts[:1], made.visible, AttentionContext())
+    before = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=AttentionContext(carry=carry))
     changed = 0
     for token in range(67):
         part = made.parts[0]
@@ -227,7 +227,7 @@ def test_what_is_not_read_may_hold_anything() -> None:
             poisoned.append(x.clone())
             poisoned[-1][0, token] = float("nan")
         parts = [PlainSegment(layout=part.layout, keys=poisoned[0], values=poisoned[1]), *made.parts[1:]]
-        after = rocket.attend(made.query, parts, made.visible, 0.3, facts=LayerFacts(carry=carry))
+        after = rocket.attend(made.query, parts, made.visible, 0.3, facts=AttentionContext(carry=carry))
         changed += not torch.equal(before.output, after.output)
     assert before.read is not None and 0 < changed <= int(before.read[0, 0]) == 10
 
@@ -263,10 +263,10 @@ def test_a_carry_of_other_tokens_is_made_anew() -> None:
     """What was evicted or taken back since leaves bounds that are of nothing that is held."""
     made, other = case(SIZES[2], "moved tail", 1, seed=7), case(SIZES[2], "tail", 1, seed=7)
     rocket = Rocket(tokens=16, expect=90)
-    stale = rocket.index(other.parts, other.visible, LayerFacts())
+    stale = rocket.index(other.parts, other.visible, AttentionContext())
     stale = {**stale, "capacity": torch.tensor([121, 121])}
     fresh = rocket.attend(made.query, made.parts, made.visible, 0.3)
-    found = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=LayerFacts(carry=stale))
+    found = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=AttentionContext(carry=stale))
     assert torch.equal(found.output, fresh.output)
     assert all(torch.equal(found.carry[name], tensor) for name, tensor in fresh.carry.items())
 
@@ -288,6 +288,6 @@ def test_bad_numbers_and_mass_are_refused() -> None:
 def test_what_a_step_costs_where_no_chunk_has_bounds() -> None:
     """Capacity within the budget: each token stands for itself, in all channels."""
     rocket = Rocket(tokens=16, expect=4)
-    facts = LayerFacts(carry={"capacity": torch.tensor([12])})
+    facts = AttentionContext(carry={"capacity": torch.tensor([12])})
     held = torch.tensor([[12, 10]])
     assert rocket.flops([], group=2, size=8, held=held, facts=facts) == (12 + 10) * (2 * 2 * 8 + 5 * 2)

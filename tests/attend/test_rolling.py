@@ -15,7 +15,7 @@ from tests.support.segments_of import Padded, states
 from torch import Tensor
 
 import kvtailor
-from kvtailor.attend.contract import LayerFacts
+from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.rolling import Rolling
 from kvtailor.attend.segments import Segments
 from kvtailor.errors import CacheMisuse, UnsupportedModel
@@ -96,7 +96,7 @@ def test_equals_keys_that_are_numbered_anew(rotation: str, mix: str, new: int, p
         # A blind query, as of padding, has no number; the contract's test asks it for zeros.
         real = torch.arange(made.seen)[None] >= torch.tensor([0, 40])[:, None].clamp(max=made.seen - new)
         made.visible = type(made.visible)(new_tokens=new, first_column=made.seen - new, real=real)
-    facts = LayerFacts(rotation=ROTATIONS[rotation])
+    facts = AttentionContext(rotation=ROTATIONS[rotation])
     got = Rolling().attend(made.query, made.parts, made.visible, 0.04, want_mass=True, facts=facts)
     out, lse, mass = slow(made, ROTATIONS[rotation], 0.04)
     assert close(got.output, out, 1e-4) and got.lse is not None and close(got.lse, lse, 1e-4)
@@ -117,7 +117,7 @@ def test_pages_without_a_gap_stand_between_pages_with_one() -> None:
     visible = Padded(new_tokens=2, first_column=67)
     query = states((1, 6, 2, 20), 5)
     made = Case(parts=[ragged, newest], new=2, seen=69, query=query, visible=visible, sizes=(1, 2, 3, 20, 12))
-    facts = LayerFacts(rotation=ROTATIONS["whole"])
+    facts = AttentionContext(rotation=ROTATIONS["whole"])
     got = Rolling().attend(query, made.parts, visible, 0.04, want_mass=True, facts=facts)
     out, _, mass = slow(made, ROTATIONS["whole"], 0.04)
     assert close(got.output, out, 1e-4) and got.mass is not None
@@ -125,7 +125,7 @@ def test_pages_without_a_gap_stand_between_pages_with_one() -> None:
 
 
 def test_gaps_change_what_is_read_and_no_gaps_do_not() -> None:
-    facts = LayerFacts(rotation=ROTATIONS["whole"])
+    facts = AttentionContext(rotation=ROTATIONS["whole"])
     gapped, whole = case(SIZES[2], "moved tail", 1), case(SIZES[2], "tail", 1)
     for made, same in ((gapped, False), (whole, True)):
         still = Segments().attend(made.query, made.parts, made.visible, 0.04).output

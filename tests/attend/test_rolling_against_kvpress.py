@@ -6,7 +6,7 @@ import torch
 from tests.support.kvpress_cases import cases, states_of
 from tests.support.segments_of import Padded
 
-from kvtailor.attend.contract import LayerFacts
+from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.rolling import Rolling
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Layout, PlainSegment, Rotation
@@ -22,7 +22,9 @@ def test_the_newest_query_sees_the_keys_of_kvpress() -> None:
     layout = Layout(rows=1, heads=1, size=20, positions=kept[None].to(torch.int32))
     visible = Padded(new_tokens=1, first_column=newest)
     parts = [PlainSegment(layout=layout, keys=keys, values=values)]
-    found = Rolling().attend(query, parts, visible, case.geometry.scaling, facts=LayerFacts(rotation=rotation)).output
+    found = (
+        Rolling().attend(query, parts, visible, case.geometry.scaling, facts=AttentionContext(rotation=rotation)).output
+    )
     at_its_slot = turn(query[0], torch.tensor([19 - newest]), rotation)
     expected = (at_its_slot @ case.returned_keys.T * case.geometry.scaling).softmax(-1) @ values[0]
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)

@@ -33,7 +33,7 @@ def asked(verb: str, *words: str) -> tuple[dict[str, Any], str]:
         ("snapkv + kivi(bits=4) @ keep=0.05", 15, 15),
         ("streaming + kivi(bits=4) @ tokens=100", 100, 0),
         ("kivi(bits=4)", 300, 128),
-        ("kivi(bits=4, residual=64)", 300, 64),
+        ("kivi(bits=4, recent=64)", 300, 64),
         ("vector(bits=8)", 300, 0),
         ("full", 300, 300),
     ],
@@ -46,10 +46,10 @@ def test_what_is_shown_as_held_is_what_a_cache_holds(plan: str, held: int, recen
     ids = torch.randint(5, 1000, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    assert {int(count) for state in cache.route.states for count in state.counts().flatten()} == {held}
-    assert {state.tail.length for state in cache.route.states} == {recent}
+    assert {int(count) for state in cache.engine.states for count in state.counts().flatten()} == {held}
+    assert {state.tail.length for state in cache.engine.states} == {recent}
     assert (said["tokens_seen"], said["tokens_held"], said["tokens_full_precision"]) == (300, held, recent)
-    states = [part for state in cache.route.states for part in state.parts()]
+    states = [part for state in cache.engine.states for part in state.parts()]
     layouts = sum(part.layout.closed_form_bytes() for part in states)
     stored = sum(part.closed_form_bytes() for part in states) - layouts
     # A group of codes that is not full has a whole scale.
@@ -71,7 +71,7 @@ def test_bytes_are_read_as_a_budget_and_written_for_people() -> None:
         ("h2o + kivi4 @ tokens=20", "none of them is encoded"),
         ("h2o @ tokens=20", "cut back to the budget whenever more than 32 tokens have come"),
         ("snapkv @ tokens=20", "every new token is held as well"),
-        ("kivi(bits=4, residual=64)", "236 encoded, the newest 64 in full precision"),
+        ("kivi(bits=4, recent=64)", "236 encoded, the newest 64 in full precision"),
         ("snapkv + threshold @ tokens=50", "at most 50 of 300 tokens are held"),
     ],
 )

@@ -93,11 +93,11 @@ def test_check_without_faults() -> None:
 
 
 def test_check_says_what_runs_on_this_machine() -> None:
-    (few, *_) = last_object(call("check", "kivi4", "--json"))["twins"]
+    (few, *_) = last_object(call("check", "kivi4", "--json"))["implementations"]
     assert few["operation"].startswith("attention of up to") and few["why"]
-    (forced,) = last_object(call("--twins", "reference", "check", "kivi4", "--json"))["twins"]
+    (forced,) = last_object(call("--implementation", "reference", "check", "kivi4", "--json"))["implementations"]
     assert forced["why"] == "the reference is forced" and forced["twin"] != few["twin"]
-    assert last_object(call("check", "kivi4", "--json"))["twins"][0] == few
+    assert last_object(call("check", "kivi4", "--json"))["implementations"][0] == few
 
 
 def test_check_says_all_faults() -> None:

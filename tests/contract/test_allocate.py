@@ -31,12 +31,12 @@ every_layered = pytest.mark.parametrize("allocator", LAYERED, ids=text_of)
 SHAPES = [(1, 1, 1), (3, 5, 3), (2, 4, 1), (1, 2, 7)]
 
 
-def bounds(shape: tuple[int, int, int], most: int, recents: int, seed: int, equal: bool) -> tuple[Tensor, Tensor]:
+def bounds(shape: tuple[int, int, int], most: int, recent: int, seed: int, equal: bool) -> tuple[Tensor, Tensor]:
     """Capacities (b, l, h), ragged or equal within a row, and their floors."""
     generator = torch.Generator().manual_seed(seed)
     rows = shape[0]
     drawn = torch.randint(1, most + 1, (rows, 1, 1) if equal else shape, generator=generator).expand(shape).clone()
-    return drawn, drawn.clamp(max=recents)
+    return drawn, drawn.clamp(max=recent)
 
 
 def fitting(allocator: Allocator, shape: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -109,7 +109,7 @@ def ask_one_by_one(
     scores: list[Tensor],
     row_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Each layer alone, as a walk of scope "layer" asks."""
+    """Each layer alone, as an eviction of scope "layer" asks."""
     layers = capacity.shape[1]
     parts = []
     for i in range(layers):
@@ -186,8 +186,8 @@ def test_sums_exactly_between_floor_and_capacity(
 ) -> None:
     shape, most, equal = asked
     shape = fitting(allocator, shape)
-    for seed, recents in ((0, 0), (1, 8), (2, 500)):
-        capacity, floor = bounds(shape, most, recents, seed, equal)
+    for seed, recent in ((0, 0), (1, 8), (2, 500)):
+        capacity, floor = bounds(shape, most, recent, seed, equal)
         scores = scores_for(capacity, floor, seed, ties=seed == 1)
         total, capacity, floor, scores, rows = at_once(capacity, floor, scores)
         budgets = ask(allocator, total, capacity, floor, scores, rows=rows)
@@ -209,8 +209,8 @@ def test_like_heads_get_the_same_if_it_says_so(allocator: Allocator) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layers_asked_one_by_one_sum_exactly(allocator: Allocator, shape: tuple[int, int, int]) -> None:
     shape = fitting(allocator, shape)
-    for seed, recents in ((3, 0), (4, 8)):
-        capacity, floor = bounds(shape, 63, recents, seed, equal=True)
+    for seed, recent in ((3, 0), (4, 8)):
+        capacity, floor = bounds(shape, 63, recent, seed, equal=True)
         total, capacity, floor, scores, rows = at_once(capacity, floor, scores_for(capacity, floor, seed))
         budgets = ask_one_by_one(allocator, total, capacity, floor, scores)
         assert (budgets >= floor).all() and (budgets <= capacity).all()
@@ -225,10 +225,10 @@ def test_a_second_walk_holds_no_more_than_the_first(allocator: Allocator) -> Non
     floor = torch.full_like(capacity, 8)
     total = (capacity.sum((1, 2)) * 0.3).long()
     budgets = ask_one_by_one(allocator, total, capacity, floor, scores_for(capacity, floor, 5), prompt)
-    for walk in range(1, 4):
+    for eviction in range(1, 4):
         grown = budgets + 16
-        scores = scores_for(grown, floor, walk)
-        budgets = ask_one_by_one(allocator, total, grown, floor, scores, prompt + 16 * walk)
+        scores = scores_for(grown, floor, eviction)
+        budgets = ask_one_by_one(allocator, total, grown, floor, scores, prompt + 16 * eviction)
         assert torch.equal(budgets.sum((1, 2)), owed(allocator, total, capacity, floor))
 
 

@@ -21,8 +21,8 @@ def test_some_methods_have_it() -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 9, 2)], ids=str)
 def test_cut_as_layers_come_it_never_grows_and_sums_exactly(allocator: Allocator, shape: tuple[int, int, int]) -> None:
     shape = fitting(allocator, shape)
-    for seed, recents in ((3, 0), (4, 8), (5, 500)):
-        every, every_floor = bounds(shape, 63, recents, seed, equal=True)
+    for seed, recent in ((3, 0), (4, 8), (5, 500)):
+        every, every_floor = bounds(shape, 63, recent, seed, equal=True)
         scores = scores_for(every, every_floor, seed)
         for total in totals(every, every_floor):
             held, left = every[:, :0], []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kvtailor.encode
 from kvtailor.encode.channels import Channels
-from kvtailor.encode.contract import Codec, LayerFacts
+from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.encode.plain import Plain
 from kvtailor.encode.subspace.lowrank import LowRank
 from kvtailor.errors import CacheMisuse
@@ -23,7 +23,7 @@ from kvtailor.types import Layout, Rotation, Segment
 
 KINDS = methods_of(kvtailor.encode, Codec)
 # On a layer that is not the first, with a rotary embedding that turns a part of every state below.
-FACTS = LayerFacts(layer=1, layers=3, heads=3, rotation=Rotation(frequencies=torch.tensor([1.0, 0.3, 0.1, 0.01])))
+FACTS = CodecContext(layer=1, layers=3, heads=3, rotation=Rotation(frequencies=torch.tensor([1.0, 0.3, 0.1, 0.01])))
 SAMPLES: list[Codec] = [sample for kind in KINDS for sample in samples_of(kind)]
 CODECS = [sample.for_layer(FACTS) for sample in SAMPLES]
 NAMES = [str(Plan(encode=sample)) for sample in SAMPLES]
@@ -69,13 +69,13 @@ def test_is_a_frozen_keyword_only_dataclass(kind: type[Codec]) -> None:
 @pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
 def test_is_on_every_layer_what_it_says_of_all(sample: Codec) -> None:
     for layer in range(3):
-        codec = sample.for_layer(LayerFacts(layer=layer, layers=3))
+        codec = sample.for_layer(CodecContext(layer=layer, layers=3))
         if sample.across and codec == Plain():
             continue
         for name in ("tail", "block", "lane_multiple", "exact", "needs_rotation"):
             assert getattr(codec, name) == getattr(sample, name)
         assert codec.bytes_per_token(64, 32, 2) > 0
-    each = [sample.for_layer(LayerFacts(layer=i, layers=3)).bytes_per_token(64, 32, 2) for i in range(3)]
+    each = [sample.for_layer(CodecContext(layer=i, layers=3)).bytes_per_token(64, 32, 2) for i in range(3)]
     assert sample.mean_bytes_per_token(3, 64, 32, 2) == pytest.approx(sum(each) / 3)
 
 

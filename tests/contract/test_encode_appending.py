@@ -10,7 +10,7 @@ from tests.support.segments_of import group_of, states
 
 import kvtailor.encode
 from kvtailor.encode.contract import Codec
-from kvtailor.engine.encode_tail import flush
+from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.plan import Plan
 from kvtailor.types import Rotation
@@ -28,14 +28,14 @@ def test_no_segment_changes_over_hundreds_of_decoded_tokens(codec: Codec, dtype:
     plan, group = Plan(encode=codec), tuple(LayerState(layer, 3) for layer in group_of(codec))
     for state in group:
         state.rotation = Rotation(frequencies=torch.tensor([1.0, 0.1, 0.01]))
-        state.together = group
+        state.layer_group = group
     keys, values = (states((2, 3, PROMPT + DECODED, 16), seed, dtype) for seed in (1, 2))
     first_seen: list[tuple[object, dict[str, tuple[int, torch.Tensor]]]] = []
     heaviest_tail = 0
     for end in [PROMPT, *range(PROMPT + 1, PROMPT + DECODED + 1)]:
         for state in group:
             state.append(keys[:, :, state.seen : end], values[:, :, state.seen : end], exactly=False)
-            flush(state, plan, PROMPT if end == PROMPT else 1, None)
+            encode_tail(state, plan, PROMPT if end == PROMPT else 1, None)
         assert len(state.segments) >= len(first_seen)
         for segment in state.segments[len(first_seen) :]:
             storages = {name: (t.untyped_storage().data_ptr(), t.clone()) for name, t in segment.tensors().items()}

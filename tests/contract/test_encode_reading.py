@@ -15,7 +15,7 @@ def test_attention_reads_what_is_decoded(codec: Codec, dtype: torch.dtype) -> No
     """Values as they are stored say the same once they are lifted; token by token, as sums of one."""
     for layout, keys, values in (uniform((3, 5, 63, 24, 20), dtype), ragged(codec, dtype)):
         segment = encoded(codec, layout, keys, values)
-        read, decoded = segment.reading(), segment.decode()
+        read, decoded = segment.view(), segment.decode()
         assert torch.equal(read.keys, decoded[0]) and (read.log_weight is not None) == codec.weighs_tokens
         if read.shared is None:
             each = read.values

@@ -71,7 +71,7 @@ def test_holds_exactly_the_budget(model: torch.nn.Module, scorer: Scorer, alloca
 def test_and_any_budget_goes_with_merging(model: torch.nn.Module, allocator: Allocator) -> None:
     """Tokens with weights, encoded in groups: layers that are cut twice, wait for others, or have ragged heads."""
     plan = Plan.parse(
-        f"pairs(window=8, sinks=2) + asymkv(window=8) + kivi(bits=4, group=8, residual=8) @ tokens={TOKENS}"
+        f"pairs(window=8, sinks=2) + asymkv(window=8) + kivi(bits=4, group=8, recent=8) @ tokens={TOKENS}"
     )
     held = held_by(model, replace(plan, allocate=allocator))
     assert held.sum((1, 2)).tolist() == [min(TOKENS, length) * 3 * 2 for length in LENGTHS]

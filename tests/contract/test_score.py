@@ -50,7 +50,7 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Scorer]) ->
     assert scorer == sample_of(kind) and hash(scorer) == hash(sample_of(kind))
     assert scorer.scope in ("layer", "prompt")
     assert scorer.slack is None or scorer.slack >= 1
-    assert scorer.recents >= 0 and scorer.recents >= scorer.needs.window
+    assert scorer.recent >= 0 and scorer.recent >= scorer.needs.window
 
 
 EVERY = list(

@@ -16,13 +16,13 @@ from torch import Tensor
 
 import kvtailor.encode
 import kvtailor.store
-from kvtailor.encode.contract import Codec, LayerFacts
+from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Ledger
 from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import word_of
-from kvtailor.store.contract import Placed, Placement, Shelves
+from kvtailor.store.contract import OffloadStore, Placed, Placement
 from kvtailor.store.disk import Disk
 from kvtailor.types import Layout, PlainSegment, Rotation, Segment
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 KINDS = methods_of(kvtailor.store, Placement)
 SERVING = [each for kind in KINDS for each in samples_of(kind) if each.refusal(CPU) is None]
 every_placement = pytest.mark.parametrize("placement", SERVING, ids=lambda each: str(Plan(store=each)))
-FACTS = LayerFacts(layer=1, layers=3, heads=3, rotation=Rotation(frequencies=torch.tensor([1.0, 0.3, 0.1, 0.01])))
+FACTS = CodecContext(layer=1, layers=3, heads=3, rotation=Rotation(frequencies=torch.tensor([1.0, 0.3, 0.1, 0.01])))
 SAMPLES = [sample for kind in methods_of(kvtailor.encode, Codec) for sample in samples_of(kind)]
 CODECS = [sample.for_layer(FACTS) for sample in SAMPLES]
 NAMES = [str(Plan(encode=sample)) for sample in SAMPLES]
@@ -43,7 +43,7 @@ UNITS = 2
 def encoded(codec: Codec, layout: Layout, keys: Tensor, values: Tensor) -> list[Segment]:
     """The segments of a group's layers, each with states of its own."""
     each = [(keys.clone() + layer, values.clone() - layer) for layer in range(len(group_of(codec)))]
-    return list(codec.encode_together(layout, each))
+    return list(codec.encode_group(layout, each))
 
 
 def made(codec: Codec, seed: int, dtype: torch.dtype = torch.bfloat16) -> list[list[Segment]]:
@@ -58,8 +58,8 @@ def made(codec: Codec, seed: int, dtype: torch.dtype = torch.bfloat16) -> list[l
     return [list(pair) for pair in zip(whole, parts, strict=True)]
 
 
-def opened(placement: Placement, root: Path, group: tuple[int, ...] = (0,)) -> Shelves:
-    """Shelves for units as large as the group, each layer after the other."""
+def opened(placement: Placement, root: Path, group: tuple[int, ...] = (0,)) -> OffloadStore:
+    """OffloadStore for units as large as the group, each layer after the other."""
     if hasattr(placement, "folder"):
         placement = dataclasses.replace(placement, folder=str(root / "tier"))
     size = len(group)
@@ -92,19 +92,19 @@ def test_the_folder_holds_placements() -> None:
 @pytest.mark.parametrize("placement,codec", PAIRS, ids=lambda each: str(word_of(each)))
 def test_any_codec_comes_back_bit_for_bit(placement: Placement, codec: Codec, tmp_path: Path) -> None:
     group = group_of(codec)
-    size, restore, shelves = len(group), restoring(codec), opened(placement, tmp_path, group)
+    size, restore, offload = len(group), restoring(codec), opened(placement, tmp_path, group)
     given = [made(codec, seed=10 * unit) for unit in range(UNITS)]
     layers = [tuple(range(unit * size, unit * size + size)) for unit in range(UNITS)]
-    held = [shelves.put(layers[unit], [list(own) for own in given[unit]]) for unit in range(UNITS)]
+    held = [offload.put(layers[unit], [list(own) for own in given[unit]]) for unit in range(UNITS)]
     for _ in range(2):
         for unit in range(UNITS):
             for row, layer in enumerate(layers[unit]):
-                found = shelves.get(layer, held[unit][row], restore)
-                shelves.prefetch(layer)
+                found = offload.get(layer, held[unit][row], restore)
+                offload.prefetch(layer)
                 assert all(same(a, b) for a, b in zip(found, given[unit][row], strict=True))
                 assert all(a.layout is b.layout for a, b in zip(found, given[unit][row], strict=True))
-        shelves.rest()
-    entries = [entry for layer in range(UNITS * size) for entry in shelves.entries(layer)]
+        offload.rest()
+    entries = [entry for layer in range(UNITS * size) for entry in offload.entries(layer)]
     kept = [s for unit in held for own in unit for s in own]
     placed = [s for s in kept if isinstance(s, Placed)]
     assert len(placed) in (0, len(kept)) or "on_device_layers" in str(Plan(store=placement))
@@ -114,18 +114,18 @@ def test_any_codec_comes_back_bit_for_bit(placement: Placement, codec: Codec, tm
 
 @every_placement
 def test_what_is_no_longer_held_is_forgotten(placement: Placement, tmp_path: Path) -> None:
-    shelves, codec = opened(placement, tmp_path), samples_of(kvtailor.encode.plain.Plain)[0]
-    held = [shelves.put((unit,), made(codec, seed=unit)) for unit in range(UNITS)]
+    offload, codec = opened(placement, tmp_path), samples_of(kvtailor.encode.plain.Plain)[0]
+    held = [offload.put((unit,), made(codec, seed=unit)) for unit in range(UNITS)]
     files = len(list(tmp_path.rglob("*.segment")))
-    held[1] = shelves.put((1,), [held[1][0][:1]])
+    held[1] = offload.put((1,), [held[1][0][:1]])
     assert len(list(tmp_path.rglob("*.segment"))) == files
-    held[1] = shelves.put((1,), [[]])
-    assert shelves.entries(1) == []
+    held[1] = offload.put((1,), [[]])
+    assert offload.entries(1) == []
     assert len(list(tmp_path.rglob("*.segment"))) == max(0, files - 1)
-    shelves.put((0,), [[]])
-    assert shelves.device_bytes() == 0
-    shelves.reset()
-    assert all(shelves.entries(layer) == [] for layer in range(UNITS))
+    offload.put((0,), [[]])
+    assert offload.device_bytes() == 0
+    offload.reset()
+    assert all(offload.entries(layer) == [] for layer in range(UNITS))
     del held
     gc.collect()
     assert list(tmp_path.rglob("*.segment")) == []
@@ -133,13 +133,13 @@ def test_what_is_no_longer_held_is_forgotten(placement: Placement, tmp_path: Pat
 
 @every_placement
 def test_a_copy_and_its_original_outlive_each_other(placement: Placement, tmp_path: Path) -> None:
-    shelves, codec = opened(placement, tmp_path), samples_of(kvtailor.encode.plain.Plain)[0]
+    offload, codec = opened(placement, tmp_path), samples_of(kvtailor.encode.plain.Plain)[0]
     given = [made(codec, seed=unit)[0] for unit in range(UNITS)]
-    held = [shelves.put((unit,), [list(given[unit])])[0] for unit in range(UNITS)]
-    second = copy.deepcopy((shelves, held))
-    shelves.put((1,), [[]])
-    shelves.reset()
-    del shelves, held
+    held = [offload.put((unit,), [list(given[unit])])[0] for unit in range(UNITS)]
+    second = copy.deepcopy((offload, held))
+    offload.put((1,), [[]])
+    offload.reset()
+    del offload, held
     gc.collect()
     for unit in range(UNITS):
         found = second[0].get(unit, second[1][unit], restoring(codec))
@@ -148,7 +148,7 @@ def test_a_copy_and_its_original_outlive_each_other(placement: Placement, tmp_pa
 
 def test_a_placed_segment_is_not_read_by_mistake() -> None:
     placed = Placed(Layout(rows=1, heads=1, size=3, start=0), "kivi")
-    for read in (placed.decode, placed.state, placed.reading, lambda: placed.rows(torch.tensor([0]))):
+    for read in (placed.decode, placed.state, placed.view, lambda: placed.rows(torch.tensor([0]))):
         with pytest.raises(CacheMisuse, match="kivi segment is on a tier"):
             read()
     assert placed.closed_form_bytes() == 0 and Weighted.codec != "kivi"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtailor.encode.bit_table import BitTable
-from kvtailor.encode.contract import LayerFacts
+from kvtailor.encode.contract import CodecContext
 from kvtailor.encode.fp8 import Fp8
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.vector import Vector
@@ -13,7 +13,7 @@ from kvtailor.plan import Plan
 
 
 def bits(codec: BitTable, layers: int) -> list[tuple[int | None, int | None]]:
-    each = [codec.for_layer(LayerFacts(layer=layer, layers=layers)) for layer in range(layers)]
+    each = [codec.for_layer(CodecContext(layer=layer, layers=layers)) for layer in range(layers)]
     assert all(type(one) is type(codec.of) for one in each)
     return [(one.key_bits, one.value_bits) for one in each]  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.segments_of import states
 
-from kvtailor.encode.contract import LayerFacts
+from kvtailor.encode.contract import CodecContext
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.vector import Vector
@@ -58,7 +58,7 @@ def test_one_side_alone(only: str, turned: int) -> None:
 
 
 def test_costs_no_memory_and_keeps_what_the_codec_says() -> None:
-    inner = Kivi(bits=2, group=16, residual=64)
+    inner = Kivi(bits=2, group=16, recent=64)
     outer = Hadamard(of=inner)
     assert (outer.tail, outer.block, outer.lane_multiple) == (64, 64, 16)
     assert outer.bytes_per_token(64, 64, 2) == inner.bytes_per_token(64, 64, 2)
@@ -71,5 +71,5 @@ def test_costs_no_memory_and_keeps_what_the_codec_says() -> None:
 def test_a_plan_writes_it() -> None:
     plan = Plan.parse("hadamard(of=bit_table(of=kivi, keys=1), only=keys)")
     assert str(plan) == "hadamard(of=bit_table(of=kivi, keys=1), only=keys)"
-    low = plan.encode.for_layer(LayerFacts(layer=2, layers=3))
+    low = plan.encode.for_layer(CodecContext(layer=2, layers=3))
     assert low == Hadamard(of=Kivi(key_bits=1, value_bits=1), only="keys")

@@ -92,9 +92,9 @@ def test_moving_drops_the_scales_that_nobody_uses() -> None:
     [
         ({"bits": 9}, "kivi: bits must be 1 to 8, found 9"),
         ({"group": 1}, "group=32"),
-        ({"residual": 100}, "residual=96"),
-        ({"residual": 8}, "residual=32"),
-        ({"residual": -32}, "must be 0 or a multiple of its group, and residual=-32"),
+        ({"recent": 100}, "recent=96"),
+        ({"recent": 8}, "recent=32"),
+        ({"recent": -32}, "must be 0 or a multiple of its group, and recent=-32"),
     ],
 )
 def test_bad_numbers_say_what_to_write(options: dict[str, int], message: str) -> None:
@@ -104,10 +104,10 @@ def test_bad_numbers_say_what_to_write(options: dict[str, int], message: str) ->
 
 def test_without_a_residual_all_of_a_prompt_is_encoded_and_then_whole_groups() -> None:
     model = build("llama")
-    cache = cache_for(model, "kivi(bits=8, group=8, residual=0)")
+    cache = cache_for(model, "kivi(bits=8, group=8, recent=0)")
     exact = cache_for(model, "full")
     ids = torch.randint(3, model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
-    state, held = cache.route.states[0], []
+    state, held = cache.engine.states[0], []
     with torch.inference_mode():
         for each in ids[:, :21], *ids[:, 21:].split(1, 1):
             ours = model(each, past_key_values=cache).logits

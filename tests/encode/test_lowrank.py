@@ -9,7 +9,7 @@ import torch
 from tests.support.segments_of import states
 from torch import Tensor
 
-from kvtailor.encode.contract import LayerFacts
+from kvtailor.encode.contract import CodecContext
 from kvtailor.encode.subspace.kvplugin import KvPlugin
 from kvtailor.encode.subspace.lowrank import LowRank
 from kvtailor.encode.subspace.orthogonal import Orthogonal
@@ -24,11 +24,11 @@ from kvtailor.types import Layout, Rotation
 ROTATION = Rotation(frequencies=torch.tensor([1.0, 0.3, 0.1, 0.01]))
 
 
-def told(heads: int = 4, size: int = 8, layers: int = 3, **facts: Any) -> LayerFacts:
+def told(heads: int = 4, size: int = 8, layers: int = 3, **facts: Any) -> CodecContext:
     """The facts of layer 1, with random moments."""
     generator = torch.Generator().manual_seed(4)
     tensors = LowRank.example_calibration(layers=layers, heads=heads, group=2, size=size, generator=generator)
-    return LayerFacts(layer=1, layers=layers, heads=heads, calibration=tensors, rotation=ROTATION, **facts)
+    return CodecContext(layer=1, layers=layers, heads=heads, calibration=tensors, rotation=ROTATION, **facts)
 
 
 def side_by_side(states: Tensor, heads: int) -> Tensor:
@@ -86,7 +86,7 @@ def test_keys_before_the_rotary_embedding_have_directions_of_their_own() -> None
     swapped = {**facts.calibration} | {
         f"keys_{part}": facts.calibration[f"unrotated_{part}"] for part in ("mean", "deviation", "correlation")
     }
-    own = plain.for_layer(LayerFacts(layer=1, layers=3, heads=4, calibration=swapped))
+    own = plain.for_layer(CodecContext(layer=1, layers=3, heads=4, calibration=swapped))
     expected = turn(own.encode(layout, back, values).decode()[0], torch.arange(5, 26), ROTATION)
     assert torch.allclose(found, expected, atol=1e-5)
     assert not torch.allclose(found, plain.for_layer(facts).encode(layout, keys, values).decode()[0], atol=0.1)
@@ -138,7 +138,7 @@ def test_ranks_follow_the_weights_of_the_file() -> None:
     codec = LowRank(rank=0.5, heads=0, allocation="fisher")
     ranks = []
     for layer in range(3):
-        facts = LayerFacts(layer=layer, layers=3, heads=4, calibration={**base.calibration, **weights})
+        facts = CodecContext(layer=layer, layers=3, heads=4, calibration={**base.calibration, **weights})
         made = codec.for_layer(facts)
         segment = made.encode(Layout(rows=1, heads=4, size=5, start=0), states((4, 5, 8), 1), states((4, 5, 8), 2))
         assert segment.keys_basis is not None and segment.values_basis is not None
@@ -165,7 +165,7 @@ def test_ranks_follow_the_weights_of_the_file() -> None:
     ids=str,
 )
 def test_bytes_of_a_token_and_head_in_sixteen_bits(codec: LowRank, size: int, heads: int, expected: float) -> None:
-    made = codec.for_layer(LayerFacts(layer=0, layers=1, heads=heads))
+    made = codec.for_layer(CodecContext(layer=0, layers=1, heads=heads))
     assert made.bytes_per_token(size, size, 2) == pytest.approx(expected)
 
 

@@ -10,7 +10,7 @@ from tests.support.crossed import crossed
 from tests.support.segments_of import states, uneven
 from torch import Tensor
 
-from kvtailor.encode.contract import LayerFacts
+from kvtailor.encode.contract import CodecContext
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.minicache import MiniCache, MiniCacheSegment
 from kvtailor.encode.plain import Plain
@@ -50,9 +50,9 @@ def near_pair(shape: tuple[int, int, int, int], seed: int, dtype: torch.dtype = 
 
 
 def pair_of(codec: MiniCache, layout: Layout, pair: Pair) -> list[MiniCacheSegment]:
-    bound = codec.for_layer(LayerFacts(layer=2, layers=4))
+    bound = codec.for_layer(CodecContext(layer=2, layers=4))
     assert isinstance(bound, MiniCache)
-    return bound.encode_together(layout, pair)
+    return bound.encode_group(layout, pair)
 
 
 def two(lower: list[float], upper: list[float], **options: float) -> tuple[list[float], list[float]]:
@@ -222,10 +222,10 @@ def test_one_side_alone(of: Plain | Vector | Kivi) -> None:
 
 
 def test_which_layers_are_pairs() -> None:
-    assert MiniCache().layers_together(5) == ((0,), (1,), (2, 3), (4,))
-    assert MiniCache(start=0.0).layers_together(4) == ((0, 1), (2, 3))
-    assert MiniCache(start=0.29).layers_together(100)[28:30] == ((28,), (29, 30))
-    assert MiniCache(of=Vector()).for_layer(LayerFacts(layer=0, layers=4)) == Vector()
+    assert MiniCache().layer_groups(5) == ((0,), (1,), (2, 3), (4,))
+    assert MiniCache(start=0.0).layer_groups(4) == ((0, 1), (2, 3))
+    assert MiniCache(start=0.29).layer_groups(100)[28:30] == ((28,), (29, 30))
+    assert MiniCache(of=Vector()).for_layer(CodecContext(layer=0, layers=4)) == Vector()
     assert (
         MiniCache().misfit(layers=1, heads=2, size=16) is not None
         and MiniCache().misfit(layers=3, heads=2, size=16) is None

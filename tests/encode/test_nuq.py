@@ -147,7 +147,7 @@ def test_loses_less_than_even_levels_at_the_same_bits() -> None:
     keys, values = states((2, 256, 64), 8), states((2, 256, 64), 9)
     for bits in (2, 3, 4):
         ours = Nuq(bits=bits, sinks=0).encode(layout_of(256), keys, values).decode()
-        even = Kivi(bits=bits, group=64, residual=64).encode(layout_of(256), keys, values).decode()
+        even = Kivi(bits=bits, group=64, recent=64).encode(layout_of(256), keys, values).decode()
         for a, b, x in zip(ours, even, (keys, values), strict=True):
             assert (a - x).norm() < 0.9 * (b - x).norm()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.segments_of import states
 
-from kvtailor.encode.contract import LayerFacts
+from kvtailor.encode.contract import CodecContext
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.plain import Plain
 from kvtailor.encode.unrotated import Unrotated
@@ -18,7 +18,7 @@ def rotation(size: int, *, interleaved: bool = False) -> Rotation:
 
 
 def bound(codec: Unrotated, turned: Rotation) -> Unrotated:
-    return codec.for_layer(LayerFacts(layer=0, layers=1, rotation=turned))
+    return codec.for_layer(CodecContext(layer=0, layers=1, rotation=turned))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

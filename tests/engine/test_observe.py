@@ -54,7 +54,7 @@ def test_mass_is_the_column_sum_of_eager_attention(family: str, chunk: int) -> N
         model(piece, attention_mask=mask[:, :end], position_ids=positions[:, seen:end], past_key_values=cache)
         seen = end
     attentions = eager(ids, attention_mask=mask, position_ids=positions, output_attentions=True).attentions
-    for state, attention in zip(cache.route.states, attentions, strict=True):
+    for state, attention in zip(cache.engine.states, attentions, strict=True):
         real = attention * mask[:, None, :, None]
         expected = real.unflatten(1, (state.heads, -1)).sum((2, 3))
         found = torch.cat([part.view(2, state.heads, -1) for part in state.evidence.mass], -1)

@@ -90,7 +90,7 @@ def test_other_sides_are_decoded() -> None:
     assert "on meta" in str(unsuited(elsewhere, codes))
 
 
-@pytest.mark.parametrize("plan", ["vector(bits=8)", "kivi(bits=4, group=16, residual=16)"])
+@pytest.mark.parametrize("plan", ["vector(bits=8)", "kivi(bits=4, group=16, recent=16)"])
 def test_where_nothing_was_compiled_no_segment_is_decoded(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "library", lambda: None)
     model = build("llama")

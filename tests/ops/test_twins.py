@@ -28,7 +28,7 @@ needs_built = pytest.mark.skipif(not built(), reason="the C++ kernels were not b
 
 @pytest.fixture(autouse=True)
 def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVTAILOR_TWINS", raising=False)
+    monkeypatch.delenv("KVTAILOR_IMPLEMENTATION", raising=False)
 
 
 @needs_built
@@ -49,7 +49,7 @@ def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [each.why for each in explained(CPU, torch.float32)] == ["the reference is forced"]
         with using("auto"):
             assert forced() == "auto"
-    monkeypatch.setenv("KVTAILOR_TWINS", "reference")
+    monkeypatch.setenv("KVTAILOR_IMPLEMENTATION", "reference")
     assert coded_attention(query, SIDE, SIDE) is None
     with using("auto"):
         assert (coded_attention(query, SIDE, SIDE) is None) is not built()
@@ -94,13 +94,13 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
         assert prompt_mass(prompt, prompt, prompt) is attend_with_mass
         assert prompt_mass(prompt, prompt, prompt.float()) is None
         told = explained(torch.device(DEVICE), torch.float16)
-        assert sum("Triton" in each.twin for each in told) == 4
+        assert sum("Triton" in each.implementation for each in told) == 4
         if DEVICE == "cpu":
             half = Whole(states=side.states.bfloat16())
             assert coded_attention(query, half, half) is None, "the interpreter multiplies them wrongly"
             monkeypatch.setattr(dispatch, "interpreting", lambda: False)
             assert page_attention(query, side, side, 4) is None
-            assert not any("Triton" in each.twin for each in explained(CPU, torch.float16))
+            assert not any("Triton" in each.implementation for each in explained(CPU, torch.float16))
 
 
 @needs_triton
@@ -126,16 +126,16 @@ def test_codes_are_made_by_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) 
 def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'fast' is none of auto, reference, triton"), using("fast"):
         pass
-    monkeypatch.setenv("KVTAILOR_TWINS", "slow")
-    with pytest.raises(ValueError, match="KVTAILOR_TWINS='slow'"):
+    monkeypatch.setenv("KVTAILOR_IMPLEMENTATION", "slow")
+    with pytest.raises(ValueError, match="KVTAILOR_IMPLEMENTATION='slow'"):
         forced()
 
 
 def test_what_runs_is_explained() -> None:
     few, prompt, *codes = explained(CPU, torch.bfloat16)
-    assert few.twin.startswith("C++, ") is bool(built())
-    assert "torch" in prompt.twin
-    assert [each.twin.startswith("C++, ") for each in codes] == [True] * bool(built())
+    assert few.implementation.startswith("C++, ") is bool(built())
+    assert "torch" in prompt.implementation
+    assert [each.implementation.startswith("C++, ") for each in codes] == [True] * bool(built())
     assert "no kernels for mps" in explained(torch.device("mps"), torch.bfloat16)[0].why
     assert "triton" in explained(torch.device("cuda"), torch.bfloat16)[0].why.lower()
     if built():

@@ -114,7 +114,7 @@ def test_epsilon_stands_beside_the_published_score(case: str, line: str) -> None
     ours = plan.score.score(held).double()
     # What must stay (a window, sinks) is lifted by both, each in its own way.
     sinks = getattr(plan.score.of, "sinks", 0)
-    free = slice(sinks, found.geometry.tokens - plan.score.recents)
+    free = slice(sinks, found.geometry.tokens - plan.score.recent)
     factor = (ours / expected)[..., free]
     assert expected[..., free].min() > 0 and float(found.scores[0][..., free].median()) < 0.03
     torch.testing.assert_close(factor, factor[:1, :1, :1].expand_as(factor), rtol=1e-3, atol=0)
@@ -130,7 +130,7 @@ def test_epsilon_stands_beside_the_published_score(case: str, line: str) -> None
 def test_scores_differ_by_a_mean_and_a_sum_alone(case: str, line: str, factor: float) -> None:
     found, scorer = cases()[case], Plan.parse(line).score
     assert found.scores is not None and scorer is not None
-    free = slice(0, found.geometry.tokens - scorer.recents)
+    free = slice(0, found.geometry.tokens - scorer.recent)
     held = held_of_case(found.geometry, 0, scorer.needs, 8)
     ours = scorer.score(held)[..., free]
     said = scorer.attention_scale(held, group=found.geometry.query_heads // found.geometry.heads)

@@ -1,4 +1,4 @@
-"""ATSKV: features against plain loops, the network by hand, and relevance that is mixed over walks."""
+"""ATSKV: features against plain loops, the network by hand, and relevance that is mixed over evictions."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_sinks_and_window_stay_while_it_is_asked_again_and_again(tmp_path) -> No
     for step in range(80):
         token = model(token, past_key_values=cache).logits.argmax(-1)
         sizes.append(int(cache.held().max()))
-        for state in cache.route.states:
+        for state in cache.engine.states:
             held = torch.cat([p.layout.columns(torch.device("cpu"))[:1] for p in state.parts()], 1)
             assert {0, 1, 2, 3} <= set(held[0].tolist()), f"a sink is gone after {step + 1} tokens"
             assert set(range(60 + step + 1 - 8, 60 + step + 1)) <= set(held[0].tolist())
@@ -156,6 +156,6 @@ def test_sinks_and_window_stay_while_it_is_asked_again_and_again(tmp_path) -> No
 
 
 def test_it_asks_for_no_mass() -> None:
-    assert not ATSKV().needs.mass and ATSKV().recents == 32 and ATSKV().slack == 32
+    assert not ATSKV().needs.mass and ATSKV().recent == 32 and ATSKV().slack == 32
     row = make_row(5, heads=1, group=1, size=2, generator=torch.Generator())
     assert held_of([row], ATSKV().needs).mass is None

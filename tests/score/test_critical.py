@@ -117,7 +117,7 @@ def test_negative_scores_are_raised_before_they_are_weighed() -> None:
 
 def test_it_hands_on_what_the_inner_score_declares() -> None:
     outer = Critical(of=SnapKV(window=5))
-    assert outer.needs == Needs(window=5, output=True) and outer.recents == 5 and outer.slack is None
+    assert outer.needs == Needs(window=5, output=True) and outer.recent == 5 and outer.slack is None
     assert Critical(of=Position()).slack == Position().slack
 
 

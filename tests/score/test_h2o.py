@@ -39,7 +39,7 @@ def test_after_eviction_the_columns_count_and_not_the_slots() -> None:
 
 
 def test_says_what_it_needs() -> None:
-    assert H2O(recent=5).recents == 5 and H2O().needs == Needs(mass=True) and H2O().slack == 32
+    assert H2O(recent=5).recent == 5 and H2O().needs == Needs(mass=True) and H2O().slack == 32
     row = make_row(2, heads=1, group=1, size=4, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="mass"):
         H2O().score(held_of([row], Needs()))

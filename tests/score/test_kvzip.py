@@ -10,7 +10,7 @@ import torch
 from tests.support.held_rows import held_of, make_row
 
 from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.reconstruct import Piece
+from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.plan import Plan
 from kvtailor.score.kvzip import KVzip
 from kvtailor.types import Layout, PlainSegment
@@ -44,7 +44,9 @@ def test_the_evidence_by_hand() -> None:
         values=torch.ones(1, 2, 1),
     )
     queries = torch.tensor([[1.0, 1.0], [0.0, 2.0]]).view(1, 2, 2, 1)
-    piece = Piece(columns=[torch.tensor([2, 3])], sinks=[torch.tensor([0])], real=torch.ones((1, 2), dtype=torch.bool))
+    piece = ReconstructionPass(
+        columns=[torch.tensor([2, 3])], sinks=[torch.tensor([0])], real=torch.ones((1, 2), dtype=torch.bool)
+    )
     output = piece.attend(state, passing, queries, Causal(), 1.0)
     # The softmax is over the sink (1), the piece (4 and 8) and the new tokens so far (1, then 3); not over the 100.
     # Head one: 4 of 14, then of 17; 8 of 14. Head two: 1 of 4 each; then squares: 16 and 64 of 1 + 16 + 64 + 1 + 9.
@@ -65,7 +67,9 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     state.append(torch.randn(1, 3, 4, 5, generator=generator), torch.randn(1, 3, 4, 5), exactly=True)
     queries = torch.randn(1, 6, 2, 5, generator=generator)
     passing = PlainSegment(layout=Layout(rows=1, heads=3, size=2, start=4), keys=new[0], values=new[0])
-    piece = Piece(columns=[torch.arange(4)], sinks=[torch.arange(2)], real=torch.ones((1, 2), dtype=torch.bool))
+    piece = ReconstructionPass(
+        columns=[torch.arange(4)], sinks=[torch.arange(2)], real=torch.ones((1, 2), dtype=torch.bool)
+    )
     found = []
     for scratch in (1 << 22, 1):
         monkeypatch.setattr("kvtailor.engine.reconstruct._SCRATCH", scratch)

@@ -1,4 +1,4 @@
-"""Sinks and recents."""
+"""Sinks and the recent window."""
 
 from __future__ import annotations
 

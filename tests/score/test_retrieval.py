@@ -35,7 +35,7 @@ def test_what_a_budget_of_whole_chunks_keeps() -> None:
     scores = scorer.score(held_of([row_of(keys, queries=torch.ones(1, 9, 1))], scorer.needs))[0, 0]
     assert scores.tolist() == [6, 6, 5, 5, -1, -1, 3, 3, 1]
     kept = scores[:-1].topk(4).indices.sort().values.tolist()
-    assert kept == [0, 1, 2, 3] and scorer.recents == 1
+    assert kept == [0, 1, 2, 3] and scorer.recent == 1
 
 
 def test_refuses_what_is_no_size() -> None:

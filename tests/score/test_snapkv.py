@@ -96,7 +96,7 @@ def test_half_precision_accumulates_in_float32() -> None:
 
 
 def test_says_what_it_needs() -> None:
-    assert SnapKV(window=7).needs == Needs(window=7) and SnapKV(window=7).recents == 7
+    assert SnapKV(window=7).needs == Needs(window=7) and SnapKV(window=7).recent == 7
     row = make_row(5, heads=1, group=1, size=2, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="last 7 queries"):
         SnapKV(window=7).score(held_of([row], Needs()))

@@ -100,6 +100,6 @@ def test_torch_counts_the_same_logits() -> None:
 
 
 def test_says_what_it_needs() -> None:
-    assert TOVA().needs == Needs(window=1) and TOVA().recents == 1 and TOVA().slack == 32
+    assert TOVA().needs == Needs(window=1) and TOVA().recent == 1 and TOVA().slack == 32
     with pytest.raises(ValueError, match=r"^tova scores by the newest query, but none was gathered"):
         TOVA().score(held_of([two_heads()], Needs()))

@@ -22,7 +22,7 @@ from tests.support.seam.zoo import MaskedReference, build, error, held_columns, 
 
 SNAP = "snapkv(window=6, kernel=3)"
 DYNAMIC = f"{SNAP} + dynamickv(interval=2, most=2.5)"
-CODEC = "kivi(bits=4, group=8, residual=8)"
+CODEC = "kivi(bits=4, group=8, recent=8)"
 PLANS = (
     f"{DYNAMIC} @ tokens=16",
     f"{DYNAMIC} + {CODEC} @ tokens=24",
@@ -107,7 +107,7 @@ def most_held(model, plan: str, ids: Tensor, mask: Tensor, monkeypatch: pytest.M
 
     def spied(self: LayerState, *args, **kwargs) -> None:
         append(self, *args, **kwargs)
-        held.append(sum(int(s.counts().sum()) for s in cache.route.states if s.rows))
+        held.append(sum(int(s.counts().sum()) for s in cache.engine.states if s.rows))
 
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(LayerState, "append", spied)
@@ -144,7 +144,7 @@ def test_a_codec_encodes_once_what_stays_in_the_end(codec: str, allocator: str) 
     for layer, columns in held_columns(plain).items():
         assert torch.equal(held_columns(encoded)[layer], columns)
     kind = encoded.plan.encode.segment_type()
-    segments = [segment for state in encoded.route.states for segment in state.segments]
+    segments = [segment for state in encoded.engine.states for segment in state.segments]
     assert segments and all(isinstance(segment, kind) for segment in segments)
     assert all(getattr(segment, "key_group", None) is None for segment in segments)
     assert encoded.ledger().total == encoded.ledger().closed_form
@@ -179,7 +179,7 @@ def test_layers_that_were_cut_early_are_encoded_in_the_end(codec: str, lengths: 
     ids, mask = prompts(lengths)
     usual = Plan.parse(f"{SNAP} + {codec} @ keep=0.4")
     expected, found = prefilled(model, usual, ids, mask), prefilled(model, replace(usual, allocate=AtOnce()), ids, mask)
-    for one, other in zip(found.route.states, expected.route.states, strict=True):
+    for one, other in zip(found.engine.states, expected.engine.states, strict=True):
         assert [type(segment) for segment in one.segments] == [type(segment) for segment in other.segments]
     token = prompts((1,) * len(lengths), state=11)[0]
     mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
@@ -222,7 +222,7 @@ def test_a_chunked_prefill_is_bounded_and_ends_within_the_budget(plan: str, monk
 
     def spied(self, *args, **kwargs):
         append(self, *args, **kwargs)
-        most.append(sum(float(s.counts().double().mean()) for s in cache.route.states if s.rows))
+        most.append(sum(float(s.counts().double().mean()) for s in cache.engine.states if s.rows))
 
     monkeypatch.setattr(LayerState, "append", spied)
     cache = kvtailor.cache_for(model, plan)

@@ -22,7 +22,7 @@ OURS = str(Path(kvtailor.__file__).parent)
 PLANS = (
     "snapkv(window=6) + adakv @ tokens=16",
     "h2o(recent=6) @ tokens=16, slack=1",
-    "snapkv(window=6) + kivi(bits=4, group=8, residual=8) @ tokens=24",
+    "snapkv(window=6) + kivi(bits=4, group=8, recent=8) @ tokens=24",
     "streaming + minicache(start=0.0, block_size=4) @ tokens=16, slack=3",
     "full",
 )
@@ -260,9 +260,9 @@ def test_a_dropped_cache_is_freed_at_once(plan: str, family: str, tmp_path: Path
         cache = kvtailor.cache_for(model, plan.replace("{tmp}", str(tmp_path)))
         model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
         twin = copy.deepcopy(cache)
-        held = [weakref.ref(tensor) for each in (cache, twin) for state in each.route.states
+        held = [weakref.ref(tensor) for each in (cache, twin) for state in each.engine.states
                 for entry in state.entries(0) for tensor in entry.tensors.values()]  # fmt: skip
-        alive = [weakref.ref(cache), weakref.ref(twin), weakref.ref(cache.route), *held]
+        alive = [weakref.ref(cache), weakref.ref(twin), weakref.ref(cache.engine), *held]
         del cache, twin
         assert [each() for each in alive if each() is not None] == []
     finally:
@@ -288,7 +288,7 @@ def test_a_session_and_a_prefill_leave_nothing_behind() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("plan", ["full", "streaming @ tokens=100", "kivi(bits=4, group=8, residual=8)", PLANS[0]])
+@pytest.mark.parametrize("plan", ["full", "streaming @ tokens=100", "kivi(bits=4, group=8, recent=8)", PLANS[0]])
 @torch.no_grad()
 def test_held_and_ledger_count_no_padding(plan: str) -> None:
     model, (ids, mask) = build("llama"), prompts((40, 10))

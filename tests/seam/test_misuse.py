@@ -94,7 +94,7 @@ def test_nan_in_keys_is_an_error_where_it_would_decide() -> None:
     model = build("llama")
     model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
     ids, _ = prompts((40,))
-    for plan in (SNAP, "h2o(recent=6) @ tokens=16", "kivi(bits=4, group=8, residual=8)"):
+    for plan in (SNAP, "h2o(recent=6) @ tokens=16", "kivi(bits=4, group=8, recent=8)"):
         with pytest.raises(CacheMisuse, match="(?i)nan"):
             model(ids, past_key_values=kvtailor.cache_for(model, plan))
 
@@ -236,7 +236,7 @@ def test_the_handle_is_never_put_on_a_stored_buffer() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, "full")
     model(prompts((20,))[0], past_key_values=cache)
-    assert not any(hasattr(t, HANDLE) for state in cache.route.states for t in state.tail.tensors().values())
+    assert not any(hasattr(t, HANDLE) for state in cache.engine.states for t in state.tail.tensors().values())
 
 
 @torch.no_grad()

@@ -19,11 +19,11 @@ PLANS = (
     "snapkv(window=6) @ tokens=16",
     "snapkv(window=6) + adakv @ keep=0.4",
     "h2o(recent=6) @ tokens=16, slack=3",
-    "kivi(bits=4, group=8, residual=8)",
-    "snapkv(window=6) + adakv + kivi(bits=4, group=8, residual=8) @ tokens=24",
+    "kivi(bits=4, group=8, recent=8)",
+    "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=8) @ tokens=24",
     "quest(tokens=16, dense_layers=1) + indexed(page=4)",
     "position + rolling @ tokens=16, slack=3",
-    "snapkv(window=6) + adakv + kivi(bits=4, group=8, residual=8) + rolling @ tokens=24",
+    "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=8) + rolling @ tokens=24",
     "snapkv(window=6) + rocket(tokens=8, expect=24) @ tokens=24",
     "random + adakv + rocket(tokens=8, expect=40) @ tokens=20, slack=4",
     "rocket(tokens=10, expect=9, turns=true, window=4, kernel=3)",
@@ -193,7 +193,7 @@ def test_what_a_crop_accepts_is_encoded_in_whole_blocks(plan: str) -> None:
     ids = prompts((14,))[0].repeat(1, 4)
     cache = kvtailor.cache_for(model, plan)
     model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=40, do_sample=False)
-    for state in cache.route.states:
+    for state in cache.engine.states:
         codec = state.codec(cache.plan)
         # The last forward waits for a crop that never came.
         assert state.segments and state.tail.length <= codec.tail + codec.block + 4
@@ -265,7 +265,7 @@ def test_low_precision_runs_every_family(family: str, dtype: torch.dtype) -> Non
     ids, mask = prompts((40, 29))
     for plan in (
         "snapkv(window=6) + adakv @ tokens=16",
-        "snapkv(window=6) + kivi(bits=4, group=8, residual=8) @ tokens=24",
+        "snapkv(window=6) + kivi(bits=4, group=8, recent=8) @ tokens=24",
     ):
         cache = kvtailor.cache_for(model, plan)
         out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)

@@ -32,7 +32,7 @@ class Shrinking(Uniform):
         return torch.minimum(budgets, request.capacity)
 
 
-@pytest.mark.parametrize("codec", [Plain(), Kivi(bits=4, group=8, residual=8)], ids=["plain", "kivi"])
+@pytest.mark.parametrize("codec", [Plain(), Kivi(bits=4, group=8, recent=8)], ids=["plain", "kivi"])
 @torch.no_grad()
 def test_a_layer_without_a_tail_can_be_cut_again(codec: Codec) -> None:
     model, reference = build("llama"), MaskedReference("llama")

@@ -13,7 +13,7 @@ from tests.support.seam.zoo import VOCABULARY, build, error, held_columns, promp
 
 TARGETS = [
     "full",
-    "kivi(bits=4, residual=32)",
+    "kivi(bits=4, recent=32)",
     "snapkv(window=4) + adakv @ tokens=12, slack=9",
     "h2o(recent=4) @ tokens=12, slack=11",
     "tova + vector(bits=8, block_size=6) @ tokens=20, slack=13",
@@ -69,9 +69,9 @@ def assert_same_state(found, expected, mask: Tensor | None = None) -> None:
     assert found.seen == expected.seen
     for layer, columns in held_columns(expected).items():
         assert torch.equal(held_columns(found)[layer], columns)
-    for mine, other in zip(found.route.states, expected.route.states, strict=True):
+    for mine, other in zip(found.engine.states, expected.engine.states, strict=True):
         assert mine.pending is None and not mine.recording
-        assert (mine.tail_growth, mine.walk_at) == (other.tail_growth, other.walk_at)
+        assert (mine.tail_growth, mine.evict_at) == (other.tail_growth, other.evict_at)
         assert len(mine.segments) == len(other.segments)
         for one, two in zip(mine.parts(), other.parts(), strict=True):
             real = torch.ones(one.layout.lanes, one.layout.size, dtype=torch.bool)
@@ -112,7 +112,7 @@ def test_models_of_other_kinds(family: str) -> None:
 def test_a_draft_model_and_the_hierarchy(middle: str | None) -> None:
     model = build("llama")
     ids, _ = prompts((63,))
-    target = "kivi(bits=4, residual=32)"
+    target = "kivi(bits=4, recent=32)"
     expected, cache = plain(model, ids, target, 28)
     found = kvtailor.generate(
         model, ids, plan=target, draft=nearly("llama"), draft_plan="streaming @ tokens=48", middle_plan=middle,

@@ -84,7 +84,7 @@ def test_it_is_said_once_for_a_cache() -> None:
     assert cache.get_seq_length() == LENGTH
 
 
-def test_what_is_held_still_answers(plan: str = "snapkv + kivi(bits=8, group=8, residual=8) @ keep=0.1") -> None:
+def test_what_is_held_still_answers(plan: str = "snapkv + kivi(bits=8, group=8, recent=8) @ keep=0.1") -> None:
     """The next token is decoded over what is left, on every path: here codes and a tail of the newest."""
     ids, _ = prompts((LENGTH,))
     model = build("llama")
@@ -94,7 +94,7 @@ def test_what_is_held_still_answers(plan: str = "snapkv + kivi(bits=8, group=8, 
     assert 0 < error(logits[1], logits[0]) < 0.1
 
 
-@pytest.mark.parametrize("plan", ["snapkv", "snapkv + kivi(bits=4, group=8, residual=8)", "snapkv + adakv"])
+@pytest.mark.parametrize("plan", ["snapkv", "snapkv + kivi(bits=4, group=8, recent=8)", "snapkv + adakv"])
 def test_bytes_below_the_window_are_not_exceeded(plan: str) -> None:
     ids, _ = prompts((LENGTH,))
     full = prefilled("full", ids).ledger().full

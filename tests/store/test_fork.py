@@ -44,7 +44,7 @@ def step(model, cache, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "plan", ["full + disk(folder='{}', block=8)", "kivi(bits=4, group=8, residual=8) + disk(folder='{}')"]
+    "plan", ["full + disk(folder='{}', block=8)", "kivi(bits=4, group=8, recent=8) + disk(folder='{}')"]
 )
 def test_child_and_parent_both_go_on(plan: str, tmp_path: Path) -> None:
     """Both write files of the same numbers while they decode."""
@@ -84,7 +84,7 @@ def test_a_fork_while_a_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.M
         return real(file, *stage)
 
     monkeypatch.setattr(SegmentFile, "read", read)
-    cache.route.shelves.prefetch(0)
+    cache.engine.offload.prefetch(0)
     assert reading.wait(SECONDS)
 
     def work() -> None:

@@ -11,7 +11,7 @@ import kvtailor
 from kvtailor.errors import PlanError
 from kvtailor.store.host import Host
 
-PLANS = ("kivi(bits=4, group=8, residual=8)", "minicache(start=0.0, of=plain(block_size=8))", "plain(block_size=8)")
+PLANS = ("kivi(bits=4, group=8, recent=8)", "minicache(start=0.0, of=plain(block_size=8))", "plain(block_size=8)")
 
 
 @pytest.mark.parametrize("plan", PLANS)

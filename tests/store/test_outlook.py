@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvtailor.store.offload.transfer_model import outlook, step_seconds
+from kvtailor.store.offload.transfer_model import forecast_transfers, step_seconds
 
 
 def simulated(sizes: list[int], resident: set[int], rate: float, compute: list[float], steps: int = 40) -> float:
@@ -43,7 +43,7 @@ def test_is_what_a_simulation_gives(seed: int) -> None:
 def test_report_r4_is_bound_by_its_link() -> None:
     """16 of 32 layers of Llama-2-7B in float16 at 8,192 tokens over 25 GB/s: 86 ms, where the bytes alone say so."""
     layer = 8192 * 2 * 32 * 128 * 2
-    found = outlook([layer] * 32, rate=25e9, compute=[10e-3 / 32] * 32, most_bytes=16 * layer)
+    found = forecast_transfers([layer] * 32, rate=25e9, compute=[10e-3 / 32] * 32, most_bytes=16 * layer)
     assert found.bytes_moved == 16 * layer and found.link_seconds == pytest.approx(0.0859, rel=1e-3)
     assert found.step_seconds == pytest.approx(found.link_seconds) and found.stall > 0.85
 
@@ -52,7 +52,7 @@ def test_report_r4_is_bound_by_its_link() -> None:
 def test_no_even_set_that_fits_is_faster_and_none_as_fast_is_smaller(most: int) -> None:
     sizes, compute = [10] * 12, [1.0] * 12
     for rate in (2.0, 5.0, 11.0, 100.0):
-        found = outlook(sizes, rate=rate, compute=compute, most_bytes=10 * most)
+        found = forecast_transfers(sizes, rate=rate, compute=compute, most_bytes=10 * most)
         assert 10 * len(found.resident) <= 10 * most
         every = (set(each) for chosen in range(most + 1) for each in itertools.combinations(range(12), chosen))
         best = min((step_seconds(sizes, each, rate=rate, compute=compute), len(each)) for each in every)
@@ -60,5 +60,5 @@ def test_no_even_set_that_fits_is_faster_and_none_as_fast_is_smaller(most: int) 
 
 
 def test_everything_resident_is_computing_alone() -> None:
-    found = outlook([5, 5], rate=1.0, compute=[1.0, 2.0], most_bytes=10)
+    found = forecast_transfers([5, 5], rate=1.0, compute=[1.0, 2.0], most_bytes=10)
     assert (found.step_seconds, found.stall, found.bytes_moved) == (3.0, 0.0, 0)

@@ -10,7 +10,7 @@ import torch
 from tests.support.segments_of import Padded, states, uneven
 from torch import Tensor
 
-from kvtailor.attend.contract import LayerFacts
+from kvtailor.attend.contract import AttentionContext
 from kvtailor.encode.indexed import Indexed
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.plain import Plain
@@ -31,7 +31,7 @@ MIXES: dict[str, tuple[str, ...]] = {
     "all": ("ragged", "dense", "kivi", "ragged kivi", "indexed", "tail"),
 }
 # A method that turns keys gives what the others give where a turn changes nothing; its own test has turns that do.
-STILL = LayerFacts(layer=4, layers=6, rotation=Rotation(frequencies=torch.zeros(6)))
+STILL = AttentionContext(layer=4, layers=6, rotation=Rotation(frequencies=torch.zeros(6)))
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""The recorded kvpress cases as kvtailor sees them: evidence, the walk, and the comparison.
+"""The recorded kvpress cases as kvtailor sees them: evidence, the eviction, and the comparison.
 
 `tests/data/kvpress_kept.md` says where the records come from and what kvpress's conventions are.
 """
@@ -18,7 +18,7 @@ from tests.support.kvpress_recipe import GEOMETRIES, Geometry, States, filters, 
 from tests.support.segments_of import Padded
 from torch import Tensor
 
-from kvtailor.engine.engine import Route
+from kvtailor.engine.engine import Engine
 from kvtailor.plan import Plan, registry
 from kvtailor.types import Held, Moments, Needs, Rotation
 
@@ -173,19 +173,19 @@ def held_of_case(geometry: Geometry, layer: int, needs: Needs, tokens: int) -> H
 
 
 def left(plan: Plan, geometry: Geometry) -> Tensor:
-    """(l, b, h, n) bool: what a cache of this plan holds after the prompt; the walk of every cache of ours."""
-    route = Route(plan, geometry.layers)
+    """(l, b, h, n) bool: what a cache of this plan holds after the prompt; as every cache of ours does it."""
+    engine = Engine(plan, geometry.layers)
     visible = Padded(new_tokens=geometry.tokens, first_column=0)
-    for layer, state in enumerate(route.states):
+    for layer, state in enumerate(engine.states):
         of_layer = states_of(geometry, layer)
         state.output, state.rotation = partial(output, geometry, layer), Rotation(frequencies=geometry.frequencies)
         state.calibration = calibration(geometry, layer)
         state.reconstruction = repeated(geometry, layer, plan.needs)
-        route.append(state, of_layer.keys, of_layer.values)
-        route.attend(state, of_layer.queries, visible, geometry.scaling)
+        engine.append(state, of_layer.keys, of_layer.values)
+        engine.attend(state, of_layer.queries, visible, geometry.scaling)
     kept = torch.zeros(geometry.layers, geometry.rows * geometry.heads, geometry.tokens, dtype=torch.bool)
     cpu = torch.device("cpu")
-    for layer, state in enumerate(route.states):
+    for layer, state in enumerate(engine.states):
         for part in state.parts():
             owner = part.layout.owners(cpu)[:, None].expand(-1, part.layout.size)
             columns = part.layout.columns(cpu).expand(part.layout.lanes, -1)
@@ -238,7 +238,7 @@ class Pairing:
         assert scorer is not None
         for layer, theirs in enumerate(case.scores):
             held = held_of_case(case.geometry, layer, scorer.needs, self.tokens.get(tokens, tokens))
-            ours = scorer.score(held).masked_fill(held.recent(scorer.recents), torch.inf)
+            ours = scorer.score(held).masked_fill(held.recent(scorer.recent), torch.inf)
             ranked, order = theirs.double().sort(dim=-1, descending=True)
             follow = ours.gather(-1, order)
             worst_before = follow.cummin(-1).values[..., :-1]

@@ -40,14 +40,14 @@ class Padded:
 
 def group_of(codec: Codec, layer: int = 1, layers: int = 3) -> tuple[int, ...]:
     """The layers that are encoded together with a layer."""
-    return next(group for group in codec.layers_together(layers) if layer in group)
+    return next(group for group in codec.layer_groups(layers) if layer in group)
 
 
 def encoded_group(
     codec: Codec, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None
 ) -> list[Segment]:
     """The segments of all layers that a codec, bound to layer 1 of 3, encodes together; all hold the same states."""
-    return list(codec.encode_together(layout, [(keys, values)] * len(group_of(codec)), first))
+    return list(codec.encode_group(layout, [(keys, values)] * len(group_of(codec)), first))
 
 
 def encoded(codec: Codec, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> Segment:

@@ -22,8 +22,8 @@ class BudgetRequest:
     Attributes:
         total: (b,) int64 on the CPU: tokens for each row, over all `num_layers` layers and all kv heads.
         capacity: (b, l, h) int64 on the CPU: tokens that each of the present layers' heads has.
-        floor: (b, l, h) int64 on the CPU: tokens that must stay (recents), at most `capacity`. Where the floors of a
-            row exceed its share, the floors win.
+        floor: (b, l, h) int64 on the CPU: tokens that must stay (the recent window), at most `capacity`. Where the
+            floors of a row exceed its share, the floors win.
         layers: which layers are present, 0-based among the `num_layers` that the plan compresses. One layer under the
             scope "layer", all of them under "prompt", the first so many under "progressive".
         num_layers: layers that the plan compresses.

@@ -9,7 +9,7 @@ its attention, and budgets are split by the mean of these counts.
 *Source*: our own; the question that budgets by rank or by entropy answer indirectly.
 
 *Departs*: nothing known. Counts are averaged over queries as they are, so a query that looks everywhere counts for
-more than one that stares. The budget that is split includes what a scorer always keeps. When the walk comes again,
+more than one that stares. The budget that is split includes what a scorer always keeps. When tokens are evicted again,
 counts are of the attention to what is held.
 
 *Cost*: the last `window` queries, and waiting for all layers; time O(q * window * n * (d + log n)), scratch float32

@@ -1,11 +1,12 @@
 """Duo: retrieval heads hold what they can, streaming heads a few tokens each.
 
 *Idea*: some heads fetch what was said anywhere before, the others look at the first tokens and the newest. Gates say
-which is which. Every head is sure of `streaming` tokens, enough for sinks and recents, and the rest of the budget fills
-up one head after the other, that of the highest gate first.
+which is which. Every head is sure of `streaming` tokens, enough for sinks and the recent window, and the rest of the
+budget fills up one head after the other, that of the highest gate first.
 
 *Paper*: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", arXiv 2410.10819,
-section 2; our gates = its alpha, our `streaming` = its sinks and recents, 64 and 256 as its repository gives them.
+section 2; our gates = its alpha, our `streaming` = its sinks and the recent window, 64 and 256 as its repository gives
+them.
 
 *Source*: the paper and its repository's description (MIT).
 
@@ -14,7 +15,7 @@ heads holds everything at keep = r + (1 - r) * streaming / n. The last head that
 one gate fill up alike. With the score `position` streaming heads hold what the paper's do; with another score they
 hold their best tokens. The paper learns its gates by gradient descent; `kvtailor calibrate duo` measures how much each
 head looks at where a text was said before. Prompts are attended in full, where the paper's streaming heads see sinks
-and recents only. Where the budget has less than `streaming` tokens for each head, all get the same.
+and recent only. Where the budget has less than `streaming` tokens for each head, all get the same.
 
 *Cost*: none; each layer is cut as soon as it is done. Heads hold different numbers of tokens.
 """

@@ -81,7 +81,8 @@ class DynamicKV(Allocator):
         weights = self._winners(request.scores, bounded, request.history * count // every)
         high = bounded
         if count == every:
-            # Layers of a later walk may hold less than their share: then no bound may keep the sum from being exact.
+            # Layers of a later eviction may hold less than their share: then no bound may keep the sum from being
+            # exact.
             short = bounded.sum((1, 2)) < request.history
             high = torch.where(short[:, None, None], stage, bounded)
         return request.floor + even_shares(weights, request.history, torch.zeros_like(stage), high, request.layers)

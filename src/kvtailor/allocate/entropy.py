@@ -11,7 +11,7 @@ entropy H itself as one of two factors; Roy and Vetterli take the same exponenti
 
 *Departs*: nothing known. exp(H) and not H, because budgets count tokens: twice as many tokens at the same attention
 each are twice the number, and only a constant more entropy. The mean is taken after the exponential, so that heads add
-up as their tokens do. The budget that is split includes what a scorer always keeps. When the walk comes again, the
+up as their tokens do. The budget that is split includes what a scorer always keeps. When tokens are evicted again, the
 entropies are of the attention to what is held.
 
 *Cost*: the last `window` queries, and waiting for all layers; time O(q * window * n * d), scratch float32

@@ -15,7 +15,7 @@ of 2048 rows lie within 0.03 of those by all, where as many rows spread over the
 and make all shares alike. It is the rank of the prompt itself, as in RankKV's dynamic variant, without running the
 prompt twice and without the tokens that follow. Integers by largest remainder, at most what a layer holds, what that
 cuts off going to the others; RankKV gives layers more than the prompt has, and so spends less than it says. `least`
-gives way where the budget is too small for it. When the walk comes again, the matrix has columns for what is held.
+gives way where the budget is too small for it. When tokens are evicted again, the matrix has columns for what is held.
 RankKV's static variant is `static`: ranks of whole matrices, averaged over texts that `kvtailor calibrate erank` was
 given, where RankKV took the test text.
 

@@ -11,7 +11,8 @@ along a straight line from layer to layer, while its mean stays what was asked.
 *Departs*: integers by largest remainder, so that layers sum to the total exactly, where the copies in use round down or
 divide by L in place of L - 1 and so hold up to 3 % more than they say. Where the first layer's share exceeds the prompt
 the line is flattened about its mean (the official code does that only for long prompts and else falls back to equal
-shares). A small last layer may keep no more than its recents. The selection that the paper pairs with it is SnapKV with
+shares). A small last layer may keep no more than its recent window. The selection that the paper pairs with it is
+SnapKV with
 window 8, kernel 7, max pooling: a preset, not this file.
 
 *Cost*: none.
@@ -68,7 +69,7 @@ class Pyramid(Allocator):
     def _line(self, mean: Tensor, widest: Tensor, count: int) -> Tensor:
         """(b, L) float64 history of each layer, first to last, before it meets the layers' own bounds.
 
-        The widest layer stands for one that never evicted, so that a second walk draws the same line.
+        The widest layer stands for one that never evicted, so that a second eviction draws the same line.
         """
         first = torch.minimum(2 * mean - mean / self.beta, widest)
         step = torch.linspace(0, 1, count, dtype=torch.float64)

@@ -8,7 +8,7 @@ their shuffles are so because of where they lie, and not because they are unequa
 *Source*: our own.
 
 *Departs*: the report drew one order; here each `state` is another, and one says little. The order is that of the
-layers' sha256, so it is the same on every machine and with every torch; it is one order for all rows and walks. A
+layers' sha256, so it is the same on every machine and with every torch; it is one order for all rows and evictions. A
 budget that its new layer cannot hold is cut, and goes to the other layers by their budgets.
 
 *Cost*: the inner allocator's, and waiting for all layers.

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtailor.method import Method
 from kvtailor.types import Rotation, Segment, Visibility
 
-__all__ = ["NO_FACTS", "Attended", "Attention", "LayerFacts"]
+__all__ = ["NO_FACTS", "Attended", "Attention", "AttentionContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class Attended:
         mass: for each part (m, s) float32: attention probability that each slot received, summed over the group's query
             heads and over `real_queries`; None where nobody asked.
         read: tokens read by each (row, kv head) for the last query, (b, h) int64; None where all were.
-        carry: what this method wants to find in `LayerFacts.carry` at the layer's next call; batch rows first, and in
-            storages of their own. Lost where tokens are taken back outside of a recorded forward.
+        carry: what this method wants to find in `AttentionContext.carry` at the layer's next call; batch rows first,
+            and in storages of their own. Lost where tokens are taken back outside of a recorded forward.
     """
 
     output: Tensor
@@ -37,7 +37,7 @@ class Attended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFacts:
+class AttentionContext:
     """What an attention may know of the layer that it reads.
 
     Attributes:
@@ -45,17 +45,17 @@ class LayerFacts:
         layers: how many the plan compresses.
         rotation: the layer's rotary embedding; None where the method does not need it.
         carry: what the method's last `attend` or `index` on this layer left; empty at first.
-        reading: the context is still being fed, so that even a single new token is a part of it and not decoded.
+        deferred: the context is still being fed, so that even a single new token is a part of it and not decoded.
     """
 
     layer: int = 0
     layers: int = 1
     rotation: Rotation | None = None
-    reading: bool = False
+    deferred: bool = False
     carry: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-NO_FACTS = LayerFacts()
+NO_FACTS = AttentionContext()
 
 
 class Attention(Method, ABC):
@@ -65,10 +65,10 @@ class Attention(Method, ABC):
         needs_codec: name of the codec whose segments this method reads (page bounds, say); None: any.
         gives_mass: `attend` honours `want_mass`.
         weighs_tokens: `attend` honours `Reading.log_weight`.
-        needs_rotation: `attend` needs `LayerFacts.rotation`.
+        needs_rotation: `attend` needs `AttentionContext.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
-        repeats: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but for
+        graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but for
             the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
     """
 
@@ -78,7 +78,7 @@ class Attention(Method, ABC):
     needs_rotation: ClassVar[bool] = False
     in_cache_positions: ClassVar[bool] = False
     reads_alike: ClassVar[bool] = True
-    repeats: ClassVar[bool] = False
+    graph_safe: ClassVar[bool] = False
 
     def held_tokens(self, tokens: Tensor) -> Tensor | None:
         """Tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,) int64, both on the CPU.
@@ -98,7 +98,7 @@ class Attention(Method, ABC):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> Attended:
         """Attention of the new tokens over everything held.
 
@@ -112,8 +112,8 @@ class Attention(Method, ABC):
             facts: of the layer.
         """
 
-    def index(self, parts: Sequence[Segment], visible: Visibility, facts: LayerFacts) -> Mapping[str, Tensor]:
-        """What this method wants to find in `LayerFacts.carry` from now on, in place of what its last call left.
+    def index(self, parts: Sequence[Segment], visible: Visibility, facts: AttentionContext) -> Mapping[str, Tensor]:
+        """What this method wants to find in `AttentionContext.carry` from now on, in place of what its last call left.
 
         Asked when what is held has changed otherwise than by one more token: at the end of a forward of several
         tokens, when all that it evicts and encodes is done, and of any that evicts. So an index over what is held is
@@ -136,7 +136,7 @@ class Attention(Method, ABC):
         group: int,
         size: int,
         held: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> int | None:
         """What one new token costs beyond logits and output of the tokens that it reads; None: not known.
 

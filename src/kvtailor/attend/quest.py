@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
@@ -110,7 +110,7 @@ class Quest(Attention):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
 
@@ -120,7 +120,7 @@ class Quest(Attention):
         if want_mass:
             raise CacheMisuse("quest reads a part of the cache and knows no attention mass; use attend=segments")
         paged = [part for part in parts if _is_paged(part)]
-        if query.shape[2] > 1 or facts.reading or not paged or facts.layer < self.dense_layers:
+        if query.shape[2] > 1 or facts.deferred or not paged or facts.layer < self.dense_layers:
             read = read_all(query, parts, visible, scaling)
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
@@ -130,7 +130,7 @@ class Quest(Attention):
         for part in parts:
             if not _is_paged(part):
                 seen = lane_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=device)
-                lanes.append(lanes_of(part.layout, part.reading(), seen))
+                lanes.append(lanes_of(part.layout, part.view(), seen))
                 shape = (part.layout.lanes, 1, part.layout.size)
                 each = torch.ones(shape, device=device) if seen is None else seen.expand(shape)
                 count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))
@@ -144,7 +144,7 @@ class Quest(Attention):
         group: int,
         size: int,
         held: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> int:
         """4 g d for each page: the query times its least and its greatest keys; 0 in a layer that reads everything."""
         if facts.layer < self.dense_layers:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
 from kvtailor.ops.attention.definition import reference
 from kvtailor.types import Segment, Visibility
 
@@ -40,14 +40,14 @@ class Reference(Attention):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> Attended:
         """See `Attention.attend`."""
         b, q, t, _ = query.shape
         device, h = query.device, parts[-1].layout.heads
         group = q // h
         states = [part.decode() for part in parts]
-        weights_of = [part.reading().log_weight for part in parts]
+        weights_of = [part.view().log_weight for part in parts]
         zeros = [torch.zeros(keys.shape[:2], device=device) for keys, _ in states]
         extra = [z if w is None else w for z, w in zip(zeros, weights_of, strict=True)]
         width = states[0][1].shape[-1]
@@ -82,7 +82,7 @@ class Reference(Attention):
         group: int,
         size: int,
         held: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> int:
         """0: nothing beyond the reading."""
         return 0

@@ -30,7 +30,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import read_all, read_lanes
@@ -89,7 +89,7 @@ class Rocket(Attention):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
 
@@ -98,7 +98,7 @@ class Rocket(Attention):
         """
         if want_mass:
             raise CacheMisuse("rocket reads a part of the cache and knows no attention mass; use attend=segments")
-        if query.shape[2] > 1 or facts.reading:
+        if query.shape[2] > 1 or facts.deferred:
             read = read_all(query, parts, visible, scaling)
             carry = self._choose(query, parts, visible, scaling, facts.carry) if self.turns else {}
             return Attended(output=read.output, lse=read.lse, carry=carry)
@@ -108,7 +108,7 @@ class Rocket(Attention):
             return Attended(output=read.output, lse=read.lse, carry=carry)
         return self._attend_some(query, parts, visible, scaling, carry)
 
-    def index(self, parts: Sequence[Segment], visible: Visibility, facts: LayerFacts) -> Mapping[str, Tensor]:
+    def index(self, parts: Sequence[Segment], visible: Visibility, facts: AttentionContext) -> Mapping[str, Tensor]:
         """Bounds of the chunks of what is held, or of what the turn chose of it."""
         keys = [part.decode()[0] for part in parts]
         rows = _candidates(rows_of(parts, visible.real, keys[0].device), facts.carry)
@@ -121,7 +121,7 @@ class Rocket(Attention):
         group: int,
         size: int,
         held: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> int | None:
         """(2 r + 5) g for each chunk, and each token that stands for itself: logits in r channels, softmax, mean.
 

@@ -15,7 +15,7 @@ a turned key is rounded once more; and the model still turns new states by their
 rounding grows with the text (0.001 radians after 16 thousand tokens, 0.06 after a million). Any kept set will do.
 
 *Cost*: at each forward one turn, and a copy, of the held keys that are older than the last gap: of the sinks alone for
-sinks and recents, of most of the cache for other kept sets.
+sinks and the recent window, of most of the cache for other kept sets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.parts import counting, read_all
 from kvtailor.ops.lanes.rotate import turn
@@ -64,7 +64,7 @@ class Rolling(Attention):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> Attended:
         """See `Attention.attend`.
 
@@ -88,7 +88,7 @@ class Rolling(Attention):
         group: int,
         size: int,
         held: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> None:
         """Not known: which keys are turned depends on where the gaps are."""
         return None

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, LayerFacts
+from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
 from kvtailor.ops.attention.parts import counting, read_all
 from kvtailor.types import Segment, Visibility
 
@@ -35,7 +35,7 @@ class Segments(Attention):
 
     gives_mass: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
-    repeats: ClassVar[bool] = True
+    graph_safe: ClassVar[bool] = True
 
     def attend(
         self,
@@ -46,7 +46,7 @@ class Segments(Attention):
         *,
         want_mass: bool = False,
         real_queries: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> Attended:
         """See `Attention.attend`."""
         read = read_all(query, parts, visible, scaling, counting(query, want_mass, real_queries))
@@ -59,7 +59,7 @@ class Segments(Attention):
         group: int,
         size: int,
         held: Tensor | None = None,
-        facts: LayerFacts = NO_FACTS,
+        facts: AttentionContext = NO_FACTS,
     ) -> int:
         """0: nothing beyond the reading."""
         return 0

@@ -101,10 +101,10 @@ def run(
         finish: called with each record once it is written, or known to be there.
         bandwidth: measure the machine's read bandwidth and its arithmetic first.
         resume: take what `finished` finds in `out` instead of measuring it again.
-        allow: tripwires of `tripwires.MAY_BE_ALLOWED` that may be touched; every record says so in its notes.
+        allow: sanity checks of `checks.MAY_BE_ALLOWED` that may fail; every record says so in its notes.
 
     Raises:
-        UnknownName: there is no tripwire of a name in `allow`.
+        UnknownName: there is no sanity check of a name in `allow`.
         RecordError: `out` holds lines that are no records.
         Fraud: the results cannot be what they say; all records have been written by then.
         KvtailorError: a task cannot be done at all; records of tasks before it have been written. Or the model is not
@@ -164,7 +164,7 @@ def run(
             own = (note for note in found.notes if not checks.is_allowance(note))
             record = replace(found, notes=tuple(dict.fromkeys((*own, *verdicts.get(found.label, ()), *permits))))
             records.append(record)
-            # One that was there is written again only where other tripwires were allowed for it.
+            # One that was there is written again only where other sanity checks were allowed for it.
             if path is not None and (record.run == name or record.notes != found.notes):
                 with path.open("a", encoding="utf-8") as lines:
                     lines.write(record.to_json() + "\n")

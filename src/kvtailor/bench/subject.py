@@ -278,8 +278,8 @@ def hash_of(*ids: Tensor) -> str:
 
 
 def _reads_twice(cache: Any) -> bool:
-    route = getattr(cache, "route", None)
-    return route is not None and bool(route.needs.reconstruction)
+    engine = getattr(cache, "engine", None)
+    return engine is not None and bool(engine.needs.reconstruction)
 
 
 def _cache_for(model: Any, plan: str) -> Any:

@@ -4,7 +4,7 @@ Random tokens are said twice. A query in the second copy stands at a token that 
 looks at that token's place in the first copy, or at what followed it there (an induction head: Olsson et al.,
 "In-context Learning and Induction Heads", arXiv 2209.11895). The gate of a kv head is the share of attention that goes
 to those two places, averaged over queries, of its query head with the largest. Both places lie a whole copy back, so
-that neither sinks nor recents count. DuoAttention (arXiv 2410.10819) learns its gates by gradient descent on passkeys
+that neither sinks nor recent count. DuoAttention (arXiv 2410.10819) learns its gates by gradient descent on passkeys
 instead, which is dearer, and sees more than copying.
 """
 

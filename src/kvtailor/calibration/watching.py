@@ -56,7 +56,7 @@ def watched(cache: KvCache, see: Callable[[LayerStates], None]) -> Iterator[None
 
     def watch(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         # (h, n, d): what the layer holds, and the new tokens behind it.
-        state = cache.route.states[index_of[layer]]
+        state = cache.engine.states[index_of[layer]]
         held = [part.decode() for part in (state.parts() if state.rows else ())]
         sides = [torch.cat([*(part[side] for part in held), new[0]], 1) for side, new in enumerate((keys, values))]
         see(LayerStates(index_of[layer], query[0].float(), sides[0].float(), sides[1].float(), scaling))

@@ -79,12 +79,14 @@ class Refusal(click.ClickException):
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(kvtailor.__version__, prog_name="kvtailor")
 @click.option(
+    "--implementation",
     "--twins",
+    "implementation",
     type=click.Choice(["auto", "reference", "triton"]),
     help="reference: no compiled kernels, only the plain forms that they are tested against; triton: GPU kernels too.",
 )
 @click.pass_context
-def main(ctx: click.Context, twins: str | None) -> None:
+def main(ctx: click.Context, implementation: str | None) -> None:
     """kvtailor cuts an LLM's KV cache to measure.
 
     \b
@@ -93,7 +95,7 @@ def main(ctx: click.Context, twins: str | None) -> None:
     kvtailor run --plan "snapkv @ tokens=256" ...    text from a compressed cache
     kvtailor bench                                   what each plan costs and buys
     """
-    if twins is not None:
+    if implementation is not None:
         from kvtailor.ops.dispatch import using
 
-        ctx.with_resource(using(twins))
+        ctx.with_resource(using(implementation))

@@ -124,7 +124,7 @@ _AS_GIVEN = (
 @click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--device", help="Such as cpu or cuda.")
 @click.option("--again", is_flag=True, help="Measure anew what --out already has.")
-@click.option("--allow", multiple=True, help="Go on past this tripwire, by its name; the report says so.")
+@click.option("--allow", multiple=True, help="Go on past this sanity check, by its name; the report says so.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and pages; goes on there."
 )

@@ -72,7 +72,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
     for note in notes:
         click.echo(note)
     for choice in choices:
-        click.echo(f"{choice.operation} on {device.type}: {choice.twin} ({choice.why})")
+        click.echo(f"{choice.operation} on {device.type}: {choice.implementation} ({choice.why})")
     if as_json:
         click.echo(
             json.dumps(
@@ -85,7 +85,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
                     "compressed_layers": None if geometry is None else list(geometry.compressed),
                     "tokens": tokens,
                     "notes": notes,
-                    "twins": [{"device": device.type, **asdict(choice)} for choice in choices],
+                    "implementations": [{"device": device.type, **asdict(choice)} for choice in choices],
                 }
             )
         )

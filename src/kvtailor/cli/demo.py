@@ -22,9 +22,9 @@ __all__ = ["command"]
 
 PLANS = (
     "full",
-    "kivi(key_bits=8, value_bits=4, residual=32)",
+    "kivi(key_bits=8, value_bits=4, recent=32)",
     "snapkv(kernel=21) @ keep=0.25",
-    "snapkv(kernel=21) + adakv + kivi(bits=4, residual=32) @ keep=0.25",
+    "snapkv(kernel=21) + adakv + kivi(bits=4, recent=32) @ keep=0.25",
     "streaming @ keep=0.25",
 )
 LONGEST = 2048

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import Around, Codec, LayerFacts
+from kvtailor.encode.contract import Around, Codec, CodecContext
 from kvtailor.types import Layout, Segment
 
 __all__ = ["BitTable"]
@@ -79,7 +79,7 @@ class BitTable(Around, Codec):
                 return f"bit_table: {name} counts {given} layers; the plan compresses {layers} of this model"
         return None
 
-    def for_layer(self, facts: LayerFacts) -> Codec:
+    def for_layer(self, facts: CodecContext) -> Codec:
         bits = {f"{name[:-1]}_bits": self._table(name, facts.layers)[facts.layer] for name in ("keys", "values")}
         return self._with(**bits).for_layer(facts)
 

@@ -4,7 +4,7 @@
 by the length of the newest queries in them times the length of the keys in them; the least are dropped from the keys
 that are stored, and count as 0. Values stay as they are.
 *Paper* `xu2025think` (arXiv 2407.21018), section 3: keep = 1 - its pruning ratio, window = its observation window,
-residual = its recent tokens.
+recent = its recent tokens.
 *Source* The paper; kvtailor's own code.
 *Departs* A group's query heads count together, as one longer window. Decoded tokens are encoded too, each block with
 channels of its own, where the paper leaves them as they are. Keys are read with zeros in place, where the paper drops
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, refuse_non_finite
+from kvtailor.method import renamed
 from kvtailor.ops.segments.coded import PairSegment, TimeGrouped, Whole, alone
 from kvtailor.types import Layout, Needs
 
@@ -65,6 +66,7 @@ class ChannelsSegment(PairSegment):
     kinds = (KeptChannels, Whole)
 
 
+@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Channels(Codec):
     """Thinner keys.
@@ -72,13 +74,13 @@ class Channels(Codec):
     Attributes:
         keep: share of a key's channels that stay.
         window: newest queries that rank the channels.
-        residual: newest tokens whose keys keep all of them.
+        recent: newest tokens whose keys keep all of them.
         block_size: tokens that are encoded at once while decoding.
     """
 
     keep: float = 0.6
     window: int = 32
-    residual: int = 32
+    recent: int = 32
     block_size: int = 128
     _lengths: Tensor | None = field(init=False, repr=False, compare=False, default=None)
 
@@ -89,16 +91,16 @@ class Channels(Codec):
             )
         if self.window < 1:
             raise ValueError(f"channels: window must be at least 1 query, found {self.window}; the paper uses 32")
-        if self.residual < 0 or self.block_size < 1:
+        if self.recent < 0 or self.block_size < 1:
             raise ValueError(
-                f"channels: residual must be 0 or more tokens and block_size 1 or more, found {self.residual} and "
+                f"channels: recent must be 0 or more tokens and block_size 1 or more, found {self.recent} and "
                 f"{self.block_size}"
             )
 
     @property
     def tail(self) -> int:
-        """The residual."""
-        return self.residual
+        """The recent window."""
+        return self.recent
 
     @property
     def block(self) -> int:

@@ -15,13 +15,13 @@ from kvtailor.method import Method
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole, alone
 from kvtailor.types import Layout, Needs, Rotation, Segment
 
-__all__ = ["Around", "Codec", "LayerFacts", "Sides", "TwoSided", "refuse_non_finite"]
+__all__ = ["Around", "Codec", "CodecContext", "Sides", "TwoSided", "refuse_non_finite"]
 
 Sides = Literal["both", "keys", "values"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFacts:
+class CodecContext:
     """What a codec may know of the layer whose tokens it stores.
 
     Attributes:
@@ -52,7 +52,7 @@ class Codec(Method, ABC):
 
     Attributes:
         exact: decode(encode(x)) == x bit for bit.
-        across: tokens of several layers may be encoded at once, see `layers_together`.
+        across: tokens of several layers may be encoded at once, see `layer_groups`.
     """
 
     exact: ClassVar[bool] = False
@@ -75,12 +75,12 @@ class Codec(Method, ABC):
 
     @property
     def needs_rotation(self) -> bool:
-        """Whether `LayerFacts.rotation` must be there before anything is encoded."""
+        """Whether `CodecContext.rotation` must be there before anything is encoded."""
         return False
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether a slot may stand for several tokens, so that `Segment.reading` has weights."""
+        """Whether a slot may stand for several tokens, so that `Segment.view` has weights."""
         return False
 
     @property
@@ -95,7 +95,7 @@ class Codec(Method, ABC):
         """
         return self
 
-    def for_layer(self, facts: LayerFacts) -> Codec:
+    def for_layer(self, facts: CodecContext) -> Codec:
         """This codec as it is on one layer, and the codecs inside it."""
         return self
 
@@ -106,7 +106,7 @@ class Codec(Method, ABC):
         """
         return self
 
-    def layers_together(self, layers: int) -> tuple[tuple[int, ...], ...]:
+    def layer_groups(self, layers: int) -> tuple[tuple[int, ...], ...]:
         """Which layers are encoded at once, so that they may share what they store; of so many that a plan compresses.
 
         Groups of adjacent layers, ascending, each layer in one of them; here each alone. Layers of a group hold the
@@ -118,7 +118,7 @@ class Codec(Method, ABC):
         self, layers: int, key_size: int, value_size: int, element_size: int, *, heads: int | None = None
     ) -> float:
         """`bytes_per_token` on average over so many layers, of so many kv heads."""
-        each = [self.for_layer(LayerFacts(layer=layer, layers=layers, heads=heads)) for layer in range(layers)]
+        each = [self.for_layer(CodecContext(layer=layer, layers=layers, heads=heads)) for layer in range(layers)]
         return sum(codec.bytes_per_token(key_size, value_size, element_size) for codec in each) / layers
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Codec(Method, ABC):
             CacheMisuse: NaN or infinity in a filled slot, which no code can hold.
         """
 
-    def encode_together(
+    def encode_group(
         self, layout: Layout, states: Sequence[tuple[Tensor, Tensor]], first: Tensor | None = None
     ) -> Sequence[Segment]:
         """The segments of a group of layers, of the same tokens; asked of the codec of the group's last layer.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.method import renamed
 from kvtailor.ops.codes.sides import FloatCodes
 from kvtailor.ops.segments.coded import PairSegment, Whole
 from kvtailor.types import Layout
@@ -32,19 +33,20 @@ class Fp8Segment(PairSegment):
     kinds = (FloatCodes, Whole)
 
 
+@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Fp8(TwoSided, Codec):
     """e4m3.
 
     Attributes:
         group: tokens of a head that share a scale.
-        residual: newest tokens that stay in full precision.
+        recent: newest tokens that stay in full precision.
         block_size: tokens that are encoded at once; a multiple of `group`.
         only: what is encoded; the other side stays as it is.
     """
 
     group: int = 32
-    residual: int = 0
+    recent: int = 0
     block_size: int = 128
     only: Sides = "both"
     segment = Fp8Segment
@@ -52,8 +54,8 @@ class Fp8(TwoSided, Codec):
     def __post_init__(self) -> None:
         if self.group < 1:
             raise ValueError(f"fp8: group must be 1 token or more, found {self.group}; 32 is usual")
-        if self.residual < 0:
-            raise ValueError(f"fp8: residual must be 0 or more tokens, found {self.residual}")
+        if self.recent < 0:
+            raise ValueError(f"fp8: recent must be 0 or more tokens, found {self.recent}")
         if self.block_size < self.group or self.block_size % self.group:
             raise ValueError(
                 f"fp8: block_size must be a multiple of its group, and block_size={self.block_size} is none of "
@@ -62,8 +64,8 @@ class Fp8(TwoSided, Codec):
 
     @property
     def tail(self) -> int:
-        """The residual."""
-        return self.residual
+        """The recent window."""
+        return self.recent
 
     @property
     def block(self) -> int:

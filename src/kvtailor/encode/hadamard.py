@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import Around, Codec, LayerFacts, Sides, refuse_non_finite
+from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
 from kvtailor.ops.codes.hadamard import block_of, mixed, unmixed
 from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.types import Layout
@@ -77,7 +77,7 @@ class Hadamard(Around, Codec):
         inner = self.of.encode(layout, keys, values, first)
         return HadamardSegment(layout=inner.layout, inner=inner, only=self.only)
 
-    def for_layer(self, facts: LayerFacts) -> Hadamard:
+    def for_layer(self, facts: CodecContext) -> Hadamard:
         return replace(self, of=self.of.for_layer(facts))
 
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> HadamardSegment:

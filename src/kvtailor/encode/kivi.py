@@ -2,9 +2,9 @@
 
 *Idea* Outliers of keys sit in a few channels, those of values do not; so each key channel gets its own minimum and step
 for every `group` tokens, and each value token its own for every `group` channels. The newest tokens stay as they are.
-*Paper* `liu2024kivi` (arXiv 2402.02750), sections 3.2 and 4.1; bits = B, group = G, residual = R.
+*Paper* `liu2024kivi` (arXiv 2402.02750), sections 3.2 and 4.1; bits = B, group = G, recent = R.
 *Source* The paper; kvtailor's own code.
-*Departs* Values leave the tail with their keys, a block of `residual` tokens at a time, and not one token at each step
+*Departs* Values leave the tail with their keys, a block of `recent` tokens at a time, and not one token at each step
 (segments are never rewritten, so a value is in full precision between R and 2 R tokens instead of R). After a prompt
 all but the newest R tokens are encoded, where the paper encodes whole blocks of R. A group of equal values, 0 / 0 in
 the paper, has the step 2^-14. A segment that is no multiple of `group` ends with a shorter key group. Where `group`
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.method import renamed
 from kvtailor.ops.codes.quant import largest_divisor, packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.dispatch import quantiser
@@ -37,6 +38,7 @@ class KiviSegment(PairSegment):
     kinds = (ChannelCodes, TokenCodes, Whole)
 
 
+@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Kivi(TwoSided, Codec):
     """Asymmetric codes.
@@ -44,7 +46,7 @@ class Kivi(TwoSided, Codec):
     Attributes:
         bits: of a code, 1 to 8.
         group: tokens of a key group, and channels of a value group.
-        residual: newest tokens in full precision, and tokens encoded at once; a multiple of `group`. With 0 all of a
+        recent: newest tokens in full precision, and tokens encoded at once; a multiple of `group`. With 0 all of a
             prompt is encoded, and decoded tokens stay in full precision only until they are a whole group.
         key_bits: of a key's code, where it is to differ.
         value_bits: of a value's code, where it is to differ.
@@ -53,7 +55,7 @@ class Kivi(TwoSided, Codec):
 
     bits: int = 2
     group: int = 32
-    residual: int = 128
+    recent: int = 128
     key_bits: int | None = None
     value_bits: int | None = None
     only: Sides = "both"
@@ -66,10 +68,10 @@ class Kivi(TwoSided, Codec):
                 raise ValueError(f"kivi: {name} must be 1 to 8, found {bits}; the paper's are {name}=2 and {name}=4")
         if self.group < 2:
             raise ValueError(f"kivi: group must be 2 values or more, found {self.group}; the paper's is group=32")
-        if self.residual < 0 or self.residual % self.group:
+        if self.recent < 0 or self.recent % self.group:
             raise ValueError(
-                f"kivi: residual must be 0 or a multiple of its group, and residual={self.residual} is none of "
-                f"group={self.group}; write residual={max(1, round(self.residual / self.group)) * self.group}"
+                f"kivi: recent must be 0 or a multiple of its group, and recent={self.recent} is none of "
+                f"group={self.group}; write recent={max(1, round(self.recent / self.group)) * self.group}"
             )
 
     @property
@@ -84,13 +86,13 @@ class Kivi(TwoSided, Codec):
 
     @property
     def tail(self) -> int:
-        """The residual."""
-        return self.residual
+        """The recent window."""
+        return self.recent
 
     @property
     def block(self) -> int:
-        """The residual leaves the tail as a whole; without one, a group does."""
-        return self.residual or self.group
+        """The recent window leaves the tail as a whole; without one, a group does."""
+        return self.recent or self.group
 
     @property
     def lane_multiple(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Around, Codec, LayerFacts, Sides, refuse_non_finite
+from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
 from kvtailor.encode.one_side import one_sided
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import CacheMisuse
@@ -124,10 +124,10 @@ class MiniCache(Around, Codec):
     examples: ClassVar[tuple[str, ...]] = (
         "minicache(block_size=100)",
         "minicache(of=vector(bits=4, block_size=40), retained=0.1)",
-        "minicache(of=kivi(bits=4, group=20, residual=40), start=0.0, t=0.5)",
+        "minicache(of=kivi(bits=4, group=20, recent=40), start=0.0, t=0.5)",
         "minicache(of=hadamard(of=fp8), retained=0.0)",
         "minicache(block_size=40, only=keys)",
-        "minicache(of=kivi(bits=4, group=20, residual=40), only=values)",
+        "minicache(of=kivi(bits=4, group=20, recent=40), only=values)",
     )
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class MiniCache(Around, Codec):
 
     def misfit(self, *, layers: int, heads: int, size: int) -> str | None:
         """No pair of layers."""
-        if any(len(each) > 1 for each in self.layers_together(layers)):
+        if any(len(each) > 1 for each in self.layer_groups(layers)):
             return None
         found = f"start={self.start} leaves no two layers of {layers} that the plan compresses"
         return f"minicache: {found}; write start=0.0"
@@ -163,15 +163,15 @@ class MiniCache(Around, Codec):
         """That of what is merged."""
         return self._of.lane_multiple
 
-    def layers_together(self, layers: int) -> tuple[tuple[int, ...], ...]:
+    def layer_groups(self, layers: int) -> tuple[tuple[int, ...], ...]:
         """Pairs from `start` on, the lowest first; the layers below are alone, and the last of an odd number."""
         first = int(Fraction(str(self.start)) * layers)
         alone = tuple((layer,) for layer in range(first))
         return alone + tuple(tuple(range(layer, min(layer + 2, layers))) for layer in range(first, layers, 2))
 
-    def for_layer(self, facts: LayerFacts) -> Codec:
+    def for_layer(self, facts: CodecContext) -> Codec:
         """The inner codec on a layer that is in no pair. A pair has what that is on its lower layer."""
-        pair = next(each for each in self.layers_together(facts.layers) if facts.layer in each)
+        pair = next(each for each in self.layer_groups(facts.layers) if facts.layer in each)
         of = self._of.for_layer(replace(facts, layer=pair[0]))
         return of if len(pair) == 1 else replace(self, of=of)
 
@@ -184,9 +184,9 @@ class MiniCache(Around, Codec):
         Raises:
             ValueError: always.
         """
-        raise ValueError("minicache: two layers are encoded at once; ask encode_together")
+        raise ValueError("minicache: two layers are encoded at once; ask encode_group")
 
-    def encode_together(
+    def encode_group(
         self, layout: Layout, states: Sequence[tuple[Tensor, Tensor]], first: Tensor | None = None
     ) -> list[MiniCacheSegment]:
         """The halves of a lower and a deeper layer.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.method import renamed
 from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, coded_by_levels, index_bytes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.segments.coded import PairSegment, Whole
@@ -40,6 +41,7 @@ class NuqSegment(PairSegment):
     kinds = (ChannelLevels, TokenLevels, Whole)
 
 
+@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Nuq(TwoSided, Codec):
     """Fitted levels, dense and sparse.
@@ -51,7 +53,7 @@ class Nuq(TwoSided, Codec):
         outliers: share of each vector that is kept aside; rounded to whole numbers.
         sinks: first tokens of each row that are kept as they are.
         group: tokens that share levels, and a key channel's scales.
-        residual: newest tokens that stay in full precision.
+        recent: newest tokens that stay in full precision.
         block_size: tokens that are encoded at once; a multiple of `group`.
         only: what is encoded; the other side stays as it is.
     """
@@ -62,7 +64,7 @@ class Nuq(TwoSided, Codec):
     outliers: float = 0.01
     sinks: int = 1
     group: int = 64
-    residual: int = 0
+    recent: int = 0
     block_size: int = 128
     only: Sides = "both"
     segment = NuqSegment
@@ -74,7 +76,7 @@ class Nuq(TwoSided, Codec):
                 raise ValueError(f"nuq: {name} must be 1 to 8, found {bits}; the paper's are 2, 3 and 4")
         if not 0 <= self.outliers < 0.5:
             raise ValueError(f"nuq: outliers must be from 0 to below 0.5, found {self.outliers}; the paper's is 0.01")
-        for name, least in (("sinks", 0), ("residual", 0), ("group", 1)):
+        for name, least in (("sinks", 0), ("recent", 0), ("group", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"nuq: {name} must be {least} tokens or more, found {getattr(self, name)}")
         if self.block_size < self.group or self.block_size % self.group:
@@ -85,8 +87,8 @@ class Nuq(TwoSided, Codec):
 
     @property
     def tail(self) -> int:
-        """The residual."""
-        return self.residual
+        """The recent window."""
+        return self.recent
 
     @property
     def block(self) -> int:

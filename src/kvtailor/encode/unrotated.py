@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Around, Codec, LayerFacts, refuse_non_finite
+from kvtailor.encode.contract import Around, Codec, CodecContext, refuse_non_finite
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.types import Layout, Rotation, Segment
@@ -85,7 +85,7 @@ class Unrotated(Around, Codec):
     def needs_rotation(self) -> bool:
         return True
 
-    def for_layer(self, facts: LayerFacts) -> Unrotated:
+    def for_layer(self, facts: CodecContext) -> Unrotated:
         made = replace(self, of=self.of.for_layer(replace(facts, unrotated=True)))
         object.__setattr__(made, "_rotation", facts.rotation)
         return made

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.method import renamed
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.sides import TokenCodes
 from kvtailor.ops.dispatch import quantiser
@@ -35,6 +36,7 @@ class VectorSegment(PairSegment):
     kinds = (TokenCodes, Whole)
 
 
+@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class Vector(TwoSided, Codec):
     """One scale for each key and each value.
@@ -44,7 +46,7 @@ class Vector(TwoSided, Codec):
         key_bits: of a key's code, where it is to differ.
         value_bits: of a value's code, where it is to differ.
         symmetric: codes are symmetric around zero, and there is no minimum.
-        residual: newest tokens that stay in full precision.
+        recent: newest tokens that stay in full precision.
         block_size: tokens that are encoded at once.
         only: what is encoded; the other side stays as it is.
     """
@@ -53,7 +55,7 @@ class Vector(TwoSided, Codec):
     key_bits: int | None = None
     value_bits: int | None = None
     symmetric: bool = True
-    residual: int = 0
+    recent: int = 0
     block_size: int = 128
     only: Sides = "both"
     segment = VectorSegment
@@ -65,15 +67,15 @@ class Vector(TwoSided, Codec):
             if not (bits is None and name != "bits") and not least <= bits <= 8:
                 more = "; asymmetric codes can have 1" if bits == 1 else ""
                 raise ValueError(f"vector: {name} must be {least} to 8, found {bits}{more}")
-        if self.residual < 0:
-            raise ValueError(f"vector: residual must be 0 or more tokens, found {self.residual}")
+        if self.recent < 0:
+            raise ValueError(f"vector: recent must be 0 or more tokens, found {self.recent}")
         if self.block_size < 1:
             raise ValueError(f"vector: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
 
     @property
     def tail(self) -> int:
-        """The residual."""
-        return self.residual
+        """The recent window."""
+        return self.recent
 
     @property
     def block(self) -> int:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from kvtailor.merge.contract import Merger
     from kvtailor.plan import Plan
 
-__all__ = ["keep_only", "waits"]
+__all__ = ["apply_kept", "waits"]
 
 
-def keep_only(
+def apply_kept(
     state: LayerState,
     plan: Plan,
     held: Held,
@@ -34,7 +34,7 @@ def keep_only(
     keep: Tensor,
     *,
     most: int,
-    recents: int,
+    recent: int,
     encoding: bool = True,
 ) -> None:
     """Lets a layer hold only a kept set, with what the plan's merger folds into it.
@@ -46,8 +46,8 @@ def keep_only(
         slots: for each part the index of its slots along them.
         keep: (b, h, n) bool.
         most: how many a head keeps at most.
-        recents: the newest tokens that stay in every row and head.
-        encoding: False where the layer will be cut again in the same walk: then what is not encoded yet waits as it
+        recent: the newest tokens that stay in every row and head.
+        encoding: False where the layer will be cut again in the same eviction: then what is not encoded yet waits as it
             is, so that it is encoded once, for what stays in the end. A layer that is encoded together with others
             waits for the last of them.
 
@@ -56,7 +56,7 @@ def keep_only(
     """
     assert state.tail is not None
     codec = state.codec(plan)
-    newest = _common_newest(state, held, keep, recents)
+    newest = _common_newest(state, held, keep, recent)
     merged = _merged(state, plan, held, slots, keep, newest, most)
     if codec.exact and codec.block == 0 and not plan.merge.weighted:
         cut = cut_lanes(keep)
@@ -86,7 +86,7 @@ def keep_only(
     cut = cut_lanes(old, codec.lane_multiple)
     if cut is not None:
         plain = _gather(held, keep, merged, cut)
-        now = encoding and not state.together
+        now = encoding and not state.layer_group
         seeing = state.encoder(plan, held.first)
         fresh_part: Segment = plain
         if now:
@@ -96,23 +96,23 @@ def keep_only(
         cuts.append(cut)
     state.tail.drop_oldest(state.tail.length - newest)
     if newest:
-        recent = cut_lanes(keep & held.recent(newest))
-        assert recent is not None
-        cuts.append(recent)
+        staying = cut_lanes(keep & held.recent(newest))
+        assert staying is not None
+        cuts.append(staying)
         if merged is not None:
-            taken = _gather(held, keep, merged, recent)
+            taken = _gather(held, keep, merged, staying)
             state.tail.rewrite(taken.keys, taken.values)
     state.segments = segments
     if encoding and state.completes:
-        everything = [each.here() for each in state.together]
+        everything = [each.here() for each in state.layer_group]
         join(everything, codec, held.first)
-        for each, own in zip(state.together, everything, strict=True):
+        for each, own in zip(state.layer_group, everything, strict=True):
             each.segments = own
     _take_mass(state, held, cuts)
 
 
 def waits(state: LayerState, plan: Plan) -> bool:
-    """Whether the layer holds segments that are not encoded yet; see `keep_only`."""
+    """Whether the layer holds segments that are not encoded yet; see `apply_kept`."""
     encoded = state.codec(plan).segment_type()
     return not all(isinstance(without_weight(segment), encoded) for segment in state.here())
 
@@ -183,12 +183,12 @@ def _weighed(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, 
     return Weighted(layout=segment.layout, inner=segment, log_weight=log_weight)
 
 
-def _common_newest(state: LayerState, held: Held, keep: Tensor, recents: int) -> int:
-    """How many of the newest columns can stay a tail: all the recents if every row and head keeps them all."""
+def _common_newest(state: LayerState, held: Held, keep: Tensor, recent: int) -> int:
+    """How many of the newest columns can stay a tail: all the recent window if every row and head keeps them all."""
     assert state.tail is not None
-    recents = min(recents, state.tail.length, state.seen)
-    newest = (held.positions >= state.seen - recents) & keep
-    return recents if bool((newest.sum(-1) == recents).all()) else 0
+    recent = min(recent, state.tail.length, state.seen)
+    newest = (held.positions >= state.seen - recent) & keep
+    return recent if bool((newest.sum(-1) == recent).all()) else 0
 
 
 def _take_mass(state: LayerState, held: Held, cuts: list[Cut]) -> None:

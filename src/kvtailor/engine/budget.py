@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
     from kvtailor.plan import Plan
 
-__all__ = ["CacheShape", "only_recents", "recent_tokens", "total_tokens"]
+__all__ = ["CacheShape", "only_recent", "recent_tokens", "total_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,25 +73,25 @@ def total_tokens(
 def recent_tokens(plan: Plan, each: Tensor) -> Tensor:
     """(b,) int64 on the CPU: the newest tokens that all heads of a row keep whatever their scores.
 
-    They are the score's own (`Scorer.recents`), and never more than the budget pays for.
+    They are the score's own (`Scorer.recent`), and never more than the budget pays for.
 
     Args:
         each: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average.
     """
     assert plan.score is not None
-    return each.clamp(max=plan.score.recents)
+    return each.clamp(max=plan.score.recent)
 
 
-def only_recents(*, seen: int | None, held: int, recents: int) -> str:
-    """What a budget of `held` tokens per kv head means where the score always keeps `recents` newest, at least as many.
+def only_recent(*, seen: int | None, held: int, recent: int) -> str:
+    """What a budget of `held` tokens per kv head means where the score always keeps `recent` newest, at least as many.
 
     A sentence without its subject, the plan. `seen` None: of any prompt that is longer.
     """
     length = "" if seen is None else f"{seen} tokens were seen, "
     return (
-        f"{length}the budget is {held} per kv head, and the score always keeps the newest {recents}: "
+        f"{length}the budget is {held} per kv head, and the score always keeps the newest {recent}: "
         f"nothing but the newest {held} is held, no first token (attention sink) and none that the score would choose. "
-        f"Give a budget above {recents} tokens per kv head, or the score a smaller window"
+        f"Give a budget above {recent} tokens per kv head, or the score a smaller window"
     )
 
 
@@ -100,7 +100,7 @@ def _affordable(plan: Plan, heads: int, template: LayerState | CacheShape, windo
     assert plan.bytes is not None and plan.score is not None
     key_size, value_size, element = template.sizes()
     plain = (key_size + value_size) * element
-    recents = plan.score.recents
+    recent = plan.score.recent
     ragged = template.rows > 1 or not (plan.allocate.even_heads and plan.select.exact)
     layers = heads // template.heads
     encoded = plan.encode.mean_bytes_per_token(layers, key_size, value_size, element, heads=template.heads)
@@ -108,7 +108,7 @@ def _affordable(plan: Plan, heads: int, template: LayerState | CacheShape, windo
     # carries 12 more, and an owner's last is half empty.
     each = encoded + (8 if plan.merge.weighted else 4)
     whole = plan.bytes / template.rows - window_bytes
-    share = whole - heads * recents * (plain + 4)
+    share = whole - heads * recent * (plain + 4)
     if share < 0:
         # The window itself does not fit, so all that is held are the newest of it, as many in each head.
         return max(math.floor(whole / heads / (plain + 4)), 0) * heads
@@ -117,5 +117,5 @@ def _affordable(plan: Plan, heads: int, template: LayerState | CacheShape, windo
         page = page_size(mean, plan.encode.lane_multiple)
         each += 12 / page
         share -= heads * page * each
-    fitting = math.floor(share / each) + heads * recents
+    fitting = math.floor(share / each) + heads * recent
     return max(fitting, 0)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
     from kvtailor.plan import Plan
 
-__all__ = ["flush"]
+__all__ = ["encode_tail"]
 
 
-def flush(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None) -> None:
+def encode_tail(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None) -> None:
     """Encodes the oldest tokens of a layer's tail.
 
     Layers that are encoded together all do it at the call of the last one.
@@ -33,8 +33,8 @@ def flush(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None) -
         new_tokens: of the forward that has just ended; 1 for decoded tokens, however many came at once.
         real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
     """
-    codec, tail, group = state.codec(plan), state.tail, state.together or (state,)
-    waits = state.due or state.pending is not None or (state.together and not state.completes)
+    codec, tail, group = state.codec(plan), state.tail, state.layer_group or (state,)
+    waits = state.due or state.pending is not None or (state.layer_group and not state.completes)
     if tail is None or codec.block == 0 or waits:
         return
     count = tail.length - codec.tail

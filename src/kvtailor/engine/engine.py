@@ -1,6 +1,6 @@
-"""The one walk that every token takes: append, attend, observe, and, when held exceeds the budget, score, allocate,
+"""What every token goes through: append, attend, observe, and, when held exceeds the budget, score, allocate,
 select, merge, encode, store. Prefill, every chunk of a chunked prefill, a later turn and decoding all go through
-`Route.attend`.
+`Engine.attend`.
 
 `docs/route.md` tells it as the life of one prompt.
 """
@@ -13,23 +13,23 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, LayerFacts
-from kvtailor.engine.encode_tail import flush
-from kvtailor.engine.evict import Walk
+from kvtailor.attend.contract import Attended, AttentionContext
+from kvtailor.engine.encode_tail import encode_tail
+from kvtailor.engine.evict import Eviction
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.observe import observe
 from kvtailor.engine.pending import Pending
-from kvtailor.engine.reconstruct import Piece
+from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.errors import TierError
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, PlainSegment, Visibility
 from kvtailor.types.checked_returns import check_attended
 
-__all__ = ["Route"]
+__all__ = ["Engine"]
 
 
-class Route:
-    """The walk of one cache.
+class Engine:
+    """The engine of one cache.
 
     Args:
         plan: what to do.
@@ -39,27 +39,27 @@ class Route:
     Attributes:
         holding: nothing is evicted or encoded until `release`, whatever comes.
         opened: a plan whose context must be read twice has begun to, or there is none.
-        repeating: the forwards of now repeat a piece of the context, and leave no trace but what they say of it.
+        reconstructing: the forwards of now repeat a piece of the context, and leave no trace but what they say of it.
         passing: keys and values of such a forward, of the layer whose attention comes next.
         speculating: recorded forwards join until they settle, and their tokens are then taken as decoded ones, however
             many came at once; see `rollback`.
         assisted: columns of the prompt, while transformers' assisted decoding runs; None outside of it.
-        keeps_queries: the newest queries stay in the evidence, though no walk of this plan will ask for them.
+        keeps_queries: the newest queries stay in the evidence, though no eviction of this plan needs them.
     """
 
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
         self.plan = plan
         self.needs = plan.needs
-        self._groups = plan.encode.layers_together(layers)
-        self.shelves = plan.store.open(self._groups)
-        self.states = [LayerState(index, layers, self.shelves) for index in range(layers)]
+        self._groups = plan.encode.layer_groups(layers)
+        self.offload = plan.store.open(self._groups)
+        self.states = [LayerState(index, layers, self.offload) for index in range(layers)]
         self._join_groups()
         self.holding = self.opened = self.speculating = self.keeps_queries = False
         self._taken: dict[int, int] = {}
         self.assisted: int | None = None
-        self.repeating: Piece | None = None
+        self.reconstructing: ReconstructionPass | None = None
         self.passing: PlainSegment | None = None
-        self.walk = Walk(plan, self.states, window_elements)
+        self.eviction = Eviction(plan, self.states, window_elements)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a deep copy, whose layers must know each other and not the originals."""
@@ -69,16 +69,16 @@ class Route:
     def _join_groups(self) -> None:
         for group in self._groups:
             for index in group if len(group) > 1 else ():
-                self.states[index].together = tuple(self.states[each] for each in group)
+                self.states[index].layer_group = tuple(self.states[each] for each in group)
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """New keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
-        if self.repeating is not None:
+        if self.reconstructing is not None:
             layout = Layout(rows=keys.shape[0], heads=keys.shape[1], size=keys.shape[2], start=state.seen)
             self.passing = PlainSegment(layout=layout, keys=keys.flatten(0, 1), values=values.flatten(0, 1))
             return
-        will_walk = self.plan.evicts and keys.shape[2] > 1 and not self.can_be_taken_back(state)
-        state.append(keys, values, exactly=will_walk)
+        will_evict = self.plan.evicts and keys.shape[2] > 1 and not self.can_be_taken_back(state)
+        state.append(keys, values, exactly=will_evict)
 
     def attend(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
         """Attention of the new tokens of one layer, then whatever the plan does about what is held.
@@ -91,10 +91,10 @@ class Route:
         Returns:
             (b, q, t, dv).
         """
-        if self.repeating is not None:
+        if self.reconstructing is not None:
             assert self.passing is not None
             passing, self.passing = self.passing, None
-            return self.repeating.attend(state, passing, query, visible, scaling)
+            return self.reconstructing.attend(state, passing, query, visible, scaling)
         state.scaling = scaling
         before = state.carry
         gathers = self.needs.mass and not self.can_be_taken_back(state)
@@ -114,7 +114,7 @@ class Route:
         self.leave(state)
         return attended.output
 
-    def overhear(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> None:
+    def prefill_shared(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> None:
         """What `attend` does about new tokens, where nobody asks for the output. Of a prompt or a part of it."""
         if self.needs.mass or not self.plan.attend.reads_alike:
             self.attend(state, query, visible, scaling)
@@ -160,13 +160,13 @@ class Route:
         self.leave(state)
 
     def release(self, visible: Visibility) -> None:
-        """Ends `holding`: walks all layers. `visible` describes all that came meanwhile, as if it had come at once."""
+        """Ends `holding`: evicts on all layers. `visible` describes all that came meanwhile as one forward."""
         self.holding = False
         for state in self.states:
             state.due = self.plan.evicts and visible.new_tokens > 1
         if any(state.due for state in self.states):
             for stage in self._stages():
-                self.walk.run(stage, visible, self._close)
+                self.eviction.run(stage, visible, self._close)
         for state in self.states:
             if self.plan.slack_tokens is None:
                 state.reconstruction = None
@@ -179,10 +179,10 @@ class Route:
             state.reset()
         self.holding = self.opened = self.speculating = False
         self.assisted = None
-        self.shelves.reset()
+        self.offload.reset()
         self._taken = {}
-        self.repeating = self.passing = None
-        self.walk.forget()
+        self.reconstructing = self.passing = None
+        self.eviction.forget()
 
     def can_be_taken_back(self, state: LayerState) -> bool:
         """Whether tokens that come now wait for a crop; the prompt of assisted decoding does not."""
@@ -191,7 +191,7 @@ class Route:
     def attended(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
         """Attention of the tokens that were appended last; nothing but the tiers changes."""
         parts = state.parts()
-        self.shelves.prefetch(state.index)
+        self.offload.prefetch(state.index)
         self._check_limit(state)
         attended = self.plan.attend.attend(
             query,
@@ -205,18 +205,18 @@ class Route:
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
 
-    def _facts(self, state: LayerState) -> LayerFacts:
-        return LayerFacts(
+    def _facts(self, state: LayerState) -> AttentionContext:
+        return AttentionContext(
             layer=state.index,
             layers=len(self.states),
             rotation=state.rotation,
-            reading=self.holding,
+            deferred=self.holding,
             carry=state.carry,
         )
 
     def _close(self, state: LayerState, visible: Visibility, *, decoded: bool = False) -> None:
         """Encodes what leaves the tail, and lets the attention look at what is held now."""
-        flush(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
+        encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.moved and not state.due:
             state.moved = False
             state.carry = self.plan.attend.index(state.parts(), visible, self._facts(state))
@@ -225,15 +225,15 @@ class Route:
 
     def leave(self, state: LayerState) -> None:
         """Nobody reads this layer any more, nor those that it is encoded together with."""
-        if not state.together or state.completes:
-            self.shelves.rest()
+        if not state.layer_group or state.completes:
+            self.offload.rest()
 
     def _check_limit(self, state: LayerState) -> None:
         limit = self.plan.store.limit
         if limit is None:
             return
         self._taken[state.index] = state.device_bytes()
-        taken = sum(self._taken.values()) + self.shelves.device_bytes()
+        taken = sum(self._taken.values()) + self.offload.device_bytes()
         if taken > limit:
             raise TierError(
                 f"{self.plan} allows {limit} bytes on the device, and after {state.seen} tokens, at layer "
@@ -266,19 +266,19 @@ class Route:
                 state.due = False
             if self.plan.scope == "layer":
                 if state.due:
-                    self.walk.run([state], visible, close)
+                    self.eviction.run([state], visible, close)
             elif self.plan.scope == "progressive":
                 if any(s.due for s in self.states[: state.index + 1]):
-                    self.walk.run(self.states[: state.index + 1], visible, close)
+                    self.eviction.run(self.states[: state.index + 1], visible, close)
             elif state is self.states[-1] and any(s.due for s in self.states):
-                self.walk.run(self.states, visible, close)
+                self.eviction.run(self.states, visible, close)
         if new == 1 and not self._asks_again:
             state.evidence = state.evidence.without_queries()
         close(state, visible)
 
     @property
     def listens(self) -> bool:
-        """What new tokens attend to while decoding is evidence that a later walk may ask for."""
+        """What new tokens attend to while decoding is evidence that a later eviction may need."""
         needs = self.needs
         return needs.mass or (self._asks_again and bool(needs.window or needs.rows or needs.moments))
 
@@ -287,7 +287,7 @@ class Route:
         return self.plan.slack_tokens is not None or self.plan.encode.needs.window > 0 or self.keeps_queries
 
     def _stages(self) -> list[list[LayerState]]:
-        """The layers that walk together, in the order in which they do."""
+        """The layers that are cut together, in the order in which they do."""
         if self.plan.scope == "layer":
             return [[state] for state in self.states]
         if self.plan.scope == "progressive":
@@ -296,7 +296,7 @@ class Route:
 
     def _past_slack(self, state: LayerState) -> bool:
         slack = self.plan.slack_tokens
-        return slack is not None and (state.walk_at is None or state.tail_growth > state.walk_at)
+        return slack is not None and (state.evict_at is None or state.tail_growth > state.evict_at)
 
 
 def _real_queries(visible: Visibility) -> Tensor | None:

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
-from kvtailor.engine.apply_kept import keep_only, waits
-from kvtailor.engine.budget import only_recents, recent_tokens, total_tokens
+from kvtailor.engine.apply_kept import apply_kept, waits
+from kvtailor.engine.budget import only_recent, recent_tokens, total_tokens
 from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.view import hold
+from kvtailor.engine.view import view_held
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan
 from kvtailor.types import Held, Visibility
 from kvtailor.types.checked_returns import checked_budgets, checked_counts, checked_scores, checked_tensor, refuse
 
-__all__ = ["Walk"]
+__all__ = ["Eviction"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """One layer on its way through the walk.
+    """One layer on its way through an eviction.
 
     Attributes:
-        view: what `hold` shows of the layer; None where it waits for others, so that not all are unfolded at once.
+        view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
         scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay.
         counts: (b, h) int64 on the CPU: tokens held.
         floor: (b, h) int64 on the CPU: tokens that must stay.
@@ -42,8 +42,8 @@ class _Scored:
     measured: Tensor | None
 
 
-class Walk:
-    """The walks of one cache.
+class Eviction:
+    """The evictions of one cache.
 
     Args:
         plan: what to do.
@@ -73,20 +73,20 @@ class Walk:
 
         Args:
             states: one layer under the scope "layer", all under "prompt", the first so many under "progressive", where
-                those before the newest were walked before, in the same forward.
+                those before the newest were cut before, in the same forward.
             visible: of the forward that has just ended.
             close: called with each layer that waited for others, and `visible`, once it is cut.
         """
         plan = self.plan
         assert plan.score is not None
-        # The tail of a layer that was cut in this walk may be empty; the newest one has its new tokens.
+        # The tail of a layer that was cut in this eviction may be empty; the newest one has its new tokens.
         newest, real = states[-1], visible.real
         seen, rows = newest.seen, newest.rows
         tokens = torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu()
         window_bytes = self.window_elements * newest.sizes()[2]
         total = total_tokens(plan, tokens, layers=len(self.states), template=newest, window_bytes=window_bytes)
         each = total // (len(self.states) * newest.heads)
-        self._say_if_only_recents(each, tokens)
+        self._say_if_only_recent(each, tokens)
         arrived = self._arrived if plan.scope == "progressive" and len(states) > 1 else []
         last = plan.scope != "progressive" or states[-1] is self.states[-1]
         alone = last and len(states) == 1
@@ -128,34 +128,34 @@ class Walk:
         self._arrived = [] if last else scored
 
     def forget(self) -> None:
-        """Forgets layers that were walked and wait for those that follow."""
+        """Forgets layers that were cut and wait for those that follow."""
         self._arrived = []
 
-    def _say_if_only_recents(self, each: Tensor, tokens: Tensor) -> None:
+    def _say_if_only_recent(self, each: Tensor, tokens: Tensor) -> None:
         """Warns once of rows whose budgets (b,) leave nothing to the score, of the tokens (b,) that they have seen."""
         assert self.plan.score is not None
-        recents = self.plan.score.recents
-        rows = ((each <= recents) & (tokens > each)).nonzero()[:, 0]
-        if self._said or not recents or not len(rows):
+        recent = self.plan.score.recent
+        rows = ((each <= recent) & (tokens > each)).nonzero()[:, 0]
+        if self._said or not recent or not len(rows):
             return
         self._said = True
         held, seen = int(each[rows[0]]), int(tokens[rows[0]])
         where = f"{len(rows)} of {len(each)} rows: " if len(each) > 1 else ""
-        warnings.warn(f"{self.plan}: {where}{only_recents(seen=seen, held=held, recents=recents)}", stacklevel=2)
+        warnings.warn(f"{self.plan}: {where}{only_recent(seen=seen, held=held, recent=recent)}", stacklevel=2)
 
     def _settled(self, state: LayerState, visible: Visibility, close: Callable[[LayerState, Visibility], None]) -> None:
         state.due = False
         state.settled_seen = state.seen
-        state.walk_at = self.plan.slack_tokens
+        state.evict_at = self.plan.slack_tokens
         state.tail_growth = 0
-        if state.walk_at is None:
+        if state.evict_at is None:
             state.reconstruction = None
         if self.plan.scope != "layer":
             close(state, visible)
 
     def _score(self, state: LayerState, visible: Visibility, budget: Tensor, *, alone: bool) -> _Scored:
         assert self.plan.score is not None
-        held, slots = self._hold(state, visible, budget)
+        held, slots = self._view(state, visible, budget)
         scorer = self.plan.score
         scores = checked_scores(scorer, scorer.score(held.within(scorer.needs)), held.positions)
         if bool((~torch.isfinite(scores) & held.valid).any()):
@@ -168,8 +168,8 @@ class Walk:
         if self.needs.previous:
             state.scored, state.scored_columns = _by_column(scores, held)
         window = recent_tokens(self.plan, budget)
-        same = bool((window == self.plan.score.recents).all())
-        recent = held.recent(self.plan.score.recents if same else window[:, None, None].to(held.positions.device))
+        same = bool((window == self.plan.score.recent).all())
+        recent = held.recent(self.plan.score.recent if same else window[:, None, None].to(held.positions.device))
         scores = scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf"))
         return _Scored(
             state=state,
@@ -198,14 +198,14 @@ class Walk:
     def _cut(
         self, one: _Scored, keep: Tensor, counts: Tensor, visible: Visibility, budget: Tensor, *, encoding: bool
     ) -> None:
-        held, slots = one.view or self._hold(one.state, visible, budget)
+        held, slots = one.view or self._view(one.state, visible, budget)
         most = int(counts.max())
         _forget_evicted(one.state, held, keep, most)
-        recents = int(recent_tokens(self.plan, budget).min())
-        keep_only(one.state, self.plan, held, slots, keep, most=most, recents=recents, encoding=encoding)
+        recent = int(recent_tokens(self.plan, budget).min())
+        apply_kept(one.state, self.plan, held, slots, keep, most=most, recent=recent, encoding=encoding)
 
-    def _hold(self, state: LayerState, visible: Visibility, budget: Tensor) -> tuple[Held, list[Tensor]]:
-        return hold(state, visible, self.needs, len(self.states), self.plan, budget)
+    def _view(self, state: LayerState, visible: Visibility, budget: Tensor) -> tuple[Held, list[Tensor]]:
+        return view_held(state, visible, self.needs, len(self.states), self.plan, budget)
 
 
 def _shrunk(one: _Scored, keep: Tensor, counts: Tensor) -> _Scored:

@@ -16,7 +16,7 @@ __all__ = ["encoded", "join"]
 
 
 def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -> Sequence[Segment]:
-    """The segments of a group of layers, see `Codec.layers_together`.
+    """The segments of a group of layers, see `Codec.layer_groups`.
 
     Args:
         parts: the same tokens of each layer.
@@ -28,7 +28,7 @@ def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -
         MethodError: the codec returns something else than a segment for each layer.
     """
     _check(parts)
-    found = codec.encode_together(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
+    found = codec.encode_group(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
     if len(found) != len(parts):
         raise refuse(codec, f"returned {len(found)} segments for {len(parts)} layers")
     for part, segment in zip(parts, found, strict=True):

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec, LayerFacts
+from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.engine.layer_group import join
 from kvtailor.engine.pending import Draft, Pending
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry, storage_bytes
 from kvtailor.ops.segments.weighted import Weighted
-from kvtailor.store.contract import Shelves
+from kvtailor.store.contract import OffloadStore
 from kvtailor.store.tail import Tail
 from kvtailor.types import Layout, PlainSegment, Rotation, Segment
 from kvtailor.types.evidence import Evidence
@@ -31,7 +31,7 @@ __all__ = ["LayerState", "check_rows_and_heads"]
 # last token.
 _CHANGING = (
     "carry", "due", "evidence", "moved", "pending", "read", "reconstruction", "scored", "scored_columns", "seen",
-    "segments", "settled_seen", "tail", "tail_growth", "walk_at",
+    "segments", "settled_seen", "tail", "tail_growth", "evict_at",
 )  # fmt: skip
 
 
@@ -42,14 +42,14 @@ class LayerState:
         index: 0-based among the layers that the plan compresses.
         seen: tokens seen, padding included.
         segments: encoded parts in time order, `Placed` where they are on a tier; the tail comes after them.
-        shelves: where the cache's segments live.
+        offload: where the cache's segments live.
         evidence: what the scorer needs.
         recording: forwards wait for a crop before anything is evicted or encoded (assisted decoding).
         pending: what waits for it.
         draft: all tokens of the recorded forward that waits, where they are decoded ones.
-        walk_at: tokens since the last walk after which it is due again; None before the first walk.
+        evict_at: tokens since the last walk after which it is due again; None before the first walk.
         tail_growth: tokens since the last walk.
-        due: the walk waits for the landing.
+        due: an eviction waits for the landing.
         read: (b, h) tokens that the last attention read; None where it read all.
         moved: what is held has changed otherwise than by growing since the attention last looked at it as a whole.
         carry: what the plan's attention asked to be given again at its next call, by name, batch rows first.
@@ -59,15 +59,15 @@ class LayerState:
         output: gives the layer's own output projection, (q, dv, D), as it is now; for plans that need it.
         rotation: the layer's rotary embedding, for plans that need it.
         calibration: this layer's tensors of the scorer's calibration file.
-        together: the layers whose tokens are encoded at once, this one among them; none where it is alone.
+        layer_group: the layers whose tokens are encoded at once, this one among them; none where it is alone.
         encoding: the tensors of the codec's calibration files, stacked over the layers.
         layers: how many layers the plan compresses.
     """
 
-    def __init__(self, index: int, layers: int = 1, shelves: Shelves | None = None):
-        self.index, self.layers, self.shelves = index, layers, shelves
+    def __init__(self, index: int, layers: int = 1, offload: OffloadStore | None = None):
+        self.index, self.layers, self.offload = index, layers, offload
         self._codec: Codec | None = None
-        self._together: tuple[weakref.ref[LayerState], ...] = ()
+        self._layer_group: tuple[weakref.ref[LayerState], ...] = ()
         self.recording = False
         self.scaling = 1.0
         self.output: Callable[[], Tensor] | None = None
@@ -83,7 +83,7 @@ class LayerState:
         self.evidence = Evidence()
         self.seen = 0
         self.settled_seen = 0
-        self.walk_at: int | None = None
+        self.evict_at: int | None = None
         self.tail_growth = 0
         self.due = False
         self.read: Tensor | None = None
@@ -108,7 +108,7 @@ class LayerState:
     def codec(self, plan: Plan) -> Codec:
         """The plan's codec, as it is on this layer."""
         if self._codec is None:
-            facts = LayerFacts(
+            facts = CodecContext(
                 layer=self.index,
                 layers=self.layers,
                 rotation=self.rotation,
@@ -134,14 +134,14 @@ class LayerState:
         return segment.keys.shape[-1], segment.values.shape[-1], segment.keys.element_size()
 
     @property
-    def together(self) -> tuple[LayerState, ...]:
+    def layer_group(self) -> tuple[LayerState, ...]:
         """The layers whose tokens are encoded at once, this one among them; none where it is alone."""
         # Weak: a layer would else keep itself alive through its own group.
-        return tuple(state for each in self._together if (state := each()) is not None)
+        return tuple(state for each in self._layer_group if (state := each()) is not None)
 
-    @together.setter
-    def together(self, states: Sequence[LayerState]) -> None:
-        self._together = tuple(weakref.ref(state) for state in states)
+    @layer_group.setter
+    def layer_group(self, states: Sequence[LayerState]) -> None:
+        self._layer_group = tuple(weakref.ref(state) for state in states)
 
     def check_fits(self, keys: Tensor) -> None:
         """Raises where new keys (b, h, t, d) are of another batch or model than what is held."""
@@ -174,13 +174,13 @@ class LayerState:
     def here(self, segments: Sequence[Segment] | None = None) -> list[Segment]:
         """The segments where they can be read; of this layer at an earlier time where they are given."""
         asked = self.segments if segments is None else segments
-        return list(asked) if self.shelves is None else self.shelves.get(self.index, asked, self.restored)
+        return list(asked) if self.offload is None else self.offload.get(self.index, asked, self.restored)
 
     def put_away(self) -> None:
         """Nobody changes the segments any more: they go where they live, with those of the layers in its group."""
         group = self.group
-        if self.shelves is not None and self is group[-1]:
-            kept = self.shelves.put([each.index for each in group], [each.segments for each in group])
+        if self.offload is not None and self is group[-1]:
+            kept = self.offload.put([each.index for each in group], [each.segments for each in group])
             for each, own in zip(group, kept, strict=True):
                 each.segments = own
 
@@ -212,8 +212,8 @@ class LayerState:
 
     def checkpoint(self) -> dict[str, Any]:
         """What `go_back` needs to make this layer again what it is now, until `end_draft`; copies no tensor."""
-        if self.shelves is not None:
-            self.shelves.keep(self.index, self.segments)
+        if self.offload is not None:
+            self.offload.keep(self.index, self.segments)
         kept = {name: getattr(self, name) for name in _CHANGING}
         return kept | {"segments": list(self.segments), "tail": copy.copy(self.tail)}
 
@@ -226,8 +226,8 @@ class LayerState:
     def end_draft(self) -> Draft | None:
         """The draft that waited, which is forgotten here."""
         draft, self.draft = self.draft, None
-        if draft is not None and draft.before is not None and self.shelves is not None:
-            self.shelves.keep(self.index, ())
+        if draft is not None and draft.before is not None and self.offload is not None:
+            self.offload.keep(self.index, ())
         return draft
 
     def check_crop(self, count: int, *, exact: bool) -> None:
@@ -253,16 +253,16 @@ class LayerState:
         codec, counts = self.codec(plan), []
         if codec.block and self.tail is not None:
             counts.append(max(1, codec.tail + codec.block - self.tail.length))
-        walk = self.tokens_until_eviction(plan)
-        if walk is not None:
-            counts.append(walk)
+        eviction = self.tokens_until_eviction(plan)
+        if eviction is not None:
+            counts.append(eviction)
         return min(counts) if counts else None
 
     def tokens_until_eviction(self, plan: Plan) -> int | None:
         """The same, until the plan evicts next."""
         if plan.slack_tokens is None:
             return None
-        return 1 if self.walk_at is None else max(1, self.walk_at - self.tail_growth + 1)
+        return 1 if self.evict_at is None else max(1, self.evict_at - self.tail_growth + 1)
 
     def forget_newest(self, count: int) -> None:
         """Drops the newest tokens, of which nothing but the tail has heard."""
@@ -294,38 +294,38 @@ class LayerState:
 
     def rejoin(self) -> None:
         """Puts the segments away; those of layers that are encoded together once the last of them is there to share."""
-        together = self.together
-        if together and not self.completes:
+        layers = self.layer_group
+        if layers and not self.completes:
             return
-        if together and self._codec is not None:
-            join([state.segments for state in together], self._codec)
+        if layers and self._codec is not None:
+            join([state.segments for state in layers], self._codec)
         self.put_away()
-        if self.shelves is not None:
-            self.shelves.rest()
+        if self.offload is not None:
+            self.offload.rest()
 
     @property
     def completes(self) -> bool:
         """Whether it is the last of layers that are encoded together."""
-        return bool(self._together) and self is self._together[-1]()
+        return bool(self._layer_group) and self is self._layer_group[-1]()
 
     @property
     def group(self) -> tuple[LayerState, ...]:
-        """`together`, or this layer alone."""
-        return self.together or (self,)
+        """`layer_group`, or this layer alone."""
+        return self.layer_group or (self,)
 
     def memories(self) -> dict[str, Tensor]:
-        """What earlier walks and a reconstruction left, by attribute; batch rows first."""
+        """What earlier evictions and a reconstruction left, by attribute; batch rows first."""
         named = {name: getattr(self, name) for name in ("scored", "scored_columns", "reconstruction")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def device_bytes(self) -> int:
-        """What this layer takes on the device, but for segments that are on a shelf."""
+        """What this layer takes on the device, but for segments that are offloaded."""
         return storage_bytes(tensor for entry in self._own_entries(0) for tensor in entry.tensors.values())
 
     def entries(self, layer: int) -> list[Entry]:
         """What the ledger lists for this layer, `layer` of the model."""
-        shelved = [] if self.shelves is None else self.shelves.entries(self.index)
-        return self._own_entries(layer) + [replace(entry, layer=layer) for entry in shelved]
+        offloaded = [] if self.offload is None else self.offload.entries(self.index)
+        return self._own_entries(layer) + [replace(entry, layer=layer) for entry in offloaded]
 
     def _own_entries(self, layer: int) -> list[Entry]:
         entries = []

@@ -18,14 +18,14 @@ from kvtailor.plan import registry
 from kvtailor.plan.registry import Attention
 from kvtailor.types import PlainSegment, Visibility
 
-__all__ = ["Piece"]
+__all__ = ["ReconstructionPass"]
 
 # Elements of the float32 logits at a time: 16 MiB.
 _SCRATCH = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ReconstructionPass:
     """What one pass repeats of each row.
 
     Attributes:

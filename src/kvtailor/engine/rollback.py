@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvtailor.engine.engine import Route
+from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.pending import Draft, Pending
 from kvtailor.errors import CacheMisuse
@@ -38,36 +38,36 @@ __all__ = [
 ]
 
 
-def speculate(route: Route) -> None:
+def speculate(engine: Engine) -> None:
     """From now on forwards can be taken back."""
-    route.speculating = True
-    for state in route.states:
+    engine.speculating = True
+    for state in engine.states:
         state.recording = True
 
 
-def settle(route: Route) -> None:
+def settle(engine: Engine) -> None:
     """Does what was put off for all tokens that were not taken back."""
-    for state in route.states:
-        route.commit(state, rejected=0)
+    for state in engine.states:
+        engine.commit(state, rejected=0)
 
 
-def stop_speculating(route: Route) -> None:
+def stop_speculating(engine: Engine) -> None:
     """Settles, and takes what comes as it comes again."""
-    settle(route)
-    route.speculating = False
-    for state in route.states:
+    settle(engine)
+    engine.speculating = False
+    for state in engine.states:
         state.recording = False
 
 
-def tokens_until_action(route: Route) -> int | None:
+def tokens_until_action(engine: Engine) -> int | None:
     """See `LayerState.tokens_until_action`, of all layers."""
-    counts = [count for state in route.states if (count := state.tokens_until_action(route.plan)) is not None]
+    counts = [count for state in engine.states if (count := state.tokens_until_action(engine.plan)) is not None]
     return min(counts) if counts else None
 
 
-def take_back(route: Route, state: LayerState, count: int) -> None:
+def take_back(engine: Engine, state: LayerState, count: int) -> None:
     """Forgets the newest tokens of recorded forwards while the cache speculates, and waits for what follows."""
-    check_crop(route, state, count)
+    check_crop(engine, state, count)
     pending = state.pending
     if count == 0 or pending is None:
         return
@@ -79,41 +79,41 @@ def take_back(route: Route, state: LayerState, count: int) -> None:
     shorter = replace(pending, query=pending.query[:, :, :left], visible=pending.visible.without_last(count))
     if state.carry:
         state.carry = pending.carry
-        state.carry = route.attended(state, shorter.query, shorter.visible, want_mass=False).carry
-        route.leave(state)
+        state.carry = engine.attended(state, shorter.query, shorter.visible, want_mass=False).carry
+        engine.leave(state)
     state.pending = shorter
 
 
-def prompt_of(route: Route, state: LayerState, new: int) -> int:
+def prompt_of(engine: Engine, state: LayerState, new: int) -> int:
     """How many of the new tokens are a prompt or plain ones; the rest is a draft. The same for every layer."""
-    if route.speculating or not state.recording:
+    if engine.speculating or not state.recording:
         return new
     if state.pending is not None:
         # No crop came: whoever began to record has ended.
-        _end_recording(route, state)
+        _end_recording(engine, state)
         return new
     if state.seen:
         return 0
-    return new if route.assisted is None else min(new, route.assisted)
+    return new if engine.assisted is None else min(new, engine.assisted)
 
 
-def check_draft(route: Route, state: LayerState, tokens: int) -> None:
+def check_draft(engine: Engine, state: LayerState, tokens: int) -> None:
     """Raises where layers that act at the same time would have to do so in the midst of recorded tokens."""
-    if route.speculating or not state.recording or state.pending is not None or not state.seen:
+    if engine.speculating or not state.recording or state.pending is not None or not state.seen:
         return
     # What several layers do at once: they evict where they share a budget, and encode where they share a segment.
-    most = state.tokens_until_eviction(route.plan) if route.plan.scope != "layer" else None
-    if state.together:
-        most = state.tokens_until_action(route.plan)
+    most = state.tokens_until_eviction(engine.plan) if engine.plan.scope != "layer" else None
+    if state.layer_group:
+        most = state.tokens_until_action(engine.plan)
     if most is not None and most < tokens:
         raise CacheMisuse(
-            f"{tokens} recorded tokens came at once, and {route.plan} acts on several layers at a time after {most} of "
-            f"them: feed at most {most}, or draft with kvtailor.generate"
+            f"{tokens} recorded tokens came at once, and {engine.plan} acts on several layers at a time after "
+            f"{most} of them: feed at most {most}, or draft with kvtailor.generate"
         )
 
 
 def attend_draft(
-    route: Route,
+    engine: Engine,
     state: LayerState,
     keys: Tensor,
     values: Tensor,
@@ -126,7 +126,7 @@ def attend_draft(
     Where the plan evicts or encodes after some of them, it does so before the next is read, as in plain decoding.
 
     Args:
-        route: of the cache.
+        engine: of the cache.
         state: of the layer; it has seen a prompt.
         keys: (b, h, t, d). values: (b, h, t, dv).
         query: (b, q, t, d) post-RoPE.
@@ -137,25 +137,25 @@ def attend_draft(
         (b, q, t, dv).
     """
     state.scaling = scaling
-    most = _tokens_at_once(route, state)
+    most = _tokens_at_once(engine, state)
     acts = most is not None and most < query.shape[2]
     # Copies: keys may be a view of the model's whole projection, and these wait for a crop.
     draft = Draft(keys=keys.clone(), values=values.clone(), query=query.detach().clone(), visible=visible)
     state.draft = replace(draft, before=state.checkpoint() if acts else None)
-    output = _read_draft(route, state, draft)
-    route.leave(state)
+    output = _read_draft(engine, state, draft)
+    engine.leave(state)
     return output
 
 
-def check_crop(route: Route, state: LayerState, count: int) -> None:
+def check_crop(engine: Engine, state: LayerState, count: int) -> None:
     """Raises where the newest tokens of a layer cannot be taken back. Nothing is changed."""
     waiting = state.draft or state.pending
-    if route.speculating:
+    if engine.speculating:
         if count and (state.pending is None or count > state.pending.tokens):
             came = 0 if state.pending is None else state.pending.tokens
             raise CacheMisuse(f"asked to take back {count} tokens, and {came} have come since the cache settled")
     elif waiting is None:
-        state.check_crop(count, exact=not route.needs.mass)
+        state.check_crop(count, exact=not engine.needs.mass)
     elif count > waiting.tokens:
         raise CacheMisuse(
             f"asked to take back {count} tokens; the last forward brought {waiting.tokens}, and what "
@@ -163,54 +163,54 @@ def check_crop(route: Route, state: LayerState, count: int) -> None:
         )
 
 
-def crop(route: Route, state: LayerState, count: int) -> None:
+def crop(engine: Engine, state: LayerState, count: int) -> None:
     """Ends a recorded forward: forgets its last `count` tokens, then does what was put off for the rest."""
-    check_crop(route, state, count)
+    check_crop(engine, state, count)
     draft = state.draft
     if draft is None or draft.before is None or not count:
         state.end_draft()
-        route.commit(state, rejected=count)
+        engine.commit(state, rejected=count)
         return
     state.go_back(draft.before)
     state.end_draft()
     if count < draft.tokens:
-        _read_draft(route, state, draft.piece(0, draft.tokens - count))
-        route.commit(state, rejected=0)
-    route.leave(state)
+        _read_draft(engine, state, draft.piece(0, draft.tokens - count))
+        engine.commit(state, rejected=0)
+    engine.leave(state)
 
 
-def end_assisted(route: Route) -> None:
+def end_assisted(engine: Engine) -> None:
     """transformers' assisted decoding is over: what comes next can no longer be taken back."""
-    for state in route.states:
-        _end_recording(route, state)
-    route.assisted = None
+    for state in engine.states:
+        _end_recording(engine, state)
+    engine.assisted = None
 
 
-def _end_recording(route: Route, state: LayerState) -> None:
+def _end_recording(engine: Engine, state: LayerState) -> None:
     state.end_draft()
     if state.pending is not None:
-        route.commit(state, rejected=0)
+        engine.commit(state, rejected=0)
     state.recording = False
 
 
-def _tokens_at_once(route: Route, state: LayerState) -> int | None:
+def _tokens_at_once(engine: Engine, state: LayerState) -> int | None:
     """Tokens that one layer can read at once as if they came one by one; None: any number."""
-    return state.tokens_until_action(route.plan) if route.plan.attend.reads_alike else 1
+    return state.tokens_until_action(engine.plan) if engine.plan.attend.reads_alike else 1
 
 
-def _read_draft(route: Route, state: LayerState, draft: Draft) -> Tensor:
+def _read_draft(engine: Engine, state: LayerState, draft: Draft) -> Tensor:
     """Attention (b, q, t, dv) of a draft, in pieces after each of which the plan acts; the last piece waits."""
     outputs, first = [], 0
     while first < draft.tokens:
-        most, left = _tokens_at_once(route, state), draft.tokens - first
+        most, left = _tokens_at_once(engine, state), draft.tokens - first
         piece = draft.piece(first, left if most is None else min(most, left))
         state.append(piece.keys, piece.values, exactly=False)
         before = state.carry
-        attended = route.attended(state, piece.query, piece.visible, want_mass=False)
+        attended = engine.attended(state, piece.query, piece.visible, want_mass=False)
         state.read, state.carry = attended.read, attended.carry
         outputs.append(attended.output)
         state.pending = Pending(query=piece.query, visible=piece.visible, carry=before, decoded=True)
         first += piece.tokens
         if first < draft.tokens:
-            route.commit(state, rejected=0)
+            engine.commit(state, rejected=0)
     return torch.cat(outputs, 2)

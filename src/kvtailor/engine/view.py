@@ -15,10 +15,10 @@ from kvtailor.plan import Plan
 from kvtailor.types import Held, Needs, Segment, Visibility
 from kvtailor.types.evidence import Evidence
 
-__all__ = ["hold"]
+__all__ = ["view_held"]
 
 
-def hold(
+def view_held(
     state: LayerState, visible: Visibility, needs: Needs, layers: int, plan: Plan, budget: Tensor | None = None
 ) -> tuple[Held, list[Tensor]]:
     """What the layer holds as padded rows, and where each slot of each part stands in them.
@@ -88,7 +88,7 @@ def hold(
 
 
 def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
-    """The same with what earlier walks and the reconstruction said of the tokens that are still held."""
+    """The same with what earlier evictions and the reconstruction said of the tokens that are still held."""
     if needs.previous:
         previous = torch.full(held.positions.shape, float("nan"), device=held.positions.device)
         if state.scored is not None and state.scored_columns is not None:

@@ -56,13 +56,13 @@ def _loop() -> dict[str, Any] | None:
     return None
 
 
-def refusal(plan: object, *, layers_wait: bool, encoded_together: bool, seen: int, prompt: int) -> str | None:
+def refusal(plan: object, *, layers_wait: bool, encodes_groups: bool, seen: int, prompt: int) -> str | None:
     """Why transformers' assisted decoding cannot run on a cache, a sentence; None where it can.
 
     Args:
         plan: of the cache.
         layers_wait: layers share a budget, so that the first is only cut when the last has read the prompt.
-        encoded_together: the codec encodes several layers at once.
+        encodes_groups: the codec encodes several layers at once.
         seen: tokens that the cache has seen.
         prompt: see `prompt_of_caller`.
     """
@@ -80,7 +80,7 @@ def refusal(plan: object, *, layers_wait: bool, encoded_together: bool, seen: in
     why = ""
     if layers_wait:
         why = "layers share a budget, which is only known once the last layer has read the prompt"
-    elif encoded_together:
+    elif encodes_groups:
         why = "several layers are encoded at once, when the last of them has read the prompt"
     if not why:
         return None

@@ -19,8 +19,8 @@ from transformers import Cache
 
 from kvtailor.calibration_file import Calibration
 from kvtailor.engine import rollback
-from kvtailor.engine.engine import Route
-from kvtailor.engine.reconstruct import Piece
+from kvtailor.engine.engine import Engine
+from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
 from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
@@ -43,7 +43,7 @@ class KvCache(Cache):
         plan: what it does.
         geometry: of the model that it was made for.
         guard: what this cache and its layers check together.
-        route: the walk and the state of the compressed layers.
+        engine: the engine and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
         conversation: which token ids it has seen, as far as kvtailor was shown them.
         lease: keeps the model's attention ours while this cache or a copy of it is alive; see `hf.switch`.
@@ -57,7 +57,7 @@ class KvCache(Cache):
             raise PlanError(str(plan), misfits)
         self.plan, self.geometry = plan, geometry
         self.guard = guard = CacheGuard(plan, geometry, config, len(geometry.windows))
-        states = iter(guard.route.states)
+        states = iter(guard.engine.states)
         layers: list[Any] = [
             CompressedLayer(guard, next(states), i) if window is None else WindowLayer(guard, i, sliding_window=window)
             for i, window in enumerate(geometry.windows)
@@ -73,9 +73,9 @@ class KvCache(Cache):
             )
 
     @property
-    def route(self) -> Route:
-        """The walk and the state of the compressed layers."""
-        return self.guard.route
+    def engine(self) -> Engine:
+        """The engine and the state of the compressed layers."""
+        return self.guard.engine
 
     @property
     def seen(self) -> int:
@@ -85,8 +85,8 @@ class KvCache(Cache):
     @property
     def rows(self) -> int:
         """b; 0 before the first token."""
-        if self.route.states:
-            return self.route.states[0].rows
+        if self.engine.states:
+            return self.engine.states[0].rows
         return next((layer.keys.shape[0] for layer in self.layers if layer.is_initialized), 0)
 
     def check_ids(self, input_ids: Tensor) -> None:
@@ -115,14 +115,14 @@ class KvCache(Cache):
 
         b is 0 before the first token.
         """
-        if not self.route.states or self.route.states[0].rows == 0:
-            return torch.zeros((0, len(self.route.states), self.geometry.kv_heads), dtype=torch.int64)
-        return torch.stack([state.counts(self.guard.real) for state in self.route.states], 1)
+        if not self.engine.states or self.engine.states[0].rows == 0:
+            return torch.zeros((0, len(self.engine.states), self.geometry.kv_heads), dtype=torch.int64)
+        return torch.stack([state.counts(self.guard.real) for state in self.engine.states], 1)
 
     def ledger(self) -> Ledger:
         """What this cache costs now, read from its storages."""
         entries: list[Entry] = []
-        states = iter(self.route.states)
+        states = iter(self.engine.states)
         rows = element = 0
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CompressedLayer):
@@ -149,7 +149,7 @@ class KvCache(Cache):
 
     def traffic(self) -> Traffic:
         """What has moved between tiers since this cache was made."""
-        return self.route.shelves.traffic()
+        return self.engine.offload.traffic()
 
     def save(self, path: Any) -> None:
         """Writes the compressed cache to one safetensors file; see `kvtailor.load_cache`."""
@@ -181,7 +181,7 @@ class KvCache(Cache):
         self.guard.break_off("cache.reset() did not come to its end")
         for layer in self.layers:
             layer.reset()
-        self.route.reset()
+        self.engine.reset()
         self.conversation = Conversation()
         self.guard.reset()
 
@@ -199,13 +199,13 @@ class KvCache(Cache):
             why = refusal(
                 self.plan,
                 layers_wait=self.plan.evicts and self.plan.scope != "layer",
-                encoded_together=any(len(state.group) > 1 for state in self.route.states),
+                encodes_groups=any(len(state.group) > 1 for state in self.engine.states),
                 seen=self.seen,
                 prompt=prompt,
             )
             if why is not None:
                 raise CacheMisuse(why)
-        self.route.assisted = prompt
+        self.engine.assisted = prompt
         super().activate_past_recording()
         ids = ids_of_caller()
         if ids is not None:
@@ -245,8 +245,8 @@ class KvCache(Cache):
         count = -int(tokens_to_remove)
         if count < 0:
             raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
-        for state in self.route.states:
-            rollback.check_crop(self.route, state, count)
+        for state in self.engine.states:
+            rollback.check_crop(self.engine, state, count)
         for layer in self.layers:
             if isinstance(layer, WindowLayer):
                 layer.check_crop()
@@ -301,19 +301,19 @@ class KvCache(Cache):
         return sizes
 
     def _check_rows_may_change(self) -> None:
-        if any(state.pending is not None for state in self.route.states):
+        if any(state.pending is not None for state in self.engine.states):
             raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
 
     @contextmanager
-    def repeating(self, piece: Piece) -> Iterator[None]:
+    def reconstructing(self, piece: ReconstructionPass) -> Iterator[None]:
         """Forwards inside leave no trace but what they say of a piece of the context, see `repeat`."""
         windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
-        self.route.repeating = piece
+        self.engine.reconstructing = piece
         for layer in windows:
             layer.passing = True
         try:
             yield
         finally:
-            self.route.repeating = self.route.passing = None
+            self.engine.reconstructing = self.engine.passing = None
             for layer in windows:
                 layer.passing = False

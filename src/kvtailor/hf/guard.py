@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from kvtailor.engine import rollback
-from kvtailor.engine.engine import Route
+from kvtailor.engine.engine import Engine
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
@@ -109,7 +109,7 @@ class CacheGuard:
         layers: how many layers the cache has, those with a window of the model's own included.
 
     Attributes:
-        route: the walk and the state of the compressed layers.
+        engine: the engine and the state of the compressed layers.
         model: a weak reference to the model that the cache was made for; None where that is not known.
         observers: called at each compressed layer with what has come, before it changes what is held; see `Observer`.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
@@ -117,7 +117,7 @@ class CacheGuard:
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any, layers: int):
         self.plan, self.geometry, self._config, self.layers = plan, geometry, _Same(config), layers
-        self.route = Route(plan, len(geometry.compressed), geometry.window_elements())
+        self.engine = Engine(plan, len(geometry.compressed), geometry.window_elements())
         self.observers: tuple[Observer, ...] = ()
         self.model: weakref.ref[Any] | None = None
         self._warned = False
@@ -236,8 +236,8 @@ class CacheGuard:
 
     def check_opened(self) -> None:
         """Raises where a plan that reads its context twice would see it only once."""
-        route = self.route
-        if route.needs.reconstruction and not (route.holding or route.opened or route.states[0].seen):
+        engine = self.engine
+        if engine.needs.reconstruction and not (engine.holding or engine.opened or engine.states[0].seen):
             raise CacheMisuse(
                 f"{self.plan} reads its context twice, which plain generate() does not: prefill it first with "
                 "kvtailor.prefill(model, cache, input_ids, attention_mask), then hand the whole conversation to "
@@ -251,7 +251,7 @@ class CacheGuard:
         """
         if layer != self.geometry.compressed[0]:
             return
-        rows, now, before = self.route.states[0].rows, visible.real, self.real
+        rows, now, before = self.engine.states[0].rows, visible.real, self.real
         if now is not None and rows and now.shape[0] != rows:
             raise CacheMisuse(
                 f"the attention_mask is for {now.shape[0]} rows, and this cache holds {rows}: pass the mask of this "
@@ -331,14 +331,14 @@ class CacheGuard:
         Raises:
             CacheMisuse: it was broken off between a forward and the crop that would have taken back wrong drafts.
         """
-        if self.route.assisted is None or prompt_of_caller() is not None:
+        if self.engine.assisted is None or prompt_of_caller() is not None:
             return
-        if any(state.pending is not None for state in self.route.states):
+        if any(state.pending is not None for state in self.engine.states):
             self._alone.refuse(
                 "prompt lookup or assisted decoding on this cache was broken off before it had judged its last draft, "
                 f"so the cache may hold tokens that are no part of the text: {_START_OVER}"
             )
-        rollback.end_assisted(self.route)
+        rollback.end_assisted(self.engine)
 
     def _warn_of_positions(self, seen: int) -> None:
         limit = self.geometry.max_positions
@@ -346,7 +346,7 @@ class CacheGuard:
             return
         rolls = self.plan.attend.in_cache_positions
         # In a first forward only the first layers hold anything yet.
-        held = max((int(state.counts().max()) for state in self.route.states if state.rows), default=0)
+        held = max((int(state.counts().max()) for state in self.engine.states if state.rows), default=0)
         if rolls and held <= limit:
             return
         self._warned = True

@@ -108,24 +108,24 @@ class CompressedLayer(CacheLayerMixin):
             )
 
     def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
-        """Attention of the new tokens (b, q, t, d) over what this layer holds, then the walk. (b, q, t, dv)."""
-        guard, route = self.guard, self.guard.route
+        """Attention of the new tokens (b, q, t, d) over what this layer holds, then what follows it. (b, q, t, dv)."""
+        guard, engine = self.guard, self.guard.engine
         guard.attention_begins(self.layer_idx)
         assert self.arriving is not None
         (keys, values), self.arriving = self.arriving, None
         try:
             visible = self._visible(query, mask)
-            if route.repeating is None:
+            if engine.reconstructing is None:
                 self._check_recorded(visible)
-                rollback.check_draft(route, self.state, query.shape[2])
+                rollback.check_draft(engine, self.state, query.shape[2])
                 guard.check_padding(self.layer_idx, visible)
         except CacheMisuse:
             guard.nothing_changed(self.layer_idx)
             raise
         guard.layer_changes(self.layer_idx)
-        if route.repeating is not None:
-            route.append(self.state, keys, values)
-            output = route.attend(self.state, query, visible, scaling)
+        if engine.reconstructing is not None:
+            engine.append(self.state, keys, values)
+            output = engine.attend(self.state, query, visible, scaling)
         else:
             for observe in guard.observers:
                 observe(self.layer_idx, keys, values, query, visible, scaling)
@@ -135,23 +135,23 @@ class CompressedLayer(CacheLayerMixin):
 
     def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
         """Attention of tokens that are a prompt, a turn or decoded, of a draft, or of a prompt and its first draft."""
-        guard, route, state = self.guard, self.guard.route, self.state
+        guard, engine, state = self.guard, self.guard.engine, self.state
         new = query.shape[2]
-        prompt = rollback.prompt_of(route, state, new)
+        prompt = rollback.prompt_of(engine, state, new)
         if prompt == new:
-            route.append(state, keys, values)
+            engine.append(state, keys, values)
             guard.take_padding(self.layer_idx, visible)
-            return route.attend(state, query, visible, scaling)
+            return engine.attend(state, query, visible, scaling)
         outputs = []
         if prompt:
             # (b, h, t, d) of the prompt and of the draft behind it are taken one after the other.
-            route.append(state, keys[:, :, :prompt], values[:, :, :prompt])
+            engine.append(state, keys[:, :, :prompt], values[:, :, :prompt])
             guard.take_padding(self.layer_idx, visible)
-            outputs.append(route.attend(state, query[:, :, :prompt], visible.without_last(new - prompt), scaling))
+            outputs.append(engine.attend(state, query[:, :, :prompt], visible.without_last(new - prompt), scaling))
             keys, values, query = keys[:, :, prompt:], values[:, :, prompt:], query[:, :, prompt:]
             visible = visible.without_first(prompt)
         guard.take_padding(self.layer_idx, visible)
-        outputs.append(rollback.attend_draft(route, state, keys, values, query, visible, scaling))
+        outputs.append(rollback.attend_draft(engine, state, keys, values, query, visible, scaling))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
     def _visible(self, query: Tensor, mask: LazyMask | Tensor | None) -> Visibility:
@@ -183,15 +183,15 @@ class CompressedLayer(CacheLayerMixin):
                 "new, feed them before recording begins"
             )
 
-    def overhear(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+    def prefill_shared(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         """Takes in what another cache of the same model has just got on this layer; see `hf.run.sharing`."""
         guard = self.guard
         guard.check_padding(self.layer_idx, visible)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        guard.route.append(self.state, keys, values)
+        guard.engine.append(self.state, keys, values)
         guard.take_padding(self.layer_idx, visible)
-        guard.route.overhear(self.state, query, visible, scaling)
+        guard.engine.prefill_shared(self.state, query, visible, scaling)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever is held."""
@@ -226,10 +226,10 @@ class CompressedLayer(CacheLayerMixin):
         count = -int(tokens_to_remove)
         if count < 0:
             raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
-        if self.guard.route.speculating:
-            rollback.take_back(self.guard.route, self.state, count)
+        if self.guard.engine.speculating:
+            rollback.take_back(self.guard.engine, self.state, count)
         else:
-            rollback.crop(self.guard.route, self.state, count)
+            rollback.crop(self.guard.engine, self.state, count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
@@ -266,7 +266,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def activate_past_recording(self) -> None:
         """See transformers' `DynamicSlidingWindowLayer`."""
         super().activate_past_recording()
-        self._assisted = self.guard.route.assisted is not None
+        self._assisted = self.guard.engine.assisted is not None
 
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
@@ -278,7 +278,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         if self.is_initialized:
             check_rows_and_heads(key_states, self.keys.shape[0], self.keys.shape[1])
         self.guard.update_begins(self.layer_idx)
-        if self._assisted and self.guard.route.assisted is None:
+        if self._assisted and self.guard.engine.assisted is None:
             # transformers' assisted decoding never says that it has ended.
             self.record_past = self._assisted = False
         before = dict(self.__dict__)

@@ -209,7 +209,7 @@ def _counter(name: str, value: Any) -> Any:
     if name == "scaling":
         good = isinstance(value, float | int) and 0 < value < float("inf")
     else:
-        good = type(value) is int and value >= 0 or (name == "walk_at" and value is None)
+        good = type(value) is int and value >= 0 or (name == "evict_at" and value is None)
     if not good:
         raise ValueError(f"{name} of a layer is {value!r}")
     return value

@@ -64,7 +64,7 @@ def _equip(cache: KvCache, model: Any) -> None:
             f"the plan {cache.plan} reads the modules of {geometry.layers} attention layers, and this "
             f"{geometry.model_type} shows {len(modules)}"
         )
-    for state, layer in zip(cache.route.states, geometry.compressed, strict=True):
+    for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if needs.output:
             state.output = OutputProjection(modules[layer], geometry.q_heads, geometry.head_dim)
         if needs.rotation:
@@ -77,7 +77,7 @@ def _calibrate(cache: KvCache, model: Any) -> None:
     cache.calibrations = tuple(each for of_stage in found.values() for each in of_stage)
     device = next(model.parameters()).device if found else None
     by_stage = {stage: tensors_of(of_stage, cache.plan, device) for stage, of_stage in found.items()}
-    cache.route.walk.calibration = by_stage.get("allocate")
-    for index, state in enumerate(cache.route.states):
+    cache.engine.eviction.calibration = by_stage.get("allocate")
+    for index, state in enumerate(cache.engine.states):
         state.encoding = by_stage.get("encode")
         state.calibration = {name: t[index] for name, t in by_stage["score"].items()} if "score" in by_stage else None

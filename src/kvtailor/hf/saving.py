@@ -24,7 +24,7 @@ from kvtailor.store.cache_file import write_cache_file
 
 __all__ = ["COUNTERS", "MEMORIES", "save"]
 
-COUNTERS = ("seen", "settled_seen", "walk_at", "tail_growth", "scaling")
+COUNTERS = ("seen", "settled_seen", "evict_at", "tail_growth", "scaling")
 MEMORIES = {"scored", "scored_columns", "reconstruction"}
 
 

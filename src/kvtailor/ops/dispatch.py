@@ -1,7 +1,8 @@
 """Which form of an operation runs: the one place where device, dtype, layout and what is installed are looked at.
 
 Each operation has a plain form in torch, the reference of its tests, and may have faster ones.
-`KVTAILOR_TWINS=reference`, or `using("reference")`, leaves the plain form alone in use. `triton` asks for the kernels
+`KVTAILOR_IMPLEMENTATION=reference`, or `using("reference")`, leaves the plain form alone in use. `triton` asks for the
+kernels
 of GPUs: they agree with the reference in Triton's interpreter and compile for sm_80 and sm_90, but have not been timed
 on a GPU, and until they have "auto" does not take them. In the interpreter the CPU counts as a GPU.
 """
@@ -43,7 +44,7 @@ __all__ = [
 # New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
 MOST_QUERIES = 16
 _WHICH = ("auto", "reference", "triton")
-_FORCED: ContextVar[str | None] = ContextVar("twins", default=None)
+_FORCED: ContextVar[str | None] = ContextVar("implementations", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,12 @@ class Choice:
 
     Attributes:
         operation: what is done.
-        twin: the form that does it.
+        implementation: the form that does it.
         why: why that one, a clause.
     """
 
     operation: str
-    twin: str
+    implementation: str
     why: str
 
 
@@ -81,14 +82,16 @@ _ON_CPU = Quantiser(tokens=quantise.token_codes, symmetric=quantise.symmetric_co
 
 
 def forced() -> str:
-    """ "auto", "reference" or "triton": what `using` asked for, or else `KVTAILOR_TWINS`.
+    """ "auto", "reference" or "triton": what `using` asked for, or else `KVTAILOR_IMPLEMENTATION` (was
+    `KVTAILOR_TWINS`).
 
     Raises:
         ValueError: the variable has another value.
     """
-    asked = _FORCED.get() or os.environ.get("KVTAILOR_TWINS") or "auto"
+    asked = _FORCED.get() or os.environ.get("KVTAILOR_IMPLEMENTATION") or os.environ.get("KVTAILOR_TWINS")
+    asked = asked or "auto"
     if asked not in _WHICH:
-        raise ValueError(f"KVTAILOR_TWINS={asked!r} is none of {', '.join(_WHICH)}")
+        raise ValueError(f"KVTAILOR_IMPLEMENTATION={asked!r} is none of {', '.join(_WHICH)}")
     return asked
 
 
@@ -100,7 +103,7 @@ def using(which: str) -> Iterator[None]:
         ValueError: `which` is none of them.
     """
     if which not in _WHICH:
-        raise ValueError(f"twins={which!r} is none of {', '.join(_WHICH)}")
+        raise ValueError(f"implementation={which!r} is none of {', '.join(_WHICH)}")
     token = _FORCED.set(which)
     try:
         yield
@@ -198,36 +201,43 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     few = f"attention of up to {MOST_QUERIES} new tokens"
     many = "attention of a prompt"
     if asked == "reference":
-        return [Choice(operation=few, twin="torch, decoded parts", why="the reference is forced")]
-    prompt = Choice(operation=many, twin="torch's fused attention", why="its tiles are filled")
+        return [Choice(operation=few, implementation="torch, decoded parts", why="the reference is forced")]
+    prompt = Choice(operation=many, implementation="torch's fused attention", why="its tiles are filled")
     if _on_triton(device):
         why = "it was asked for" + ("" if device.type == "cuda" else ", in its interpreter")
         return [
-            Choice(operation=few, twin="Triton", why=why),
-            Choice(operation="attention over chosen pages", twin="Triton, in place", why=why),
+            Choice(operation=few, implementation="Triton", why=why),
+            Choice(operation="attention over chosen pages", implementation="Triton, in place", why=why),
             prompt,
-            Choice(operation="attention mass of a prompt", twin="torch's fused attention, then Triton", why=why),
-            Choice(operation="making codes of states", twin="Triton", why=why),
+            Choice(
+                operation="attention mass of a prompt", implementation="torch's fused attention, then Triton", why=why
+            ),
+            Choice(operation="making codes of states", implementation="Triton", why=why),
         ]
     if device.type == "cuda":
-        why = missing() or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_TWINS=triton asks for them"
-        return [Choice(operation=few, twin="torch, decoded parts", why=why), prompt]
+        why = (
+            missing()
+            or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_IMPLEMENTATION=triton asks for them"
+        )
+        return [Choice(operation=few, implementation="torch, decoded parts", why=why), prompt]
     if device.type != "cpu":
         why = f"there are no kernels for {device.type}"
-        return [Choice(operation=few, twin="torch, decoded parts", why=why), prompt]
+        return [Choice(operation=few, implementation="torch, decoded parts", why=why), prompt]
     built = library()
     if built is None:
-        return [Choice(operation=few, twin="torch, heads and scales folded", why=why_none()), prompt]
+        return [Choice(operation=few, implementation="torch, heads and scales folded", why=why_none()), prompt]
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return [Choice(operation=few, twin="torch, decoded parts", why=f"no kernel reads {dtype}"), prompt]
+        return [Choice(operation=few, implementation="torch, decoded parts", why=f"no kernel reads {dtype}"), prompt]
     threads = "torch's threads" if built.parallel_for else "one thread: torch older than 2.10"
     why_not = _why_not_quantised(built)
     return [
-        Choice(operation=few, twin=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"),
+        Choice(
+            operation=few, implementation=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"
+        ),
         prompt,
         Choice(
             operation="making codes of states",
-            twin="torch" if why_not else f"C++, {built.variant}",
+            implementation="torch" if why_not else f"C++, {built.variant}",
             why=why_not or "gives the bytes torch gives",
         ),
     ]

@@ -28,7 +28,7 @@ def all_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> l
     evicts = score.named or None if isinstance(score, Broken) else score is not None
     attend = parts["attend"]
     splits = isinstance(attend, registry.Attention) and attend.held_tokens(torch.ones(1, dtype=torch.int64)) is not None
-    faults = _parts_faults(parts) + _together_faults(parts, settings)
+    faults = _parts_faults(parts) + _group_faults(parts, settings)
     return faults + _settings_faults(settings, evicts, splits)
 
 
@@ -108,7 +108,7 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
     return faults
 
 
-def _together_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> list[str]:
+def _group_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> list[str]:
     """Faults of a codec that encodes several layers at once, or that holds such a one."""
     encode, score, allocate = parts["encode"], parts["score"], parts["allocate"]
     if not isinstance(encode, registry.Codec):

@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The method of each stage, in the order of the walk."""
+        """The method of each stage, in the order in which they work."""
         return {stage: getattr(self, stage) for stage in registry.stages()}
 
     def misfits(self, *, layers: int, heads: int, size: int) -> list[str]:

@@ -112,7 +112,7 @@ class Preset:
 
 
 def stages() -> tuple[str, ...]:
-    """The stages whose methods a plan names, in the order of the walk."""
+    """The stages whose methods a plan names, in the order in which they work."""
     return tuple(_CONTRACTS)
 
 

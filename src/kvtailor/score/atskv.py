@@ -3,7 +3,8 @@
 *Idea*: what the last queries look at is a good guess at what the next ones will look at, and a better one where it is
 learned how to read it. For each kv head a network of one hidden layer reads a few numbers of each token and says its
 relevance: how much attention it is going to get, beside an even share. Relevance is smoothed along the text, so that a
-token stays with its neighbours, and averaged over walks, so that one window of queries does not decide alone. Measured
+token stays with its neighbours, and averaged over evictions, so that one window of queries does not decide alone.
+Measured
 on the embedded model, the guess is better, but not worth its price: `snapkv(kernel=21)`, one of the features alone,
 does as well end to end. docs/calibration.md has the numbers.
 
@@ -18,15 +19,16 @@ the attention of the tokens that follow, not on a column sum of the same text; f
 features are what a cache knows: attention that the token got from the last `window` queries (mean and maximum, the mean
 smoothed over 5, 21 and 63 tokens, and that of the 8 tokens before it), lengths of key and value beside the head's
 average, place in the text. Hidden states, token types and special tokens are not seen. The kept share is exactly the
-budget's, where the project's threshold has the sign of its pressure wrong. What is averaged over walks is relevance,
-where averaging the kept set freezes it. Smoothing is SnapKV's; without it digits are lost in the middle of a number.
+budget's, where the project's threshold has the sign of its pressure wrong. What is averaged over evictions is
+relevance, where averaging the kept set freezes it. Smoothing is SnapKV's; without it digits are lost in the middle of a
+number.
 Attention accumulated over all queries is left out: on the embedded model it adds less than half a point to the future
 attention that is kept, and every attention would have to give its column sums. Reinforcement learning and a second tier
 of evicted tokens are not there.
 
-*Cost*: the last `window` queries; 8 bytes for each held token and kv head between walks (what was said of it and where
-it stands); as SnapKV's, plus 2 * 32 * (10 + 1) operations for each token and kv head. A file: 1540 bytes for each kv
-head, and what it says of itself.
+*Cost*: the last `window` queries; 8 bytes for each held token and kv head between evictions (what was said of it and
+where it stands); as SnapKV's, plus 2 * 32 * (10 + 1) operations for each token and kv head. A file: 1540 bytes for each
+kv head, and what it says of itself.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class ATSKV(CalibratedMethod, Scorer):
         file: of `kvtailor calibrate atskv`; None: the one that is shipped for the model.
         window: newest queries that are read, and newest tokens that always stay. The shipped files were made with 32.
         sinks: first tokens of each row that always score highest.
-        momentum: how much of its relevance at the walk before a token keeps; 0: none.
+        momentum: how much of its relevance at the eviction before a token keeps; 0: none.
         kernel: odd width of the average of relevance along the text, in tokens; 1: none.
     """
 
@@ -91,7 +93,7 @@ class ATSKV(CalibratedMethod, Scorer):
         return Needs(window=self.window, previous=self.momentum > 0)
 
     @property
-    def recents(self) -> int:
+    def recent(self) -> int:
         return self.window
 
     def score(self, held: Held) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor
 
-from kvtailor.method import Method
+from kvtailor.method import Method, adopt_old_names
 from kvtailor.types import Held, Needs
 
 __all__ = ["Scorer"]
@@ -21,6 +22,10 @@ class Scorer(Method, ABC):
     What is a property here may be a class attribute of a method that knows it beforehand (`slack: ClassVar[int | None]
     = 32`); a method of another method asks that one.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        adopt_old_names(cls, {"recents": "recent"})
 
     @property
     def scope(self) -> str:
@@ -51,7 +56,7 @@ class Scorer(Method, ABC):
         return Needs()
 
     @property
-    def recents(self) -> int:
+    def recent(self) -> int:
         """The newest tokens that every head keeps whatever their score (an observation window)."""
         return 0
 

@@ -10,7 +10,8 @@ section 4; our `first` = its alpha, 0.5; our `epsilon` = what its code adds to a
 *Source*: the paper and a description of its implementation in kvpress (Apache-2.0).
 
 *Departs*: norms are averaged over a kv head's query heads, as in that implementation. The first part is a share of the
-mean budget per head, since a layer's own is not known when it is scored; recents count for it. A score that can be
+mean budget per head, since a layer's own is not known when it is scored; the recent window counts for it. A score that
+can be
 negative is first raised by its least value in each head: the paper's are attention weights. Where the inner score is a
 sum of probabilities, `epsilon` is multiplied by the number of its terms, so it means what it means in the paper. Where
 the inner score is no probability (a norm, an age, a projection), the paper has no epsilon for it: ours is then that
@@ -75,12 +76,12 @@ class Critical(Scorer):
 
     @property
     def needs(self) -> Needs:
-        # What this scorer said at the walk before is not what the inner one did.
+        # What this scorer said at the eviction before is not what the inner one did.
         return replace(self.of.needs, output=True, previous=False)
 
     @property
-    def recents(self) -> int:
-        return self.of.recents
+    def recent(self) -> int:
+        return self.of.recent
 
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32; those of the first part lie above all others, in the order of the inner score.
@@ -99,7 +100,7 @@ class Critical(Scorer):
         inner = (inner - lowest.clamp(max=0.0)).masked_fill(~held.valid, 0.0)
         norms = torch.stack([self._norms(held, head) for head in range(held.keys.shape[1])], 1)
 
-        lifted = inner.masked_fill(held.recent(self.of.recents), torch.inf).masked_fill(~held.valid, -torch.inf)
+        lifted = inner.masked_fill(held.recent(self.of.recent), torch.inf).masked_fill(~held.valid, -torch.inf)
         share = (held.budget.double() * self.first).to(torch.int64).to(inner.device)
         chosen = keep_top(lifted, torch.minimum(share[:, None], held.counts()))
         weighed = (inner + self.epsilon * self._unit(held, inner, chosen)) * norms

@@ -9,9 +9,9 @@ in closed form. Times the length of its value, that is what a token is expected 
 
 *Source*: the paper's formulas and a description of its implementation in kvpress (Apache-2.0).
 
-*Departs*: the model's own factor stands for 1 / sqrt(d). The statistics go on while decoding, where a walk comes again;
-the paper's are those of the prompt. Each head of a group is weighed alone, without the sinks, then averaged, as in its
-implementation.
+*Departs*: the model's own factor stands for 1 / sqrt(d). The statistics go on while decoding, where tokens are evicted
+again; the paper's are those of the prompt. Each head of a group is weighed alone, without the sinks, then averaged, as
+in its implementation.
 
 *Cost*: mean and covariance, 4 d (d + 1) bytes for each query head; O(q n d^2) time, and float32 scratch (n, d) for one
 head at a time.

@@ -1,4 +1,4 @@
-"""Sinks and recents: the first tokens and the newest.
+"""Sinks and recent: the first tokens and the newest.
 
 *Idea*: attention parks what it does not need on the first few tokens, and most of the rest goes to the newest. So those
 two runs stay and the middle goes, whatever it says.
@@ -9,9 +9,9 @@ two runs stay and the middle goes, whatever it says.
 *Source*: the paper and a description of its repository (MIT).
 
 *Departs*: keys keep the position at which they were rotated, where the paper rotates anew with positions inside the
-cache: this is the static form, "sinks and recents". The paper evicts after every token; here the cache is cut back once
-it is `slack` tokens past the budget, so up to that many more are held. `sinks=0` is the plain sliding window, a control
-that is known to fail.
+cache: this is the static form, "sinks and the recent window". The paper evicts after every token; here the cache is cut
+back once it is `slack` tokens past the budget, so up to that many more are held. `sinks=0` is the plain sliding window,
+a control that is known to fail.
 
 *Cost*: no evidence, no extra memory, one pass over the columns.
 """

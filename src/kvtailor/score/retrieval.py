@@ -57,7 +57,7 @@ class Retrieval(Scorer):
         return Needs(window=self.window)
 
     @property
-    def recents(self) -> int:
+    def recent(self) -> int:
         return self.window
 
     def score(self, held: Held) -> Tensor:

@@ -11,7 +11,7 @@ observation window, our `kernel` = its pooling kernel.
 
 *Departs*: one kv head has one kept set, where the official code repeats keys and keeps one per query head; votes of a
 group are reduced before pooling, which for `pooling="max"` is not the same as after. Rows with padding pool over their
-real tokens alone. When the walk comes again, the softmax runs over what is held, not over what was evicted before.
+real tokens alone. When tokens are evicted again, the softmax runs over what is held, not over what was evicted before.
 
 *Cost*: the last `window` queries; time and scratch O(q * window * n), one kv head at a time, so the scratch is float32
 (b, g * window, n).
@@ -68,7 +68,7 @@ class SnapKV(Scorer):
         return Needs(window=self.window)
 
     @property
-    def recents(self) -> int:
+    def recent(self) -> int:
         return self.window
 
     def score(self, held: Held) -> Tensor:

@@ -41,7 +41,7 @@ class TOVA(Scorer):
         return Needs(window=1)
 
     @property
-    def recents(self) -> int:
+    def recent(self) -> int:
         return 1
 
     def score(self, held: Held) -> Tensor:

@@ -1,6 +1,6 @@
 """The stage `store`: where segments live between two looks at them.
 
-A `Placement` is what a plan names; it holds nothing. For each cache it opens `Shelves`, which hold that cache's
+A `Placement` is what a plan names; it holds nothing. For each cache it opens `OffloadStore`, which hold that cache's
 segments. Layers put their segments away when a forward is done with them, and get them when the next one comes: what a
 layer keeps in between is a `Placed` segment, which knows its layout and nothing else.
 """
@@ -20,7 +20,7 @@ from kvtailor.ledger import Entry
 from kvtailor.method import Method
 from kvtailor.types import Layout, Segment
 
-__all__ = ["Placed", "Placement", "Restore", "Shelves", "Traffic"]
+__all__ = ["Placed", "Placement", "Restore", "OffloadStore", "Traffic"]
 
 Restore = Callable[[str, Layout, Mapping[str, object], Mapping[str, Tensor]], Segment]
 
@@ -49,7 +49,7 @@ class Traffic:
 
 
 class Placed(Segment):
-    """A segment that is on a shelf: it says which tokens it has, and nothing of what they are."""
+    """A segment that is offloaded: it says which tokens it has, and nothing of what they are."""
 
     def __init__(self, layout: Layout, codec: str):
         self.layout, self.codec = layout, codec
@@ -77,7 +77,7 @@ class Placed(Segment):
         raise CacheMisuse(f"this {self.codec} segment is on a tier; read it through LayerState.here() or parts()")
 
 
-class Shelves(ABC):
+class OffloadStore(ABC):
     """The segments of one cache."""
 
     @abstractmethod
@@ -159,8 +159,8 @@ class Placement(Method, ABC):
         return None
 
     @abstractmethod
-    def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
-        """Empty shelves for one cache.
+    def open(self, groups: Sequence[Sequence[int]]) -> OffloadStore:
+        """An empty store for one cache.
 
         Args:
             groups: the layers that the plan compresses, ascending; those that are encoded together in one group.

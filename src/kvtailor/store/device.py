@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtailor.ops.sizes import asked_bytes
-from kvtailor.store.contract import Placement, Restore, Shelves
+from kvtailor.store.contract import OffloadStore, Placement, Restore
 from kvtailor.types import Segment
 
 __all__ = ["Device"]
 
 
-class _Here(Shelves):
+class _Here(OffloadStore):
     def get(self, layer: int, segments: Sequence[Segment], restore: Restore) -> list[Segment]:
         return list(segments)
 
@@ -57,5 +57,5 @@ class Device(Placement):
     def limit(self) -> int | None:
         return asked_bytes(self.device_bytes, "device: device_bytes")
 
-    def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
+    def open(self, groups: Sequence[Sequence[int]]) -> OffloadStore:
         return _Here()

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.store.contract import Placement, Shelves
+from kvtailor.store.contract import OffloadStore, Placement
 from kvtailor.store.offload.buffers import Buffers
 from kvtailor.store.offload.bundle import Arrival, Stored, Tier
 from kvtailor.store.offload.folder import Folder, sweep
@@ -130,9 +130,9 @@ class Disk(Tiered, Placement):
         "disk(resident_bytes=4096, policy=mru)",
     )
 
-    def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
+    def open(self, groups: Sequence[Sequence[int]]) -> OffloadStore:
         """Remove what dead processes left; the folder is made when the first segment leaves the device."""
         own = Path(tempfile.gettempdir()) / f"kvtailor-{os.getuid()}"
         root = own if self.folder is None else Path(os.path.expanduser(self.folder)).absolute()
         sweep(root)
-        return self.shelves(_Files(root), groups)
+        return self.open_store(_Files(root), groups)

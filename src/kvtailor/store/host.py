@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.segments.packed import Packing
-from kvtailor.store.contract import Placement, Shelves
+from kvtailor.store.contract import OffloadStore, Placement
 from kvtailor.store.offload.bundle import Arrival, Stored, Tier
 from kvtailor.store.offload.residency import Policy
 from kvtailor.store.tiered import Tiered
@@ -129,5 +129,5 @@ class Host(Tiered, Placement):
             "or leave host out"
         )
 
-    def open(self, groups: Sequence[Sequence[int]]) -> Shelves:
-        return self.shelves(_Memory(), groups)
+    def open(self, groups: Sequence[Sequence[int]]) -> OffloadStore:
+        return self.open_store(_Memory(), groups)

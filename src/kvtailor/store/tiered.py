@@ -1,4 +1,4 @@
-"""What placements with a tier have in common, whatever the tier is: their arguments, and the shelves these open."""
+"""What placements with a tier have in common, whatever the tier is: their arguments, and the stores that these open."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtailor.ops.sizes import asked_bytes
 from kvtailor.store.offload.bundle import Tier
-from kvtailor.store.offload.offload_store import TieredShelves
+from kvtailor.store.offload.offload_store import TieredStore
 from kvtailor.store.offload.residency import Policy, Residency
 
 __all__ = ["Tiered"]
@@ -46,11 +46,11 @@ class Tiered:
     def limit(self) -> int | None:
         return self._bytes("device")
 
-    def shelves(self, tier: Tier, groups: Sequence[Sequence[int]]) -> TieredShelves:
+    def open_store(self, tier: Tier, groups: Sequence[Sequence[int]]) -> TieredStore:
         """What `open` gives, over this tier."""
         moving = [unit for unit, layers in enumerate(groups) if layers[-1] >= self.on_device_layers]
         residency = Residency(self.policy, moving, self.resident_layers, self._bytes("resident"))
-        return TieredShelves(tier, groups, self.on_device_layers, residency, self._bytes(tier.name))
+        return TieredStore(tier, groups, self.on_device_layers, residency, self._bytes(tier.name))
 
     def _bytes(self, of: str) -> int | None:
         size: int | None = getattr(self, f"{of}_bytes")

@@ -7,7 +7,7 @@ Shape letters, used everywhere and nowhere else:
 
 from kvtailor.types.evidence import Held, Moments, Needs, Repetition, Rotation
 from kvtailor.types.lanes import Layout
-from kvtailor.types.segment_view import Lift, Reading
+from kvtailor.types.segment_view import Lift, SegmentView
 from kvtailor.types.segments import PlainSegment, Segment
 from kvtailor.types.visibility import Visibility
 
@@ -18,7 +18,7 @@ __all__ = [
     "Moments",
     "Needs",
     "PlainSegment",
-    "Reading",
+    "SegmentView",
     "Repetition",
     "Rotation",
     "Segment",

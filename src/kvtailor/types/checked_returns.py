@@ -119,7 +119,7 @@ def checked_counts(method: object, kept: Tensor, scores: Tensor, budgets: Tensor
     Raises:
         MethodError: it is something else; the sentence names the method.
     """
-    # One transfer for both, which the walk needs anyway.
+    # One transfer for both, which the eviction needs anyway.
     absent = kept & (scores == -float("inf"))
     counts, absent = stack([kept.sum(-1), absent.sum(-1)]).cpu().unbind()
     if bool(absent.any()):

@@ -1,4 +1,4 @@
-"""What one layer's methods see of it when the walk comes: what it holds, and the evidence that they declared.
+"""What one layer's methods see of it when tokens are evicted: what it holds, and the evidence that they declared.
 
 Shape letters are those of `types`.
 """
@@ -40,7 +40,7 @@ class Needs:
         rows: at most so many queries spread evenly over all real tokens of a row (0: none).
         moments: mean and covariance of all real queries before their rotation.
         moments_skip: the first tokens of each row that the moments leave out.
-        previous: what the scorer itself said of each token at the walk before.
+        previous: what the scorer itself said of each token at the eviction before.
         reconstruction: how the model is to repeat the whole context, for the most attention that each token receives
             meanwhile; None: not needed.
         output: the layer's own output projection.
@@ -166,13 +166,13 @@ class Evidence:
         return replace(self, mass=tuple(mass), **picked)
 
     def without_queries(self) -> Evidence:
-        """The evidence once no later walk will ask for its queries."""
+        """The evidence once no later eviction needs for its queries."""
         return Evidence(mass=self.mass)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one layer holds at the moment of scoring, as padded rows: a view that lives no longer than the walk.
+    """What one layer holds at the moment of scoring, as padded rows: a view that lives no longer than the eviction.
 
     Attributes:
         keys: (b, h, n, d) post-RoPE keys. Slots with `valid` False hold finite filler.
@@ -192,7 +192,7 @@ class Held:
         sampled: (b, q, m, d) post-RoPE queries spread over each row, in time order; None if not needed.
         sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
         moments: see `Needs.moments`; None if not needed.
-        previous: (b, h, n) float32, NaN for tokens that were not there at the walk before; None if not needed.
+        previous: (b, h, n) float32, NaN for tokens that were not there at the eviction before; None if not needed.
         reconstruction: (b, h, n) float32, see `Needs.reconstruction`, -1 for what came after the context; None if not
             needed.
         output: (q, dv, D) the part of the output projection that each query head's values go through; None if not

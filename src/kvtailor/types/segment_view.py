@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Lift", "Reading"]
+__all__ = ["Lift", "SegmentView"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class Lift:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A segment as attention reads it; see `Segment.reading`.
+class SegmentView:
+    """A segment as attention reads it; see `Segment.view`.
 
     Attributes:
         keys: (m, s, d), of the same meaning as decoded ones.

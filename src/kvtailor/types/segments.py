@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtailor.types.lanes import Layout
-from kvtailor.types.segment_view import Reading
+from kvtailor.types.segment_view import SegmentView
 
 __all__ = ["PlainSegment", "Segment"]
 
@@ -27,10 +27,10 @@ class Segment(ABC):
     def decode(self) -> tuple[Tensor, Tensor]:
         """Keys (m, s, d) and values (m, s, dv) in the cache's dtype. Filler slots hold finite numbers."""
 
-    def reading(self) -> Reading:
+    def view(self) -> SegmentView:
         """What attention reads: the same keys, and values that say the same once they are lifted."""
         keys, values = self.decode()
-        return Reading(keys=keys, values=values)
+        return SegmentView(keys=keys, values=values)
 
     @abstractmethod
     def rows(self, index: Tensor) -> Segment:

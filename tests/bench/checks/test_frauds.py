@@ -5,7 +5,7 @@ import torch
 from tests.support.bench.dummy import FULL, DummyCache, contestant
 from tests.support.bench.frauds import FRAUDS, TEXT, Numbers, answers, bench, record, timed
 
-from kvtailor.bench.checks import TRIPWIRES, Fraud, check_records
+from kvtailor.bench.checks import CHECKS, Fraud, check_records
 from kvtailor.bench.runner import run
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.fidelity import Fidelity
@@ -14,17 +14,17 @@ from kvtailor.errors import UnknownName
 
 
 def test_every_tripwire_has_its_fraud():
-    assert set(FRAUDS) == set(TRIPWIRES) and len(set(TRIPWIRES)) == len(TRIPWIRES)
+    assert set(FRAUDS) == set(CHECKS) and len(set(CHECKS)) == len(CHECKS)
 
 
-@pytest.mark.parametrize("name", TRIPWIRES)
+@pytest.mark.parametrize("name", CHECKS)
 def test_a_fraud_is_caught_by_name(name):
     with pytest.raises(Fraud) as caught:
         FRAUDS[name](True)
     assert caught.value.name == name and str(caught.value).startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("name", TRIPWIRES)
+@pytest.mark.parametrize("name", CHECKS)
 def test_its_honest_twin_passes(name):
     FRAUDS[name](False)
 

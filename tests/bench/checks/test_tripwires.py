@@ -1,4 +1,4 @@
-"""What tripwires do not do: accuse without need, or keep quiet about what was allowed."""
+"""What sanity checks do not do: accuse without need, or keep quiet about what was allowed."""
 
 import random
 from dataclasses import replace
@@ -9,7 +9,7 @@ from tests.support.bench.frauds import answers, bench, letters, record, task, ti
 from tests.support.bench.suite_case import VERSIONS
 
 from kvtailor.bench import runner
-from kvtailor.bench.checks import MAY_BE_ALLOWED, TRIPWIRES, Fraud, check_records, findings, warnings_of
+from kvtailor.bench.checks import CHECKS, MAY_BE_ALLOWED, Fraud, check_records, findings, warnings_of
 from kvtailor.bench.measure import machine
 from kvtailor.bench.schema import latest, read_records
 from kvtailor.errors import KvtailorError, UnknownName
@@ -42,9 +42,9 @@ def test_what_was_allowed_passes_and_is_said(tmp_path, monkeypatch, commit):
 def test_only_known_and_harmless_names_are_allowed():
     with pytest.raises(UnknownName, match="did you mean 'better than full'"):
         bench(allow=["better then full"])
-    with pytest.raises(KvtailorError, match="asked to allow the tripwire 'identity'"):
+    with pytest.raises(KvtailorError, match="asked to allow the sanity check 'identity'"):
         bench(allow=["identity"])
-    assert TRIPWIRES[7:] == MAY_BE_ALLOWED and MAY_BE_ALLOWED[0] == "same results on other data"
+    assert CHECKS[7:] == MAY_BE_ALLOWED and MAY_BE_ALLOWED[0] == "same results on other data"
 
 
 def test_two_plans_that_did_the_same_are_named_and_not_accused():

@@ -144,8 +144,8 @@ def test_what_is_not_there_is_an_error_that_says_what_to_do(tmp_path, monkeypatc
             corpus(name, data=tmp_path / "nowhere")
         with pytest.raises(KvtailorError, match=rf"none of .*{'txt' if name == 'pg19' else 'test'}.*no folder for the"):
             corpus(name, data=tmp_path)
-        hub(monkeypatch, [], refuses=ConnectionError("no route to host"))
-        with pytest.raises(KvtailorError, match=r"no route to host.*data="):
+        hub(monkeypatch, [], refuses=ConnectionError("no engine to host"))
+        with pytest.raises(KvtailorError, match=r"no engine to host.*data="):
             corpus(name)
         hub(monkeypatch, [])
         with pytest.raises(KvtailorError, match="no rows"):

@@ -145,6 +145,6 @@ def test_archives_are_read_from_a_folder_and_from_the_hub(tmp_path, monkeypatch)
     (tmp_path / "data.zip").write_text("no archive")
     with pytest.raises(KvtailorError, match="cannot be read"):
         read_examples("longbench", "qasper", tmp_path)
-    hub.hf_hub_download = lambda *given, **more: (_ for _ in ()).throw(ConnectionError("no route"))
-    with pytest.raises(KvtailorError, match=r"no route.*data="):
+    hub.hf_hub_download = lambda *given, **more: (_ for _ in ()).throw(ConnectionError("no engine"))
+    with pytest.raises(KvtailorError, match=r"no engine.*data="):
         read_examples("longbench", "qasper", None)

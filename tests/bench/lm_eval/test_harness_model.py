@@ -31,7 +31,7 @@ PLANS = (
     "snapkv @ keep=0.25",
     "h2o @ tokens=40",
     "streaming @ keep=0.5",
-    "kivi(bits=2, residual=32)",
+    "kivi(bits=2, recent=32)",
     "snapkv(window=9) + adakv @ tokens=33",
 )
 

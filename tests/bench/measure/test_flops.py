@@ -99,7 +99,7 @@ def test_a_walk_while_decoding_is_counted() -> None:
 
 def test_kivi_by_hand() -> None:
     # 16 tokens stay in full precision, and after 16 more a block of 16 is encoded at once.
-    found = work("kivi(bits=4, group=8, residual=16)", tokens=34, prompt=45)
+    found = work("kivi(bits=4, group=8, recent=16)", tokens=34, prompt=45)
     one_way = lambda n: n * 20 * 2 + 2 * (-(-n // 8) * 10 + n * 2)  # noqa: E731
     assert found.method_prefill == 3 * 3 * one_way(29)
     read = 16 * 29 + 16 * 45 + 61
@@ -109,12 +109,12 @@ def test_kivi_by_hand() -> None:
 
 def test_what_moves_as_codes_is_not_encoded_again() -> None:
     # The first forward after the prompt is past the slack: 5 tokens are in the tail, 20 in codes.
-    found = work("position(sinks=2) + kivi(bits=4, group=4, residual=4) @ tokens=20, slack=0", tokens=2, prompt=40)
-    codec = Kivi(bits=4, group=4, residual=4)
+    found = work("position(sinks=2) + kivi(bits=4, group=4, recent=4) @ tokens=20, slack=0", tokens=2, prompt=40)
+    codec = Kivi(bits=4, group=4, recent=4)
     sizes = {"key_size": 10, "value_size": 10}
     # Nothing is recent to this scorer, so all that stays of the prompt is encoded.
     assert found.method_prefill == 3 * 3 * codec.encode_flops(tokens=20, **sizes)
-    # Read by attention, read again by the walk, and one new token encoded.
+    # Read by attention, read again by the eviction, and one new token encoded.
     expected = 2 * codec.decode_flops(tokens=20, **sizes) + codec.encode_flops(tokens=1, **sizes)
     assert found.method_token == 3 * expected
 
@@ -243,7 +243,7 @@ def test_torch_counts_the_same_bounds_of_pages(prompt: int) -> None:
     made = Contestant.of("indexed(page=4, block_size=8) + quest(tokens=8, least=1, dense_layers=0)")
     cache = Subject(name="tiny", model=model).new_cache(made)
     counted(model, torch.randint(97, (ROWS, prompt)), cache)
-    quest, segments = cache.plan.attend, cache.route.states[0].segments
+    quest, segments = cache.plan.attend, cache.engine.states[0].segments
     pages = ROWS * 3 * -(-prompt // 4)
     assert quest.flops(segments, group=2, size=10) == 4 * 2 * 10 * pages
     ids = torch.randint(97, (ROWS, 1))
@@ -270,4 +270,4 @@ def test_rocket_reads_half_of_its_budget_and_pays_for_the_choice() -> None:
 def test_counting_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        work("snapkv(window=4) + kivi(bits=4, group=4, residual=8) @ tokens=12", tokens=3)
+        work("snapkv(window=4) + kivi(bits=4, group=4, recent=8) @ tokens=12", tokens=3)

@@ -17,7 +17,7 @@ def test_it_runs_on_what_is_installed(capsys: pytest.CaptureFixture[str]) -> Non
     builtins.main([*sizes, "--backends", "--bits", "4", "--rounds", "1", "--packing-rounds", "1", "--dtype", "float32"])
     out = capsys.readouterr().out
     tables = json.loads(out.splitlines()[-1])["tables"]
-    ours = "kivi(bits=4, group=64, residual=128)"
+    ours = "kivi(bits=4, group=64, recent=128)"
     assert set(tables["nats"]) == {"full", ours} and len(tables["nats"]["full"]) == 3
     assert all(mine != whole for mine, whole in zip(tables["nats"][ours], tables["nats"]["full"], strict=True))
     assert len(tables[f"packing 200 {ours}"]) == 1

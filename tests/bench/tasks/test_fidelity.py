@@ -93,8 +93,8 @@ def test_attention_numbers_meet_those_of_transformers_own_weights(family, plan):
 
 def test_codes_show_as_errors_of_what_is_held_and_nothing_else():
     model = build("llama")
-    plans = ["kivi(bits=2, group=8, residual=8)", "kivi(bits=8, group=8, residual=8)",
-             "kivi(key_bits=2, value_bits=8, group=8, residual=8)"]  # fmt: skip
+    plans = ["kivi(bits=2, group=8, recent=8)", "kivi(bits=8, group=8, recent=8)",
+             "kivi(key_bits=2, value_bits=8, group=8, recent=8)"]  # fmt: skip
     given = Subject(name="tiny", model=model, tokenizer=None)
     ids = torch.randint(3, model.config.vocab_size, (4, 90), generator=torch.Generator().manual_seed(1))
 
@@ -131,7 +131,7 @@ def test_a_cache_whose_tail_has_all_been_encoded_shows_its_contents():
     encoded, whole = cache_for(model, "quest(tokens=16) + indexed(page=16, block_size=32)"), cache_for(model, "full")
     for cache in (encoded, whole):
         model(ids, past_key_values=cache)
-    assert encoded.route.states[0].tail.length == 0
+    assert encoded.engine.states[0].tail.length == 0
     for ours, theirs in zip(contents(encoded), contents(whole), strict=True):
         assert ours.held.all() and torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
 

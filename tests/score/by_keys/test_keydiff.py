@@ -59,6 +59,6 @@ def test_torch_counts_the_same_products() -> None:
 
 
 def test_settings() -> None:
-    assert KeyDiff().recents == 0 and KeyDiff(recent=7).recents == 7 and KeyDiff().slack == 32
+    assert KeyDiff().recent == 0 and KeyDiff(recent=7).recent == 7 and KeyDiff().slack == 32
     with pytest.raises(ValueError, match=r"^keydiff: recent must be 0 or more tokens, found -1"):
         KeyDiff(recent=-1)

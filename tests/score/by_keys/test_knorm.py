@@ -40,7 +40,7 @@ def test_norms_of_half_precision_keys_are_told_apart() -> None:
 
 
 def test_settings() -> None:
-    assert KNorm().recents == 0 and KNorm(recent=7).recents == 7 and KNorm().slack == 32
+    assert KNorm().recent == 0 and KNorm(recent=7).recent == 7 and KNorm().slack == 32
     assert str(Plan.parse("knorm(recent=4) + adakv @ keep=0.5")) == "knorm(recent=4) + adakv @ keep=0.5"
     with pytest.raises(ValueError, match=r"^knorm: recent must be 0 or more tokens, found -1"):
         KNorm(recent=-1)

@@ -130,7 +130,7 @@ def test_flops_of_two_partitions_and_a_tail() -> None:
 
 
 def test_settings() -> None:
-    assert (LagKV().sinks, LagKV().lag, LagKV().recents, LagKV().slack) == (16, 128, 0, 128)
+    assert (LagKV().sinks, LagKV().lag, LagKV().recent, LagKV().slack) == (16, 128, 0, 128)
     with pytest.raises(ValueError, match=r"^lagkv: sinks must be 0 or more tokens, found -1"):
         LagKV(sinks=-1)
     with pytest.raises(ValueError, match=r"^lagkv: lag must be at least 2 tokens, found 1"):

@@ -69,7 +69,7 @@ def test_equals_the_loop_for_every_budget(merged_before: bool) -> None:
 
 
 def pinned(scores: Tensor, held: Held, scorer: Pairs) -> Tensor:
-    return scores.masked_fill(held.recent(scorer.recents), torch.inf).masked_fill(~held.valid, -torch.inf)
+    return scores.masked_fill(held.recent(scorer.recent), torch.inf).masked_fill(~held.valid, -torch.inf)
 
 
 def test_by_hand() -> None:

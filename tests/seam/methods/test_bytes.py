@@ -27,7 +27,7 @@ PLANS = (
     "snapkv + adakv + rocket(tokens=32, expect=64) @ keep=0.5",
     "rocket(tokens=64, expect=32, turns=true)",
     "streaming + minicache(start=0.0, block_size=16) @ tokens=64",
-    "minicache(start=0.0, of=kivi(bits=4, residual=32))",
+    "minicache(start=0.0, of=kivi(bits=4, recent=32))",
 )
 
 
@@ -35,7 +35,7 @@ def tensors_reachable_from(cache, model) -> list[torch.Tensor]:
     """Every tensor that the garbage collector finds behind the cache and that is not the model's own, without asking
     the ledger what they are."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    found, queue, visited = [], [cache.route.states, cache.layers, cache.guard.real], set()
+    found, queue, visited = [], [cache.engine.states, cache.layers, cache.guard.real], set()
     while queue:
         thing = queue.pop()
         if id(thing) in visited:

@@ -88,7 +88,7 @@ def test_the_kept_tokens_are_those_along_the_filters(tmp_path: Path) -> None:
     model(ids, past_key_values=full)
     cache = kvtailor.cache_for(model, f"qfilters(file='{path}') @ tokens=9")
     model(ids, past_key_values=cache)
-    for layer, (whole, cut) in enumerate(zip(full.route.states, cache.route.states, strict=True)):
+    for layer, (whole, cut) in enumerate(zip(full.engine.states, cache.engine.states, strict=True)):
         keys = whole.parts()[0].decode()[0]
         kept = cut.parts()[0].layout.positions
         for head in range(2):
@@ -154,7 +154,7 @@ def test_a_shipped_file_is_found_by_the_weights(tmp_path: Path, monkeypatch: pyt
         for state, name in enumerate(("one", "two")):
             cache = kvtailor.cache_for(build("llama", state=state), "qfilters @ keep=0.5")
             assert [each.model for each in cache.calibrations] == [name]
-            assert torch.equal(cache.route.states[1].calibration["filters"], filters_for(model, state)["filters"][1])
+            assert torch.equal(cache.engine.states[1].calibration["filters"], filters_for(model, state)["filters"][1])
         with pytest.raises(CalibrationError, match=r"shipped \(for one, two\)"):
             kvtailor.cache_for(build("llama", state=2), "qfilters @ keep=0.5")
     finally:
@@ -182,7 +182,7 @@ def test_a_saved_cache_goes_on_with_its_file_and_not_with_another(tmp_path: Path
 @pytest.mark.parametrize("allocate", ["", " + pyramid", " + dynamickv", " + adakv"])
 @torch.no_grad()
 def test_what_was_said_of_evicted_tokens_is_forgotten(allocate: str, tmp_path: Path) -> None:
-    """After each walk a layer remembers the relevance of the tokens it holds, of those alone, and in 8 bytes each."""
+    """After each eviction a layer remembers the relevance of the tokens it holds alone, in 8 bytes each."""
     model = build("llama")
     geometry = kvtailor.cache_for(model, "full").geometry
     networks = ATSKV.example_calibration(
@@ -192,12 +192,12 @@ def test_what_was_said_of_evicted_tokens_is_forgotten(allocate: str, tmp_path: P
     cache = kvtailor.cache_for(model, f"atskv(file='{path}', window=4){allocate} @ tokens=14, slack=3")
     ids, mask = prompts((40, 23))
     model(ids, attention_mask=mask, past_key_values=cache)
-    walks = 0
+    evictions = 0
     for _ in range(9):
-        for state, held in zip(cache.route.states, held_columns(cache).values(), strict=True):
+        for state, held in zip(cache.engine.states, held_columns(cache).values(), strict=True):
             if state.tail_growth:
                 continue
-            walks += 1
+            evictions += 1
             assert state.scored_columns.shape[-1] == int(held.sum(-1).max())
             for row in range(2):
                 for head in range(2):
@@ -206,4 +206,4 @@ def test_what_was_said_of_evicted_tokens_is_forgotten(allocate: str, tmp_path: P
                     assert bool(state.scored[row, head, : here.numel()].isfinite().all())
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
         model(torch.full((2, 1), 7), attention_mask=mask, past_key_values=cache)
-    assert walks >= 3 * len(cache.route.states)
+    assert evictions >= 3 * len(cache.engine.states)

@@ -16,13 +16,13 @@ from tests.support.seam.zoo import build, error, prompts
 PLANS = (
     "vector(bits=4, block_size=8)",
     "fp8(group=8, block_size=8)",
-    "kivi(bits=3, group=8, residual=8, only=keys)",
+    "kivi(bits=3, group=8, recent=8, only=keys)",
     "hadamard(of=vector(bits=3, block_size=8, symmetric=false), only=values)",
-    "bit_table(of=kivi(group=8, residual=8), keys=1, values=0, high=8, low=3)",
+    "bit_table(of=kivi(group=8, recent=8), keys=1, values=0, high=8, low=3)",
     "unrotated(of=nuq(bits=4, group=8, block_size=8))",
     "minicache(start=0.0, of=unrotated(of=vector(block_size=8)))",
-    "snapkv(window=6) + d2o + kivi(bits=4, group=8, residual=8) @ tokens=24, slack=6",
-    "pairs(window=6, sinks=2) + asymkv(window=6) + kivi(bits=4, group=8, residual=8) @ tokens=24, slack=6",
+    "snapkv(window=6) + d2o + kivi(bits=4, group=8, recent=8) @ tokens=24, slack=6",
+    "pairs(window=6, sinks=2) + asymkv(window=6) + kivi(bits=4, group=8, recent=8) @ tokens=24, slack=6",
     "pairs(window=6, sinks=2) + adakv + asymkv(window=6) @ tokens=24, slack=6",
     "snapkv(window=6) + adakv + unrotated(of=nuq(bits=4, group=8, block_size=8)) @ tokens=24",
 )
@@ -49,7 +49,7 @@ def check_rows_and_bytes(family: str, plan: str, *, steps: int, most: float) -> 
         assert error(together[row], alone[0]) < most, f"row {row}"
 
 
-@pytest.mark.parametrize("codec", ["kivi(bits=4, group=8, residual=8)", "plain"])
+@pytest.mark.parametrize("codec", ["kivi(bits=4, group=8, recent=8)", "plain"])
 def test_a_row_below_the_budget_loses_no_token_and_changes_no_longer_one(codec: str) -> None:
     """Whether it is encoded as early as alone is open where the codec is lossy: docs/footguns.md."""
     model, plan, lengths = build("llama"), f"snapkv(window=6) + {codec} @ tokens=24", (48, 14)
@@ -104,11 +104,9 @@ def test_generates_in_low_precision_with_beams(dtype: torch.dtype, plan: str) ->
 def test_layers_hold_what_their_bits_say() -> None:
     """Layer 0 keeps keys in 8 bits, the others in 2: 16 channels are 16 and 4 bytes."""
     model = build("llama")
-    cache = kvtailor.cache_for(
-        model, "bit_table(of=kivi(group=8, residual=8), keys=1, values=[4, 2, 1], high=8, low=2)"
-    )
+    cache = kvtailor.cache_for(model, "bit_table(of=kivi(group=8, recent=8), keys=1, values=[4, 2, 1], high=8, low=2)")
     model(prompts((40,))[0], past_key_values=cache)
-    sides = [state.segments[0].state()[1] for state in cache.route.states]
+    sides = [state.segments[0].state()[1] for state in cache.engine.states]
     assert [side["keys.codes"].shape[-1] for side in sides] == [16, 4, 4]
     assert [side["values.codes"].shape[-1] for side in sides] == [8, 4, 2]
     with pytest.raises(PlanError, match="bit_table: keys counts 4 layers; the plan compresses 3 of this model"):
@@ -118,9 +116,7 @@ def test_layers_hold_what_their_bits_say() -> None:
 @torch.no_grad()
 def test_a_budget_of_bytes_pays_for_the_mean_layer() -> None:
     model = build("llama")
-    cache = kvtailor.cache_for(
-        model, "streaming + bit_table(of=kivi(group=8, residual=8), keys=1, high=8) @ bytes=24KiB"
-    )
+    cache = kvtailor.cache_for(model, "streaming + bit_table(of=kivi(group=8, recent=8), keys=1, high=8) @ bytes=24KiB")
     model(prompts((400,))[0], past_key_values=cache)
     # A last group that is not full costs the 32 scales of a full one: 128 bytes for each of 6 heads.
     assert 0.97 * 24 * 1024 < cache.ledger().total <= 24 * 1024 + 6 * 128
@@ -144,7 +140,7 @@ def test_what_is_encoded_is_what_the_models_own_projection_gave(family: str) -> 
     for layer, module in enumerate(m for n, m in model.named_modules() if n.endswith(name)):
         module.register_forward_hook(lambda _, __, out, layer=layer: seen.setdefault(layer, out))
     model(ids, past_key_values=cache)
-    for layer, state in enumerate(cache.route.states):
+    for layer, state in enumerate(cache.engine.states):
         heads = state.heads
         expected = seen[layer].view(1, 40, heads, -1).transpose(1, 2)
         expected = expected if family == "llama" else expected.chunk(3, -1)[1]

@@ -16,7 +16,7 @@ from tests.support.seam.zoo import build, error, prompts
 PLANS = (
     "lowrank(rank=0.5, heads=0, block_size=8)",
     "unrotated(of=lowrank(rank=0.5, heads=4, allocation=fisher, block_size=8))",
-    "lowrank(rank=0.75, heads=2, of=hadamard(of=kivi(bits=8, group=8, residual=8)), only=values)",
+    "lowrank(rank=0.75, heads=2, of=hadamard(of=kivi(bits=8, group=8, recent=8)), only=values)",
     "kvplugin(rank=12, bits=8, only=values, block_size=8)",
     "orthogonal(rank=20, block_size=8)",
     "snapkv(window=6) + adakv + lowrank(rank=0.75, heads=0, block_size=8) @ tokens=24",

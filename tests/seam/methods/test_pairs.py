@@ -19,7 +19,7 @@ from tests.support.seam.zoo import build, error, held_columns, prompts
 PLAN = "minicache(block_size=8, retained=0.1)"
 PLANS = (
     PLAN,
-    "minicache(start=0.0, of=kivi(bits=4, group=8, residual=8))",
+    "minicache(start=0.0, of=kivi(bits=4, group=8, recent=8))",
     "minicache(start=0.0, of=vector(block_size=8), only=values)",
     "minicache(start=0.0, of=lowrank(rank=1.0, heads=2, basis=random, block_size=8))",
 )
@@ -47,7 +47,7 @@ def test_every_step_is_that_of_a_cache_merged_by_hand(family: str) -> None:
         token = prompts((1,), state=step)[0]
         expected = model(token, past_key_values=plain).logits
         assert error(model(token, past_key_values=cache).logits, expected) < 1e-5, f"step {step}"
-        lengths = [0 if state.tail is None else state.tail.length for state in cache.route.states]
+        lengths = [0 if state.tail is None else state.tail.length for state in cache.engine.states]
         assert lengths == [42 + step, (step + 1) % 8, (step + 1) % 8]
         if (step + 1) % 8 == 0:
             merged_by_hand(plain, 34 + step, 42 + step)
@@ -73,14 +73,14 @@ def test_pairs_hold_what_sinks_and_recents_leave(tokens: int) -> None:
         model(prompts((1,), state=step)[0], past_key_values=cache)
         ledger = cache.ledger()
         assert ledger.total == ledger.closed_form
-        lower, upper = cache.route.states[1:]
+        lower, upper = cache.engine.states[1:]
         assert torch.equal(held_columns(cache)[1], held_columns(cache)[2])
         assert all(one.shared is other.shared for one, other in zip(lower.segments, upper.segments, strict=True))
     assert int(cache.held().max()) <= tokens + 32
 
 
 def layer_bytes(cache: KvCache, layer: int) -> int:
-    return sum(e.closed_form or 0 for e in cache.route.states[layer].entries(layer) if e.stage == "encode")
+    return sum(e.closed_form or 0 for e in cache.engine.states[layer].entries(layer) if e.stage == "encode")
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def test_both_layers_hold_the_same_however_the_prompt_comes(plan: str) -> None:
     model(ids, past_key_values=again)
     assert again.ledger().total == before
     for cache in [*caches, again]:
-        lower, upper = cache.route.states[-2:] if "start" not in plan else cache.route.states[:2]
+        lower, upper = cache.engine.states[-2:] if "start" not in plan else cache.engine.states[:2]
         assert lower.segments and len(lower.segments) == len(upper.segments)
         assert torch.equal(lower.counts(), upper.counts()) and int(lower.counts()[0, 0]) == cache.seen
         assert cache.ledger().total == cache.ledger().closed_form
@@ -154,7 +154,7 @@ def test_layers_with_windows_of_the_models_own_lie_between() -> None:
     model = build("gemma3")
     cache = kvtailor.cache_for(model, "minicache(start=0.0)")
     model(prompts((40,))[0], past_key_values=cache)
-    lower, upper = cache.route.states
+    lower, upper = cache.engine.states
     assert lower.segments[0].shared is upper.segments[0].shared
     assert cache.geometry.compressed == (1, 3)
     with pytest.raises(PlanError, match=r"minicache: start=0.5 leaves no two layers of 2.*write start=0.0"):

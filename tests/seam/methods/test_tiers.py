@@ -20,14 +20,14 @@ from tests.support.seam.zoo import build, error, prompts
 
 PLANS = (
     "plain(block_size=8)",
-    "kivi(bits=4, group=8, residual=8)",
+    "kivi(bits=4, group=8, recent=8)",
     "unrotated(of=nuq(bits=4, group=8, block_size=8))",
     "minicache(start=0.0, block_size=4, of=vector(bits=8, block_size=4))",
     "quest(tokens=16, dense_layers=1) + indexed(page=4)",
-    "h2o(recent=6) + kivi(bits=4, group=8, residual=8) @ tokens=16, slack=3",
-    "snapkv(window=6) + adakv + kivi(bits=4, group=8, residual=8) @ tokens=24, slack=4",
+    "h2o(recent=6) + kivi(bits=4, group=8, recent=8) @ tokens=16, slack=3",
+    "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=8) @ tokens=24, slack=4",
     "snapkv(window=6) + dynamickv + vector(bits=8, block_size=8) @ tokens=24",
-    "pairs(window=6, sinks=2) + asymkv(window=6) + kivi(bits=4, group=8, residual=8) @ tokens=24, slack=6",
+    "pairs(window=6, sinks=2) + asymkv(window=6) + kivi(bits=4, group=8, recent=8) @ tokens=24, slack=6",
 )
 DISKS = ("", "on_device_layers=1, resident_layers=1", "resident_bytes=3KiB, policy=mru")
 
@@ -74,7 +74,7 @@ def test_full_leaves_in_blocks(tmp_path: Path) -> None:
     full, _ = decoded(model, ids, mask, "full", steps=20)
     found, cache = decoded(model, ids, mask, plan, steps=20)
     assert error(found, full) < 1e-5
-    assert all(state.tail.length < 8 for state in cache.route.states)
+    assert all(state.tail.length < 8 for state in cache.engine.states)
     assert (cache.held() == torch.tensor([68, 68 - 17])[:, None, None]).all()
 
 
@@ -138,7 +138,7 @@ def test_beams_give_the_same_text(tmp_path: Path) -> None:
 def test_a_plan_that_reads_twice(tmp_path: Path) -> None:
     model = build("llama")
     ids, mask = prompts((48, 31))
-    plan = "kvzip + kivi(bits=4, group=8, residual=8) @ keep=0.5"
+    plan = "kvzip + kivi(bits=4, group=8, recent=8) @ keep=0.5"
     token = prompts((1, 1), state=3)[0]
     longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
     logits = []
@@ -180,7 +180,7 @@ def test_hits_misses_and_bytes_are_what_arithmetic_says(
     assert 0 <= apart <= one + found.misses * 256, "one layer may be on its way, and padding is read too"
     now = cache.ledger()
     assert now.closed_form == now.total
-    assert cache.route.shelves.tier._buffers.idle_bytes == 0, "memory that the ledger leaves out"
+    assert cache.engine.offload.tier._buffers.idle_bytes == 0, "memory that the ledger leaves out"
     copies = now.by_stage.get("store", 0)
     resident = placed if "=9" in arguments or "=6" in arguments else hits_per_step or 0
     if "policy" not in arguments:
@@ -249,7 +249,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch:
             token = logits.argmax(-1)
     assert all(given) and 0 < len(given) < 20
     assert not [name for name in files_under(tmp_path) if name.endswith(".partial")]
-    held = [torch.cat([part.decode()[0] for part in c.route.states[0].parts()], 1) for c in (cache, reference)]
+    held = [torch.cat([part.decode()[0] for part in c.engine.states[0].parts()], 1) for c in (cache, reference)]
     assert torch.equal(held[0][:, :-1], held[1][:, : held[0].shape[1] - 1])
 
 

@@ -54,11 +54,11 @@ def decoded(cache) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
     """For each compressed layer keys (b, h, seen, d), values (b, h, seen, dv) and log weights (b, h, seen, 1) of what
     is held, 0 elsewhere."""
     found = {}
-    for layer, state in zip(cache.geometry.compressed, cache.route.states, strict=True):
+    for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True):
         whole: list[Tensor] = []
         for part in state.parts():
             layout, both = part.layout, [*part.decode()]
-            weights = part.reading().log_weight
+            weights = part.view().log_weight
             both.append(torch.zeros(*both[0].shape[:2], 1) if weights is None else weights[..., None])
             whole = whole or [x.new_zeros(state.rows * state.heads, state.seen, x.shape[-1]) for x in both]
             columns = layout.columns(both[0].device).expand(layout.lanes, -1)

@@ -134,7 +134,7 @@ def kept_by(model: nn.Module, inner: nn.Module, then=None) -> torch.Tensor:
     with torch.no_grad():
         model(input_ids=prompts((40,))[0], past_key_values=cache)
     found = torch.zeros(3, 2, 40, dtype=torch.bool)
-    for layer, state in enumerate(cache.route.states):
+    for layer, state in enumerate(cache.engine.states):
         for part in state.parts():
             columns = part.layout.columns(torch.device("cpu")).expand(part.layout.lanes, -1)
             found[layer].view(2, 40).scatter_(1, columns, True)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.attend.contract import Attended, Attention, LayerFacts
+from kvtailor.attend.contract import Attended, Attention, AttentionContext
 from kvtailor.attend.segments import Segments
 from kvtailor.plan import Plan
 from kvtailor.score.position import Position
 from kvtailor.types import Rotation
 from tests.support.seam.zoo import build, prompts
 
-CALLS: list[tuple[str, LayerFacts, int, int]] = []
+CALLS: list[tuple[str, AttentionContext, int, int]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Diary(Attention):
         read = Segments().attend(query, parts, visible, scaling, **options)
         return Attended(output=read.output, mass=read.mass, carry=counted(facts, "attended", query.shape[0]))
 
-    def index(self, parts, visible, facts: LayerFacts) -> Mapping[str, torch.Tensor]:
+    def index(self, parts, visible, facts: AttentionContext) -> Mapping[str, torch.Tensor]:
         CALLS.append(("index", facts, visible.new_tokens, held(parts)))
         return counted(facts, "indexed", parts[0].layout.rows)
 
@@ -48,7 +48,7 @@ def held(parts) -> int:
     return sum(int(part.layout.counts()[0, 0]) for part in parts)
 
 
-def counted(facts: LayerFacts, name: str, rows: int) -> dict[str, torch.Tensor]:
+def counted(facts: AttentionContext, name: str, rows: int) -> dict[str, torch.Tensor]:
     carry = dict(facts.carry)
     carry[name] = carry.get(name, torch.zeros(rows, dtype=torch.int64)) + 1
     return carry
@@ -72,11 +72,11 @@ def test_layers_count_those_that_are_compressed_and_carry_what_they_left() -> No
     first = [("attend", 0, 20), ("index", 0, 20), ("attend", 1, 20), ("index", 1, 20)]
     assert asked == first + [("attend", 0, 1), ("attend", 1, 1)] * 3
     assert all(facts.layers == 2 and facts.rotation is None for _, facts, _, _ in CALLS)
-    for state in cache.route.states:
+    for state in cache.engine.states:
         assert {name: tensor.tolist() for name, tensor in state.carry.items()} == {"attended": [4], "indexed": [1]}
     assert cache.ledger().by_stage["attend"] == 2 * 2 * 8
     cache.reset()
-    assert all(not state.carry for state in cache.route.states)
+    assert all(not state.carry for state in cache.engine.states)
 
 
 @torch.no_grad()
@@ -111,17 +111,17 @@ def test_a_carry_follows_rows_and_rejected_tokens_leave_none() -> None:
     cache.activate_past_recording()
     model(ids, past_key_values=cache)
     cache.crop(0)
-    before = {name: tensor.clone() for name, tensor in cache.route.states[0].carry.items()}
+    before = {name: tensor.clone() for name, tensor in cache.engine.states[0].carry.items()}
     model(ids[:, :4], past_key_values=cache)
     waiting = cache.ledger()
     assert waiting.total == waiting.closed_form
     cache.crop(-4)
-    assert {name: tensor.tolist() for name, tensor in cache.route.states[0].carry.items()} == {
+    assert {name: tensor.tolist() for name, tensor in cache.engine.states[0].carry.items()} == {
         name: tensor.tolist() for name, tensor in before.items()
     }
     model(ids[:, :4], past_key_values=cache)
     cache.crop(-1)
     # Of the two calls of this forward the one with the rejected token counts for nothing.
-    assert cache.route.states[0].carry["attended"].tolist() == [2, 2]
+    assert cache.engine.states[0].carry["attended"].tolist() == [2, 2]
     cache.reorder_cache(torch.tensor([1, 1]))
-    assert all(tensor.shape == (2,) for tensor in cache.route.states[0].carry.values())
+    assert all(tensor.shape == (2,) for tensor in cache.engine.states[0].carry.values())

@@ -26,7 +26,7 @@ def test_keys_turned_back_are_the_same_at_every_position(family: str) -> None:
     model = build(family)
     cache = kvtailor.cache_for(model, "full")
     model(torch.full((1, 24), 7), past_key_values=cache)
-    state = cache.route.states[0]
+    state = cache.engine.states[0]
     keys = state.parts()[0].decode()[0]
     geometry = Geometry.of(model.config)
     layer = geometry.compressed[0]

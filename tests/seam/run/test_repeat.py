@@ -16,7 +16,7 @@ from tests.support.crossed import crossed
 from tests.support.seam.zoo import COMPRESSIBLE, MaskedReference, build, error, held_columns, prompts
 
 CHUNK, LEAD, SINKS = 17, 3, 2
-# A slack keeps the evidence after the walk, so that it can be looked at.
+# A slack keeps the evidence after the eviction, so that it can be looked at.
 KEPT = f"kvzip(chunk={CHUNK}, lead={LEAD}, sinks={SINKS}) @ keep=0.5, slack=64"
 WORDS = torch.tensor([9, 4, 77])
 
@@ -61,7 +61,7 @@ def test_what_a_repetition_looks_at_is_the_definition(family: str) -> None:
         cache = kvtailor.prefill(model, KEPT, ids, mask, chunk=chunk, instruction=WORDS)
         for row, length in enumerate(lengths):
             expected = looked_at_by_hand(plain, ids[row, -length:])
-            for layer, state in zip(cache.geometry.compressed, cache.route.states, strict=True):
+            for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True):
                 got = state.reconstruction[row]
                 assert error(got[:, -length:], expected[layer]) < 1e-5, f"layer {layer} of row {row}"
                 assert not got[:, :-length].any(), "padding was looked at"
@@ -81,7 +81,7 @@ def test_without_a_tokenizer_the_context_alone_is_fed_again() -> None:
     ids, _ = prompts((40,))
     cache = kvtailor.prefill(model, KEPT, ids)
     expected = looked_at_by_hand(plain, ids[0], words=torch.zeros(0, dtype=torch.int64))
-    assert error(cache.route.states[1].reconstruction[0], expected[1]) < 1e-5
+    assert error(cache.engine.states[1].reconstruction[0], expected[1]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,10 @@ def test_a_context_that_leaves_no_positions_is_refused_and_pieces_shrink_to_what
     cache = kvtailor.cache_for(model, KEPT)
     with pytest.raises(CacheMisuse, match="510 tokens.*512 positions"):
         kvtailor.prefill(model, cache, ids, instruction=WORDS)
-    assert cache.seen == 0 and not cache.route.holding
+    assert cache.seen == 0 and not cache.engine.holding
     # 512 positions: 6 are left for a piece after 500 tokens, 3 of instruction and 3 of lead.
     cache = kvtailor.prefill(model, KEPT, ids[:, :500], instruction=WORDS)
-    looked = cache.route.states[0].reconstruction
+    looked = cache.engine.states[0].reconstruction
     assert looked.shape[-1] == 500 and (looked > 0).all()
 
 
@@ -197,7 +197,7 @@ def test_a_failure_between_the_passes_leaves_no_half_made_cache(monkeypatch: pyt
     model = build("llama")
     ids, _ = prompts((30,))
     cache = kvtailor.cache_for(model, "kvzip @ keep=0.5")
-    monkeypatch.setattr("kvtailor.engine.reconstruct.Piece._looked_at", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvtailor.engine.reconstruct.ReconstructionPass._looked_at", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         kvtailor.prefill(model, cache, ids)
     assert cache.seen == 0

@@ -21,13 +21,13 @@ from tests.support.crossed import crossed
 from tests.support.seam.tape import Tape, recorder
 from tests.support.seam.zoo import COMPRESSIBLE, VOCABULARY, build, error, prompts
 
-KIVI = "kivi(bits=4, group=16, residual=16)"
+KIVI = "kivi(bits=4, group=16, recent=16)"
 PLANS = (
     "full",
     "snapkv(window=6) @ tokens=12",
     "snapkv(window=6) + adakv @ tokens=16",
     KIVI,
-    "snapkv(window=6) + adakv + vector(bits=8, residual=4, block_size=8) @ tokens=16",
+    "snapkv(window=6) + adakv + vector(bits=8, recent=4, block_size=8) @ tokens=16",
     "position(sinks=2) @ tokens=14, slack=5",
     "lowrank(rank=0.5, basis=random, block_size=8)",
     "minicache(block_size=12)",
@@ -111,7 +111,7 @@ def test_so_with_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> N
 @needs_triton
 @pytest.mark.parametrize(
     ("plan", "kernels"),
-    [(KIVI, 3), ("snapkv(window=6) + adakv + vector(bits=8, residual=4) @ tokens=16", 4), ("full", 2)],
+    [(KIVI, 3), ("snapkv(window=6) + adakv + vector(bits=8, recent=4) @ tokens=16", 4), ("full", 2)],
 )
 def test_so_with_kernels_of_gpus(plan: str, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer launches what reads each of its parts, and one kernel that adds them up."""
@@ -122,7 +122,7 @@ def test_so_with_kernels_of_gpus(plan: str, kernels: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device is here to capture a graph on")
-@pytest.mark.parametrize("twins", ["reference", "triton"])
+@pytest.mark.parametrize("implementations", ["reference", "triton"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_graphs_say_what_plain_steps_say(plan: str, twins: str) -> None:
     agrees(plan, "llama", (23, 17, 9), captured, twins=twins, allowed=1e-2, device=DEVICE)
@@ -142,7 +142,7 @@ def test_generate_replays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found.cache.held(), expected.cache.held())
         assert found.statistics.plain_tokens == expected.statistics.plain_tokens
         # No slot is kept for a token that is not asked for.
-        assert found.cache.route.states[0].tail.tensors()["keys"].shape[1] <= 20 + 24 or plan != "full"
+        assert found.cache.engine.states[0].tail.tensors()["keys"].shape[1] <= 20 + 24 or plan != "full"
     assert sum(tape.replays for tape in tapes) > 30
 
 

@@ -1,4 +1,4 @@
-"""Caches that overhear a prefill, or are made of what another holds, are as if they had read the text themselves."""
+"""Caches that share a prefill, or are made of what another holds, are as if they had read the text themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries, overhearing, remake
+from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries, remake, sharing_prefill
 from kvtailor.plan import Plan
 from tests.seam.test_speculation import assert_same_state
 from tests.support.seam.zoo import build, error, prompts
@@ -15,8 +15,8 @@ PLANS = [
     "snapkv(window=4) @ tokens=20",
     "retrieval(chunk=4) + adakv @ tokens=20",
     "streaming @ tokens=12, slack=5",
-    "kivi(bits=4, residual=32)",
-    "h2o(recent=4) + kivi(residual=32) @ keep=0.5",
+    "kivi(bits=4, recent=32)",
+    "h2o(recent=4) + kivi(recent=32) @ keep=0.5",
     "expected @ tokens=24",
     "indexed(page=4) + quest(tokens=16)",
     "minicache(start=0, block_size=10)",
@@ -32,7 +32,7 @@ def test_what_is_overheard_is_what_is_read(plan: str, family: str) -> None:
     model = build(family)
     ids, mask = prompts((50, 33))
     source, mine, own = (kvtailor.cache_for(model, each) for each in ("vector(bits=8)", plan, plan))
-    with overhearing(source, [mine]):
+    with sharing_prefill(source, [mine]):
         kvtailor.prefill(model, source, ids, mask)
     kvtailor.prefill(model, own, ids, mask)
     assert_same_state(mine, own)
@@ -72,7 +72,7 @@ def test_a_quantised_cache_of_padded_rows_hands_its_tokens_on() -> None:
     for cache in (source, own):
         kvtailor.prefill(model, cache, ids, mask)
     remake(mine, source, mask)
-    for one, two in zip(mine.route.states, own.route.states, strict=True):
+    for one, two in zip(mine.engine.states, own.engine.states, strict=True):
         keys, expected = (state.tail.as_segment().keys.view(2, 2, 50, -1) for state in (one, two))
         assert error(keys[0], expected[0]) < 0.02 and error(keys[1, :, 17:], expected[1, :, 17:]) < 0.02
 

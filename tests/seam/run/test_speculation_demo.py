@@ -13,7 +13,7 @@ SPECULATIONS = {
     "streaming": {"draft_plan": "streaming @ tokens=64"},
     "snapkv": {"draft_plan": "snapkv @ tokens=64, slack=32"},
     "retrieval": {"draft_plan": "retrieval @ tokens=64, slack=64", "refresh": 100},
-    "quantised": {"draft_plan": "kivi(residual=32)"},
+    "quantised": {"draft_plan": "kivi(recent=32)"},
     "draft model": {"draft": "demo-draft"},
     "hierarchy": {"draft": "demo-draft", "draft_plan": "streaming @ tokens=64", "middle_plan": "snapkv @ tokens=96"},
 }
@@ -36,7 +36,7 @@ def same_text(name: str, target: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "tokens"), [("snapkv", "full", 100), ("hierarchy", "kivi(bits=4, residual=32)", 60)]
+    ("name", "target", "tokens"), [("snapkv", "full", 100), ("hierarchy", "kivi(bits=4, recent=32)", 60)]
 )
 def test_a_hundred_tokens(name: str, target: str, tokens: int) -> None:
     same_text(name, target, tokens)
@@ -49,7 +49,7 @@ def test_a_hundred_tokens(name: str, target: str, tokens: int) -> None:
         "full",
         "vector(bits=8) + snapkv @ keep=0.5",
         "disk(on_device_layers=3)",
-        "kivi(residual=32) + disk(resident_layers=2)",
+        "kivi(recent=32) + disk(resident_layers=2)",
     ],
 )
 @pytest.mark.parametrize("name", SPECULATIONS)

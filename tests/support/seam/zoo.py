@@ -106,7 +106,7 @@ def prompts(lengths: tuple[int, ...], state: int = 1) -> tuple[Tensor, Tensor]:
 def held_columns(cache) -> dict[int, Tensor]:
     """For each compressed layer of the model (b, h, seen) bool: this head holds this column."""
     found = {}
-    for layer, state in zip(cache.geometry.compressed, cache.route.states, strict=True):
+    for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True):
         mask = torch.zeros(state.rows * state.heads, state.seen, dtype=torch.bool)
         for part in state.parts():
             columns = part.layout.columns(torch.device("cpu")).expand(part.layout.lanes, -1)

@@ -1,7 +1,7 @@
-"""What a bench that was fooled looks like: each tripwire raises a sentence that begins with its name.
+"""What a bench that was fooled looks like: each sanity check raises a sentence that begins with its name.
 
 Some are touched while a task runs, before its numbers are written; the others by the records of a run, when all of
-them have been written. `TRIPWIRES` names them all.
+them have been written. `CHECKS` names them all.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from kvtailor.bench.checks.fraud import (
+    CHECKS,
     MAY_BE_ALLOWED,
     MEANINGS,
-    TRIPWIRES,
     Finding,
     Fraud,
     allowances,
@@ -40,7 +40,7 @@ from kvtailor.bench.schema import Record
 __all__ = [
     "MAY_BE_ALLOWED",
     "MEANINGS",
-    "TRIPWIRES",
+    "CHECKS",
     "Finding",
     "Fraud",
     "allowances",
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Every tripwire that the records of a run touch, allowed or not."""
+    """Every sanity check that the records of a run fail, allowed or not."""
     return chain(of_holdings(records), of_texts(records), of_results(records), of_times(records))
 
 
@@ -70,7 +70,7 @@ def check_records(records: Sequence[Record]) -> None:
     """Nothing in the records of a run shows that it was fooled.
 
     Raises:
-        Fraud: the first tripwire that they touch and that was not allowed, see `run(allow=...)`.
+        Fraud: the first sanity check that they fail and that was not allowed, see `run(allow=...)`.
     """
     for finding in findings(records):
         if not finding.allowed:

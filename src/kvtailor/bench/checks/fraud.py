@@ -1,4 +1,4 @@
-"""The names of the tripwires, and what one of them says when it is touched."""
+"""The names of the sanity checks, and what one of them says when it fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtailor.bench.schema import Record
 from kvtailor.errors import KvtailorError, UnknownName
 
-__all__ = ["MAY_BE_ALLOWED", "MEANINGS", "TRIPWIRES", "Finding", "Fraud", "allowances", "is_allowance"]
+__all__ = ["MAY_BE_ALLOWED", "MEANINGS", "CHECKS", "Finding", "Fraud", "allowances", "is_allowance"]
 
 MEANINGS = {
     "identity": "plan 'full' gives other scores than the model's own cache",
@@ -32,10 +32,10 @@ MEANINGS = {
     "cold side": "one side's times fall while the run goes on: it was not warm",
     "throttled side": "one side's times rise while the run goes on, and those of the others do not",
 }
-TRIPWIRES: tuple[str, ...] = tuple(MEANINGS)
+CHECKS: tuple[str, ...] = tuple(MEANINGS)
 
 # The others are touched while a task runs: what comes after them would not mean anything.
-MAY_BE_ALLOWED: tuple[str, ...] = TRIPWIRES[TRIPWIRES.index("same results on other data") :]
+MAY_BE_ALLOWED: tuple[str, ...] = CHECKS[CHECKS.index("same results on other data") :]
 
 _ALLOWANCE = "Allowed by the user: "
 
@@ -44,22 +44,22 @@ class Fraud(KvtailorError, RuntimeError):
     """Results that cannot be what they say they are.
 
     Attributes:
-        name: the tripwire, one of `TRIPWIRES`; the message begins with it and a colon.
+        name: the sanity check, one of `CHECKS`; the message begins with it and a colon.
     """
 
     def __init__(self, name: str, sentence: str):
         if name not in MEANINGS:
-            raise UnknownName("tripwire", name, TRIPWIRES)
+            raise UnknownName("sanity check", name, CHECKS)
         self.name = name
         super().__init__(f"{name}: {sentence}")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A tripwire that records of a run touch.
+    """A sanity check that records of a run fail.
 
     Attributes:
-        name: the tripwire.
+        name: the sanity check.
         sentence: what was found and what to do.
         records: which show it.
     """
@@ -75,19 +75,19 @@ class Finding:
 
 
 def allowances(names: Sequence[str]) -> tuple[str, ...]:
-    """The notes of records for which the user allowed these tripwires, each once.
+    """The notes of records for which the user allowed these sanity checks, each once.
 
     Raises:
-        UnknownName: there is no such tripwire.
+        UnknownName: there is no such sanity check.
         KvtailorError: one may not be allowed.
     """
     for name in names:
         if name not in MEANINGS:
-            raise UnknownName("tripwire", name, TRIPWIRES)
+            raise UnknownName("sanity check", name, CHECKS)
         if name not in MAY_BE_ALLOWED:
             raise KvtailorError(
-                f"asked to allow the tripwire {name!r}: without it no number of a run means anything; those that may "
-                f"be allowed are {', '.join(MAY_BE_ALLOWED)}"
+                f"asked to allow the sanity check {name!r}: without it no number of a run means anything; "
+                f"those that may be allowed are {', '.join(MAY_BE_ALLOWED)}"
             )
     return tuple(dict.fromkeys(map(_note, names)))
 

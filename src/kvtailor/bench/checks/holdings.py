@@ -31,7 +31,7 @@ def of_holdings(records: Sequence[Record]) -> Iterator[Finding]:
 def same_peaks(records: Sequence[Record]) -> Iterator[str]:
     """Sentences on peaks that are equal to the byte for plans that hold very different things.
 
-    That may be honest, where all tokens are there when the first layer is cut, so it is no tripwire.
+    That may be honest, where all tokens are there when the first layer is cut, so it is no sanity check.
     """
     for _, group in _by(records, lambda r: (r.run, r.task, str(r.point))):
         known = [r for r in group if r.bytes_peak is not None and r.bytes_held]

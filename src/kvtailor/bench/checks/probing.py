@@ -145,11 +145,11 @@ def _kinds(kind: type) -> Iterator[type]:
 
 
 def _can_be_emptied(cache: Any) -> bool:
-    return hasattr(cache, "route") and hasattr(cache, "ledger")
+    return hasattr(cache, "engine") and hasattr(cache, "ledger")
 
 
 def _is_placed(cache: Any) -> bool:
-    return bool(cache.route.plan.store.moves)
+    return bool(cache.engine.plan.store.moves)
 
 
 def _unplaced(contestant: Contestant) -> Contestant:
@@ -167,7 +167,7 @@ def _held_storages(cache: Any) -> Iterator[Tensor]:
     tokens sit stays as it is.
     """
     seen: set[tuple[str, int]] = set()
-    for state in cache.route.states:
+    for state in cache.engine.states:
         parts = state.segments or ([state.tail.as_segment()] if state.tail is not None and state.tail.length else [])
         for part in parts:
             where = part.layout.tensors()

@@ -41,7 +41,7 @@ def _moved(cache: Any) -> dict[str, float] | None:
 
 def tokens_read(cache: Any) -> float | None:
     """`Record.tokens_read` of the forward before."""
-    states = cache.route.states if hasattr(cache, "route") else []
+    states = cache.engine.states if hasattr(cache, "engine") else []
     if all(state.read is None for state in states):
         return None
     each = [state.counts() if state.read is None else state.read.cpu() for state in states]

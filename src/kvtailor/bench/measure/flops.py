@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtailor.attend.contract import LayerFacts
+from kvtailor.attend.contract import AttentionContext
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.flops_repeat import repetition_flops, twice_pairs
 from kvtailor.bench.measure.weights import Weights
@@ -124,7 +124,7 @@ class _Before:
     segments: tuple[Segment, ...]
     newest: int
     tail: int
-    facts: LayerFacts
+    facts: AttentionContext
 
     @classmethod
     def of(cls, state: LayerState, rows: int, heads: int) -> _Before:
@@ -137,7 +137,7 @@ class _Before:
             segments=tuple(state.segments),
             newest=max(columns, default=-1),
             tail=0 if state.tail is None else state.tail.length,
-            facts=LayerFacts(layer=state.index, carry=state.carry),
+            facts=AttentionContext(layer=state.index, carry=state.carry),
         )
 
 
@@ -146,7 +146,7 @@ class _Step:
 
     def __init__(self, cache: Any, geometry: Geometry, rows: int, *, seen: int):
         self.geometry, self.rows, self.seen = geometry, rows, seen
-        self.states: list[LayerState] = cache.route.states if hasattr(cache, "route") else []
+        self.states: list[LayerState] = cache.engine.states if hasattr(cache, "engine") else []
         self.before = [_Before.of(state, rows, geometry.kv_heads) for state in self.states]
 
     def read(self, cache: Any) -> int:
@@ -190,7 +190,7 @@ class _Step:
             if state.settled_seen == state.seen and state.tail_growth == 0:
                 score, allocate, select = plan.score, plan.allocate, plan.select
                 parts += [
-                    # The walk reads keys and values once more.
+                    # The eviction reads keys and values once more.
                     _each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes)),
                     _each(held, lambda n: score.flops(tokens=n, group=group, size=size)),
                     _each(held, lambda n: allocate.flops(tokens=n, heads=heads, group=group, size=size)),

@@ -30,8 +30,8 @@ def repetition_flops(
     head and each new token, 2 d + 4 for every sink, token of the piece and earlier new token: its logit, and its
     softmax (less the maximum, exponential, sum, division); the highest probability is chosen for nothing.
     """
-    route = getattr(cache, "route", None)
-    how = None if route is None else route.needs.reconstruction
+    engine = getattr(cache, "engine", None)
+    how = None if engine is None else engine.needs.reconstruction
     if how is None or not geometry.compressed:
         return 0
     context, words = torch.zeros((1, tokens), dtype=torch.int64), instruction_of(tokenizer)

@@ -50,7 +50,7 @@ class Queries:
 def contents(cache: Any) -> list[Contents]:
     """Every compressed layer of a `KvCache` of one row, decoded."""
     found = []
-    for state in cache.route.states:
+    for state in cache.engine.states:
         parts = state.parts()
         decoded = [part.decode() for part in parts]
         keys, values = (torch.zeros(state.heads, state.seen, x.shape[-1]) for x in decoded[0])

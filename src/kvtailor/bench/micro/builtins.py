@@ -46,7 +46,7 @@ _GROUP, _TAIL, _PIECE = 64, 128, 32
 
 
 def _ours(bits: int) -> str:
-    return f"kivi(bits={bits}, group={_GROUP}, residual={_TAIL})"
+    return f"kivi(bits={bits}, group={_GROUP}, recent={_TAIL})"
 
 
 def _makers(backends: Sequence[str], bits: Sequence[int]) -> dict[str, Callable[[Any], Any]]:

@@ -48,7 +48,7 @@ _SMALLER = (
     "snapkv + adakv @ tokens={budget}",
     "vector(bits=8)",
     "vector(bits=4)",
-    "kivi(bits=4, group=64, residual=128)",
+    "kivi(bits=4, group=64, recent=128)",
 )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import LayerFacts
+from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.quest import Quest
 from kvtailor.bench.micro.attention_contestants import (
     APART,
@@ -200,7 +200,7 @@ def _pages(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _W
         ]
         for keys, values in half
     ]
-    method, facts = Quest(tokens=_BUDGET, dense_layers=0), LayerFacts(layer=1, layers=2)
+    method, facts = Quest(tokens=_BUDGET, dense_layers=0), AttentionContext(layer=1, layers=2)
     visible = LazyMask.causal(1, 1, tokens, device)
     count = min(tokens, _BUDGET) // _PAGE
     pages = torch.stack([torch.randperm(tokens // _PAGE)[:count] for _ in range(8)]).to(device, torch.int32)

@@ -38,7 +38,7 @@ from kvtailor.hf.run.stock import fill
 
 __all__ = ["main", "measure"]
 
-_CODECS = ("plain(block_size=1024)", "vector(bits=8)", "kivi(bits=4, group=64, residual=128)")
+_CODECS = ("plain(block_size=1024)", "vector(bits=8)", "kivi(bits=4, group=64, recent=128)")
 _SETS = ("", "resident_layers=2", "resident_layers=2, policy=lru")
 
 

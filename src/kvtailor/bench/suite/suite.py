@@ -222,7 +222,8 @@ def _is_here(name: str) -> bool:
     method, _, argument = name.partition(".")
     stage = next((stage for stage in registry.stages() if method in registry.methods(stage)), None)
     if argument:
-        return stage is not None and argument in getattr(registry.load(stage, method), "__dataclass_fields__", {})
+        kind = None if stage is None else registry.load(stage, method)
+        return kind is not None and argument in {*getattr(kind, "__dataclass_fields__", {}), *kind.old_names}
     return stage is not None or method in registry.presets() or method in KINDS
 
 

@@ -70,5 +70,5 @@ class Task(ABC):
         """Records of all contestants. A plan that fails gives a record with `error`, and the others go on.
 
         Raises:
-            KvtailorError: the task itself cannot be done (a text too short, say), or a tripwire was touched.
+            KvtailorError: the task itself cannot be done (a text too short, say), or a sanity check failed.
         """

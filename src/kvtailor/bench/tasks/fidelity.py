@@ -62,7 +62,7 @@ class Fidelity(Task):
         context: tokens that are prefilled and compressed.
         continuation: tokens that are compared.
         windows: how many.
-        least_distinct: see `tripwires.check_repetition`.
+        least_distinct: see `checks.check_repetition`.
         state: see `Perplexity`.
     """
 
@@ -187,7 +187,7 @@ class _Run:
 def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
     logits, cache = subject.prefill(window.context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
-    held = contents(cache) if hasattr(cache, "route") else None
+    held = contents(cache) if hasattr(cache, "engine") else None
     rows, queries = [logits[0, -1:]], []
     if window.targets.numel() > 1:
         if held is None:

@@ -75,8 +75,8 @@ class Perplexity(Task):
         beyond: a window may have more tokens than the model has positions, to see how a plan that streams fares there.
         windows: how many; fewer are taken, and it is said, where the text is too short.
         tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: see
-            `tripwires.tolerances`.
-        least_distinct: see `tripwires.check_repetition`.
+            `checks.tolerances`.
+        least_distinct: see `checks.check_repetition`.
         state: 0: the windows that are spread evenly over the text. Any other chooses others at random, from another
             beginning, and is in every record.
     """

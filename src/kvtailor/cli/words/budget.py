@@ -79,7 +79,7 @@ def holding(plan: Plan, geometry: Geometry, element: int, bytes_per_token: float
         # A cut leaves the score's newest in the tail, and the codec takes what it does not leave in full precision.
         recent = min(plan.encode.tail, held)
         if plan.score is not None and held < tokens:
-            recent = min(recent, plan.score.recents)
+            recent = min(recent, plan.score.recent)
     copies, full = len(geometry.compressed) * geometry.kv_heads, 2 * geometry.head_dim * element
     everything = geometry.full_bytes(1, tokens, element)
     return Holding(
@@ -137,11 +137,11 @@ def budget_notes(plan: Plan, geometry: Geometry | None, element: int, tokens: in
         element: bytes of an element of the cache's dtype.
         tokens: the length that was asked; None: the model's positions, where it has a number of them.
     """
-    from kvtailor.engine.budget import only_recents
+    from kvtailor.engine.budget import only_recent
 
     if plan.score is None or (geometry is not None and not geometry.compressed):
         return []
-    recents = plan.score.recents
+    recent = plan.score.recent
     length = tokens if tokens is not None or geometry is None else geometry.max_positions
     budget = None if length is None else _budget(plan, length, geometry, element)
     if plan.keep == 1.0 or (budget is not None and length is not None and budget >= length):
@@ -149,25 +149,25 @@ def budget_notes(plan: Plan, geometry: Geometry | None, element: int, tokens: in
         reason = "keep=1.0 is all of a prompt" if plan.keep == 1.0 else f"{_words(plan, budget)} is not below {what}"
         inexact = f"only what {_name(plan.select)} drops is evicted"
         return [f"{reason}: {'nothing will be evicted' if plan.select.exact else inexact}"]
-    if not recents:
+    if not recent:
         return []
     if tokens is not None or plan.keep is None:
         # A number of tokens or of bytes is the same at any length.
         budget = _budget(plan, tokens or 1, geometry, element) if budget is None else budget
-        low = budget is not None and budget <= recents
-        return [only_recents(seen=tokens, held=budget, recents=recents)] if low and budget is not None else []
-    longest = _longest(plan.keep, recents)
+        low = budget is not None and budget <= recent
+        return [only_recent(seen=tokens, held=budget, recent=recent)] if low and budget is not None else []
+    longest = _longest(plan.keep, recent)
     return [
-        f"prompts of up to {longest} tokens: keep={plan.keep} of them is at most {recents} tokens per kv head, and the "
+        f"prompts of up to {longest} tokens: keep={plan.keep} of them is at most {recent} tokens per kv head, and the "
         "score always keeps so many of the newest: nothing but the newest is held, no first token (attention sink) and "
         "none that the score would choose"
     ]
 
 
-def _longest(keep: float, recents: int) -> int:
-    """The most tokens of a row of which `keep` is no more than `recents`, as `total_tokens` counts."""
-    longest = int((recents + 1) / keep) + 2
-    while int(longest * keep + 1e-6) > recents:
+def _longest(keep: float, recent: int) -> int:
+    """The most tokens of a row of which `keep` is no more than `recent`, as `total_tokens` counts."""
+    longest = int((recent + 1) / keep) + 2
+    while int(longest * keep + 1e-6) > recent:
         longest -= 1
     return longest
 

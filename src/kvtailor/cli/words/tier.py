@@ -32,11 +32,11 @@ def forecast(
         rate: bytes per second of the link; None: not known, and neither is any time of it.
         step_seconds: that the model takes for a step if everything is resident; None: not known.
     """
-    from kvtailor.store.offload.transfer_model import outlook
+    from kvtailor.store.offload.transfer_model import forecast_transfers
     from kvtailor.store.offload.transfer_model import step_seconds as predicted
 
     layers = sizes["compressed_layers"]
-    groups = plan.encode.layers_together(layers)
+    groups = plan.encode.layer_groups(layers)
     of_layer = cost["bytes_per_token_and_kv_head"] * sizes["kv_heads"] * held.tokens_encoded
     each = [round(len(group) * of_layer) for group in groups]
     stay = plan.store.open(groups).stays(each)
@@ -54,7 +54,7 @@ def forecast(
     if rate is None or step_seconds is None:
         return found
     compute = [step_seconds * len(group) / layers for group in groups]
-    best = outlook(each, rate=rate, compute=compute, most_bytes=sum(each[unit] for unit in stay))
+    best = forecast_transfers(each, rate=rate, compute=compute, most_bytes=sum(each[unit] for unit in stay))
     return found | {
         "step_seconds": predicted(each, stay, rate=rate, compute=compute),
         "best_resident": list(best.resident),

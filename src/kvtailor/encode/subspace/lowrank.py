@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.calibration_file import CalibratedMethod
-from kvtailor.encode.contract import Codec, LayerFacts, Sides, refuse_non_finite
+from kvtailor.encode.contract import Codec, CodecContext, Sides, refuse_non_finite
 from kvtailor.encode.one_side import one_sided
+from kvtailor.method import renamed
 from kvtailor.ops.attention.joined import group_layout, hold_the_same, members, together
 from kvtailor.ops.codes.quant import largest_divisor
 from kvtailor.ops.codes.subspace import Basis, Moments, on_device, principal, random_directions, rank_of, split_ranks
@@ -38,6 +39,7 @@ from kvtailor.types import Layout, PlainSegment, Segment
 __all__ = ["LowRank"]
 
 
+@renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
 class LowRank(CalibratedMethod, Codec):
     """Projection on the directions of most energy.
@@ -54,7 +56,7 @@ class LowRank(CalibratedMethod, Codec):
         state: random state of these.
         allocation: "fisher" gives layers, and keys and values, ranks in proportion to the weights of the file, of the
             same sum.
-        residual: newest tokens that stay in full precision, or more where `of` says so.
+        recent: newest tokens that stay in full precision, or more where `of` says so.
         block_size: tokens that are encoded at once where `of` says nothing.
     """
 
@@ -67,16 +69,16 @@ class LowRank(CalibratedMethod, Codec):
     basis: Literal["calibrated", "random"] = "calibrated"
     state: int = 0
     allocation: Literal["uniform", "fisher"] = "uniform"
-    residual: int = 0
+    recent: int = 0
     block_size: int = 128
     calibrates: ClassVar[str] = "lowrank"
     examples: ClassVar[tuple[str, ...]] = (
         "lowrank(rank=1.0, basis=random)",
         "lowrank(rank=1.0, heads=0, basis=random)",
         "lowrank(rank=1.0, heads=2, only=values, of=vector, basis=random)",
-        "lowrank(rank=1.0, heads=0, only=keys, of=hadamard(of=kivi(bits=4, group=16, residual=16)), basis=random)",
+        "lowrank(rank=1.0, heads=0, only=keys, of=hadamard(of=kivi(bits=4, group=16, recent=16)), basis=random)",
     )
-    _facts: LayerFacts | None = field(init=False, repr=False, compare=False, default=None)
+    _facts: CodecContext | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,9 +96,9 @@ class LowRank(CalibratedMethod, Codec):
                 "lowrank: centred=true and allocation=fisher read a calibration, and basis=random has none: leave them "
                 "out, or take basis=calibrated"
             )
-        if self.residual < 0 or self.block_size < 1:
+        if self.recent < 0 or self.block_size < 1:
             raise ValueError(
-                f"lowrank: residual must be 0 or more tokens and block_size 1 or more, found {self.residual} and "
+                f"lowrank: recent must be 0 or more tokens and block_size 1 or more, found {self.recent} and "
                 f"{self.block_size}"
             )
         inner = self._latents
@@ -117,7 +119,7 @@ class LowRank(CalibratedMethod, Codec):
 
     @property
     def tail(self) -> int:
-        return max(self.residual, 0 if self._latents is None else self._latents.tail)
+        return max(self.recent, 0 if self._latents is None else self._latents.tail)
 
     @property
     def block(self) -> int:
@@ -127,7 +129,7 @@ class LowRank(CalibratedMethod, Codec):
     def lane_multiple(self) -> int:
         return 1 if self._latents is None else self._latents.lane_multiple
 
-    def for_layer(self, facts: LayerFacts) -> LowRank:
+    def for_layer(self, facts: CodecContext) -> LowRank:
         made = copy.copy(self)
         object.__setattr__(made, "_facts", facts)
         return made

@@ -64,10 +64,10 @@ class Replay:
 
     def __init__(self, model: Any, cache: KvCache, mask: Tensor | None, steps: int, record: Recorder):
         self.model, self.cache, self.record = model, cache, record
-        until_action = rollback.tokens_until_action(cache.route)
+        until_action = rollback.tokens_until_action(cache.engine)
         self.left = min(steps, max(_FREE_SLOTS, cache.seen // 32) if until_action is None else until_action)
         self.done = 0
-        self.rows, self.device = cache.route.states[0].rows, next(model.parameters()).device
+        self.rows, self.device = cache.engine.states[0].rows, next(model.parameters()).device
         seen = cache.seen
         self._mask = None
         if mask is not None and not bool(mask.all()):
@@ -104,12 +104,12 @@ class Replay:
         self._replayed, self.left = None, 0
         if not self.done:
             return
-        route = self.cache.route
+        engine = self.cache.engine
         visible = self._seen_by(self.cache.seen + self.done)
         for ring in self._rings:
             ring.land(self.done)
-        for layer, state in zip(self.cache.geometry.compressed, route.states, strict=True):
-            route.replayed(state, self.done, visible)
+        for layer, state in zip(self.cache.geometry.compressed, engine.states, strict=True):
+            engine.replayed(state, self.done, visible)
             self.cache.guard.take_padding(layer, visible)
         self.done = 0
 

@@ -26,9 +26,9 @@ def _obstacle(cache: KvCache, model: Any) -> str | None:
     plan, geometry = cache.plan, cache.geometry
     if not geometry.compressed:
         return f"all layers of this {geometry.model_type} have a sliding window of its own, and no plan compresses them"
-    if not plan.attend.repeats:
+    if not plan.attend.graph_safe:
         return f"{plan} chooses anew at every token what it reads"
-    if cache.route.listens:
+    if cache.engine.listens:
         return f"{plan} keeps account of what every new token attends to"
     if plan.store.moves:
         return f"{plan} moves segments between tiers at every token"
@@ -93,7 +93,7 @@ class Replays:
             self.land()
         self.expected -= 1
         if self.now is None:
-            if any(state.tail is None or not state.tail.length for state in self.cache.route.states):
+            if any(state.tail is None or not state.tail.length for state in self.cache.engine.states):
                 # An empty tail does not know yet what it will hold.
                 mask = with_columns(self.mask, self.cache.seen + 1)
                 return fed(self.model, self.cache, tokens, mask, keep=1)[:, 0]

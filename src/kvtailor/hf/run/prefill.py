@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.engine.reconstruct import Piece
+from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.make_cache import cache_for
@@ -86,10 +86,10 @@ def begin(
     The last token is left for `generate()` to feed. For every other plan, and a cache that has seen something, nothing
     happens.
     """
-    if not isinstance(cache, KvCache) or not cache.route.needs.reconstruction or cache.seen:
+    if not isinstance(cache, KvCache) or not cache.engine.needs.reconstruction or cache.seen:
         return
     if input_ids.shape[1] < 2:
-        cache.route.opened = True
+        cache.engine.opened = True
         return
     mask = None if attention_mask is None else attention_mask[:, :-1]
     prefill(model, cache, input_ids[:, :-1], mask, tokenizer=tokenizer, chunk=chunk)
@@ -111,13 +111,13 @@ def read(
     _check(cache, input_ids, attention_mask, chunk)
     ids = input_ids.to(device)
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(device)
-    route, twice = cache.route, cache.route.needs.reconstruction
-    passes: list[tuple[Piece, Tensor]] = []
+    engine, twice = cache.engine, cache.engine.needs.reconstruction
+    passes: list[tuple[ReconstructionPass, Tensor]] = []
     if twice is not None and cache.geometry.compressed:
         words = torch.zeros(0, dtype=torch.int64) if instruction is None else instruction
         passes = list(repetitions(ids, mask, words.to(device), twice, cache.geometry.max_positions))
     hold = hold or twice is not None
-    route.opened, route.holding = True, hold
+    engine.opened, engine.holding = True, hold
     try:
         logits = []
         for first, last in _pieces(ids.shape[1], chunk):
@@ -126,11 +126,11 @@ def read(
             if last_only:
                 logits = logits[-1:]
         for piece, new in passes:
-            with cache.repeating(piece):
+            with cache.reconstructing(piece):
                 fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
         if hold:
             rows, tokens = ids.shape
-            route.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))
+            engine.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))
     except BaseException:
         # A cache that was fed a part of the context, or was not compressed, must not be taken for one that was.
         if cache.seen != before or hold:
@@ -138,7 +138,7 @@ def read(
                 cache.guard.break_off("what kvtailor.prefill added to this cache did not come to its end")
             else:
                 cache.reset()
-        route.holding, route.opened = False, cache.seen > 0
+        engine.holding, engine.opened = False, cache.seen > 0
         raise
     cache.conversation.append(input_ids, attention_mask, at=before)
     return torch.cat(logits, 1)
@@ -146,7 +146,7 @@ def read(
 
 def repetitions(
     ids: Tensor, mask: Tensor | None, instruction: Tensor, how: Repetition, positions: int | None
-) -> Iterator[tuple[Piece, Tensor]]:
+) -> Iterator[tuple[ReconstructionPass, Tensor]]:
     """The passes that repeat a context, and the tokens (b, t) of each, padded on their right.
 
     Of each row a pass repeats one piece: the instruction, the last tokens before the piece, the piece. Rows have equal
@@ -187,7 +187,7 @@ def repetitions(
         together = torch.nn.utils.rnn.pad_sequence(new, batch_first=True)
         lengths = torch.tensor([row.numel() for row in new], device=ids.device)
         real = torch.arange(together.shape[1], device=ids.device) < lengths[:, None]
-        yield Piece(columns=pieces, sinks=[row[: how.sinks] for row in columns], real=real), together
+        yield ReconstructionPass(columns=pieces, sinks=[row[: how.sinks] for row in columns], real=real), together
 
 
 def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) -> None:
@@ -201,7 +201,7 @@ def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) 
             f"the cache has seen {cache.seen} tokens and {ids.shape[1]} are new, so the attention_mask must be "
             f"{wanted}, and is {tuple(mask.shape)}"
         )
-    if cache.route.needs.reconstruction and cache.seen:
+    if cache.engine.needs.reconstruction and cache.seen:
         raise CacheMisuse(
             f"{cache.plan} reads its context twice, and this cache holds one already, compressed: give the whole "
             "context to a new cache, or what follows to generate()"

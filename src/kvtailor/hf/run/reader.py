@@ -13,7 +13,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers import WindowLayer
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.prefill import fed, read
-from kvtailor.hf.run.sharing import forget_queries, overhearing, remake
+from kvtailor.hf.run.sharing import forget_queries, remake, sharing_prefill
 from kvtailor.plan import Plan
 
 __all__ = ["CacheReader", "with_columns"]
@@ -42,14 +42,14 @@ class CacheReader:
 
         `others`, of the same model, read it in the same forward; see `hf.run.sharing.can_follow`.
         """
-        with overhearing(self.cache, [each.cache for each in others]):
+        with sharing_prefill(self.cache, [each.cache for each in others]):
             logits = read(self.model, self.cache, ids, self._mask(ids.shape[1]), chunk=self.chunk)
         for each in (self, *others):
             each._open()
         return logits[:, -1]
 
     def _open(self) -> None:
-        rollback.speculate(self.cache.route)
+        rollback.speculate(self.cache.engine)
         for layer in self._windows():
             layer.record_past = layer.speculating = True
 
@@ -61,14 +61,14 @@ class CacheReader:
             self.cache.crop(length - self.seen)
 
     def settle(self) -> None:
-        rollback.settle(self.cache.route)
+        rollback.settle(self.cache.engine)
         for layer in self._windows():
             layer.settle()
 
     def close(self) -> KvCache:
         """The cache, which takes what comes as any other does from now on."""
         self.settle()
-        rollback.stop_speculating(self.cache.route)
+        rollback.stop_speculating(self.cache.engine)
         forget_queries(self.cache)
         for layer in self._windows():
             layer.record_past = layer.speculating = False
@@ -87,7 +87,7 @@ class CacheReader:
             self._open()
 
     def tokens_until_action(self) -> int | None:
-        return rollback.tokens_until_action(self.cache.route)
+        return rollback.tokens_until_action(self.cache.engine)
 
     def wait(self) -> None:
         device = next(self.model.parameters()).device

@@ -1,7 +1,7 @@
 """Caches of one model that see the same text: one prefill fills them all, and one that holds all remakes another.
 
 What a plan keeps of a prompt depends on the keys, values and queries of its layers alone. So a second cache need not
-run the model again: while one cache is prefilled the others overhear each layer, and later the one that still holds
+run the model again: while one cache is prefilled the others take in each layer, and later the one that still holds
 all tokens can hand them on.
 """
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from kvtailor.engine.view import hold
+from kvtailor.engine.view import view_held
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.hf.mask import lazy_mask
@@ -20,11 +20,11 @@ from kvtailor.plan import Plan
 from kvtailor.types import Needs, Visibility
 from kvtailor.types.evidence import Evidence
 
-__all__ = ["can_follow", "can_remake", "forget_queries", "keep_queries", "overhearing", "remake"]
+__all__ = ["can_follow", "can_remake", "forget_queries", "keep_queries", "sharing_prefill", "remake"]
 
 
 def can_follow(plan: Plan) -> bool:
-    """Whether a cache under this plan can be filled by overhearing another's prefill: all but those that read twice."""
+    """Whether a cache under this plan can be filled by sharing another's prefill: all but those that read twice."""
     return plan.needs.reconstruction is None
 
 
@@ -40,22 +40,22 @@ def can_remake(source: Plan, plan: Plan) -> bool:
 
 def keep_queries(source: KvCache, plan: Plan) -> None:
     """Lets a cache remember the newest queries that a plan will ask for when it is made anew."""
-    source.route.needs = source.route.needs | Needs(window=plan.needs.window)
-    source.route.keeps_queries = plan.needs.window > 0
+    source.engine.needs = source.engine.needs | Needs(window=plan.needs.window)
+    source.engine.keeps_queries = plan.needs.window > 0
 
 
 def forget_queries(source: KvCache) -> None:
     """Ends `keep_queries`."""
-    source.route.needs, source.route.keeps_queries = source.plan.needs, False
+    source.engine.needs, source.engine.keeps_queries = source.plan.needs, False
 
 
 @contextmanager
-def overhearing(source: KvCache, others: Sequence[KvCache]) -> Iterator[None]:
+def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None]:
     """Inside, new caches of the same model take in what a new cache reads, each after its own plan."""
 
     def hear(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         for other in others:
-            other.layers[layer].overhear(keys, values, query, visible, scaling)
+            other.layers[layer].prefill_shared(keys, values, query, visible, scaling)
 
     before = source.guard.observers
     with ExitStack() as changes:
@@ -78,13 +78,13 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
         source: holds everything that it has seen, and has settled.
         mask: (b, columns) of what it has seen, 0 for padding; None: no padding.
     """
-    rows, seen = source.route.states[0].rows, source.seen
+    rows, seen = source.engine.states[0].rows, source.seen
     device = next(each.device for each in source.layers if each.is_initialized)
     visible = lazy_mask(rows, seen, seen, 0, attention_mask=mask, device=device)
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    for layer, state in zip(layers, source.route.states, strict=True):
-        held, _ = hold(state, visible, Needs(), len(layers), source.plan)
-        source.route.shelves.rest()
+    for layer, state in zip(layers, source.engine.states, strict=True):
+        held, _ = view_held(state, visible, Needs(), len(layers), source.plan)
+        source.engine.offload.rest()
         # Padding was dropped when it was encoded; its columns are there, and nobody sees them.
         place = held.positions.clamp(min=0).masked_fill(~held.valid, seen)[..., None]
         states = []
@@ -102,7 +102,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
     _copy_windows(source, cache)
     if layers:
         cache.guard.take_padding(layers[0].layer_idx, visible)
-        cache.route.release(visible)
+        cache.engine.release(visible)
 
 
 def _copy_windows(source: KvCache, other: KvCache) -> None:

@@ -61,11 +61,11 @@ def fill(cache: Any, states: list[tuple[Tensor, Tensor]]) -> None:
     """Puts keys and values (b, h, n, d) into each layer of a cache as if the model had made them.
 
     For timing a decode step after a context whose prefill is not what is timed. A `KvCache` takes them without a
-    walk; the next forward of more than one token makes it.
+    eviction; the next forward of more than one token makes it.
     """
     for layer, (keys, values) in enumerate(states):
         if isinstance(cache, KvCache):
             cache.layers[layer].lazy_initialization(keys, values)
-            cache.route.append(cache.route.states[layer], keys, values)
+            cache.engine.append(cache.engine.states[layer], keys, values)
         else:
             cache.update(keys, values, layer)

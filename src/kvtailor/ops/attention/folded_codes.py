@@ -57,7 +57,7 @@ def attend_coded(
     Args:
         query: (n, g, t, d) any float dtype, n = b * h.
         keys, values: of m lanes of s slots; see `unsuited`.
-        Others: see `ops.cpu.attention.attend_coded`, whose twin this is.
+        Others: see `ops.cpu.attention.attend_coded`, of which this is the form in torch.
 
     Returns:
         out (n, g, t, dv) and lse (n, g, t), float32, as it does.

@@ -17,7 +17,7 @@ from kvtailor.ops.attention.folded import folded, merge, suits
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
-from kvtailor.types import Layout, PlainSegment, Reading, Segment, Visibility
+from kvtailor.types import Layout, PlainSegment, Segment, SegmentView, Visibility
 
 __all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes"]
 
@@ -57,7 +57,7 @@ def read_all(
         read = _as_stored(query, parts, visible, scaling, weight)
         if read is not None:
             return read
-    readings = [part.reading() for part in parts]
+    readings = [part.view() for part in parts]
     plain = len(parts) == 1 and layout.owner is None and layout.lengths is None and readings[0].plain
     if plain and query.shape[2] >= _PROMPT and (weight is not None or visible.causal_only or layout.start is not None):
         return _prompt(query, layout, readings[0], visible, scaling, weight)
@@ -74,7 +74,7 @@ def counting(query: Tensor, want_mass: bool, real_queries: Tensor | None) -> Ten
 
 
 def _prompt(
-    query: Tensor, layout: Layout, reading: Reading, visible: Visibility, scaling: float, weight: Tensor | None
+    query: Tensor, layout: Layout, reading: SegmentView, visible: Visibility, scaling: float, weight: Tensor | None
 ) -> Read:
     b, _, t, _ = query.shape
     device = query.device
@@ -106,8 +106,8 @@ def _stored(part: Segment) -> tuple[Coded, Coded] | None:
     """The two sides of a part as they are stored, where they say all that attention has to know."""
     if isinstance(part, PlainSegment):
         return Whole(states=part.keys), Whole(states=part.values)
-    # A codec with a reading of its own gives attention other values than those it decodes.
-    if isinstance(part, PairSegment) and type(part).reading is Segment.reading:
+    # A codec with a view of its own gives attention other values than those it decodes.
+    if isinstance(part, PairSegment) and type(part).view is Segment.view:
         return part.keys, part.values
     return None
 
@@ -131,7 +131,7 @@ def _as_stored(
     for part, sides, attend in zip(parts, stored, kernels, strict=True):
         layout, reading = part.layout, None
         if attend is None:
-            reading = part.reading()
+            reading = part.view()
             if reading.shared is None:
                 sides = Whole(states=reading.keys), Whole(states=reading.values)
                 attend = dispatch.coded_attention(grouped, *sides, mass=mass)
@@ -172,7 +172,7 @@ def _as_stored(
 def _few(
     query: Tensor,
     layouts: Sequence[Layout],
-    readings: Sequence[Reading],
+    readings: Sequence[SegmentView],
     visible: Visibility,
     scaling: float,
     weight: Tensor | None,
@@ -202,7 +202,7 @@ def _few(
     return Read(output=torch.cat(outputs, 2), lse=torch.cat(lses, 2), mass=mass)
 
 
-def lanes_of(layout: Layout, reading: Reading, visible: Tensor | None, slots: int | None = None) -> Lanes:
+def lanes_of(layout: Layout, reading: SegmentView, visible: Tensor | None, slots: int | None = None) -> Lanes:
     """One part as lanes.
 
     Args:

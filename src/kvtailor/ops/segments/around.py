@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import Tensor
 
-from kvtailor.types import Layout, Lift, Reading, Segment
+from kvtailor.types import Layout, Lift, Segment, SegmentView
 
 __all__ = ["AroundSegment"]
 
@@ -36,8 +36,8 @@ class AroundSegment(Segment):
         keys, values = self.inner.decode()
         return self.keys_back(keys), self.values_back(values)
 
-    def reading(self) -> Reading:
-        read = self.inner.reading()
+    def view(self) -> SegmentView:
+        read = self.inner.view()
         keys, lift = self.keys_back(read.keys), read.lift
         if lift is None:
             return replace(read, keys=keys, values=self.values_back(read.values))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtailor.ops.attention.joined import apart, group_layout, hold_the_same, members
 from kvtailor.ops.codes.subspace import Basis
-from kvtailor.types import Layout, Reading, Segment
+from kvtailor.types import Layout, Segment, SegmentView
 
 __all__ = ["LatentSegment", "inner_state"]
 
@@ -44,13 +44,13 @@ class LatentSegment(Segment):
         keys, values = self.inner.decode()
         return self._decoded(keys, self.keys_basis), self._decoded(values, self.values_basis)
 
-    def reading(self) -> Reading:
-        read = self.inner.reading()
+    def view(self) -> SegmentView:
+        read = self.inner.view()
         if self.values_basis is None or read.lift is not None:
             keys, values = self.decode()
-            return Reading(keys=keys, values=values, log_weight=read.log_weight)
+            return SegmentView(keys=keys, values=values, log_weight=read.log_weight)
         lanes = None if self.joined == 1 else members(self.layout, self.joined)
-        return Reading(
+        return SegmentView(
             keys=self._decoded(read.keys, self.keys_basis),
             values=read.values,
             log_weight=read.log_weight,

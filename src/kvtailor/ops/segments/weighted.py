@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from kvtailor.ops.segments.around import AroundSegment
-from kvtailor.types import Layout, Reading, Segment
+from kvtailor.types import Layout, Segment, SegmentView
 
 __all__ = ["Weighted", "log_weight_of", "without_weight"]
 
@@ -24,8 +24,8 @@ class Weighted(AroundSegment):
     log_weight: Tensor
     codec = "weighted"
 
-    def reading(self) -> Reading:
-        return replace(self.inner.reading(), log_weight=self.log_weight)
+    def view(self) -> SegmentView:
+        return replace(self.inner.view(), log_weight=self.log_weight)
 
     def rows(self, index: Tensor) -> Self:
         lanes, _ = self.layout.lanes_of_rows(index)

@@ -45,10 +45,6 @@ class KeyDiff(Scorer):
         if self.recent < 0:
             raise ValueError(f"keydiff: recent must be 0 or more tokens, found {self.recent}; the paper uses 0")
 
-    @property
-    def recents(self) -> int:
-        return self.recent
-
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32 from -1 to 1; 0 for a key of zeros, which points nowhere."""
         heads = zip(held.keys.unbind(1), held.valid.unbind(1), strict=True)

@@ -44,10 +44,6 @@ class KNorm(Scorer):
         if self.recent < 0:
             raise ValueError(f"knorm: recent must be 0 or more tokens, found {self.recent}; the paper uses 0")
 
-    @property
-    def recents(self) -> int:
-        return self.recent
-
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32, not positive."""
         # Norms in half precision would tie for most tokens of a head.

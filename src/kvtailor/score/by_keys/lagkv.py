@@ -12,9 +12,9 @@ and a lag of 1024, 4 and 128. Nothing was taken.
 
 *Departs*: the paper keeps a fixed fraction of each partition; here a budget says how much stays, and ranks within the
 partitions share it out. First the sinks stay, then the last full partition and what follows it, the newest first, then
-the best of all other partitions; so a budget below `sinks + lag` is sinks and recents. The paper cuts a partition once;
-here partitions run anew over what is held whenever the cache is cut, which while decoding is once it is `slack` tokens
-past the budget. A channel that does not vary in the next partition counts as 0.
+the best of all other partitions; so a budget below `sinks + lag` is sinks and the recent window. The paper cuts a
+partition once; here partitions run anew over what is held whenever the cache is cut, which while decoding is once it is
+`slack` tokens past the budget. A channel that does not vary in the next partition counts as 0.
 
 *Cost*: no evidence; three passes over keys and values, one kv head at a time, with a scratch of about three float32
 (b, n, d).

@@ -11,10 +11,10 @@ attention that a token received, l how many tokens are in it, i its place in the
 
 *Departs*: the paper merges the cheapest pairs of a cache at once, one choice for all heads of a layer, after each chunk
 of 512 tokens. Here each kv head has its own, the merged pair goes on as one token with the sum of both attentions, and
-all that a walk finds is scored at once; so the place in the cache is scaled down where more tokens than the paper's
-cache of 2,592 are held. Attention is that of the newest `window` queries, added up over the group. Prices only grow as
-pairs merge, so all pairs that are cheaper than both of their neighbours can merge at once and give the same tree; after
-64 such rounds the pairs that are left are scored as they are.
+all that an eviction finds is scored at once; so the place in the cache is scaled down where more tokens than the
+paper's cache of 2,592 are held. Attention is that of the newest `window` queries, added up over the group. Prices only
+grow as pairs merge, so all pairs that are cheaper than both of their neighbours can merge at once and give the same
+tree; after 64 such rounds the pairs that are left are scored as they are.
 
 *Cost*: the last `window` queries; time and scratch O(g * window * n), one kv head at a time.
 """
@@ -63,7 +63,7 @@ class Pairs(Scorer):
         return Needs(window=self.window)
 
     @property
-    def recents(self) -> int:
+    def recent(self) -> int:
         return self.window
 
     def score(self, held: Held) -> Tensor:

@@ -1,7 +1,7 @@
 """Q-Filters: the tokens whose keys lie along the direction in which the head's queries lie.
 
 *Idea*: the queries of a head share one direction, whatever the text, and a key's projection on it follows the attention
-that the key will get on average. The direction is measured once for a model; a walk looks at no query at all.
+that the key will get on average. The direction is measured once for a model; an eviction looks at no query at all.
 
 *Paper*: "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression", arXiv 2503.02812, section 3; our `file`
 = its filters, the first right-singular vectors of a head's queries with the sign that makes the mean query's projection
@@ -50,10 +50,6 @@ class QFilters(CalibratedMethod, Scorer):
         super().__post_init__()
         if self.recent < 0:
             raise ValueError(f"qfilters: recent must be 0 or more tokens, found {self.recent}; the paper uses 0")
-
-    @property
-    def recents(self) -> int:
-        return self.recent
 
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32 projections.

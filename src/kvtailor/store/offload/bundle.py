@@ -13,7 +13,7 @@ from kvtailor.ops.segments.packed import Packing
 from kvtailor.store.contract import Placed, Restore
 from kvtailor.types import Segment
 
-__all__ = ["Arrival", "Bundle", "OnDevice", "Shelved", "Stored", "Tier"]
+__all__ = ["Arrival", "Bundle", "OnDevice", "Offloaded", "Stored", "Tier"]
 
 
 class Stored(Protocol):
@@ -88,7 +88,7 @@ class Bundle:
         return 0 if self.stored is None else self.stored.packing.size
 
 
-class Shelved(Placed):
+class Offloaded(Placed):
     """Segment `place` of a bundle; `first` of those with its layout."""
 
     def __init__(self, segment: Segment, bundle: Bundle, place: int, *, first: bool):
@@ -107,13 +107,13 @@ class OnDevice:
         self._views = {} if run is None or packing is None else packing.views(run)
         self.padding = 0 if packing is None else packing.padding
 
-    def segment(self, shelved: Shelved, restore: Restore) -> Segment:
-        if shelved.place not in self.segments:
-            codec, fields = shelved.bundle.described[shelved.place]
-            prefix = f"{shelved.place}."
+    def segment(self, offloaded: Offloaded, restore: Restore) -> Segment:
+        if offloaded.place not in self.segments:
+            codec, fields = offloaded.bundle.described[offloaded.place]
+            prefix = f"{offloaded.place}."
             mine = {name.removeprefix(prefix): t for name, t in self._views.items() if name.startswith(prefix)}
-            self.segments[shelved.place] = restore(codec, shelved.layout, fields, mine)
-        return self.segments[shelved.place]
+            self.segments[offloaded.place] = restore(codec, offloaded.layout, fields, mine)
+        return self.segments[offloaded.place]
 
     def tensors(self) -> dict[str, Tensor]:
         named = {} if self._run is None else {"run": self._run}

@@ -1,4 +1,4 @@
-"""Shelves that keep segments on another tier, whatever that tier is: what travels when, and what stays.
+"""OffloadStore that keep segments on another tier, whatever that tier is: what travels when, and what stays.
 
 A *unit* is a layer, or the layers that are encoded together. A *bundle* is what a unit puts away at one time: it goes
 to the tier at most once, when it first leaves the device, and never changes. While a unit is read its bundles are on
@@ -14,15 +14,15 @@ from dataclasses import replace
 
 from kvtailor.errors import TierError
 from kvtailor.ledger import Entry, storage_bytes
-from kvtailor.store.contract import Placed, Restore, Shelves, Traffic
-from kvtailor.store.offload.bundle import Arrival, Bundle, OnDevice, Shelved, Tier
+from kvtailor.store.contract import OffloadStore, Placed, Restore, Traffic
+from kvtailor.store.offload.bundle import Arrival, Bundle, Offloaded, OnDevice, Tier
 from kvtailor.store.offload.residency import Residency
 from kvtailor.types import Segment
 
-__all__ = ["TieredShelves"]
+__all__ = ["TieredStore"]
 
 
-class TieredShelves(Shelves):
+class TieredStore(OffloadStore):
     """See the module.
 
     Args:
@@ -45,7 +45,7 @@ class TieredShelves(Shelves):
         self._traffic = Traffic()
         self.reset()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> TieredShelves:
+    def __deepcopy__(self, memo: dict[int, object]) -> TieredStore:
         other = object.__new__(type(self))
         other.__dict__ = dict(self.__dict__)
         other.residency, other._ahead = deepcopy(self.residency), None
@@ -63,18 +63,18 @@ class TieredShelves(Shelves):
         self.residency.forget()
 
     def get(self, layer: int, segments: Sequence[Segment], restore: Restore) -> list[Segment]:
-        asked = [segment for segment in segments if isinstance(segment, Shelved)]
+        asked = [segment for segment in segments if isinstance(segment, Offloaded)]
         if not asked:
             return list(segments)
         unit = self._unit_of[layer]
         here = self._brought(unit, list(dict.fromkeys(segment.bundle for segment in asked)))
-        return [here[s.bundle].segment(s, restore) if isinstance(s, Shelved) else s for s in segments]
+        return [here[s.bundle].segment(s, restore) if isinstance(s, Offloaded) else s for s in segments]
 
     def put(self, layers: Sequence[int], held: Sequence[list[Segment]]) -> list[list[Segment]]:
         unit = self._unit_of.get(layers[0])
         if unit is None:
             return list(held)
-        bundles = list(dict.fromkeys(s.bundle for own in held for s in own if isinstance(s, Shelved)))
+        bundles = list(dict.fromkeys(s.bundle for own in held for s in own if isinstance(s, Offloaded)))
         fresh = [segment for own in held for segment in own if not isinstance(segment, Placed)]
         kept: list[list[Segment]] = list(held)
         if fresh:
@@ -82,11 +82,11 @@ class TieredShelves(Shelves):
             bundles.append(bundle)
             self._here.setdefault(unit, {})[bundle] = OnDevice(dict(enumerate(fresh)))
             layouts = [id(segment.layout) for segment in fresh]
-            shelved = (
-                Shelved(segment, bundle, place, first=layouts.index(id(segment.layout)) == place)
+            offloaded = (
+                Offloaded(segment, bundle, place, first=layouts.index(id(segment.layout)) == place)
                 for place, segment in enumerate(fresh)
             )
-            kept = [[s if isinstance(s, Placed) else next(shelved) for s in own] for own in held]
+            kept = [[s if isinstance(s, Placed) else next(offloaded) for s in own] for own in held]
         self._held[unit] = bundles
         if self._open != unit:
             # Put away again as it was: nobody has used it, and a recency that counted this would be none.
@@ -97,7 +97,7 @@ class TieredShelves(Shelves):
         unit = self._unit_of.get(layer)
         if unit is None:
             return
-        self._kept[unit] = list(dict.fromkeys(s.bundle for s in segments if isinstance(s, Shelved)))
+        self._kept[unit] = list(dict.fromkeys(s.bundle for s in segments if isinstance(s, Offloaded)))
         if not segments and self._open is None:
             self._settle(None)
 

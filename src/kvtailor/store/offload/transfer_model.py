@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from kvtailor.store.offload.residency import spread
 
-__all__ = ["Outlook", "outlook", "step_seconds"]
+__all__ = ["TransferForecast", "forecast_transfers", "step_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class TransferForecast:
     """A prediction; nothing in it was measured.
 
     Attributes:
@@ -62,7 +62,9 @@ def step_seconds(sizes: Sequence[int], resident: Collection[int], *, rate: float
     return total
 
 
-def outlook(sizes: Sequence[int], *, rate: float, compute: Sequence[float], most_bytes: int) -> Outlook:
+def forecast_transfers(
+    sizes: Sequence[int], *, rate: float, compute: Sequence[float], most_bytes: int
+) -> TransferForecast:
     """The fewest resident units, spread evenly, with which a step is as short as these bytes allow.
 
     Args:
@@ -75,7 +77,7 @@ def outlook(sizes: Sequence[int], *, rate: float, compute: Sequence[float], most
     # What differs by rounding alone is the same, and then fewer are better.
     step, resident = min(timed, key=lambda each: (round(each[0], 9), len(each[1])))
     moved = sum(size for unit, size in enumerate(sizes) if unit not in resident)
-    return Outlook(
+    return TransferForecast(
         resident=resident,
         bytes_moved=moved,
         step_seconds=step,
