@@ -68,8 +68,9 @@ class Attention(Method, ABC):
         needs_rotation: `attend` needs `AttentionContext.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
-        graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but for
-            the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
+        graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but
+            for the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
+        has_token_budget: its argument `tokens` says how many tokens it reads for each new one.
     """
 
     needs_codec: ClassVar[str | None] = None
@@ -79,6 +80,7 @@ class Attention(Method, ABC):
     in_cache_positions: ClassVar[bool] = False
     reads_alike: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = False
+    has_token_budget: ClassVar[bool] = False
 
     def held_tokens(self, tokens: Tensor) -> Tensor | None:
         """Tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,) int64, both on the CPU.

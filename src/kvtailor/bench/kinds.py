@@ -1,28 +1,45 @@
-"""The kinds of task that a suite may name: what each may be asked, how many tokens that takes, which numbers it gives.
+"""The kinds of task that there are, from the declarations in their files: settings, options, metrics, sizes.
 
-Said here without importing any task, so that a suite can be checked, and a table read, before anything is loaded.
+A task's file is found in the folder of `bench.tasks` and read as a syntax tree, without importing it, so that a suite
+can be checked, a table read and `kvtailor bench --help` shown before anything heavy is loaded.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from kvtailor.bench.data.longsets import long_set
-from kvtailor.bench.data.synthetic.documents import ALL_TASKS
-from kvtailor.bench.tasks import Task
+from kvtailor.bench import tasks
+from kvtailor.bench.tasks import settings as declaring
+from kvtailor.bench.tasks.contract import Task
+from kvtailor.bench.tasks.settings import Metric, Option, Setting, setting_of
 from kvtailor.errors import KvtailorError, UnknownName, suggest
 
-__all__ = ["FIELDS", "GENERATED", "KINDS", "SHARES", "TEXTS", "Kind", "is_path", "measure_faults", "setting_faults"]
+__all__ = [
+    "FIELDS",
+    "GENERATED",
+    "KINDS",
+    "SHARES",
+    "TEXTS",
+    "Declared",
+    "Kind",
+    "found_kinds",
+    "is_path",
+    "measure_faults",
+    "metric_of",
+    "read_kind",
+    "setting_faults",
+]
 
 GENERATED = "generated"
 TEXTS = ("wikitext2", "c4", "pg19", GENERATED)
-_TASKS = "kvtailor.bench.tasks"
-_GENERATED_TOKENS = 32  # what the needle and the memory task generate
+_FORMS = ("PlanByPlan", "AllAtOnce")
+_OPTION_TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 FIELDS = (
     "tokens_held", "tokens_read", "tokens_seen", "bytes_held", "bytes_full", "bytes_resident", "bytes_peak",
@@ -34,22 +51,38 @@ SHARES = ("kept", "reduction", "compression")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A field of a task that a suite may set.
+
+    Attributes:
+        name: of the field.
+        default: what is taken where nothing is given; `dataclasses.MISSING` where it must be given.
+        setting: what is declared beside it.
+        option: its option of the command line; None: there is none.
+    """
+
+    name: str
+    default: Any
+    setting: Setting
+    option: Option | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of task.
+    """One kind of task, as its file declares it.
 
     Attributes:
         module: of `bench.tasks`.
         class_name: in it.
-        settings: what a suite may set; fields of the class but for `text`.
+        settings: what a suite may set, `text` included.
         needs: those of the settings that must be there.
         sizes: settings that count tokens; their sum (of a list, the largest) must fit into the model's positions.
-        extra: tokens that it generates besides; `longcontext` generates what its set asks for.
-        reads_text: it takes a text; the setting `text` names a corpus, a file, or 'generated'.
-        reads_data: it takes the data folder.
-        of_cost: it times and weighs, and judges no answer, so that an untrained model will do.
+        extra: tokens that it generates besides, unless `Task.generated` tells other numbers for some settings.
         metrics: names in `Record.metrics`; None: they are known only when it has run.
-        values: names in `Record.values`.
-        timings: names in `Record.timings`.
+        declared: its settings but for `text`.
+        told: its metrics with what they are.
+        reads_text, of_each_text, reads_data, of_cost, own_cache, by_sample, values, timings, sets, set_name, order,
+            usual: see `bench.tasks.contract.Task`.
     """
 
     module: str
@@ -59,130 +92,117 @@ class Kind:
     sizes: tuple[str, ...] = ()
     extra: int = 0
     reads_text: bool = False
+    of_each_text: bool = False
     reads_data: bool = False
     of_cost: bool = False
+    own_cache: bool = False
+    by_sample: bool = False
     metrics: tuple[str, ...] | None = ()
     values: tuple[str, ...] = ()
     timings: tuple[str, ...] = ()
+    sets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    set_name: str = ""
+    order: int = 100
+    usual: bool = False
+    declared: tuple[Declared, ...] = ()
+    told: tuple[Metric, ...] = ()
+
+    @property
+    def asked_as(self) -> tuple[str, ...]:
+        """The words by which `--tasks` names it: its sets, or its own name."""
+        return tuple(self.sets) or (self.module,)
 
     def load(self) -> type[Task]:
-        """The class.
+        """Return the class.
 
         Raises:
             KvtailorError: it cannot be imported here.
         """
         try:
-            return cast(type[Task], getattr(importlib.import_module(f"{_TASKS}.{self.module}"), self.class_name))
+            module = importlib.import_module(f"{tasks.__name__}.{self.module}")
         except ImportError as error:
             raise KvtailorError(f"The task {self.module!r} cannot be imported: {error}") from error
+        return cast(type[Task], getattr(module, self.class_name))
 
-    def default(self, setting: str) -> Any:
-        """The task's own value where nothing is given; None where it has none."""
-        try:
-            found = {field.name: field.default for field in dataclasses.fields(cast(Any, self.load()))}.get(setting)
-        except KvtailorError:
-            return None
-        return None if found is dataclasses.MISSING else found
+    def default(self, name: str) -> Any:
+        """Return the task's own value of a setting where nothing is given; None where it has none."""
+        found = next((each.default for each in self.declared if each.name == name), MISSING)
+        return None if found is MISSING else found
 
 
-KINDS: dict[str, Kind] = {
-    "perplexity": Kind(
-        module="perplexity",
-        class_name="Perplexity",
-        settings=("text", "context", "continuation", "chunk", "beyond", "windows", "state"),
-        sizes=("context", "continuation"),
-        reads_text=True,
-        metrics=("nll", "perplexity", "bits_per_byte", "distinct_8grams"),
-        values=("nll",),
-    ),
-    "fidelity": Kind(
-        module="fidelity",
-        class_name="Fidelity",
-        settings=("text", "context", "continuation", "windows", "state"),
-        sizes=("context", "continuation"),
-        reads_text=True,
-        metrics=("kl", "kl_p99", "top1", "ece", "key_error", "value_error", "retained_mass", "attention_cosine",
-                 "output_error"),
-        values=("kl", "top1"),
-    ),
-    "needle": Kind(
-        module="needle",
-        class_name="Needle",
-        settings=("lengths", "depths", "documents", "kind", "question_outside", "state"),
-        needs=("lengths",),
-        sizes=("lengths",),
-        extra=_GENERATED_TOKENS,
-        metrics=("accuracy", "recall", "answer_nll"),
-        values=("hit", "recall", "nll"),
-    ),
-    "speed": Kind(
-        module="speed",
-        class_name="Speed",
-        settings=("text", "context", "batch", "tokens", "rounds", "warmup", "patience", "graphs"),
-        sizes=("context", "tokens"),
-        reads_text=True,
-        of_cost=True,
-        metrics=("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
-                 "achieved_gflops_prefill", "achieved_gflops_token", "floor_ttft_seconds"),
-        values=("ttft", "tpot", "ttft_processor"),
-        timings=("ttft", "tpot"),
-    ),
-    "speculation": Kind(
-        module="speculation",
-        class_name="Speculation",
-        settings=("text", "context", "tokens", "rounds", "warmup", "patience", "draft", "draft_plan", "middle_plan",
-                  "gamma", "inner_gamma", "refresh", "min_gain", "temperature", "top_p", "state"),
-        sizes=("context", "tokens"),
-        reads_text=True,
-        metrics=("tokens_per_second", "plain_tokens_per_second", "acceptance", "emitted_per_verification",
-                 "inner_acceptance", "speed_up", "speed_up_own", "identical", "device_bytes", "plain_device_bytes",
-                 "draft_weight_bytes", "resident_hits", "bytes_read"),
-        values=("generation", "plain", "acceptance", "emitted_per_verification", "identical", "speed_up",
-                "speed_up_own"),
-        timings=("generation", "plain"),
-    ),
-    "memory": Kind(
-        module="memory",
-        class_name="Memory",
-        settings=("context", "batch", "caches", "limit"),
-        sizes=("context",),
-        extra=_GENERATED_TOKENS,
-        of_cost=True,
-    ),
-    "capacity": Kind(
-        module="capacity",
-        class_name="Capacity",
-        settings=("memory_bytes",),
-        of_cost=True,
-        metrics=("largest_batch", "longest_context", "bytes_per_token"),
-    ),
-    "longcontext": Kind(
-        module="longcontext",
-        class_name="LongContext",
-        settings=("benchmark", "subset", "examples", "max_tokens", "state"),
-        needs=("benchmark", "subset"),
-        sizes=("max_tokens",),
-        reads_data=True,
-        metrics=("score",),
-        values=("score",),
-    ),
-    "harness": Kind(
-        module="harness",
-        class_name="Harness",
-        settings=("task", "limit", "fewshot", "outside"),
-        needs=("task",),
-        reads_data=True,
-        metrics=None,
-        values=("score",),
-    ),
-}  # fmt: skip
-"""Kinds of task by the name that their records bear."""
+def found_kinds() -> dict[str, Kind]:
+    """Return the kinds of task whose files lie in the folders of `bench.tasks`, in the order that they declare.
+
+    Raises:
+        KvtailorError: a declaration cannot be read, or two tasks share an option and declare it differently.
+    """
+    files = sorted(path for folder in tasks.__path__ for path in Path(folder).glob("*.py"))
+    found = {kind.module: kind for path in files if (kind := read_kind(path)) is not None}
+    options: dict[str, tuple[str, Option]] = {}
+    for name, kind in found.items():
+        for option in (each.option for each in kind.declared if each.option is not None):
+            other, same = options.setdefault(option.flag, (name, option))
+            if same != option:
+                raise KvtailorError(
+                    f"the tasks {other!r} and {name!r} declare the option {option.flag} differently: name one "
+                    "`Option` in bench/tasks/settings.py and refer to it in both"
+                )
+    return dict(sorted(found.items(), key=lambda each: (each[1].order, each[0])))
+
+
+def read_kind(path: Path) -> Kind | None:
+    """Return the kind of task that a file declares; None for a file without a task.
+
+    Raises:
+        KvtailorError: it holds two tasks, or a declaration that is not made of literals and of what
+            `bench.tasks.settings` offers; or the task's name is not the file's.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and _is_task(node)]
+    if not classes:
+        return None
+    if len(classes) > 1:
+        names = " and ".join(node.name for node in classes)
+        raise KvtailorError(f"{path} holds the tasks {names}: one task is one file, give each its own")
+    body = classes[0]
+    facts = {name: _value(value, path, name) for name, value in _class_variables(body)}
+    if facts.get("name") != path.stem:
+        raise KvtailorError(
+            f"{path}: the task is named {facts.get('name')!r}, but its file {path.stem!r}: give both one name"
+        )
+    declared = tuple(_declared(body, path))
+    told = facts.get("metrics", ())
+    own = {each.name for each in dataclasses.fields(Kind)} - {"metrics", "settings", "declared"}
+    return Kind(
+        module=path.stem,
+        class_name=body.name,
+        settings=(*(("text",) if facts.get("reads_text") else ()), *(each.name for each in declared)),
+        needs=tuple(each.name for each in declared if each.default is MISSING),
+        sizes=tuple(each.name for each in declared if each.setting.counts_tokens),
+        extra=facts.get("generates", 0),
+        metrics=None if told is None else tuple(metric.name for metric in told),
+        declared=declared,
+        told=tuple(told or ()),
+        **{name: value for name, value in facts.items() if name in own},
+    )
+
+
+def metric_of(task: str, name: str) -> Metric | None:
+    """Return what a task declares of a metric; None for a metric or a task that no file declares.
+
+    Args:
+        task: of a record.
+        name: in `Record.metrics`, with or without the number of a layer.
+    """
+    stem = name.rstrip("0123456789").removesuffix("_")
+    told = {metric.name: metric for metric in KINDS[task].told} if task in KINDS else {}
+    return told.get(name) or told.get(stem)
 
 
 def setting_faults(
     name: str, settings: Mapping[str, object], subject: str = "", positions: int | None = None
 ) -> list[str]:
-    """What is wrong with the settings of a task, whole sentences.
+    """Return what is wrong with the settings of a task, whole sentences.
 
     Args:
         name: one of `KINDS`.
@@ -202,20 +222,26 @@ def setting_faults(
     text = settings.get("text", GENERATED)
     if not isinstance(text, str) or not (text in TEXTS or is_path(text)):
         faults.append(f"text is {text!r}, which is neither a path nor a text that is known{suggest(str(text), TEXTS)}")
-    if name == "needle" and settings.get("kind", ALL_TASKS[0]) not in ALL_TASKS:
-        faults.append(str(UnknownName("kind of document", str(settings["kind"]), ALL_TASKS)))
-    extra, sizes = kind.extra, {}
-    if name == "longcontext" and all(each in settings for each in kind.needs):
-        try:
-            extra += long_set(str(settings["benchmark"]), str(settings["subset"])).generation
-        except UnknownName as error:
-            faults.append(str(error))
-    for each in kind.sizes:
-        size = _largest(settings[each] if each in settings else kind.default(each))
+    for each in kind.declared:
+        choices = each.setting.choices
+        if choices and each.name in settings and settings[each.name] not in choices:
+            what = each.setting.what or f"{each.name} of {name}"
+            faults.append(str(UnknownName(what, str(settings[each.name]), choices)))
+    try:
+        extra = kind.load().generated(settings)
+    except UnknownName as error:
+        extra = 0
+        faults.append(str(error))
+    except KvtailorError:
+        # It cannot be imported here; who makes it is told so.
+        extra = kind.extra
+    sizes: dict[str, int] = {}
+    for size_name in kind.sizes:
+        size = _largest(settings[size_name] if size_name in settings else kind.default(size_name))
         if isinstance(size, str):
-            faults.append(f"{each} is {settings[each]!r}: {size}")
+            faults.append(f"{size_name} is {settings[size_name]!r}: {size}")
         elif size is not None:
-            sizes[each] = size
+            sizes[size_name] = size
     total = sum(sizes.values()) + extra
     if sizes and positions is not None and total > positions and settings.get("beyond") is not True:
         asked = " + ".join(f"{each}={size}" for each, size in sizes.items())
@@ -228,7 +254,7 @@ def setting_faults(
 
 
 def measure_faults(name: str, measure: str) -> list[str]:
-    """What is wrong with a measure that a column asks of a kind of task, whole sentences."""
+    """Return what is wrong with a measure that a column asks of a kind of task, whole sentences."""
     kind = KINDS[name]
     head, _, tail = measure.partition(".")
     if not tail:
@@ -245,7 +271,7 @@ def measure_faults(name: str, measure: str) -> list[str]:
 
 
 def is_path(text: str) -> bool:
-    """Whether the setting `text` names a file and no corpus."""
+    """Return whether the setting `text` names a file and no corpus."""
     return bool(Path(text).suffix) or len(Path(text).parts) > 1
 
 
@@ -256,3 +282,67 @@ def _largest(value: object) -> int | str | None:
         return None
     counts = [x for x in each if isinstance(x, int) and not isinstance(x, bool) and x > 0]
     return max(counts) if counts and len(counts) == len(each) else "give a number of tokens, at least 1"
+
+
+def _is_task(node: ast.ClassDef) -> bool:
+    """A public class made from one of the two forms of a task."""
+    parents = {ast.unparse(parent).rsplit(".", 1)[-1] for parent in node.bases}
+    return not node.name.startswith("_") and bool(parents & set(_FORMS))
+
+
+def _class_variables(body: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
+    """Name and value of the class variables that a task may declare."""
+    for name, annotation, value in _annotated(body):
+        if annotation.startswith("ClassVar") and value is not None and name in Task.__annotations__:
+            yield name, value
+
+
+def _annotated(body: ast.ClassDef) -> Iterator[tuple[str, str, ast.expr | None]]:
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, ast.unparse(node.annotation), node.value
+
+
+def _declared(body: ast.ClassDef, path: Path) -> Iterator[Declared]:
+    """The fields that are made by `setting`; a suite sets no other."""
+    for name, annotation, value in _annotated(body):
+        if isinstance(value, ast.Call) and ast.unparse(value.func).rsplit(".", 1)[-1] == "setting":
+            made = _value(value, path, name)
+            setting = setting_of(made)
+            assert setting is not None, "`setting` declares one"
+            yield Declared(
+                name=name, default=made.default, setting=setting, option=_option(setting, annotation, path)
+            )  # fmt: skip
+
+
+def _option(setting: Setting, annotation: str, path: Path) -> Option | None:
+    if not isinstance(setting.option, str):
+        return setting.option
+    one, *more = annotation.replace(" ", "").split("|")
+    if one not in _OPTION_TYPES or more not in ([], ["None"]):
+        raise KvtailorError(
+            f"{path}: {setting.option} is of the type {annotation}, of which no option can be made: give an `Option`, "
+            f"or one of {', '.join(_OPTION_TYPES)}"
+        )
+    return Option(flag=setting.option, help=setting.help, type=_OPTION_TYPES[one], listed=setting.each)
+
+
+def _value(node: ast.expr, path: Path, name: str) -> Any:
+    """The value of a declaration.
+
+    Raises:
+        KvtailorError: it is not made of literals and of names of `bench.tasks.settings`.
+    """
+    names: Sequence[str] = declaring.__all__
+    known = {each: getattr(declaring, each) for each in names}
+    try:
+        return eval(compile(ast.Expression(node), str(path), "eval"), {"__builtins__": _OPTION_TYPES, **known})
+    except Exception as error:
+        raise KvtailorError(
+            f"{path}, line {node.lineno}: {name} is declared as {ast.unparse(node)[:80]!r}, which cannot be read "
+            f"({error}): write it with literals and with names of bench.tasks.settings ({', '.join(names)})"
+        ) from error
+
+
+KINDS: dict[str, Kind] = found_kinds()
+"""Kinds of task by the name that their records bear."""

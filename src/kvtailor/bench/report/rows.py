@@ -11,10 +11,10 @@ from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean, wi
 from kvtailor.bench.report.points import Series, base, series_of
 from kvtailor.bench.report.tables.quality import difference, documents_of
 from kvtailor.bench.schema import Record
+from kvtailor.presets import FULL
 
-__all__ = ["FULL", "OWN", "Row", "asked_of_both", "rows_of"]
+__all__ = ["OWN", "Row", "asked_of_both", "rows_of"]
 
-FULL = "full"
 OWN = "own"
 
 
@@ -120,6 +120,11 @@ class Row:
     errors: tuple[str, ...] = ()
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it is of the null plan, which everything is compared with."""
+        return self.plan == FULL
+
 
 _ONE_POINT = ("perplexity", "fidelity", "speed", "memory", "capacity", "speculation", "longcontext", "harness")
 _FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
@@ -138,7 +143,7 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     for record in records:
         if not record.missing:
             order.setdefault(record.plan_hash, record)
-    full = next((h for h, record in order.items() if record.label == FULL), None)
+    full = next((h for h, record in order.items() if record.is_full), None)
     ranked = sorted(order, key=lambda h: (h == OWN, h != full))
     shown = {name: base(series_of(records, name)) for name in _ONE_POINT}
     return [_row(order[h], [r for r in records if r.plan_hash == h], records, shown, full) for h in ranked]

@@ -15,7 +15,7 @@ from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report import Row, Summary
 from kvtailor.bench.report.machines import hardware_text, versions_text
-from kvtailor.bench.report.rows import FULL, OWN
+from kvtailor.bench.report.rows import OWN
 from kvtailor.bench.report.tables.quality import POINTS, Measure
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 
@@ -42,7 +42,7 @@ def show(summary: Summary, console: Console) -> None:
     narrow = console.width < _NARROW
     if narrow:
         for number, row in enumerate(_plans(summary), 1):
-            console.print(Text(f" {number}  {row.label}", style="bold" if row.label == FULL else ""))
+            console.print(Text(f" {number}  {row.label}", style="bold" if row.is_full else ""))
         console.print()
     for table in _tables(summary, console, narrow=narrow):
         console.print(table)
@@ -78,7 +78,7 @@ def _tables(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Tab
 
 def _naming(rows: list[Row], narrow: bool) -> Rendering:
     names = {row.plan_hash: str(number) if narrow else row.label for number, row in enumerate(rows, 1)}
-    return "plan", "left", lambda row: Text(names[row.plan_hash], style="bold" if row.label == FULL else "")
+    return "plan", "left", lambda row: Text(names[row.plan_hash], style="bold" if row.is_full else "")
 
 
 def _columns(naming: Rendering, joint: str, margins: Margins) -> list[Rendering]:
@@ -129,7 +129,7 @@ def _score(measure: Measure, row: Row) -> Text:
     digits = 1 if measure.unit == "%" else 3
     text = Text(f"{score.value:.{digits}f}")
     found = score.difference
-    if found is not None and found.low is not None and found.high is not None and row.label != FULL:
+    if found is not None and found.low is not None and found.high is not None and not row.is_full:
         fine = 1 if measure.difference_unit == POINTS else 3
         text.append(f"\n{found.low:+.{fine}f} … {found.high:+.{fine}f}", style="dim")
     return text
@@ -186,7 +186,7 @@ def _bytes(row: Row) -> Text:
 def _loss(row: Row, joint: str, margins: Margins) -> Text:
     if row.loss is None:
         return _missing()
-    if row.label == FULL:
+    if row.is_full:
         return Text("0")
     text = Text(f"{row.loss.value:+.3f}", style=_colour(row, margins))
     if row.loss.low is not None:

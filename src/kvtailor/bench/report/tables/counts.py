@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtailor.bench.report.points import series_of
-from kvtailor.bench.report.rows import FULL, OWN
+from kvtailor.bench.report.rows import OWN
 from kvtailor.bench.schema import Record
+from kvtailor.presets import FULL
 
 __all__ = ["idle_plans", "unequal_samples"]
 
@@ -55,11 +56,11 @@ def idle_plans(records: Sequence[Record]) -> Iterator[str]:
     pairs: dict[str, list[tuple[Record, Record]]] = {}
     for task in _COMPARED:
         for each in series_of(records, task):
-            full = next((r for r in each.records.values() if r.label == FULL), None)
+            full = next((r for r in each.records.values() if r.is_full), None)
             if full is None or not full.values:
                 continue
             for record in each.records.values():
-                if record.label != FULL and record.plan_hash != OWN:
+                if not record.is_full and record.plan_hash != OWN:
                     pairs.setdefault(record.label, []).append((record, full))
     for label, found in pairs.items():
         if all(_is_idle(record, full) for record, full in found):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtailor.bench.measure.statistics import Estimate
-from kvtailor.bench.report.rows import FULL, OWN, Row
+from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, as_latex, as_markdown, interval
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.words import byte_text
@@ -35,7 +35,7 @@ def _signed(of: Callable[[Row], Estimate | None], digits: int) -> Callable[[Row]
         found = of(row)
         if found is None:
             return EMPTY
-        if row.label == FULL:
+        if row.is_full:
             return Cell(text="0", value=0.0)
         ends = interval((found.low, found.high), digits, signed=True)
         return Cell(text=f"{found.value:+.{digits}f}", value=found.value, interval=ends)
@@ -113,7 +113,7 @@ def quality_grid(measures: Sequence[Measure], rows: Sequence[Row]) -> Grid:
     body = []
     for row in plans:
         cells = [Cell(text=row.label, value=row.label)]
-        cells += [_score(m, m.scores.get(row.plan_hash), is_full=row.label == FULL) for m in measures]
+        cells += [_score(m, m.scores.get(row.plan_hash), is_full=row.is_full) for m in measures]
         body.append(tuple(cells))
     return Grid(
         name="quality",
