@@ -16,6 +16,7 @@ __all__ = [
     "SHARES",
     "TEXTS",
     "Kind",
+    "Metric",
     "is_path",
     "measure_faults",
     "metric_of",

@@ -6,10 +6,10 @@ import csv
 import io
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from kvtailor.bench.kinds import KINDS, metric_of
 from kvtailor.bench.measure.paired_hits import share
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report.points import series_of
@@ -21,25 +21,6 @@ __all__ = ["COLUMNS", "long_table"]
 
 COLUMNS = ("model", "text", "point", "plan", "metric", "unit", "value", "low", "high", "n")
 
-_UNITS = (
-    (r"perplexity", "perplexity"),
-    (r"bits_per_byte", "bits per byte"),
-    (r"(answer_)?nll|kl(_p99)?", "nats per token"),
-    (r"accuracy|recall|top1|ece|distinct_8grams|acceptance|inner_acceptance|identical|retained_mass", "share"),
-    (r".*_error|attention_cosine", "relative"),
-    (r".*tokens_per_second", "tokens per second"),
-    (r"achieved_gflops_.*", "GFLOP per second"),
-    (r"flops_.*", "FLOP"),
-    (r"bytes_per_token", "bytes per token"),
-    (r".*bytes.*", "bytes"),
-    (r".*_seconds", "seconds"),
-    (r"speed_up.*", "ratio"),
-    (r"largest_batch", "sequences"),
-    (r"longest_context", "tokens"),
-    (r".*_verified", "1 where it was run"),
-    (r"emitted_per_verification", "tokens"),
-    (r"resident_hits", "share"),
-)
 _FIELDS = {
     "tokens_seen": "tokens", "tokens_held": "tokens", "tokens_read": "tokens", "bytes_held": "bytes",
     "bytes_full": "bytes", "bytes_resident": "bytes", "bytes_peak": "bytes", "bytes_peak_decode": "bytes",
@@ -154,6 +135,8 @@ def _over_points(
 
 
 def _unit(task: str, name: str) -> str:
-    stem = re.sub(r"_\d+$", "", name)
-    return next((unit for pattern, unit in _UNITS if re.fullmatch(pattern, stem)), "score" if task in (
-        "harness", "longcontext") else "")  # fmt: skip
+    """The unit that the task declares; of a task whose metrics are known only when it has run, its own score."""
+    metric = metric_of(task, name)
+    if metric is not None:
+        return metric.unit
+    return "score" if task in KINDS and KINDS[task].metrics is None else ""

@@ -17,6 +17,8 @@ from kvtailor.bench.report import Row, Summary
 from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.rows import OWN
 from kvtailor.bench.report.tables.quality import POINTS, Measure
+from kvtailor.bench.report.tables.tables import Column as TableColumn
+from kvtailor.bench.report.tables.tables import declared_columns
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 
 __all__ = ["Column", "byte_text", "fit", "show"]
@@ -73,7 +75,7 @@ def _plans(summary: Summary) -> list[Row]:
 def _tables(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Table]:
     """The main table's columns and those of cost."""
     rows = _plans(summary)
-    yield from _split(_columns(_naming(rows, narrow), "\n" if narrow else "  ", summary.margins), rows, console)
+    yield from _split(_columns(_naming(rows, narrow), "\n" if narrow else "  ", summary.margins, rows), rows, console)
 
 
 def _naming(rows: list[Row], narrow: bool) -> Rendering:
@@ -81,7 +83,7 @@ def _naming(rows: list[Row], narrow: bool) -> Rendering:
     return "plan", "left", lambda row: Text(names[row.plan_hash], style="bold" if row.is_full else "")
 
 
-def _columns(naming: Rendering, joint: str, margins: Margins) -> list[Rendering]:
+def _columns(naming: Rendering, joint: str, margins: Margins, rows: list[Row]) -> list[Rendering]:
     return [
         naming,
         ("held/seen", "right", _tokens),
@@ -105,7 +107,13 @@ def _columns(naming: Rendering, joint: str, margins: Margins) -> list[Rendering]
         ("decode", "right", lambda row: _plain(row.bytes_peak_decode, byte_text)),
         ("batch fits", "right", lambda row: _fits(row.largest_batch, row.largest_batch_verified)),
         ("context fits", "right", lambda row: _fits(row.longest_context, row.longest_context_verified)),
+        *((column.name, "right", partial(_declared, column)) for column in declared_columns(rows)),
     ]
+
+
+def _declared(column: TableColumn, row: Row) -> Text:
+    text = column.cell(row).text
+    return _missing() if text is None else Text(text)
 
 
 def _says_more(summary: Summary) -> bool:

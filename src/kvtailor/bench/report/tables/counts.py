@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvtailor.bench.report.declared import compared_tasks
 from kvtailor.bench.report.points import series_of
 from kvtailor.bench.report.rows import OWN
 from kvtailor.bench.schema import Record
@@ -12,7 +13,6 @@ from kvtailor.presets import FULL
 __all__ = ["idle_plans", "unequal_samples"]
 
 _AS_MUCH = 0.99
-_COMPARED = ("perplexity", "fidelity", "needle", "longcontext", "harness")
 
 
 def unequal_samples(records: Sequence[Record]) -> Iterator[str]:
@@ -24,7 +24,7 @@ def unequal_samples(records: Sequence[Record]) -> Iterator[str]:
         records: of one model.
     """
     failed = {(r.task, r.plan_hash) for r in records if r.error is not None}
-    for task in _COMPARED:
+    for task in compared_tasks():
         series = series_of(records, task)
         plans = {h: r.label for each in series for h, r in each.records.items() if h != OWN and (task, h) not in failed}
         counts = {
@@ -54,7 +54,7 @@ def idle_plans(records: Sequence[Record]) -> Iterator[str]:
         records: of one model.
     """
     pairs: dict[str, list[tuple[Record, Record]]] = {}
-    for task in _COMPARED:
+    for task in compared_tasks():
         for each in series_of(records, task):
             full = next((r for r in each.records.values() if r.is_full), None)
             if full is None or not full.values:

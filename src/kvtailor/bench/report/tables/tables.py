@@ -9,9 +9,9 @@ from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, as_latex, as_markdown, interval
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
-from kvtailor.bench.report.words import byte_text
+from kvtailor.bench.report.words import byte_text, significant
 
-__all__ = ["COLUMNS", "Column", "latex", "main_grid", "markdown", "measured", "quality_grid"]
+__all__ = ["COLUMNS", "Column", "declared_columns", "latex", "main_grid", "markdown", "measured", "quality_grid"]
 
 
 class Column(NamedTuple):
@@ -84,7 +84,22 @@ COLUMNS: tuple[Column, ...] = (
 def measured(rows: Sequence[Row]) -> tuple[list[Row], list[Column]]:
     """The plans, and the columns in which at least one of them has a number."""
     plans = [row for row in rows if row.plan_hash != OWN]
-    return plans, [column for column in COLUMNS if any(column.cell(row).text is not None for row in plans)]
+    columns = (*COLUMNS, *declared_columns(plans))
+    return plans, [column for column in columns if any(column.cell(row).text is not None for row in plans)]
+
+
+def declared_columns(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns of `Row.metrics`, in the order in which they come."""
+
+    def column(head: str, task: str) -> Column:
+        def cell(row: Row) -> Cell:
+            value = row.metrics.get(head)
+            return EMPTY if value is None else Cell(text=significant(value, 4), value=value)
+
+        return Column(head, cell, task)
+
+    tasks = {head: task for row in rows for head, task in row.metric_tasks.items()}
+    return [column(head, task) for head, task in tasks.items()]
 
 
 def main_grid(rows: Sequence[Row]) -> Grid:
