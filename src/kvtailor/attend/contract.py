@@ -68,8 +68,8 @@ class Attention(Method, ABC):
         needs_rotation: `attend` needs `AttentionContext.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
-        graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but for
-            the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
+        graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but
+            for the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
     """
 
     needs_codec: ClassVar[str | None] = None
