@@ -47,7 +47,7 @@ def test_every_step_is_that_of_a_cache_merged_by_hand(family: str) -> None:
         token = prompts((1,), state=step)[0]
         expected = model(token, past_key_values=plain).logits
         assert error(model(token, past_key_values=cache).logits, expected) < 1e-5, f"step {step}"
-        lengths = [0 if state.tail is None else state.tail.length for state in cache.engine.states]
+        lengths = [0 if state.stored.tail is None else state.stored.tail.length for state in cache.engine.states]
         assert lengths == [42 + step, (step + 1) % 8, (step + 1) % 8]
         if (step + 1) % 8 == 0:
             merged_by_hand(plain, 34 + step, 42 + step)
