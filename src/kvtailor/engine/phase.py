@@ -11,8 +11,7 @@ them in force is refused, and the phase stays what it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -126,41 +125,36 @@ class PhaseSwitch:
         """Go back to `Compressing`, whatever the phase was."""
         self.now = Compressing()
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Put off eviction and encoding inside."""
-        with self._entered(Deferred(), after=Compressing):
-            yield
+        return _Inside(self, Deferred(), after=Compressing)
 
-    @contextmanager
-    def reconstructing(self, piece: ReconstructionPass) -> Iterator[None]:
+    def reconstructing(self, piece: ReconstructionPass) -> AbstractContextManager[None]:
         """Repeat a piece of the context inside, while compression is put off."""
-        with self._entered(Reconstructing(piece), after=Deferred):
-            yield
+        return _Inside(self, Reconstructing(piece), after=Deferred)
 
-    @contextmanager
-    def speculating(self) -> Iterator[None]:
+    def speculating(self) -> AbstractContextManager[None]:
         """Let forwards be taken back inside."""
-        with self._entered(Speculating(), after=Compressing):
-            yield
+        return _Inside(self, Speculating(), after=Compressing)
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self) -> AbstractContextManager[None]:
         """Replay steps inside; nothing else may use the cache."""
-        with self._entered(Replaying(), after=Compressing):
-            yield
+        return _Inside(self, Replaying(), after=Compressing)
 
     def record(self, prompt: int | None = None) -> None:
         """Let forwards wait for a crop from now on. transformers never says when that ends; see `end_recording`.
 
         Args:
-            prompt: see `Recording`. None leaves what an earlier call gave.
+            prompt: see `Recording`.
         """
-        if isinstance(self.now, Recording):
-            self.now = Recording(self.now.prompt if prompt is None else prompt)
-            return
-        self._check(Recording(prompt), after=Compressing)
+        if not isinstance(self.now, Recording):
+            self.check(Recording(prompt), after=Compressing)
         self.now = Recording(prompt)
+
+    def go_on_recording(self) -> None:
+        """Record from now on, or go on with the recording that there is: what a single layer can say."""
+        if not isinstance(self.now, Recording):
+            self.record()
 
     def end_recording(self) -> None:
         """Go back to `Compressing` from `Recording`; do nothing in any other phase."""
@@ -179,20 +173,36 @@ class PhaseSwitch:
                 "before"
             )
 
-    @contextmanager
-    def _entered(self, phase: Phase, *, after: type[Phase]) -> Iterator[None]:
-        self._check(phase, after=after)
-        before, self.now = self.now, phase
-        try:
-            yield
-        finally:
-            # A reset inside has gone back to `Compressing` already, and nothing is left to leave.
-            if self.now is phase:
-                self.now = before
+    def check(self, phase: Phase, *, after: type[Phase]) -> None:
+        """Raise where a phase may not follow the present one.
 
-    def _check(self, phase: Phase, *, after: type[Phase]) -> None:
+        Args:
+            phase: that is to begin.
+            after: the only phase in which it may.
+        """
         if not isinstance(self.now, after):
             raise CacheMisuse(
                 f"asked for a phase in which this cache {phase.meaning}, and this cache {self.now.meaning}: end that "
                 "first, or call cache.reset()"
             )
+
+
+class _Inside(AbstractContextManager[None]):
+    """A phase that lasts as long as a `with` block.
+
+    No generator: one that is dropped in its midst would end by itself, and a cache whose replayed steps never landed
+    would go on without their tokens.
+    """
+
+    def __init__(self, switch: PhaseSwitch, phase: Phase, *, after: type[Phase]):
+        self._switch, self._phase, self._after = switch, phase, after
+        self._before = switch.now
+
+    def __enter__(self) -> None:
+        self._switch.check(self._phase, after=self._after)
+        self._before, self._switch.now = self._switch.now, self._phase
+
+    def __exit__(self, *_: object) -> None:
+        # A reset inside has gone back to `Compressing` already, and nothing is left to leave.
+        if self._switch.now is self._phase:
+            self._switch.now = self._before

@@ -57,7 +57,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """From now on each forward waits for `crop` before anything is evicted or encoded."""
-        self.guard.engine.switch.record()
+        self.guard.engine.switch.go_on_recording()
         self._recorded_after = self.state.stored.seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -255,7 +255,7 @@ class CompressedLayer(CacheLayerMixin):
 def _record(engine: Engine, on: bool) -> None:
     """Do what setting transformers' `record_past` of one layer means: all layers of a cache record, or none does."""
     if on:
-        engine.switch.record()
+        engine.switch.go_on_recording()
     else:
         engine.switch.end_recording()
 
