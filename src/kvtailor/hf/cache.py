@@ -246,7 +246,7 @@ class KvCache(Cache):
             rollback.check_crop(self.engine, state, count)
         for layer in self.layers:
             if isinstance(layer, WindowLayer):
-                layer.check_crop()
+                layer.check_crop(count)
         with self.guard.changing("a crop"):
             super().crop(tokens_to_remove)
             if self.guard.real is not None:

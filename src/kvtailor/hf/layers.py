@@ -319,9 +319,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
         kept = {name: value for name, value in other.__dict__.items() if name not in ("guard", "layer_idx")}
         self.__dict__.update(copy.deepcopy(kept))
 
-    def check_crop(self) -> None:
-        """Raises where tokens that have left the window for good would have to come back."""
-        if not self.record_past and self.cumulative_length >= self.sliding_window:
+    def check_crop(self, count: int) -> None:
+        """Raise where tokens that have left the window for good would have to come back."""
+        if count and not self.record_past and self.cumulative_length >= self.sliding_window:
             raise CacheMisuse(
                 f"asked to crop a cache whose layer {self.layer_idx} has a window of {self.sliding_window} tokens of "
                 f"the model's own and has seen {self.cumulative_length}: what left the window is gone; call "
@@ -331,15 +331,20 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """See transformers' `DynamicSlidingWindowLayer`."""
         count = -int(tokens_to_remove)
-        if not isinstance(self.guard.engine.phase, Speculating):
-            super().crop(tokens_to_remove)
-            if self.is_initialized:
-                self._free_what_left()
+        if isinstance(self.guard.engine.phase, Speculating):
+            if count:
+                self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
+                self.cumulative_length -= count
         elif count:
-            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
-            self.cumulative_length -= count
+            super().crop(tokens_to_remove)
+            self._free_what_left()
+        else:
+            # A recording may have ended since, and transformers' layer takes no crop outside of one.
+            self.settle()
 
     def settle(self) -> None:
-        """Forgets what has left the window for good."""
-        if self.is_initialized:
-            super().crop(0)
+        """Forget what has left the window for good."""
+        if self.is_initialized and self.cumulative_length >= self.sliding_window:
+            visible = self.sliding_window - 1
+            self.keys, self.values = self.keys[:, :, -visible:], self.values[:, :, -visible:]
+            self._free_what_left()
