@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, AttentionContext
+from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction
 from kvtailor.engine.layer_state import LayerState
@@ -99,7 +99,7 @@ class Engine:
         before = state.carry
         gathers = self.needs.mass and not self.can_be_taken_back(state)
         attended = self.attended(state, query, visible, want_mass=gathers)
-        state.read = attended.read
+        state.read = attended.tokens_read
         state.carry = attended.carry
         if (query.shape[2] > 1 and not self.speculating) or self.holding:
             state.moved = True
@@ -193,19 +193,20 @@ class Engine:
         parts = state.parts()
         self.offload.prefetch(state.index)
         self._check_limit(state)
-        attended = self.plan.attend.attend(
-            query,
-            parts,
-            visible,
-            state.scaling,
+        request = AttentionRequest(
+            query=query,
+            parts=parts,
+            visible=visible,
+            scaling=state.scaling,
             want_mass=want_mass,
             real_queries=_real_queries(visible),
-            facts=self._facts(state),
+            context=self._context(state),
         )
+        attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
 
-    def _facts(self, state: LayerState) -> AttentionContext:
+    def _context(self, state: LayerState) -> AttentionContext:
         return AttentionContext(
             layer=state.index,
             layers=len(self.states),
@@ -219,7 +220,8 @@ class Engine:
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.moved and not state.due:
             state.moved = False
-            state.carry = self.plan.attend.index(state.parts(), visible, self._facts(state))
+            request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
+            state.carry = self.plan.attend.index(request)
         if not state.due:
             state.put_away()
 

@@ -207,7 +207,7 @@ def _read_draft(engine: Engine, state: LayerState, draft: Draft) -> Tensor:
         state.append(piece.keys, piece.values, exactly=False)
         before = state.carry
         attended = engine.attended(state, piece.query, piece.visible, want_mass=False)
-        state.read, state.carry = attended.read, attended.carry
+        state.read, state.carry = attended.tokens_read, attended.carry
         outputs.append(attended.output)
         state.pending = Pending(query=piece.query, visible=piece.visible, carry=before, decoded=True)
         first += piece.tokens

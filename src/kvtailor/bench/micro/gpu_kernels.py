@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import AttentionContext
+from kvtailor.attend.contract import AttentionContext, AttentionRequest
 from kvtailor.attend.quest import Quest
 from kvtailor.bench.micro.attention_contestants import (
     APART,
@@ -211,7 +211,9 @@ def _pages(device: torch.device, tokens: int, layers: int) -> list[tuple[str, _W
         (f"{_BUDGET} tokens of pages", lambda i: attend_pages(query, *sides[i], pages, _PAGE, scaling=SCALE)),
         (
             f"quest, {_BUDGET} tokens, not recorded",
-            lambda i: method.attend(heads, held[i], visible, SCALE, facts=facts),
+            lambda i: method.attend(
+                AttentionRequest(query=heads, parts=held[i], visible=visible, scaling=SCALE, context=facts)
+            ),
         ),
     ]
 
