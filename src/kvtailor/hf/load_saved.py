@@ -163,8 +163,8 @@ def _restore(
 ) -> None:
     """Make a layer what `hf.saving` described."""
     state.reset()
-    for name in COUNTERS:
-        setattr(state, name, _counter(name, fields[name]))
+    for name, own in COUNTERS.items():
+        setattr(state, own, _counter(name, fields[name]))
     if "tail" not in fields:
         return
     rows, heads, seen = fields["rows"], fields["heads"], state.seen
@@ -209,7 +209,7 @@ def _counter(name: str, value: Any) -> Any:
     if name == "scaling":
         good = isinstance(value, float | int) and 0 < value < float("inf")
     else:
-        good = type(value) is int and value >= 0 or (name == "evict_at" and value is None)
+        good = type(value) is int and value >= 0 or (name == "walk_at" and value is None)
     if not good:
         raise ValueError(f"{name} of a layer is {value!r}")
     return value

@@ -24,7 +24,14 @@ from kvtailor.store.cache_file import write_cache_file
 
 __all__ = ["COUNTERS", "MEMORIES", "save"]
 
-COUNTERS = ("seen", "settled_seen", "evict_at", "tail_growth", "scaling")
+# Their names in a file, and in a layer.
+COUNTERS = {
+    "seen": "seen",
+    "settled_seen": "settled_seen",
+    "walk_at": "evict_at",
+    "tail_growth": "tail_growth",
+    "scaling": "scaling",
+}
 MEMORIES = {"scored", "scored_columns", "reconstruction"}
 
 
@@ -102,7 +109,7 @@ def _layer_state(state: LayerState) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """JSON-able fields and tensors from which `load_saved` makes a layer again."""
     if state.pending is not None:
         raise CacheMisuse("a cache cannot be saved between a recorded forward and its crop")
-    fields: dict[str, Any] = {name: getattr(state, name) for name in COUNTERS}
+    fields: dict[str, Any] = {name: getattr(state, own) for name, own in COUNTERS.items()}
     tensors = {f"evidence.{name}": t for name, t in state.evidence.tensors().items()}
     tensors |= {f"memory.{name}": t for name, t in state.memories().items()}
     tensors |= {f"carry.{name}": t for name, t in state.carry.items()}
