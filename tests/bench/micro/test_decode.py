@@ -11,8 +11,16 @@ from click.testing import CliRunner
 from kvtailor.bench.micro import cases, decode
 from kvtailor.bench.micro.timer import Measured
 from kvtailor.cli import main
+from kvtailor.hf.model.config import RANDOM_SHAPES
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of the bench with fewer weights, where only what is done counts."""
+    narrow = {"hidden_size": 64, "intermediate_size": 64}
+    monkeypatch.setitem(RANDOM_SHAPES, cases.MODEL, {**RANDOM_SHAPES[cases.MODEL], **narrow})
 
 
 def run(*words: str) -> tuple[dict, str, str]:
@@ -21,7 +29,7 @@ def run(*words: str) -> tuple[dict, str, str]:
     return json.loads(found.stdout.splitlines()[-1]), found.stdout, found.stderr
 
 
-def test_it_runs_and_ends_with_json() -> None:
+def test_it_runs_and_ends_with_json(small: None) -> None:
     sizes = ["--dtype", "float32", "--contexts", "320", "--prefill", "320", "--rounds", "1", "--prefill-rounds", "1"]
     told, said, progress = run(*sizes)
     assert list(told["tables"]) == ["decode float32 320", "prefill float32 320"]
@@ -34,12 +42,12 @@ def test_it_runs_and_ends_with_json() -> None:
     assert "[2 of 2, 0:" in progress and told["machine"]["threads"] == torch.get_num_threads()
 
 
-def test_no_contexts_are_none() -> None:
+def test_no_contexts_are_none(small: None) -> None:
     words = ["--dtype", "bfloat16", "--contexts", "", "--prefill", "320", "--prefill-rounds", "1"]
     assert list(run(*words)[0]["tables"]) == ["prefill bfloat16 320"]
 
 
-def test_announced_samples_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announced_samples_are_taken(small: None) -> None:
     made = decode.bench(
         dtypes=["float32"], contexts=[320], prefills=[320], rounds=1, prefill_rounds=1, device=torch.device("cpu")
     )
@@ -50,8 +58,6 @@ def test_announced_samples_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_model_has_the_shape_of_its_name_and_each_is_another_with_the_same_weights() -> None:
-    from kvtailor.hf.model.config import RANDOM_SHAPES
-
     one, two = (cases.random_llama(torch.bfloat16, CPU) for _ in range(2))
     config = one.config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
