@@ -1,4 +1,4 @@
-"""What stays of a layer after an eviction, against loops over rows, heads and tokens; and that nothing changes early."""
+"""What stays of a layer after an eviction, against loops over rows, heads and tokens; nothing changes early."""
 
 from __future__ import annotations
 

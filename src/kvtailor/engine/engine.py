@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, AttentionContext
+from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction
 from kvtailor.engine.layer_state import LayerState
@@ -115,7 +115,7 @@ class Engine:
             attended: what it returned.
         """
         phase, before = self.phase, state.observed.carry
-        state.observed.tokens_read, state.observed.carry = attended.read, attended.carry
+        state.observed.tokens_read, state.observed.carry = attended.tokens_read, attended.carry
         if (query.shape[2] > 1 and not phase.all_decoded) or isinstance(phase, Deferred):
             state.clock.reindex = True
         if not phase.can_be_taken_back:
@@ -223,15 +223,16 @@ class Engine:
         parts = state.parts()
         self.offload.prefetch(state.index)
         self._check_limit(state)
-        attended = self.plan.attend.attend(
-            query,
-            parts,
-            visible,
-            state.model.scaling,
+        request = AttentionRequest(
+            query=query,
+            parts=parts,
+            visible=visible,
+            scaling=state.model.scaling,
             want_mass=want_mass,
             real_queries=_real_queries(visible),
-            facts=self._context(state),
+            context=self._context(state),
         )
+        attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
 
@@ -264,7 +265,8 @@ class Engine:
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
-            state.observed.carry = self.plan.attend.index(state.parts(), visible, self._context(state))
+            request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
+            state.observed.carry = self.plan.attend.index(request)
         if not state.clock.due:
             state.put_away()
 

@@ -70,7 +70,7 @@ class LayerState:
     def codec(self, plan: Plan) -> Codec:
         """The plan's codec, as it is on this layer."""
         if self._codec is None:
-            facts = CodecContext(
+            context = CodecContext(
                 layer=self.index,
                 layers=self.layers,
                 rotation=self.model.rotation,
@@ -78,7 +78,7 @@ class LayerState:
                 evicts=plan.evicts,
                 calibration=self.model.encoding,
             )
-            self._codec = plan.encode.for_layer(facts)
+            self._codec = plan.encode.for_layer(context)
         return self._codec
 
     def encoder(self, plan: Plan, first: Tensor | None) -> Codec:

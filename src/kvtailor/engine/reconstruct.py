@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvtailor.attend.contract import AttentionRequest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.plan import registry
 from kvtailor.plan.registry import Attention
@@ -71,7 +72,7 @@ class ReconstructionPass:
                 state.observed.reconstruction[row, :, columns.to(best.device)] = best
         exact = registry.method_of("attend", registry.null("attend"))
         assert isinstance(exact, Attention)
-        return exact.attend(query, [whole], visible, scaling).output
+        return exact.attend(AttentionRequest(query=query, parts=[whole], visible=visible, scaling=scaling)).output
 
     def _looked_at(self, row: int, keys: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
         """(h, k) float32: the highest probability that a new token of this row gives to each of its piece.

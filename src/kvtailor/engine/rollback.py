@@ -205,7 +205,7 @@ def _read_draft(engine: Engine, state: LayerState, draft: Draft) -> Tensor:
         state.append(piece.keys, piece.values, exactly=False)
         before = state.observed.carry
         attended = engine.read(state, piece.query, piece.visible, want_mass=False)
-        state.observed.tokens_read, state.observed.carry = attended.read, attended.carry
+        state.observed.tokens_read, state.observed.carry = attended.tokens_read, attended.carry
         outputs.append(attended.output)
         state.pending = Pending(query=piece.query, visible=piece.visible, carry=before, decoded=True)
         first += piece.tokens

@@ -75,7 +75,9 @@ def test_pairs_hold_what_sinks_and_recents_leave(tokens: int) -> None:
         assert ledger.total == ledger.closed_form
         lower, upper = cache.engine.states[1:]
         assert torch.equal(held_columns(cache)[1], held_columns(cache)[2])
-        assert all(one.shared is other.shared for one, other in zip(lower.stored.segments, upper.stored.segments, strict=True))
+        assert all(
+            one.shared is other.shared for one, other in zip(lower.stored.segments, upper.stored.segments, strict=True)
+        )
     assert int(cache.held().max()) <= tokens + 32
 
 

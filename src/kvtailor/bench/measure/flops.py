@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtailor.attend.contract import AttentionContext
+from kvtailor.attend.contract import AttentionContext, FlopsRequest
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.flops_repeat import repetition_flops, twice_pairs
 from kvtailor.bench.measure.weights import Weights
@@ -118,13 +118,13 @@ def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int)
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """A layer before a forward: tokens (b, h) in its segments, these, their newest column, its tail, its facts."""
+    """A layer before a forward: tokens (b, h) in its segments, these, their newest column, its tail, its context."""
 
     encoded: Tensor
     segments: tuple[Segment, ...]
     newest: int
     tail: int
-    facts: AttentionContext
+    context: AttentionContext
 
     @classmethod
     def of(cls, state: LayerState, rows: int, heads: int) -> _Before:
@@ -137,7 +137,7 @@ class _Before:
             segments=tuple(state.stored.segments),
             newest=max(columns, default=-1),
             tail=0 if state.stored.tail is None else state.stored.tail.length,
-            facts=AttentionContext(layer=state.index, carry=state.observed.carry),
+            context=AttentionContext(layer=state.index, carry=state.observed.carry),
         )
 
 
@@ -183,7 +183,8 @@ class _Step:
         parts = [_each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes))]
         if new == 1:
             encoded = state.here(before.segments)
-            parts.append(plan.attend.flops(encoded, group=group, size=size, held=held, facts=before.facts))
+            request = FlopsRequest(encoded=encoded, group=group, size=size, held=held, context=before.context)
+            parts.append(plan.attend.flops(request))
         if plan.score is not None:
             pairs = held.double() if new == 1 else torch.full_like(held, twice_pairs(new, None)).double() / 2
             parts.append(_evidence(plan.needs, group, float(pairs.sum())))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtailor.attend.contract import Attention
+from kvtailor.attend.contract import Attention, AttentionRequest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
@@ -86,7 +86,9 @@ class FixedLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
         """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
-        return self.attention.attend(query, [*self.parts, self.growing], self.rule, scaling).output
+        parts = [*self.parts, self.growing]
+        request = AttentionRequest(query=query, parts=parts, visible=self.rule, scaling=scaling)
+        return self.attention.attend(request).output
 
     def get_seq_length(self) -> int:
         """Tokens seen when the recording began."""
