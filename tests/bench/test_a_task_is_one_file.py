@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
-from tests.support.bench.toy import TOY, install, write_task
+from tests.support.bench.toy import PLACE, TOY, install, write_task
 
 from kvtailor.bench.build import SettingsError, make_task
 from kvtailor.bench.data.texts import generated_text
@@ -53,6 +53,17 @@ def go(model=None, plans=PLANS, out=None, **settings) -> list[Record]:
     assert (len(found), len(told)) == plan_run([task], plans)
     assert {label.partition(" · ")[0] for label in told} <= {"toy"}
     return found
+
+
+def test_the_worked_example_is_no_real_file_and_formatted_as_one(tmp_path):
+    assert PLACE == "src/kvtailor/bench/tasks/toy.py" and not (ROOT / PLACE).exists()
+    path = write_task(tmp_path / "tasks")
+    for words in (["format", "--check"], ["check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml"), str(path)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
 
 
 def test_it_is_found_with_all_that_it_declares(toy):
