@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtailor.bench.record_sums import check_sums
 from kvtailor.errors import KvtailorError
+from kvtailor.presets import FULL
 
 __all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "damaged_ends", "latest", "read_records"]
 
@@ -148,6 +149,11 @@ class Record:
     wall_seconds: float | None = None
     notes: tuple[str, ...] = ()
     error: str | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is of the null plan, which everything is compared with."""
+        return self.plan == FULL
 
     @property
     def key(self) -> str:
