@@ -127,7 +127,7 @@ class Attention(Method, ABC):
     Attributes:
         needs_codec: name of the codec whose segments this method reads (page bounds, say); None: any.
         gives_mass: `attend` honours `AttentionRequest.want_mass`.
-        weighs_tokens: `attend` honours `Reading.log_weight`.
+        weighs_tokens: `attend` honours `SegmentView.log_weight`.
         needs_rotation: `attend` needs `AttentionContext.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.

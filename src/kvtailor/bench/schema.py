@@ -22,6 +22,8 @@ from kvtailor.presets import FULL
 
 __all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "damaged_ends", "latest", "read_records"]
 
+# Fields that records of before have under another name.
+_NOW_CALLED = {"bytes_by_room": "bytes_by_stage"}
 SCHEMA = 1
 _LARGEST = 2**63
 
@@ -204,6 +206,7 @@ class Record:
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             schema = found.get("schema") if isinstance(found, dict) else None
             raise RecordError(f"expected a record of schema {SCHEMA}, found {schema!r}: run the bench again")
+        found = {_NOW_CALLED.get(name, name): value for name, value in found.items()}
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(found) - known)
         if unknown:
