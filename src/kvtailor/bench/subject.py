@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import OTHER_ATTENTION, Contestant
 from kvtailor.bench.data.overlap import Calibrated, read_back
+from kvtailor.bench.measure.cache_fields import compressed_cache
 from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.fingerprint import fingerprint
@@ -295,8 +296,8 @@ def hash_of(*ids: Tensor) -> str:
 
 
 def _reads_twice(cache: Any) -> bool:
-    engine = getattr(cache, "engine", None)
-    return engine is not None and bool(engine.needs.reconstruction)
+    ours = compressed_cache(cache)
+    return ours is not None and bool(ours.engine.needs.reconstruction)
 
 
 def _cache_for(model: Any, plan: Plan) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.measure.cache_fields import compressed_cache
 from kvtailor.bench.subject import Subject
 
 __all__ = ["fed_scores", "probe", "rounding_of"]
@@ -145,7 +146,7 @@ def _kinds(kind: type) -> Iterator[type]:
 
 
 def _can_be_emptied(cache: Any) -> bool:
-    return hasattr(cache, "engine") and hasattr(cache, "ledger")
+    return compressed_cache(cache) is not None
 
 
 def _is_placed(cache: Any) -> bool:

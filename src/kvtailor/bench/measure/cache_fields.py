@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvtailor.ledger import storage_bytes
 
-__all__ = ["bytes_of", "tokens_read", "weigh"]
+if TYPE_CHECKING:
+    from kvtailor.hf.cache import KvCache
+
+__all__ = ["bytes_of", "compressed_cache", "tokens_read", "weigh"]
+
+
+def compressed_cache(cache: Any) -> KvCache | None:
+    """Return a cache that is kvtailor's own; None for transformers' and for a test's."""
+    from kvtailor.hf.cache import KvCache
+
+    return cache if isinstance(cache, KvCache) else None
 
 
 def weigh(cache: Any) -> dict[str, Any]:
@@ -35,13 +45,15 @@ def weigh(cache: Any) -> dict[str, Any]:
 
 
 def _moved(cache: Any) -> dict[str, float] | None:
-    found: dict[str, float] = cache.traffic().as_dict() if hasattr(cache, "traffic") else {}
+    ours = compressed_cache(cache)
+    found: dict[str, float] = {} if ours is None else ours.traffic().as_dict()
     return found if any(found.values()) else None
 
 
 def tokens_read(cache: Any) -> float | None:
     """`Record.tokens_read` of the forward before."""
-    states = cache.engine.states if hasattr(cache, "engine") else []
+    ours = compressed_cache(cache)
+    states = [] if ours is None else ours.engine.states
     if all(state.observed.tokens_read is None for state in states):
         return None
     each = [

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.measure.cache_fields import weigh
+from kvtailor.bench.measure.cache_fields import compressed_cache, weigh
 from kvtailor.bench.measure.inside import LAYERWISE, compare_layers, contents, queries_of
 from kvtailor.bench.measure.statistics import calibration_error, quantile
 from kvtailor.bench.subject import Subject, hash_of
@@ -188,13 +188,14 @@ class _Run:
 def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
     logits, cache = subject.prefill(window.context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
-    held = contents(cache) if hasattr(cache, "engine") else None
+    ours = compressed_cache(cache)
+    held = None if ours is None else contents(ours)
     rows, queries = [logits[0, -1:]], []
     if window.targets.numel() > 1:
-        if held is None:
+        if ours is None:
             rows.append(subject.forward(window.targets[None, :-1], cache)[0][0])
         else:
-            with queries_of(cache) as queries:
+            with queries_of(ours) as queries:
                 rows.append(subject.forward(window.targets[None, :-1], cache)[0][0])
     return _Run(torch.cat(rows).float().cpu().log_softmax(-1), held, queries, weight)
 
