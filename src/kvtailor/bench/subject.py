@@ -53,7 +53,7 @@ class Subject:
         tokenizer: called as transformers' tokenizers are; None where no task needs text.
         make_cache: (model, plan in one line) -> cache; None: `kvtailor.cache_for`.
         whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole_budget`;
-            None: kvtailor's own, if `make_cache` is, else nobody can say.
+            None: kvtailor's own where `make_cache` is kvtailor's; else no plan is tried.
         loadable: another process can load the same model by `name`, dtype and device.
         trained: its answers mean something; the bench asks an untrained model for costs alone.
         stock_attention: the attention implementation under which the model's own cache is measured; found by itself.

@@ -73,7 +73,7 @@ def token_flops(weights: Weights, geometry: Geometry, *, rows: int, read: int) -
 
 @torch.inference_mode()
 def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int) -> Work | None:
-    """The work of a prefill and of the tokens decoded after it, from one pass that nobody times.
+    """The work of a prefill and of the tokens decoded after it, from one pass that is not timed.
 
     Args:
         subject, contestant: what runs.

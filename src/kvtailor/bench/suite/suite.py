@@ -65,7 +65,7 @@ class Suite:
     Attributes:
         name: the file's name.
         title: what it is about.
-        report: where its tables come from; empty where nobody published them.
+        report: where its tables come from; empty where they were not published.
         awaits: names that plans and tasks use and this kvtailor may not have yet: of methods and presets (`rocketkv`),
             of a method's argument (`kivi.only`), of a plan's setting (`@resident_layers`), of tasks (`telepathy`).
         settings: by model, the values of `{name}`; 'default' has all of them, a model those that differ.
