@@ -133,6 +133,7 @@ class Attention(Method, ABC):
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
         graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but
             for the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
+        has_token_budget: its argument `tokens` says how many tokens it reads for each new one.
     """
 
     needs_codec: ClassVar[str | None] = None
@@ -142,6 +143,7 @@ class Attention(Method, ABC):
     in_cache_positions: ClassVar[bool] = False
     reads_alike: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = False
+    has_token_budget: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse the signatures that these methods had before they took requests (decision 0016).

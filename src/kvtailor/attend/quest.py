@@ -93,6 +93,7 @@ class Quest(Attention):
     """
 
     needs_codec: ClassVar[str | None] = "indexed"
+    has_token_budget: ClassVar[bool] = True
     reads_alike: ClassVar[bool] = False
     tokens: int = 1024
     least: int = 3

@@ -244,7 +244,7 @@ def test_torch_counts_the_same_bounds_of_pages(prompt: int) -> None:
     made = Contestant.of("indexed(page=4, block_size=8) + quest(tokens=8, least=1, dense_layers=0)")
     cache = Subject(name="tiny", model=model).new_cache(made)
     counted(model, torch.randint(97, (ROWS, prompt)), cache)
-    quest, segments = cache.plan.attend, cache.engine.states[0].segments
+    quest, segments = cache.plan.attend, cache.engine.states[0].stored.segments
     pages = ROWS * 3 * -(-prompt // 4)
     assert quest.flops(FlopsRequest(encoded=segments, group=2, size=10)) == 4 * 2 * 10 * pages
     ids = torch.randint(97, (ROWS, 1))

@@ -73,10 +73,13 @@ def test_layers_count_those_that_are_compressed_and_carry_what_they_left() -> No
     assert asked == first + [("attend", 0, 1), ("attend", 1, 1)] * 3
     assert all(context.layers == 2 and context.rotation is None for _, context, _, _ in CALLS)
     for state in cache.engine.states:
-        assert {name: tensor.tolist() for name, tensor in state.carry.items()} == {"attended": [4], "indexed": [1]}
+        assert {name: tensor.tolist() for name, tensor in state.observed.carry.items()} == {
+            "attended": [4],
+            "indexed": [1],
+        }
     assert cache.ledger().by_stage["attend"] == 2 * 2 * 8
     cache.reset()
-    assert all(not state.carry for state in cache.engine.states)
+    assert all(not state.observed.carry for state in cache.engine.states)
 
 
 @torch.no_grad()
@@ -111,17 +114,17 @@ def test_a_carry_follows_rows_and_rejected_tokens_leave_none() -> None:
     cache.activate_past_recording()
     model(ids, past_key_values=cache)
     cache.crop(0)
-    before = {name: tensor.clone() for name, tensor in cache.engine.states[0].carry.items()}
+    before = {name: tensor.clone() for name, tensor in cache.engine.states[0].observed.carry.items()}
     model(ids[:, :4], past_key_values=cache)
     waiting = cache.ledger()
     assert waiting.total == waiting.closed_form
     cache.crop(-4)
-    assert {name: tensor.tolist() for name, tensor in cache.engine.states[0].carry.items()} == {
+    assert {name: tensor.tolist() for name, tensor in cache.engine.states[0].observed.carry.items()} == {
         name: tensor.tolist() for name, tensor in before.items()
     }
     model(ids[:, :4], past_key_values=cache)
     cache.crop(-1)
     # Of the two calls of this forward the one with the rejected token counts for nothing.
-    assert cache.engine.states[0].carry["attended"].tolist() == [2, 2]
+    assert cache.engine.states[0].observed.carry["attended"].tolist() == [2, 2]
     cache.reorder_cache(torch.tensor([1, 1]))
-    assert all(tensor.shape == (2,) for tensor in cache.engine.states[0].carry.values())
+    assert all(tensor.shape == (2,) for tensor in cache.engine.states[0].observed.carry.values())

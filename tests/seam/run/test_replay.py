@@ -142,7 +142,7 @@ def test_generate_replays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found.cache.held(), expected.cache.held())
         assert found.statistics.plain_tokens == expected.statistics.plain_tokens
         # No slot is kept for a token that is not asked for.
-        assert found.cache.engine.states[0].tail.tensors()["keys"].shape[1] <= 20 + 24 or plan != "full"
+        assert found.cache.engine.states[0].stored.tail.tensors()["keys"].shape[1] <= 20 + 24 or plan != "full"
     assert sum(tape.replays for tape in tapes) > 30
 
 

@@ -156,8 +156,9 @@ def _unplaced(contestant: Contestant) -> Contestant:
     """The plan with its segments left on the device: where they live changes nothing of what is read."""
     from kvtailor.plan import Plan
 
-    plan = replace(Plan.parse(str(contestant.plan)), store=Plan().store)
-    return replace(contestant, plan=str(plan))
+    assert contestant.plan is not None, "its cache was made from it"
+    plan = replace(contestant.plan, store=Plan().store)
+    return replace(contestant, text=str(plan), plan=plan)
 
 
 def _held_storages(cache: Any) -> Iterator[Tensor]:
@@ -168,7 +169,9 @@ def _held_storages(cache: Any) -> Iterator[Tensor]:
     """
     seen: set[tuple[str, int]] = set()
     for state in cache.engine.states:
-        parts = state.segments or ([state.tail.as_segment()] if state.tail is not None and state.tail.length else [])
+        parts = state.stored.segments or (
+            [state.stored.tail.as_segment()] if state.stored.tail is not None and state.stored.tail.length else []
+        )
         for part in parts:
             where = part.layout.tensors()
             own = [tensor for name, tensor in part.tensors().items() if name not in where]

@@ -129,15 +129,15 @@ class _Before:
     @classmethod
     def of(cls, state: LayerState, rows: int, heads: int) -> _Before:
         counts = torch.zeros((rows, heads), dtype=torch.int64)
-        for segment in state.segments:
+        for segment in state.stored.segments:
             counts += segment.layout.counts()
-        columns = [int(segment.layout.columns(torch.device("cpu")).max()) for segment in state.segments]
+        columns = [int(segment.layout.columns(torch.device("cpu")).max()) for segment in state.stored.segments]
         return cls(
             encoded=counts,
-            segments=tuple(state.segments),
+            segments=tuple(state.stored.segments),
             newest=max(columns, default=-1),
-            tail=0 if state.tail is None else state.tail.length,
-            context=AttentionContext(layer=state.index, carry=state.carry),
+            tail=0 if state.stored.tail is None else state.stored.tail.length,
+            context=AttentionContext(layer=state.index, carry=state.observed.carry),
         )
 
 
@@ -159,8 +159,8 @@ class _Step:
                 continue
             state, before = next(states)
             total += (
-                int(state.read.sum())
-                if state.read is not None
+                int(state.observed.tokens_read.sum())
+                if state.observed.tokens_read is not None
                 else int(before.encoded.sum()) + heads * (before.tail + 1)
             )
         return total
@@ -188,7 +188,7 @@ class _Step:
         if plan.score is not None:
             pairs = held.double() if new == 1 else torch.full_like(held, twice_pairs(new, None)).double() / 2
             parts.append(_evidence(plan.needs, group, float(pairs.sum())))
-            if state.settled_seen == state.seen and state.tail_growth == 0:
+            if state.clock.settled_seen == state.stored.seen and state.clock.growth == 0:
                 score, allocate, select = plan.score, plan.allocate, plan.select
                 parts += [
                     # The eviction reads keys and values once more.
@@ -198,7 +198,7 @@ class _Step:
                     _each(held, lambda n: select.flops(tokens=n)),
                     _merging(plan, held, state.counts(), group, size),
                 ]
-        for segment in state.segments:
+        for segment in state.stored.segments:
             if not any(segment is old for old in before.segments):
                 # What an exact codec keeps is encoded anew, of any other only what was in the tail.
                 fresh = _later_than(segment, -1 if plan.encode.exact else before.newest)

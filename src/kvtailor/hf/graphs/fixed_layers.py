@@ -143,10 +143,10 @@ class Ring:
 
 def with_free_slots(state: LayerState, steps: int) -> tuple[PlainSegment, int]:
     """The tail with free slots for so many tokens, as if they were there; and how many are."""
-    tail = state.tail
+    tail = state.stored.tail
     assert tail is not None
     tail.reserve(steps)
-    tail.filled(steps, state.seen)
+    tail.filled(steps, state.stored.seen)
     whole = tail.as_segment()
     tail.crop(steps)
     return whole, tail.length
