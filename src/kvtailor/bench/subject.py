@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import OTHER_ATTENTION, Contestant
 from kvtailor.bench.data.overlap import Calibrated, read_back
-from kvtailor.bench.measure.cache_fields import compressed_cache
 from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.fingerprint import fingerprint
@@ -296,8 +295,9 @@ def hash_of(*ids: Tensor) -> str:
 
 
 def _reads_twice(cache: Any) -> bool:
-    ours = compressed_cache(cache)
-    return ours is not None and bool(ours.engine.needs.reconstruction)
+    from kvtailor.hf.cache import KvCache
+
+    return isinstance(cache, KvCache) and bool(cache.engine.needs.reconstruction)
 
 
 def _cache_for(model: Any, plan: Plan) -> Any:

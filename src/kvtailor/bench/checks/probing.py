@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.measure.cache_fields import compressed_cache
 from kvtailor.bench.subject import Subject
+from kvtailor.hf.cache import KvCache
 
 __all__ = ["fed_scores", "probe", "rounding_of"]
 
@@ -146,7 +146,7 @@ def _kinds(kind: type) -> Iterator[type]:
 
 
 def _can_be_emptied(cache: Any) -> bool:
-    return compressed_cache(cache) is not None
+    return isinstance(cache, KvCache)
 
 
 def _is_placed(cache: Any) -> bool:

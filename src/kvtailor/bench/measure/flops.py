@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from kvtailor.attend.contract import AttentionContext, FlopsRequest
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.measure.cache_fields import compressed_cache
 from kvtailor.bench.measure.flops_repeat import repetition_flops, twice_pairs
 from kvtailor.bench.measure.weights import Weights
 from kvtailor.bench.subject import Subject
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
 from kvtailor.types import Needs, Segment
@@ -147,7 +147,7 @@ class _Step:
 
     def __init__(self, cache: Any, geometry: Geometry, rows: int, *, seen: int):
         self.geometry, self.rows, self.seen = geometry, rows, seen
-        self.states: list[LayerState] = [] if (ours := compressed_cache(cache)) is None else ours.engine.states
+        self.states: list[LayerState] = cache.engine.states if isinstance(cache, KvCache) else []
         self.before = [_Before.of(state, rows, geometry.kv_heads) for state in self.states]
 
     def read(self, cache: Any) -> int:

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvtailor.hf.cache import KvCache
 from kvtailor.types import Visibility
-
-if TYPE_CHECKING:
-    from kvtailor.hf.cache import KvCache
 
 __all__ = ["LAYERWISE", "Contents", "Queries", "compare_layers", "contents", "queries_of"]
 
@@ -75,7 +72,7 @@ def contents(cache: KvCache) -> list[Contents]:
 
 @contextmanager
 def queries_of(cache: KvCache) -> Iterator[list[Queries]]:
-    """While it is open, the queries that come to the compressed layers of a cache are kept, in layer order."""
+    """While it is open, the queries that come to the compressed layers of a `KvCache` are kept, in layer order."""
     kept: list[Queries] = []
 
     def keep(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:

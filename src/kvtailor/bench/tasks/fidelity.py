@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.measure.cache_fields import compressed_cache, weigh
+from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.measure.inside import LAYERWISE, compare_layers, contents, queries_of
 from kvtailor.bench.measure.statistics import calibration_error, quantile
 from kvtailor.bench.subject import Subject, hash_of
@@ -31,6 +31,7 @@ from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, scored_pieces, whole_budgets
 from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Metric, setting
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.cache import KvCache
 
 __all__ = ["Fidelity"]
 
@@ -188,14 +189,13 @@ class _Run:
 def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
     logits, cache = subject.prefill(window.context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
-    ours = compressed_cache(cache)
-    held = None if ours is None else contents(ours)
+    held = contents(cache) if isinstance(cache, KvCache) else None
     rows, queries = [logits[0, -1:]], []
     if window.targets.numel() > 1:
-        if ours is None:
+        if held is None:
             rows.append(subject.forward(window.targets[None, :-1], cache)[0][0])
         else:
-            with queries_of(ours) as queries:
+            with queries_of(cache) as queries:
                 rows.append(subject.forward(window.targets[None, :-1], cache)[0][0])
     return _Run(torch.cat(rows).float().cpu().log_softmax(-1), held, queries, weight)
 
