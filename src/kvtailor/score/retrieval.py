@@ -40,7 +40,7 @@ class Retrieval(Scorer):
 
     Attributes:
         chunk: tokens of a chunk.
-        window: newest queries whose mean asks, and newest tokens that always stay.
+        window: newest queries, of which the mean is taken, and newest tokens that always stay.
     """
 
     chunk: int = 8
@@ -71,7 +71,7 @@ class Retrieval(Scorer):
         asks = real_queries(held, columns).float()
         mean = queries.float().unflatten(1, (h, -1)).mean(2)
         asked = (mean * asks[:, None, :, None]).sum(2) / asks.sum(-1).clamp(min=1)[:, None, None]
-        # Each token's chunk; what is no token goes to one more, which nobody looks at.
+        # Each token's chunk; filler goes to one chunk more, which is not read.
         last = -(-n // self.chunk)
         place = torch.div(held.valid.cumsum(-1) - 1, self.chunk, rounding_mode="floor").masked_fill(~held.valid, last)
         # The query times a mean of keys is the mean of its products with them, which need no float32 copy of all keys.

@@ -219,13 +219,13 @@ def _with_prose(
     plot: Plot, rng: random.Random, depth: float, length: int, size: Callable[[str], int], filler: Sequence[str] | None
 ) -> list[Fact | str]:
     """The facts among filler sentences, as many as ``length`` leaves room for."""
-    stage = length - size(" ".join(fact.sentence for fact in plot.facts) + plot.facts[plot.asked].question)
+    left = length - size(" ".join(fact.sentence for fact in plot.facts) + plot.facts[plot.asked].question)
     sentences: list[str] = []
     at = rng.randrange(len(filler)) if filler is not None else 0
-    while stage > 0:
+    while left > 0:
         text = filler[(at + len(sentences)) % len(filler)] if filler is not None else words.sentence(rng)
-        stage -= size(f" {text}")
-        if stage >= 0:
+        left -= size(f" {text}")
+        if left >= 0:
             sentences.append(text)
     while True:
         pieces = _interleave(plot, depth, sentences)

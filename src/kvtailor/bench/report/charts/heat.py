@@ -69,5 +69,5 @@ def heat_map(
 
 
 def _named(index: int, count: int, size: int) -> bool:
-    """Every label where there is stage; else every fourth."""
+    """Every label where there is space; else every fourth."""
     return size > _SMALL_WIDE or index % 4 == 0 or count < 4
