@@ -14,7 +14,7 @@ def one_sided(asked: str, codec: Codec, side: Sides) -> Codec:
     """A codec of one side alone, and the codecs inside it.
 
     Args:
-        asked: the name of the method that has it in `of`.
+        asked: the name of the method that has it in `of`, for errors.
         codec: with an argument `only`; one that keeps states as they are needs none.
         side: that it shall code.
 

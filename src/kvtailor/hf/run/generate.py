@@ -174,7 +174,7 @@ def generate(
     )
     if streamer is not None:
         streamer.put(ids.cpu())
-    sequences = decoding.run(ids, rule.pick(rule.said(logits)), max_new_tokens)
+    sequences = decoding.run(ids, rule.pick(rule.prediction(logits)), max_new_tokens)
     if streamer is not None:
         streamer.end()
     cache = target.close()
