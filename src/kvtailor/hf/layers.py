@@ -155,7 +155,7 @@ class CompressedLayer(CacheLayerMixin):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
     def _visible(self, query: Tensor, mask: LazyMask | Tensor | None) -> Visibility:
-        """What the new tokens may see, as the model's mask says; raises where that does not fit what was seen."""
+        """What the new tokens may see, by the model's mask; raises where that does not fit what was seen."""
         new = query.shape[2]
         seen = self.state.seen + new
         visible: Visibility
@@ -279,7 +279,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
             check_rows_and_heads(key_states, self.keys.shape[0], self.keys.shape[1])
         self.guard.update_begins(self.layer_idx)
         if self._assisted and self.guard.engine.assisted is None:
-            # transformers' assisted decoding never says that it has ended.
+            # transformers' assisted decoding gives no sign that it has ended.
             self.record_past = self._assisted = False
         before = dict(self.__dict__)
         self.guard.layer_changes(self.layer_idx, undo=lambda: self.__dict__.update(before))
