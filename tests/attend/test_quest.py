@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
+from tests.support.attention_cases import request_of
 from tests.support.segments_of import Padded, states, uneven
 from torch import Tensor
 
-from kvtailor.attend.contract import AttentionContext
+from kvtailor.attend.contract import AttentionContext, FlopsRequest
 from kvtailor.attend.quest import Quest
 from kvtailor.encode.indexed import Indexed
 from kvtailor.errors import CacheMisuse
@@ -79,10 +80,10 @@ def slow(query: Tensor, parts: list[Segment], visible: Padded, pages: int) -> tu
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 def test_reads_the_best_pages_and_the_tail(spans: tuple[int, ...], tokens: int, ragged: bool) -> None:
     parts, visible, query = held(spans, 5, seed=1, ragged=ragged)
-    got = Quest(tokens=tokens).attend(query, parts, visible, 0.04, facts=DEEP)
+    got = Quest(tokens=tokens).attend(request_of(query, parts, visible, 0.04, context=DEEP))
     out, count = slow(query, parts, visible, max(3, tokens // PAGE))
     assert torch.allclose(got.output, out, atol=1e-5)
-    assert got.read is not None and torch.equal(got.read, count)
+    assert got.tokens_read is not None and torch.equal(got.tokens_read, count)
 
 
 @needs_triton
@@ -93,13 +94,13 @@ def test_pages_are_read_in_place(spans: tuple[int, ...], ragged: bool, monkeypat
     parts, visible, query = held(spans, 5, seed=8, ragged=ragged)
     visible = replace(visible, real=torch.arange(visible.first_column + 1)[None] >= torch.tensor([0, 10, 27])[:, None])
     quest = Quest(tokens=5 * PAGE)
-    copied = quest.attend(query, parts, visible, 0.04, facts=DEEP)
+    copied = quest.attend(request_of(query, parts, visible, 0.04, context=DEEP))
     monkeypatch.setattr("kvtailor.attend.quest._copied", None)
     with using("triton"):
-        found = quest.attend(query, parts, visible, 0.04, facts=DEEP)
+        found = quest.attend(request_of(query, parts, visible, 0.04, context=DEEP))
     out, count = slow(query, parts, visible, 5)
     assert torch.allclose(found.output, out, atol=1e-5)
-    assert found.read is not None and torch.equal(found.read, count)
+    assert found.tokens_read is not None and torch.equal(found.tokens_read, count)
     assert copied.lse is not None and found.lse is not None and torch.allclose(found.lse, copied.lse, atol=1e-5)
 
 
@@ -107,16 +108,20 @@ def test_pages_of_padding_are_never_read() -> None:
     parts, visible, query = held((40,), 5, seed=2)
     left = torch.tensor([0, 10, 37])
     visible = Padded(new_tokens=1, first_column=44, real=torch.arange(45)[None] >= left[:, None])
-    got = Quest(tokens=4 * PAGE).attend(query, parts, visible, 0.04, facts=DEEP)
+    got = Quest(tokens=4 * PAGE).attend(request_of(query, parts, visible, 0.04, context=DEEP))
     out, count = slow(query, parts, visible, 4)
-    assert torch.allclose(got.output, out, atol=1e-5) and got.read is not None and torch.equal(got.read, count)
-    assert (got.read[2] == 3 + 5).all()
+    assert (
+        torch.allclose(got.output, out, atol=1e-5)
+        and got.tokens_read is not None
+        and torch.equal(got.tokens_read, count)
+    )
+    assert (got.tokens_read[2] == 3 + 5).all()
 
 
 def test_what_is_not_chosen_is_not_read() -> None:
     """Keys and values of pages that were not chosen may hold anything."""
     parts, visible, query = held((400,), 5, seed=3)
-    before = Quest(tokens=8 * PAGE).attend(query, parts, visible, 0.04, facts=DEEP)
+    before = Quest(tokens=8 * PAGE).attend(request_of(query, parts, visible, 0.04, context=DEEP))
     segment = parts[0]
     changed = 0
     for page in range(100):
@@ -125,7 +130,7 @@ def test_what_is_not_chosen_is_not_read() -> None:
         values[0, page * PAGE : (page + 1) * PAGE] = float("nan")
         _, tensors = segment.state()
         poisoned = type(segment).from_state(segment.layout, {"page": PAGE}, {**tensors, "keys": keys, "values": values})
-        after = Quest(tokens=8 * PAGE).attend(query, [poisoned, parts[1]], visible, 0.04, facts=DEEP)
+        after = Quest(tokens=8 * PAGE).attend(request_of(query, [poisoned, parts[1]], visible, 0.04, context=DEEP))
         changed += not torch.equal(before.output, after.output)
     assert changed == 8
 
@@ -134,12 +139,12 @@ def test_more_than_one_new_token_reads_everything() -> None:
     parts, _, _ = held((40,), 5, seed=4)
     query = states((B, H * G, 3, D), 5)
     visible = Padded(new_tokens=3, first_column=42)
-    got = Quest(tokens=1).attend(query, parts, visible, 0.04, facts=DEEP)
+    got = Quest(tokens=1).attend(request_of(query, parts, visible, 0.04, context=DEEP))
     keys = torch.cat([part.decode()[0] for part in parts], 1).unflatten(0, (B, H))
     values = torch.cat([part.decode()[1] for part in parts], 1).unflatten(0, (B, H))
     mask = (torch.arange(45) <= torch.arange(42, 45)[:, None])[None, None]
     assert torch.allclose(got.output, reference(query, keys, values, mask, 0.04)[0], atol=1e-5)
-    assert got.read is None
+    assert got.tokens_read is None
 
 
 @pytest.mark.parametrize(("dense", "sparse_from"), [(None, 2), (0, 0), (3, 3)])
@@ -147,13 +152,15 @@ def test_the_first_layers_read_everything(dense: int | None, sparse_from: int) -
     """2 of them, as in the paper, unless something else is asked for; layers count from 0."""
     parts, visible, query = held((40,), 5, seed=7)
     quest = Quest(tokens=4 * PAGE) if dense is None else Quest(tokens=4 * PAGE, dense_layers=dense)
-    everything = Quest(tokens=1000, dense_layers=0).attend(query, parts, visible, 0.04).output
+    everything = Quest(tokens=1000, dense_layers=0).attend(request_of(query, parts, visible, 0.04)).output
     for layer in range(5):
-        facts = AttentionContext(layer=layer, layers=5)
-        got = quest.attend(query, parts, visible, 0.04, facts=facts)
-        assert (got.read is None) == (layer < sparse_from)
+        context = AttentionContext(layer=layer, layers=5)
+        got = quest.attend(request_of(query, parts, visible, 0.04, context=context))
+        assert (got.tokens_read is None) == (layer < sparse_from)
         assert torch.allclose(got.output, everything, atol=1e-5) == (layer < sparse_from)
-        assert (quest.flops(parts[:1], group=G, size=D, facts=facts) == 0) == (layer < sparse_from)
+        assert (quest.flops(FlopsRequest(encoded=parts[:1], group=G, size=D, context=context)) == 0) == (
+            layer < sparse_from
+        )
 
 
 def test_bad_budgets_and_mass_are_refused() -> None:
@@ -163,4 +170,4 @@ def test_bad_budgets_and_mass_are_refused() -> None:
         Quest(tokens=0)
     parts, visible, query = held((40,), 5, seed=6)
     with pytest.raises(CacheMisuse, match="attend=segments"):
-        Quest().attend(query, parts, visible, 0.04, want_mass=True)
+        Quest().attend(request_of(query, parts, visible, 0.04, want_mass=True))

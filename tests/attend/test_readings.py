@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from tests.contract.test_attend import METHODS
-from tests.support.attention_cases import MIXES, SIZES, STILL, Case, case, close
+from tests.support.attention_cases import MIXES, SIZES, STILL, Case, case, close, request_of
 from tests.support.discover import sample_of
 from tests.support.segments_of import states
 from torch import Tensor
@@ -138,7 +138,15 @@ def test_equals_every_token_decoded(kind: type[Attention], mix: str, weighted: b
     expected, sums, mass = repeated(made, counts, 0.04)
     want = kind.gives_mass
     got = sample_of(kind).attend(
-        made.query, made.parts, made.visible, 0.04, want_mass=want, real_queries=made.real_queries, facts=STILL
+        request_of(
+            made.query,
+            made.parts,
+            made.visible,
+            0.04,
+            want_mass=want,
+            real_queries=made.real_queries,
+            context=STILL,
+        )
     )
     assert close(got.output, expected)
     assert got.lse is None or close(got.lse, sums)
@@ -151,7 +159,7 @@ def test_equals_every_token_decoded(kind: type[Attention], mix: str, weighted: b
 def test_a_token_that_counts_twice_is_the_token_twice(kind: type[Attention]) -> None:
     made = case(SIZES[0], "dense", 1, seed=4)
     counts = otherwise(made, lifted=False, weighted=True)
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04)
+    got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.04))
     assert close(got.output, repeated(made, counts, 0.04)[0])
     once = [torch.ones_like(count) for count in counts]
     assert not close(got.output, repeated(made, once, 0.04)[0])
@@ -164,7 +172,7 @@ def test_heads_may_share_their_values(kind: type[Attention], offset: bool) -> No
         return
     made = case(SIZES[0], "dense", 3, seed=5)
     counts = otherwise(made, lifted=True, weighted=False, shared=True, offset=offset)
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL)
+    got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.04, context=STILL))
     assert close(got.output, repeated(made, counts, 0.04)[0])
 
 
@@ -177,7 +185,7 @@ def test_sixteen_bits(dtype: torch.dtype, new: int) -> None:
     counts = otherwise(made, lifted=True, weighted=True)
     made.parts[0], counts[0] = plain, torch.ones_like(counts[0])
     tolerance = 3e-2 if dtype == torch.bfloat16 else 5e-3
-    got = sample_of(METHODS[-1]).attend(made.query, made.parts, made.visible, 0.1)
+    got = sample_of(METHODS[-1]).attend(request_of(made.query, made.parts, made.visible, 0.1))
     assert got.lse is not None and close(got.output, repeated(made, counts, 0.1)[0], tolerance)
 
 

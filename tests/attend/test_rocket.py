@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from tests.support.attention_cases import MIXES, SIZES, Case, case
+from tests.support.attention_cases import MIXES, SIZES, Case, case, request_of
 from tests.support.crossed import crossed
 from tests.support.segments_of import states
 from torch import Tensor
 
-from kvtailor.attend.contract import AttentionContext
+from kvtailor.attend.contract import AttentionContext, FlopsRequest, IndexRequest
 from kvtailor.attend.rocket import Rocket
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.lanes.chunks import chunk_bounds, reduce_channels
@@ -98,9 +98,9 @@ def test_reads_what_the_definition_reads(mix: str, asked: tuple[int, int, bool])
     if padded:
         real = torch.arange(made.seen)[None] >= torch.tensor([0, 25])[:, None]
         made.visible = dataclasses.replace(made.visible, real=real)
-    got = Rocket(tokens=tokens, expect=expect).attend(made.query, made.parts, made.visible, 0.3)
+    got = Rocket(tokens=tokens, expect=expect).attend(request_of(made.query, made.parts, made.visible, 0.3))
     out, count = slow(made, tokens, capacities(made, expect), made.seen, 0.3)
-    assert got.read is not None and torch.equal(got.read, count)
+    assert got.tokens_read is not None and torch.equal(got.tokens_read, count)
     assert torch.allclose(got.output.double(), out, atol=1e-4)
 
 
@@ -120,17 +120,19 @@ def test_tokens_newer_than_the_chunks_stand_for_themselves(tokens: int, newer: i
         return dataclasses.replace(made, parts=[part], seen=count, visible=visible)
 
     prompt = until(100)
-    carry = rocket.index(prompt.parts, prompt.visible, AttentionContext())
+    carry = rocket.index(IndexRequest(parts=prompt.parts, visible=prompt.visible, context=AttentionContext()))
     covered = 100
     for count in range(101, 101 + newer):
         made = until(count)
-        got = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=AttentionContext(carry=carry))
+        got = rocket.attend(
+            request_of(made.query, made.parts, made.visible, 0.3, context=AttentionContext(carry=carry))
+        )
         carry = got.carry
         covered = count if count - covered > 128 else covered
         assert int((carry["columns"] >= 0).sum()) == covered * b * h and carry["capacity"].tolist() == [130, 130]
         if count in (101, 100 + newer):
             out, read = slow(made, tokens, [130, 130], covered, 0.3)
-            assert torch.equal(got.read, read) and torch.allclose(got.output.double(), out, atol=1e-4)
+            assert torch.equal(got.tokens_read, read) and torch.allclose(got.output.double(), out, atol=1e-4)
 
 
 def test_a_hand_worked_choice() -> None:
@@ -151,8 +153,8 @@ def test_a_hand_worked_choice() -> None:
     values = torch.arange(6.0)[None, :, None].expand(1, 6, 1).contiguous()
     part = PlainSegment(layout=Layout(rows=1, heads=1, size=6, start=0), keys=keys, values=values)
     visible = dataclasses.replace(case((1, 1, 1, 4, 1), "prompt", 1).visible, first_column=5)
-    got = Rocket(tokens=4, expect=10).attend(query[None, :, None], [part], visible, 0.5)
-    assert got.carry["capacity"].tolist() == [16] and got.read is not None and got.read.tolist() == [[2]]
+    got = Rocket(tokens=4, expect=10).attend(request_of(query[None, :, None], [part], visible, 0.5))
+    assert got.carry["capacity"].tolist() == [16] and got.tokens_read is not None and got.tokens_read.tolist() == [[2]]
     weights = (query @ keys[0, 2:4].T * 0.5).softmax(-1)
     assert torch.allclose(got.output[0, :, 0, 0], weights @ torch.tensor([2.0, 3.0]))
     # The factor of head 0: the root of (4.5 / 4), since 4 of its 4.5 are left; head 1 keeps 4 of 4.25.
@@ -217,8 +219,8 @@ def test_what_is_not_read_may_hold_anything() -> None:
     """Keys and values of tokens that have bounds and are not chosen; the bounds are from before."""
     made = case((1, 1, 2, 16, 16), "dense", 1, seed=6)
     rocket = Rocket(tokens=20, expect=20)
-    carry = rocket.index(made.parts[:1], made.visible, AttentionContext())
-    before = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=AttentionContext(carry=carry))
+    carry = rocket.index(IndexRequest(parts=made.parts[:1], visible=made.visible, context=AttentionContext()))
+    before = rocket.attend(request_of(made.query, made.parts, made.visible, 0.3, context=AttentionContext(carry=carry)))
     changed = 0
     for token in range(67):
         part = made.parts[0]
@@ -227,9 +229,9 @@ def test_what_is_not_read_may_hold_anything() -> None:
             poisoned.append(x.clone())
             poisoned[-1][0, token] = float("nan")
         parts = [PlainSegment(layout=part.layout, keys=poisoned[0], values=poisoned[1]), *made.parts[1:]]
-        after = rocket.attend(made.query, parts, made.visible, 0.3, facts=AttentionContext(carry=carry))
+        after = rocket.attend(request_of(made.query, parts, made.visible, 0.3, context=AttentionContext(carry=carry)))
         changed += not torch.equal(before.output, after.output)
-    assert before.read is not None and 0 < changed <= int(before.read[0, 0]) == 10
+    assert before.tokens_read is not None and 0 < changed <= int(before.tokens_read[0, 0]) == 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -241,9 +243,9 @@ def test_sixteen_bits_choose_as_the_same_numbers_in_thirty_two(dtype: torch.dtyp
         keys, values = (x.float() for x in part.decode())
         parts.append(PlainSegment(layout=part.layout, keys=keys, values=values))
     rocket = Rocket(tokens=20, expect=90)
-    found = rocket.attend(short.query, short.parts, short.visible, 0.1)
-    wide = rocket.attend(short.query.float(), parts, short.visible, 0.1)
-    assert found.output.dtype == dtype and torch.equal(found.read, wide.read)
+    found = rocket.attend(request_of(short.query, short.parts, short.visible, 0.1))
+    wide = rocket.attend(request_of(short.query.float(), parts, short.visible, 0.1))
+    assert found.output.dtype == dtype and torch.equal(found.tokens_read, wide.tokens_read)
     assert torch.allclose(found.output.float(), wide.output, atol=5e-2)
     assert torch.equal(found.carry["bounds"].float(), wide.carry["bounds"])
 
@@ -255,7 +257,7 @@ def test_where_nothing_is_seen_there_are_zeros() -> None:
         dataclasses.replace(made.visible, real=torch.zeros((2, made.seen), dtype=torch.bool)),
         dataclasses.replace(made.visible, window=0),
     ):
-        got = Rocket(tokens=16).attend(made.query, made.parts, visible, 0.1)
+        got = Rocket(tokens=16).attend(request_of(made.query, made.parts, visible, 0.1))
         assert bool((got.output == 0).all())
 
 
@@ -263,10 +265,10 @@ def test_a_carry_of_other_tokens_is_made_anew() -> None:
     """What was evicted or taken back since leaves bounds that are of nothing that is held."""
     made, other = case(SIZES[2], "moved tail", 1, seed=7), case(SIZES[2], "tail", 1, seed=7)
     rocket = Rocket(tokens=16, expect=90)
-    stale = rocket.index(other.parts, other.visible, AttentionContext())
+    stale = rocket.index(IndexRequest(parts=other.parts, visible=other.visible, context=AttentionContext()))
     stale = {**stale, "capacity": torch.tensor([121, 121])}
-    fresh = rocket.attend(made.query, made.parts, made.visible, 0.3)
-    found = rocket.attend(made.query, made.parts, made.visible, 0.3, facts=AttentionContext(carry=stale))
+    fresh = rocket.attend(request_of(made.query, made.parts, made.visible, 0.3))
+    found = rocket.attend(request_of(made.query, made.parts, made.visible, 0.3, context=AttentionContext(carry=stale)))
     assert torch.equal(found.output, fresh.output)
     assert all(torch.equal(found.carry[name], tensor) for name, tensor in fresh.carry.items())
 
@@ -282,12 +284,14 @@ def test_bad_numbers_and_mass_are_refused() -> None:
             Rocket(**given)  # type: ignore[arg-type]
     made = case(SIZES[2], "tail", 1)
     with pytest.raises(CacheMisuse, match="attend=segments"):
-        Rocket().attend(made.query, made.parts, made.visible, 0.3, want_mass=True)
+        Rocket().attend(request_of(made.query, made.parts, made.visible, 0.3, want_mass=True))
 
 
 def test_what_a_step_costs_where_no_chunk_has_bounds() -> None:
     """Capacity within the budget: each token stands for itself, in all channels."""
     rocket = Rocket(tokens=16, expect=4)
-    facts = AttentionContext(carry={"capacity": torch.tensor([12])})
+    context = AttentionContext(carry={"capacity": torch.tensor([12])})
     held = torch.tensor([[12, 10]])
-    assert rocket.flops([], group=2, size=8, held=held, facts=facts) == (12 + 10) * (2 * 2 * 8 + 5 * 2)
+    assert rocket.flops(FlopsRequest(encoded=[], group=2, size=8, held=held, context=context)) == (12 + 10) * (
+        2 * 2 * 8 + 5 * 2
+    )

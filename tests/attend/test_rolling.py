@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from tests.support.attention_cases import MIXES, SIZES, Case, case, close
+from tests.support.attention_cases import MIXES, SIZES, Case, case, close, request_of
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts
 from tests.support.segments_of import Padded, states
@@ -96,8 +96,8 @@ def test_equals_keys_that_are_numbered_anew(rotation: str, mix: str, new: int, p
         # A blind query, as of padding, has no number; the contract's test asks it for zeros.
         real = torch.arange(made.seen)[None] >= torch.tensor([0, 40])[:, None].clamp(max=made.seen - new)
         made.visible = type(made.visible)(new_tokens=new, first_column=made.seen - new, real=real)
-    facts = AttentionContext(rotation=ROTATIONS[rotation])
-    got = Rolling().attend(made.query, made.parts, made.visible, 0.04, want_mass=True, facts=facts)
+    context = AttentionContext(rotation=ROTATIONS[rotation])
+    got = Rolling().attend(request_of(made.query, made.parts, made.visible, 0.04, want_mass=True, context=context))
     out, lse, mass = slow(made, ROTATIONS[rotation], 0.04)
     assert close(got.output, out, 1e-4) and got.lse is not None and close(got.lse, lse, 1e-4)
     assert got.mass is not None
@@ -117,26 +117,26 @@ def test_pages_without_a_gap_stand_between_pages_with_one() -> None:
     visible = Padded(new_tokens=2, first_column=67)
     query = states((1, 6, 2, 20), 5)
     made = Case(parts=[ragged, newest], new=2, seen=69, query=query, visible=visible, sizes=(1, 2, 3, 20, 12))
-    facts = AttentionContext(rotation=ROTATIONS["whole"])
-    got = Rolling().attend(query, made.parts, visible, 0.04, want_mass=True, facts=facts)
+    context = AttentionContext(rotation=ROTATIONS["whole"])
+    got = Rolling().attend(request_of(query, made.parts, visible, 0.04, want_mass=True, context=context))
     out, _, mass = slow(made, ROTATIONS["whole"], 0.04)
     assert close(got.output, out, 1e-4) and got.mass is not None
     assert all(close(found, expected, 1e-4) for found, expected in zip(got.mass, mass, strict=True))
 
 
 def test_gaps_change_what_is_read_and_no_gaps_do_not() -> None:
-    facts = AttentionContext(rotation=ROTATIONS["whole"])
+    context = AttentionContext(rotation=ROTATIONS["whole"])
     gapped, whole = case(SIZES[2], "moved tail", 1), case(SIZES[2], "tail", 1)
     for made, same in ((gapped, False), (whole, True)):
-        still = Segments().attend(made.query, made.parts, made.visible, 0.04).output
-        rolled = Rolling().attend(made.query, made.parts, made.visible, 0.04, facts=facts).output
+        still = Segments().attend(request_of(made.query, made.parts, made.visible, 0.04)).output
+        rolled = Rolling().attend(request_of(made.query, made.parts, made.visible, 0.04, context=context)).output
         assert torch.equal(still, rolled) if same else not torch.allclose(still, rolled, atol=1e-2)
 
 
 def test_without_a_rotation_nothing_can_be_turned() -> None:
     made = case(SIZES[2], "moved tail", 1)
     with pytest.raises(CacheMisuse, match="rotary embedding"):
-        Rolling().attend(made.query, made.parts, made.visible, 0.04)
+        Rolling().attend(request_of(made.query, made.parts, made.visible, 0.04))
 
 
 class Unrotated(MaskedReference):

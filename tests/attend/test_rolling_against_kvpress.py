@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.support.attention_cases import request_of
 from tests.support.kvpress_cases import cases, states_of
 from tests.support.segments_of import Padded
 
@@ -23,7 +24,9 @@ def test_the_newest_query_sees_the_keys_of_kvpress() -> None:
     visible = Padded(new_tokens=1, first_column=newest)
     parts = [PlainSegment(layout=layout, keys=keys, values=values)]
     found = (
-        Rolling().attend(query, parts, visible, case.geometry.scaling, facts=AttentionContext(rotation=rotation)).output
+        Rolling()
+        .attend(request_of(query, parts, visible, case.geometry.scaling, context=AttentionContext(rotation=rotation)))
+        .output
     )
     at_its_slot = turn(query[0], torch.tensor([19 - newest]), rotation)
     expected = (at_its_slot @ case.returned_keys.T * case.geometry.scaling).softmax(-1) @ values[0]

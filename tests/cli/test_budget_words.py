@@ -47,7 +47,7 @@ def test_what_is_shown_as_held_is_what_a_cache_holds(plan: str, held: int, recen
     with torch.no_grad():
         model(ids, past_key_values=cache)
     assert {int(count) for state in cache.engine.states for count in state.counts().flatten()} == {held}
-    assert {state.tail.length for state in cache.engine.states} == {recent}
+    assert {state.stored.tail.length for state in cache.engine.states} == {recent}
     assert (said["tokens_seen"], said["tokens_held"], said["tokens_full_precision"]) == (300, held, recent)
     states = [part for state in cache.engine.states for part in state.parts()]
     layouts = sum(part.layout.closed_form_bytes() for part in states)

@@ -96,7 +96,7 @@ def test_check_says_what_runs_on_this_machine() -> None:
     (few, *_) = last_object(call("check", "kivi4", "--json"))["implementations"]
     assert few["operation"].startswith("attention of up to") and few["why"]
     (forced,) = last_object(call("--implementation", "reference", "check", "kivi4", "--json"))["implementations"]
-    assert forced["why"] == "the reference is forced" and forced["twin"] != few["twin"]
+    assert forced["why"] == "the reference is forced" and forced["implementation"] != few["implementation"]
     assert last_object(call("check", "kivi4", "--json"))["implementations"][0] == few
 
 

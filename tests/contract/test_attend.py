@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.support.attention_cases import MIXES, SIZES, STILL, case, close, defined, naive
+from tests.support.attention_cases import MIXES, SIZES, STILL, case, close, defined, naive, request_of
 from tests.support.crossed import crossed
 from tests.support.discover import methods_of, sample_of
 
@@ -43,13 +43,13 @@ def test_is_a_frozen_keyword_only_dataclass_with_defaults(kind: type[Attention])
 def test_equals_the_definition(kind: type[Attention], size: tuple[int, ...], what: tuple[str, int]) -> None:
     """Budgets of the defaults cover what is held here, so every method reads everything."""
     made, out, lse, _ = defined(size, *what)  # type: ignore[arg-type]
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL)
+    got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.04, context=STILL))
     assert got.output.shape == out.shape and got.output.dtype == made.query.dtype
     assert close(got.output, out)
     if got.lse is not None:
         assert close(got.lse, lse)
     # What says of itself that several tokens are read as each would be alone never chooses.
-    assert got.read is None or not kind.reads_alike
+    assert got.tokens_read is None or not kind.reads_alike
 
 
 @every_method
@@ -57,7 +57,7 @@ def test_equals_the_definition(kind: type[Attention], size: tuple[int, ...], wha
 @pytest.mark.parametrize("new", [1, 3, 17, 130])
 def test_left_padding_is_exact_and_a_blind_query_gives_zeros(kind: type[Attention], mix: str, new: int) -> None:
     made, out, lse, _ = defined(SIZES[0], mix, new, padded=True, seed=7)
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL)
+    got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.04, context=STILL))
     assert bool(got.output.isfinite().all()) and close(got.output, out)
     blind = lse == -torch.inf
     assert bool((got.output[blind] == 0).all())
@@ -70,7 +70,7 @@ def test_left_padding_is_exact_and_a_blind_query_gives_zeros(kind: type[Attentio
 @pytest.mark.parametrize("new", [1, 17, 64])
 def test_a_window_hides_what_is_older(kind: type[Attention], mix: str, new: int) -> None:
     made, out, *_ = defined(SIZES[0], mix, new, window=30, seed=8)
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL)
+    got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.04, context=STILL))
     assert close(got.output, out)
 
 
@@ -81,7 +81,15 @@ def test_a_window_hides_what_is_older(kind: type[Attention], mix: str, new: int)
 def test_mass_is_the_sum_of_the_probabilities(kind: type[Attention], mix: str, new: int, padded: bool) -> None:
     made, out, _, mass = defined(SIZES[0], mix, new, padded=padded, seed=9)
     got = sample_of(kind).attend(
-        made.query, made.parts, made.visible, 0.04, want_mass=True, real_queries=made.real_queries, facts=STILL
+        request_of(
+            made.query,
+            made.parts,
+            made.visible,
+            0.04,
+            want_mass=True,
+            real_queries=made.real_queries,
+            context=STILL,
+        )
     )
     assert close(got.output, out)
     assert got.mass is not None and len(got.mass) == len(mass)
@@ -103,7 +111,15 @@ def test_blocks_of_queries_meet_without_a_seam(
     made, out, _, received = defined(SIZES[0], mix, 70, padded=padded, seed=14)
     want = mass and kind.gives_mass
     got = sample_of(kind).attend(
-        made.query, made.parts, made.visible, 0.04, want_mass=want, real_queries=made.real_queries, facts=STILL
+        request_of(
+            made.query,
+            made.parts,
+            made.visible,
+            0.04,
+            want_mass=want,
+            real_queries=made.real_queries,
+            context=STILL,
+        )
     )
     assert close(got.output, out)
     for part, found, expected in zip(made.parts, got.mass or [], received, strict=want):
@@ -118,7 +134,7 @@ def test_blocks_of_queries_meet_without_a_seam(
 @pytest.mark.parametrize("new", [1, 3, 64])
 def test_sixteen_bits(kind: type[Attention], dtype: torch.dtype, mix: str, new: int) -> None:
     made, out, *_ = defined(SIZES[0], mix, new, 0.1, dtype=dtype, padded=True, seed=11)
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1, facts=STILL)
+    got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.1, context=STILL))
     # `naive` decodes, which rounds to 16 bits; codes that are read as they are stored are rounded once, in the end.
     assert got.output.dtype == dtype and close(got.output, out, 3e-2 if dtype == torch.bfloat16 else 1e-2)
 
@@ -130,7 +146,7 @@ def test_autocast_queries(kind: type[Attention], pair: tuple[torch.dtype, torch.
     """Under autocast the cache may be wider or narrower than the query; the output is the query's."""
     made = case(SIZES[0], "dense", new, dtype=pair[1], seed=12)
     made.query = made.query.to(pair[0])
-    got = sample_of(kind).attend(made.query, made.parts, made.visible, 0.1, facts=STILL)
+    got = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.1, context=STILL))
     assert got.output.dtype == pair[0]
     assert close(got.output, naive(made, 0.1)[0], 3e-2)
 
@@ -154,7 +170,7 @@ def test_what_repeats_reads_how_far_the_tail_is_filled(kind: type[Attention], mi
     method = sample_of(kind)
     for token in range(2):
         query = made.query[:, :, token : token + 1]
-        got = method.attend(query, held, visible, 0.04, facts=STILL)
+        got = method.attend(request_of(query, held, visible, 0.04, context=STILL))
         assert close(got.output, expected[:, :, token : token + 1]), token
         lengths.add_(1)
 
@@ -163,7 +179,7 @@ def test_what_repeats_reads_how_far_the_tail_is_filled(kind: type[Attention], mi
 def test_inputs_are_not_changed_and_rows_do_not_meet(kind: type[Attention]) -> None:
     made = case(SIZES[0], "all", 3, padded=True, seed=13)
     before = made.query.clone(), [t.clone() for part in made.parts for t in part.tensors().values()]
-    whole = sample_of(kind).attend(made.query, made.parts, made.visible, 0.04, facts=STILL).output
+    whole = sample_of(kind).attend(request_of(made.query, made.parts, made.visible, 0.04, context=STILL)).output
     assert torch.equal(made.query, before[0])
     after = [t for part in made.parts for t in part.tensors().values()]
     assert all(torch.equal(a.nan_to_num(5), b.nan_to_num(5)) for a, b in zip(after, before[1], strict=True))
@@ -171,5 +187,5 @@ def test_inputs_are_not_changed_and_rows_do_not_meet(kind: type[Attention]) -> N
     for row in range(3):
         one = [part.rows(torch.tensor([row])) for part in made.parts]
         visible = dataclasses.replace(made.visible, real=made.visible.real[row : row + 1])
-        alone = sample_of(kind).attend(made.query[row : row + 1], one, visible, 0.04, facts=STILL).output
+        alone = sample_of(kind).attend(request_of(made.query[row : row + 1], one, visible, 0.04, context=STILL)).output
         assert torch.allclose(alone, whole[row : row + 1], atol=1e-5)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 from tests.contract.test_attend import every_method
-from tests.support.attention_cases import SIZES, STILL, case
+from tests.support.attention_cases import SIZES, STILL, case, request_of
 
-from kvtailor.attend.contract import Attention
+from kvtailor.attend.contract import Attention, IndexRequest
 
 
 @every_method
@@ -18,13 +18,13 @@ def test_a_carry_is_tensors_of_the_batch_rows_in_storages_of_their_own(kind: typ
     """So that it can follow reordered rows, be saved, and be charged for what it takes."""
     for method in variants_of(kind):
         prompt = case(SIZES[0], mix, 130, padded=True, seed=15)
-        carries = [method.attend(prompt.query, prompt.parts, prompt.visible, 0.04, facts=STILL).carry]
+        carries = [method.attend(request_of(prompt.query, prompt.parts, prompt.visible, 0.04, context=STILL)).carry]
         for _ in range(2):
-            facts = dataclasses.replace(STILL, carry=carries[-1])
-            carries.append(method.index(prompt.parts, prompt.visible, facts))
+            context = dataclasses.replace(STILL, carry=carries[-1])
+            carries.append(method.index(IndexRequest(parts=prompt.parts, visible=prompt.visible, context=context)))
         one = case(SIZES[0], mix, 1, padded=True, seed=15)
-        facts = dataclasses.replace(STILL, carry=carries[-1])
-        carries.append(method.attend(one.query, one.parts, one.visible, 0.04, facts=facts).carry)
+        context = dataclasses.replace(STILL, carry=carries[-1])
+        carries.append(method.attend(request_of(one.query, one.parts, one.visible, 0.04, context=context)).carry)
         for carry in carries:
             for name, tensor in carry.items():
                 assert tensor.shape[0] == 3, name
@@ -41,17 +41,22 @@ def test_a_reordered_carry_is_the_carry_of_reordered_rows(kind: type[Attention],
         assert prompt.visible.real is not None
         picked = [part.rows(order) for part in prompt.parts]
         visible = dataclasses.replace(prompt.visible, real=prompt.visible.real[order])
-        whole = method.attend(prompt.query, prompt.parts, prompt.visible, 0.04, facts=STILL).carry
-        moved = method.attend(prompt.query[order], picked, visible, 0.04, facts=STILL).carry
-        whole = method.index(prompt.parts, prompt.visible, dataclasses.replace(STILL, carry=whole))
-        moved = method.index(picked, visible, dataclasses.replace(STILL, carry=moved))
+        whole = method.attend(request_of(prompt.query, prompt.parts, prompt.visible, 0.04, context=STILL)).carry
+        moved = method.attend(request_of(prompt.query[order], picked, visible, 0.04, context=STILL)).carry
+        whole = method.index(
+            IndexRequest(parts=prompt.parts, visible=prompt.visible, context=dataclasses.replace(STILL, carry=whole))
+        )
+        moved = method.index(
+            IndexRequest(parts=picked, visible=visible, context=dataclasses.replace(STILL, carry=moved))
+        )
         query, last = prompt.query[:, :, -1:], dataclasses.replace(visible, new_tokens=1, first_column=prompt.seen - 1)
         carried = {name: tensor[order] for name, tensor in whole.items()}
-        one = method.attend(query[order], picked, last, 0.04, facts=dataclasses.replace(STILL, carry=carried))
-        two = method.attend(query[order], picked, last, 0.04, facts=dataclasses.replace(STILL, carry=moved))
+        carried, moved = (dataclasses.replace(STILL, carry=carry) for carry in (carried, moved))
+        one = method.attend(request_of(query[order], picked, last, 0.04, context=carried))
+        two = method.attend(request_of(query[order], picked, last, 0.04, context=moved))
         assert torch.allclose(one.output, two.output, atol=1e-5)
-        assert (one.read is None) == (two.read is None)
-        assert one.read is None or torch.equal(one.read, two.read)
+        assert (one.tokens_read is None) == (two.tokens_read is None)
+        assert one.tokens_read is None or torch.equal(one.tokens_read, two.tokens_read)
 
 
 def variants_of(kind: type[Attention]) -> list[Attention]:

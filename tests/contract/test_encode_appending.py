@@ -27,22 +27,22 @@ PROMPT, DECODED = 77, 500
 def test_no_segment_changes_over_hundreds_of_decoded_tokens(codec: Codec, dtype: torch.dtype) -> None:
     plan, group = Plan(encode=codec), tuple(LayerState(layer, 3) for layer in group_of(codec))
     for state in group:
-        state.rotation = Rotation(frequencies=torch.tensor([1.0, 0.1, 0.01]))
+        state.model.rotation = Rotation(frequencies=torch.tensor([1.0, 0.1, 0.01]))
         state.layer_group = group
     keys, values = (states((2, 3, PROMPT + DECODED, 16), seed, dtype) for seed in (1, 2))
     first_seen: list[tuple[object, dict[str, tuple[int, torch.Tensor]]]] = []
     heaviest_tail = 0
     for end in [PROMPT, *range(PROMPT + 1, PROMPT + DECODED + 1)]:
         for state in group:
-            state.append(keys[:, :, state.seen : end], values[:, :, state.seen : end], exactly=False)
+            state.append(keys[:, :, state.stored.seen : end], values[:, :, state.stored.seen : end], exactly=False)
             encode_tail(state, plan, PROMPT if end == PROMPT else 1, None)
-        assert len(state.segments) >= len(first_seen)
-        for segment in state.segments[len(first_seen) :]:
+        assert len(state.stored.segments) >= len(first_seen)
+        for segment in state.stored.segments[len(first_seen) :]:
             storages = {name: (t.untyped_storage().data_ptr(), t.clone()) for name, t in segment.tensors().items()}
             first_seen.append((segment, storages))
-        assert state.tail is not None
-        heaviest_tail = max(heaviest_tail, state.tail.length)
-    for segment, (then, storages) in zip(state.segments, first_seen, strict=True):
+        assert state.stored.tail is not None
+        heaviest_tail = max(heaviest_tail, state.stored.tail.length)
+    for segment, (then, storages) in zip(state.stored.segments, first_seen, strict=True):
         assert segment is then
         for name, tensor in segment.tensors().items():
             place, before = storages[name]

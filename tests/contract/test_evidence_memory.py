@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.attention_cases import request_of
 from tests.support.discover import methods_of, samples_of
 from tests.support.held_rows import Row, example_tensors, held_of, make_row
 from tests.support.live_bytes import LiveBytes
@@ -135,7 +136,7 @@ def with_a_mass(dtype: torch.dtype, padding: int = 0) -> int:
     real = torch.arange(TOKENS)[None] >= padding
     part = PlainSegment(layout=Layout(rows=1, heads=HEADS, size=TOKENS, start=0), keys=keys[0], values=values[0])
     visible = Padded(new_tokens=LAST, first_column=TOKENS - LAST, real=real if padding else None)
-    return peak_of(lambda: Segments().attend(queries, [part], visible, 0.1, want_mass=True))
+    return peak_of(lambda: Segments().attend(request_of(queries, [part], visible, 0.1, want_mass=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

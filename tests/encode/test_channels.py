@@ -88,8 +88,10 @@ def test_a_padded_batch_is_as_each_row_alone(scorer: str) -> None:
             assert error(found.logits[row : row + 1], expected) < 1e-4
             changed += float(expected.abs().sum())
     assert changed > 0 and batch.ledger().total == batch.ledger().closed_form
-    assert all(state.evidence.queries.shape[2] == 8 for state in batch.engine.states), "it still sees the newest"
-    assert all(segment.codec == "channels" for state in batch.engine.states for segment in state.segments)
+    assert all(state.observed.evidence.queries.shape[2] == 8 for state in batch.engine.states), (
+        "it still sees the newest"
+    )
+    assert all(segment.codec == "channels" for state in batch.engine.states for segment in state.stored.segments)
 
 
 @torch.no_grad()
@@ -99,7 +101,7 @@ def test_the_queries_change_which_channels_stay() -> None:
     for plan in ("channels(keep=0.5, window=8)", "channels(keep=0.5, window=1)"):
         cache = kvtailor.cache_for(model, plan)
         model(ids, past_key_values=cache)
-        kept.append(torch.stack([state.segments[0].keys.kept for state in cache.engine.states]))
+        kept.append(torch.stack([state.stored.segments[0].keys.kept for state in cache.engine.states]))
         assert cache.ledger().by_stage["observe"] > 0
     assert not torch.equal(*kept)
 

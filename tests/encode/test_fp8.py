@@ -61,7 +61,7 @@ def test_moved_tokens_take_only_the_scales_that_they_use() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"group": 0}, "fp8: group"), ({"recent": -1}, "fp8: residual"), ({"block_size": 100}, "block_size=96")],
+    [({"group": 0}, "fp8: group"), ({"recent": -1}, "fp8: recent"), ({"block_size": 100}, "block_size=96")],
 )
 def test_bad_numbers_say_what_to_write(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -112,10 +112,10 @@ def test_without_a_residual_all_of_a_prompt_is_encoded_and_then_whole_groups() -
         for each in ids[:, :21], *ids[:, 21:].split(1, 1):
             ours = model(each, past_key_values=cache).logits
             theirs = model(each, past_key_values=exact).logits
-            held.append(state.tail.length)
+            held.append(state.stored.tail.length)
             assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
     assert held == [0, *[i % 8 for i in range(1, 20)]]
-    assert [segment.layout.size for segment in state.segments] == [21, 8, 8]
+    assert [segment.layout.size for segment in state.stored.segments] == [21, 8, 8]
     ledger = cache.ledger()
     assert ledger.total == ledger.closed_form
 

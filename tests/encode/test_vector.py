@@ -72,7 +72,7 @@ def test_an_outlier_channel_hurts_the_whole_vector() -> None:
         ({"bits": 1}, "vector: bits must be 2 to 8, found 1; asymmetric codes can have 1"),
         ({"bits": 0, "symmetric": False}, "vector: bits must be 1 to 8, found 0"),
         ({"value_bits": 12}, "vector: value_bits must be 2 to 8, found 12"),
-        ({"recent": -1}, "vector: residual"),
+        ({"recent": -1}, "vector: recent"),
         ({"block_size": 0}, "vector: block_size"),
     ],
 )

@@ -57,7 +57,7 @@ def test_mass_is_the_column_sum_of_eager_attention(family: str, chunk: int) -> N
     for state, attention in zip(cache.engine.states, attentions, strict=True):
         real = attention * mask[:, None, :, None]
         expected = real.unflatten(1, (state.heads, -1)).sum((2, 3))
-        found = torch.cat([part.view(2, state.heads, -1) for part in state.evidence.mass], -1)
+        found = torch.cat([part.view(2, state.heads, -1) for part in state.observed.evidence.mass], -1)
         columns = mask[:, None].expand_as(expected).bool()
         assert torch.allclose(found[columns], expected[columns], atol=1e-4)
 

@@ -50,15 +50,15 @@ def test_the_evidence_by_hand() -> None:
     output = piece.attend(state, passing, queries, Causal(), 1.0)
     # The softmax is over the sink (1), the piece (4 and 8) and the new tokens so far (1, then 3); not over the 100.
     # Head one: 4 of 14, then of 17; 8 of 14. Head two: 1 of 4 each; then squares: 16 and 64 of 1 + 16 + 64 + 1 + 9.
-    assert state.reconstruction[0, 0].tolist() == pytest.approx([0, 0, 4 / 14, 64 / 91])
+    assert state.observed.reconstruction[0, 0].tolist() == pytest.approx([0, 0, 4 / 14, 64 / 91])
     # The attention itself is over all six: the values of the new tokens are 1.
     first, last = 1 / (1 + 100 + 4 + 8 + 1), (1 + 3) / (1 + 100 + 4 + 8 + 1 + 3)
     assert output[0, 0, :, 0].tolist() == pytest.approx([first, last])
-    assert state.seen == 4 and state.tail.length == 4
+    assert state.stored.seen == 4 and state.stored.tail.length == 4
     padded = replace(piece, real=torch.tensor([[True, False]]))
-    state.reconstruction = None
+    state.observed.reconstruction = None
     padded.attend(state, passing, queries, Causal(), 1.0)
-    assert state.reconstruction[0, 0].tolist() == pytest.approx([0, 0, 4 / 14, 8 / 14])
+    assert state.observed.reconstruction[0, 0].tolist() == pytest.approx([0, 0, 4 / 14, 8 / 14])
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +73,9 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     found = []
     for scratch in (1 << 22, 1):
         monkeypatch.setattr("kvtailor.engine.reconstruct._SCRATCH", scratch)
-        state.reconstruction = None
+        state.observed.reconstruction = None
         piece.attend(state, passing, queries, Causal(), 0.3)
-        found.append(state.reconstruction)
+        found.append(state.observed.reconstruction)
     torch.testing.assert_close(found[0], found[1])
     assert (found[0] > 0).all() and (found[0] < 1).all()
 

@@ -144,7 +144,7 @@ def test_a_codec_encodes_once_what_stays_in_the_end(codec: str, allocator: str) 
     for layer, columns in held_columns(plain).items():
         assert torch.equal(held_columns(encoded)[layer], columns)
     kind = encoded.plan.encode.segment_type()
-    segments = [segment for state in encoded.engine.states for segment in state.segments]
+    segments = [segment for state in encoded.engine.states for segment in state.stored.segments]
     assert segments and all(isinstance(segment, kind) for segment in segments)
     assert all(getattr(segment, "key_group", None) is None for segment in segments)
     assert encoded.ledger().total == encoded.ledger().closed_form
@@ -180,7 +180,9 @@ def test_layers_that_were_cut_early_are_encoded_in_the_end(codec: str, lengths: 
     usual = Plan.parse(f"{SNAP} + {codec} @ keep=0.4")
     expected, found = prefilled(model, usual, ids, mask), prefilled(model, replace(usual, allocate=AtOnce()), ids, mask)
     for one, other in zip(found.engine.states, expected.engine.states, strict=True):
-        assert [type(segment) for segment in one.segments] == [type(segment) for segment in other.segments]
+        assert [type(segment) for segment in one.stored.segments] == [
+            type(segment) for segment in other.stored.segments
+        ]
     token = prompts((1,) * len(lengths), state=11)[0]
     mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}

@@ -236,7 +236,7 @@ def test_the_handle_is_never_put_on_a_stored_buffer() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, "full")
     model(prompts((20,))[0], past_key_values=cache)
-    assert not any(hasattr(t, HANDLE) for state in cache.engine.states for t in state.tail.tensors().values())
+    assert not any(hasattr(t, HANDLE) for state in cache.engine.states for t in state.stored.tail.tensors().values())
 
 
 @torch.no_grad()

@@ -196,8 +196,8 @@ def test_what_a_crop_accepts_is_encoded_in_whole_blocks(plan: str) -> None:
     for state in cache.engine.states:
         codec = state.codec(cache.plan)
         # The last forward waits for a crop that never came.
-        assert state.segments and state.tail.length <= codec.tail + codec.block + 4
-        assert len(state.segments) <= 2 + 40 // codec.block
+        assert state.stored.segments and state.stored.tail.length <= codec.tail + codec.block + 4
+        assert len(state.stored.segments) <= 2 + 40 // codec.block
 
 
 @pytest.mark.parametrize("plan", PLANS)

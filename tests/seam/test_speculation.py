@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kvtailor
+from kvtailor.engine.phase import Compressing
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.model.loading import load
 from tests.support.seam.zoo import VOCABULARY, build, error, held_columns, prompts
@@ -70,9 +71,9 @@ def assert_same_state(found, expected, mask: Tensor | None = None) -> None:
     for layer, columns in held_columns(expected).items():
         assert torch.equal(held_columns(found)[layer], columns)
     for mine, other in zip(found.engine.states, expected.engine.states, strict=True):
-        assert mine.pending is None and not mine.recording
-        assert (mine.tail_growth, mine.evict_at) == (other.tail_growth, other.evict_at)
-        assert len(mine.segments) == len(other.segments)
+        assert mine.pending is None and isinstance(found.engine.phase, Compressing)
+        assert (mine.clock.growth, mine.clock.evict_at) == (other.clock.growth, other.clock.evict_at)
+        assert len(mine.stored.segments) == len(other.stored.segments)
         for one, two in zip(mine.parts(), other.parts(), strict=True):
             real = torch.ones(one.layout.lanes, one.layout.size, dtype=torch.bool)
             if mask is not None:
@@ -80,7 +81,7 @@ def assert_same_state(found, expected, mask: Tensor | None = None) -> None:
                 real = mask[one.layout.owners(torch.device("cpu")) // one.layout.heads].gather(1, columns) > 0
             for a, b in zip(one.decode(), two.decode(), strict=True):
                 assert error(a[real], b[real]) < 1e-3
-        for one, two in zip(mine.evidence.mass, other.evidence.mass, strict=True):
+        for one, two in zip(mine.observed.evidence.mass, other.observed.evidence.mass, strict=True):
             assert error(one, two[:, : one.shape[1]]) < 1e-4
 
 

@@ -77,7 +77,7 @@ def test_a_cache_holds_what_reaches_the_bar_under_any_budget() -> None:
     ids, mask = prompts((56, 31))
     full = kvtailor.cache_for(model, "full")
     model(ids, attention_mask=mask, past_key_values=full)
-    norms = [state.tail.as_segment().keys.unflatten(0, (2, 2)).norm(dim=-1) for state in full.engine.states]
+    norms = [state.stored.tail.as_segment().keys.unflatten(0, (2, 2)).norm(dim=-1) for state in full.engine.states]
     bar = float(torch.cat([norm[:, :, 25:].flatten() for norm in norms]).median())
     cache = kvtailor.cache_for(model, f"knorm + threshold(at={-bar!r}, of='score') @ keep=1.0")
     model(ids, attention_mask=mask, past_key_values=cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from tests.support.segments_of import Padded, states, uneven
 from torch import Tensor
 
-from kvtailor.attend.contract import AttentionContext
+from kvtailor.attend.contract import AttentionContext, AttentionRequest
 from kvtailor.encode.indexed import Indexed
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.plain import Plain
-from kvtailor.types import Layout, PlainSegment, Rotation, Segment
+from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
 
-__all__ = ["MIXES", "SIZES", "STILL", "Case", "case", "close", "defined", "naive"]
+__all__ = ["MIXES", "SIZES", "STILL", "Case", "request_of", "case", "close", "defined", "naive"]
 
 # b, h, g, d, dv: odd heads, one head, unequal sizes.
 SIZES = [(3, 5, 2, 24, 24), (1, 1, 1, 16, 16), (2, 3, 3, 20, 12)]
@@ -110,6 +111,13 @@ def case(
     visible = Padded(new_tokens=new, first_column=column, real=real, window=window)
     query = states((b, h * g, new, d), seed + 99, dtype)
     return Case(parts=parts, new=new, seen=seen, query=query, visible=visible, sizes=size)
+
+
+def request_of(
+    query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float, **more: Any
+) -> AttentionRequest:
+    """The request of an attention, as short as the tests need it."""
+    return AttentionRequest(query=query, parts=parts, visible=visible, scaling=scaling, **more)
 
 
 def naive(case: Case, scaling: float) -> tuple[Tensor, Tensor, list[Tensor]]:

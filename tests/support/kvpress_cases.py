@@ -178,11 +178,14 @@ def left(plan: Plan, geometry: Geometry) -> Tensor:
     visible = Padded(new_tokens=geometry.tokens, first_column=0)
     for layer, state in enumerate(engine.states):
         of_layer = states_of(geometry, layer)
-        state.output, state.rotation = partial(output, geometry, layer), Rotation(frequencies=geometry.frequencies)
-        state.calibration = calibration(geometry, layer)
-        state.reconstruction = repeated(geometry, layer, plan.needs)
+        state.model.output, state.model.rotation = (
+            partial(output, geometry, layer),
+            Rotation(frequencies=geometry.frequencies),
+        )
+        state.model.calibration = calibration(geometry, layer)
+        state.observed.reconstruction = repeated(geometry, layer, plan.needs)
         engine.append(state, of_layer.keys, of_layer.values)
-        engine.attend(state, of_layer.queries, visible, geometry.scaling)
+        engine.act(state, of_layer.queries, visible, engine.attend(state, of_layer.queries, visible, geometry.scaling))
     kept = torch.zeros(geometry.layers, geometry.rows * geometry.heads, geometry.tokens, dtype=torch.bool)
     cpu = torch.device("cpu")
     for layer, state in enumerate(engine.states):

@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvtailor.method import Method
+from kvtailor.ops.lanes.apportion import moved_shares
 from kvtailor.types import Held, Needs
 
-__all__ = ["Allocator", "BudgetRequest"]
+__all__ = ["Allocator", "BudgetRequest", "LayersReordered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +139,62 @@ class Allocator(Method, ABC):
             size: d, of a key.
         """
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersReordered(Method):
+    """What allocators have in common that give another allocator's layer budgets to other layers.
+
+    Stands before `Allocator` among the bases.
+
+    Each layer keeps the split over the heads that belongs to the budget it is given. A budget that its new layer cannot
+    hold is cut, and goes to the other layers by their budgets.
+
+    Attributes:
+        of: the allocator whose budgets they are.
+    """
+
+    of: Allocator
+    scope: ClassVar[str] = "prompt"
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.of.needs_scores
+
+    @property
+    def even_heads(self) -> bool:
+        return self.of.even_heads
+
+    @property
+    def needs(self) -> Needs:
+        return self.of.needs
+
+    def measure(self, held: Held) -> Tensor | None:
+        """What the inner allocator measures."""
+        return self.of.measure(held)
+
+    @abstractmethod
+    def source(self, budgets: Tensor) -> Tensor:
+        """Return for each layer the layer whose budget it gets, (b, l) int64, from the inner budgets (b, l, h)."""
+
+    def allocate(self, request: BudgetRequest) -> Tensor:
+        """(b, l, h) int64 on the CPU.
+
+        Raises:
+            ValueError: a layer is absent, or what the inner allocator raises.
+        """
+        self.check_every_layer(request)
+        budgets = self.of.allocate(request)
+        return moved_shares(budgets, self.source(budgets), request.floor, request.capacity, even=self.even_heads)
+
+    def check_every_layer(self, request: BudgetRequest) -> None:
+        """Raise `ValueError` unless all layers are present: budgets can only change places among known ones."""
+        if request.layers != tuple(range(request.num_layers)):
+            raise ValueError(
+                f"{type(self).__name__.lower()} needs all {request.num_layers} layers at once, found {request.layers}; "
+                "its scope is 'prompt'"
+            )
+
+    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:
+        """Those of the inner allocator."""
+        return self.of.flops(tokens=tokens, heads=heads, group=group, size=size)

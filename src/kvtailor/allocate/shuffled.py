@@ -23,15 +23,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.allocate.contract import Allocator, BudgetRequest
-from kvtailor.ops.lanes.apportion import moved_shares
-from kvtailor.types import Held, Needs
+from kvtailor.allocate.contract import Allocator, LayersReordered
 
 __all__ = ["Shuffled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shuffled(Allocator):
+class Shuffled(LayersReordered, Allocator):
     """Layer budgets in a random order, each with its split over the heads.
 
     Attributes:
@@ -39,45 +37,13 @@ class Shuffled(Allocator):
         state: which order; few layers have few orders, and one of them is the allocator's own.
     """
 
-    of: Allocator
     state: int = 0
-    scope: ClassVar[str] = "prompt"
     examples: ClassVar[tuple[str, ...]] = ("shuffled(of=pyramid)", "shuffled(of=pooled, state=3)")
 
-    @property
-    def needs_scores(self) -> bool:
-        return self.of.needs_scores
-
-    @property
-    def even_heads(self) -> bool:
-        return self.of.even_heads
-
-    @property
-    def needs(self) -> Needs:
-        return self.of.needs
-
-    def measure(self, held: Held) -> Tensor | None:
-        """What the inner allocator measures."""
-        return self.of.measure(held)
-
-    def allocate(self, request: BudgetRequest) -> Tensor:
-        """(b, l, h) int64 on the CPU.
-
-        Raises:
-            ValueError: a layer is absent, or what the inner allocator raises.
-        """
-        if request.layers != tuple(range(request.num_layers)):
-            raise ValueError(
-                f"shuffled needs all {request.num_layers} layers at once, found {request.layers}; its scope is 'prompt'"
-            )
-        budgets = self.of.allocate(request)
-        source = torch.tensor(self.order(request.num_layers)).expand(budgets.shape[:2])
-        return moved_shares(budgets, source, request.floor, request.capacity, even=self.even_heads)
+    def source(self, budgets: Tensor) -> Tensor:
+        """One order for all rows."""
+        return torch.tensor(self.order(budgets.shape[1])).expand(budgets.shape[:2])
 
     def order(self, layers: int) -> list[int]:
         """For each layer, the layer whose budget it gets."""
         return sorted(range(layers), key=lambda layer: hashlib.sha256(f"{self.state} {layer}".encode()).digest())
-
-    def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:
-        """Those of the inner allocator."""
-        return self.of.flops(tokens=tokens, heads=heads, group=group, size=size)

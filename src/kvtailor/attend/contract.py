@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from inspect import signature
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from kvtailor.method import Method
 from kvtailor.types import Rotation, Segment, Visibility
 
-__all__ = ["NO_FACTS", "Attended", "Attention", "AttentionContext"]
+__all__ = ["Attended", "Attention", "AttentionContext", "AttentionRequest", "FlopsRequest", "IndexRequest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class Attended:
         output: (b, q, t, dv) in the query's dtype. A query that sees nothing gives zeros.
         lse: (b, q, t) float32 log-sum-exp of the scaled logits that were read; None where the method has none.
         mass: for each part (m, s) float32: attention probability that each slot received, summed over the group's query
-            heads and over `real_queries`; None where nobody asked.
-        read: tokens read by each (row, kv head) for the last query, (b, h) int64; None where all were.
+            heads and over `AttentionRequest.real_queries`; None unless `AttentionRequest.want_mass`.
+        tokens_read: tokens read by each (row, kv head) for the last query, (b, h) int64; None where all were.
         carry: what this method wants to find in `AttentionContext.carry` at the layer's next call; batch rows first,
             and in storages of their own. Lost where tokens are taken back outside of a recorded forward.
     """
@@ -32,7 +33,7 @@ class Attended:
     output: Tensor
     lse: Tensor | None = None
     mass: list[Tensor] | None = None
-    read: Tensor | None = None
+    tokens_read: Tensor | None = None
     carry: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -55,7 +56,69 @@ class AttentionContext:
     carry: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-NO_FACTS = AttentionContext()
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequest:
+    """What `Attention.attend` computes: the new tokens' queries and everything that they may read.
+
+    Attributes:
+        query: (b, q, t, d) post-RoPE queries.
+        parts: segments in time order; the last t columns of the last part are the new tokens themselves.
+        visible: which columns each query may see.
+        scaling: the model's own factor before the softmax.
+        want_mass: also give `Attended.mass`.
+        real_queries: (b, t) bool: queries that are not padding, the only ones that count for the mass; None: all.
+        context: of the layer.
+    """
+
+    query: Tensor
+    parts: Sequence[Segment]
+    visible: Visibility
+    scaling: float
+    want_mass: bool = False
+    real_queries: Tensor | None = None
+    context: AttentionContext = field(default_factory=AttentionContext)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexRequest:
+    """What `Attention.index` looks at.
+
+    Attributes:
+        parts: what is held now, as in `AttentionRequest`.
+        visible: of the forward that ends.
+        context: of the layer; `carry` is what the forward's call of `attend` left.
+    """
+
+    parts: Sequence[Segment]
+    visible: Visibility
+    context: AttentionContext = field(default_factory=AttentionContext)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsRequest:
+    """The step that `Attention.flops` counts: one new token of each row.
+
+    Attributes:
+        encoded: the segments at hand, without the tail.
+        group: g, query heads of a kv head.
+        size: d, of a key.
+        held: (b, h) int64 tokens held, the new one included; None where they were not counted.
+        context: of the layer before the call.
+    """
+
+    encoded: Sequence[Segment]
+    group: int
+    size: int
+    held: Tensor | None = None
+    context: AttentionContext = field(default_factory=AttentionContext)
+
+
+# What a method of another package had to take before these requests, and takes now.
+_OF_REQUESTS = {
+    "attend": "attend(self, request: AttentionRequest)",
+    "index": "index(self, request: IndexRequest)",
+    "flops": "flops(self, request: FlopsRequest)",
+}
 
 
 class Attention(Method, ABC):
@@ -63,13 +126,13 @@ class Attention(Method, ABC):
 
     Attributes:
         needs_codec: name of the codec whose segments this method reads (page bounds, say); None: any.
-        gives_mass: `attend` honours `want_mass`.
+        gives_mass: `attend` honours `AttentionRequest.want_mass`.
         weighs_tokens: `attend` honours `Reading.log_weight`.
         needs_rotation: `attend` needs `AttentionContext.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
-        graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but for
-            the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
+        graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but
+            for the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
     """
 
     needs_codec: ClassVar[str | None] = None
@@ -80,6 +143,24 @@ class Attention(Method, ABC):
     reads_alike: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse the signatures that these methods had before they took requests (decision 0016).
+
+        Raises:
+            TypeError: a method of the class cannot be called with one request.
+        """
+        super().__init_subclass__(**options)
+        for name, now in _OF_REQUESTS.items():
+            if name not in vars(cls):
+                continue
+            try:
+                signature(vars(cls)[name]).bind(None, None)
+            except TypeError as error:
+                raise TypeError(
+                    f"{cls.__qualname__}.{name}{signature(vars(cls)[name])} cannot be called with one request "
+                    f"({error}); write {now}, and read its fields (kvtailor.attend.contract)"
+                ) from None
+
     def held_tokens(self, tokens: Tensor) -> Tensor | None:
         """Tokens to hold per kv head, (b,) int64, of rows that have seen `tokens` (b,) int64, both on the CPU.
 
@@ -89,65 +170,26 @@ class Attention(Method, ABC):
         return None
 
     @abstractmethod
-    def attend(
-        self,
-        query: Tensor,
-        parts: Sequence[Segment],
-        visible: Visibility,
-        scaling: float,
-        *,
-        want_mass: bool = False,
-        real_queries: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> Attended:
-        """Attention of the new tokens over everything held.
+    def attend(self, request: AttentionRequest) -> Attended:
+        """Return the attention of the new tokens over everything held."""
 
-        Args:
-            query: (b, q, t, d) post-RoPE queries.
-            parts: segments in time order; the last t columns of the last part are the new tokens themselves.
-            visible: what each query may see.
-            scaling: the model's own factor before the softmax.
-            want_mass: also give `Attended.mass`.
-            real_queries: (b, t) bool: queries that are not padding, the only ones that count for the mass; None: all.
-            facts: of the layer.
-        """
+    def index(self, request: IndexRequest) -> Mapping[str, Tensor]:
+        """Return what `AttentionContext.carry` holds from now on, in place of what the last call left.
 
-    def index(self, parts: Sequence[Segment], visible: Visibility, facts: AttentionContext) -> Mapping[str, Tensor]:
-        """What this method wants to find in `AttentionContext.carry` from now on, in place of what its last call left.
-
-        Asked when what is held has changed otherwise than by one more token: at the end of a forward of several
+        Called when what is held has changed otherwise than by one more token: at the end of a forward of several
         tokens, when all that it evicts and encodes is done, and of any that evicts. So an index over what is held is
         in the ledger before the first token is decoded.
-
-        Args:
-            parts: what is held now, as for `attend`.
-            visible: of the forward that ends.
-            facts: of the layer; `carry` is what the forward's call of `attend` left.
 
         Returns:
             Tensors of a storage of their own, batch rows first.
         """
-        return facts.carry
+        return request.context.carry
 
-    def flops(
-        self,
-        encoded: Sequence[Segment],
-        *,
-        group: int,
-        size: int,
-        held: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> int | None:
-        """What one new token costs beyond logits and output of the tokens that it reads; None: not known.
+    def flops(self, request: FlopsRequest) -> int | None:
+        """Return what one new token costs beyond logits and output of the tokens that it reads; None: not known.
 
         Counted as in `Scorer.flops`, for all rows and kv heads of a layer. The reading itself, 2 * (d + dv) for each
-        query head and token read, is counted apart, from `Attended.read`; so is decoding, see `Codec.decode_flops`.
-
-        Args:
-            encoded: the segments at hand, without the tail.
-            group: g, query heads of a kv head.
-            size: d, of a key.
-            held: (b, h) int64 tokens held, the new one included; None where nobody counted.
-            facts: of the layer before the call.
+        query head and token read, is counted apart, from `Attended.tokens_read`; so is decoding, see
+        `Codec.decode_flops`.
         """
         return None

@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
@@ -34,7 +34,13 @@ __all__ = ["Quest"]
 
 
 class _Paged(Protocol):
-    """What this method reads of the segments of its codec."""
+    """What this method reads of the segments of its codec.
+
+    Attributes:
+        layout: m lanes of s slots.
+        page: slots of a page; a lane has p = ceil(s / page) of them, and the last may have fewer slots.
+        low, high: (m, p, d) least and greatest of each key channel over a page.
+    """
 
     layout: Layout
     page: int
@@ -101,26 +107,17 @@ class Quest(Attention):
         if self.dense_layers < 0:
             raise ValueError(f"quest: dense_layers must be 0 or more, found {self.dense_layers}; the paper's is 2")
 
-    def attend(
-        self,
-        query: Tensor,
-        parts: Sequence[Segment],
-        visible: Visibility,
-        scaling: float,
-        *,
-        want_mass: bool = False,
-        real_queries: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> Attended:
+    def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
 
         Raises:
             CacheMisuse: mass was asked for.
         """
-        if want_mass:
+        query, parts, visible, scaling = request.query, request.parts, request.visible, request.scaling
+        if request.want_mass:
             raise CacheMisuse("quest reads a part of the cache and knows no attention mass; use attend=segments")
         paged = [part for part in parts if _is_paged(part)]
-        if query.shape[2] > 1 or facts.deferred or not paged or facts.layer < self.dense_layers:
+        if query.shape[2] > 1 or request.context.deferred or not paged or request.context.layer < self.dense_layers:
             read = read_all(query, parts, visible, scaling)
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
@@ -135,21 +132,14 @@ class Quest(Attention):
                 each = torch.ones(shape, device=device) if seen is None else seen.expand(shape)
                 count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))
         read = read_lanes(query, heads, lanes, scaling, found=found)
-        return Attended(output=read.output, lse=read.lse, read=count.view(b, heads))
+        return Attended(output=read.output, lse=read.lse, tokens_read=count.view(b, heads))
 
-    def flops(
-        self,
-        encoded: Sequence[Segment],
-        *,
-        group: int,
-        size: int,
-        held: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> int:
+    def flops(self, request: FlopsRequest) -> int:
         """4 g d for each page: the query times its least and its greatest keys; 0 in a layer that reads everything."""
-        if facts.layer < self.dense_layers:
+        if request.context.layer < self.dense_layers:
             return 0
-        return 4 * group * size * sum(part.low.shape[0] * part.low.shape[1] for part in encoded if _is_paged(part))
+        pages = sum(part.low.shape[0] * part.low.shape[1] for part in request.encoded if _is_paged(part))
+        return 4 * request.group * request.size * pages
 
     def _choose(self, query: Tensor, parts: Sequence[_Paged], visible: Visibility, *, newest: bool) -> _Chosen:
         """The best pages of each owner over all parts."""
@@ -225,8 +215,8 @@ def _in_place(query: Tensor, chosen: _Chosen, scaling: float) -> list[tuple[Tens
     return found
 
 
-def _is_paged(part: object) -> TypeGuard[_Paged]:
-    return getattr(part, "codec", None) == "indexed"
+def _is_paged(part: Segment) -> TypeGuard[_Paged]:
+    return part.codec == Quest.needs_codec
 
 
 def _bounds(part: _Paged, rows: Tensor, seen: Tensor | None) -> _Pages:

@@ -10,16 +10,15 @@ in memory. Values are decoded even where others read them as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest
 from kvtailor.ops.attention.definition import reference
-from kvtailor.types import Segment, Visibility
+from kvtailor.types import Segment
 
 __all__ = ["Reference"]
 
@@ -31,18 +30,9 @@ class Reference(Attention):
     gives_mass: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
 
-    def attend(
-        self,
-        query: Tensor,
-        parts: Sequence[Segment],
-        visible: Visibility,
-        scaling: float,
-        *,
-        want_mass: bool = False,
-        real_queries: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> Attended:
+    def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""
+        query, parts, visible, real_queries = request.query, request.parts, request.visible, request.real_queries
         b, q, t, _ = query.shape
         device, h = query.device, parts[-1].layout.heads
         group = q // h
@@ -66,24 +56,21 @@ class Reference(Attention):
                 heads = slice(head * group, (head + 1) * group)
                 mask = seen.expand(1, t, keys.shape[0])
                 out, sums, weights = reference(
-                    query[row : row + 1, heads], keys[None, None], values[None, None], mask[:, None], scaling, added
+                    query[row : row + 1, heads],
+                    keys[None, None],
+                    values[None, None],
+                    mask[:, None],
+                    request.scaling,
+                    added,
                 )
                 output[row, heads], lse[row, heads] = out[0].to(query.dtype), sums[0].float()
                 received = torch.einsum("gtn,t->n", weights[0, 0], real[row].to(weights.dtype)).float()
                 shares = received.split([int(m.sum()) for m in mine])
                 for total, m, share in zip(mass, mine, shares, strict=True):
                     total[m] = share
-        return Attended(output=output, lse=lse, mass=mass if want_mass else None)
+        return Attended(output=output, lse=lse, mass=mass if request.want_mass else None)
 
-    def flops(
-        self,
-        encoded: Sequence[Segment],
-        *,
-        group: int,
-        size: int,
-        held: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> int:
+    def flops(self, request: FlopsRequest) -> int:
         """0: nothing beyond the reading."""
         return 0
 

@@ -30,7 +30,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, IndexRequest
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import read_all, read_lanes
@@ -39,7 +39,6 @@ from kvtailor.ops.lanes.chunks import chunk_bounds, promised
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
 from kvtailor.ops.lanes.topk import keep_top
-from kvtailor.types import Segment, Visibility
 
 __all__ = ["Rocket"]
 
@@ -80,62 +79,47 @@ class Rocket(Attention):
         """The paper's split: what the first stage keeps of a prompt; None with `turns`, which keeps everything."""
         return None if self.turns else self._first_stage(tokens)
 
-    def attend(
-        self,
-        query: Tensor,
-        parts: Sequence[Segment],
-        visible: Visibility,
-        scaling: float,
-        *,
-        want_mass: bool = False,
-        real_queries: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> Attended:
+    def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
 
         Raises:
             CacheMisuse: mass was asked for.
         """
-        if want_mass:
+        query, parts, visible, scaling = request.query, request.parts, request.visible, request.scaling
+        if request.want_mass:
             raise CacheMisuse("rocket reads a part of the cache and knows no attention mass; use attend=segments")
-        if query.shape[2] > 1 or facts.deferred:
+        if query.shape[2] > 1 or request.context.deferred:
             read = read_all(query, parts, visible, scaling)
-            carry = self._choose(query, parts, visible, scaling, facts.carry) if self.turns else {}
+            carry = self._choose(request) if self.turns else {}
             return Attended(output=read.output, lse=read.lse, carry=carry)
-        carry = {name: tensor for name, tensor in facts.carry.items() if name != "queries"}
+        carry = {name: tensor for name, tensor in request.context.carry.items() if name != "queries"}
         if int(torch.stack([part.layout.counts() for part in parts]).sum(0).max()) <= self.tokens // 2:
             read = read_all(query, parts, visible, scaling)
             return Attended(output=read.output, lse=read.lse, carry=carry)
-        return self._attend_some(query, parts, visible, scaling, carry)
+        return self._attend_some(request, carry)
 
-    def index(self, parts: Sequence[Segment], visible: Visibility, facts: AttentionContext) -> Mapping[str, Tensor]:
+    def index(self, request: IndexRequest) -> Mapping[str, Tensor]:
         """Bounds of the chunks of what is held, or of what the turn chose of it."""
+        parts, carry = request.parts, request.context.carry
         keys = [part.decode()[0] for part in parts]
-        rows = _candidates(rows_of(parts, visible.real, keys[0].device), facts.carry)
-        return self._indexed(rows, keys, parts[0].layout.rows, facts.carry)
+        rows = _candidates(rows_of(parts, request.visible.real, keys[0].device), carry)
+        return self._indexed(rows, keys, parts[0].layout.rows, carry)
 
-    def flops(
-        self,
-        encoded: Sequence[Segment],
-        *,
-        group: int,
-        size: int,
-        held: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> int | None:
+    def flops(self, request: FlopsRequest) -> int | None:
         """(2 r + 5) g for each chunk, and each token that stands for itself: logits in r channels, softmax, mean.
 
         The sums of the queries' absolute values and the choice itself are left out.
         """
-        if held is None or "capacity" not in facts.carry:
+        held, carry, group = request.held, request.context.carry, request.group
+        if held is None or "capacity" not in carry:
             return None
         if int(held.max()) <= self.tokens // 2:
             return 0
-        _, kept = self._sizes(facts.carry["capacity"], size)
+        _, kept = self._sizes(carry["capacity"], request.size)
         heads = held.shape[1]
-        chunks = _covered(facts.carry).cpu().view(-1, heads) if "columns" in facts.carry else 0
+        chunks = _covered(carry).cpu().view(-1, heads) if "columns" in carry else 0
         loose = (held.cpu() - chunks).clamp(min=0).sum(1)
-        number = loose + (facts.carry["bounds"].shape[-1] * heads if "bounds" in facts.carry else 0)
+        number = loose + (carry["bounds"].shape[-1] * heads if "bounds" in carry else 0)
         return int((number * (2 * group * kept.cpu() + 5 * group)).sum())
 
     def _first_stage(self, tokens: Tensor) -> Tensor:
@@ -169,14 +153,8 @@ class Rocket(Attention):
         bounds = chunk_bounds(keys, rows, chunk.cpu())
         return {**kept, "columns": columns.unflatten(0, (batch, heads)), "bounds": bounds.unflatten(0, (batch, heads))}
 
-    def _attend_some(
-        self,
-        query: Tensor,
-        parts: Sequence[Segment],
-        visible: Visibility,
-        scaling: float,
-        carry: Mapping[str, Tensor],
-    ) -> Attended:
+    def _attend_some(self, request: AttentionRequest, carry: Mapping[str, Tensor]) -> Attended:
+        query, parts, visible, scaling = request.query, request.parts, request.visible, request.scaling
         b, heads, device = query.shape[0], parts[0].layout.heads, query.device
         states = [part.decode() for part in parts]
         keys = [k for k, _ in states]
@@ -209,17 +187,11 @@ class Rocket(Attention):
             keys=gather(keys, address), values=gather([v for _, v in states], address), visible=chosen[:, None]
         )
         read = read_lanes(query, heads, [lanes], scaling)
-        return Attended(output=read.output, lse=read.lse, read=chosen.sum(1).view(b, heads), carry=carry)
+        return Attended(output=read.output, lse=read.lse, tokens_read=chosen.sum(1).view(b, heads), carry=carry)
 
-    def _choose(
-        self,
-        query: Tensor,
-        parts: Sequence[Segment],
-        visible: Visibility,
-        scaling: float,
-        carry: Mapping[str, Tensor],
-    ) -> Mapping[str, Tensor]:
+    def _choose(self, request: AttentionRequest) -> Mapping[str, Tensor]:
         """What SnapKV would keep of what is held, by the newest queries of this turn, whatever its pieces were."""
+        query, parts, visible, carry = request.query, request.parts, request.visible, request.context.carry
         b, q, _, size = query.shape
         heads, end = parts[0].layout.heads, visible.first_column + visible.new_tokens
         queries = torch.cat([carry["queries"], query], 2) if "queries" in carry else query
@@ -239,7 +211,7 @@ class Rocket(Attention):
                     keys[:, head],
                     positions[:, head],
                     valid[:, head],
-                    scaling,
+                    request.scaling,
                 ).sum(1)
                 for head in range(heads)
             ],

@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.parts import counting, read_all
 from kvtailor.ops.lanes.rotate import turn
@@ -55,41 +55,25 @@ class Rolling(Attention):
     needs_rotation: ClassVar[bool] = True
     in_cache_positions: ClassVar[bool] = True
 
-    def attend(
-        self,
-        query: Tensor,
-        parts: Sequence[Segment],
-        visible: Visibility,
-        scaling: float,
-        *,
-        want_mass: bool = False,
-        real_queries: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> Attended:
+    def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`.
 
         Raises:
             CacheMisuse: tokens are missing, and the layer's rotation was not given.
         """
+        query, parts, visible = request.query, request.parts, request.visible
         rolled: list[Segment] = []
         splits = []
         for part, gap in zip(parts, _gaps(parts, visible, query.device), strict=True):
-            pieces, split = _turned(part, gap, facts.rotation)
+            pieces, split = _turned(part, gap, request.context.rotation)
             rolled += pieces
             splits.append(split)
-        read = read_all(query, rolled, visible, scaling, counting(query, want_mass, real_queries))
+        counts = counting(query, request.want_mass, request.real_queries)
+        read = read_all(query, rolled, visible, request.scaling, counts)
         mass = None if read.mass is None else _joined(splits, read.mass)
         return Attended(output=read.output, lse=read.lse, mass=mass)
 
-    def flops(
-        self,
-        encoded: Sequence[Segment],
-        *,
-        group: int,
-        size: int,
-        held: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> None:
+    def flops(self, request: FlopsRequest) -> None:
         """Not known: which keys are turned depends on where the gaps are."""
         return None
 

@@ -12,15 +12,11 @@ torch's kernel, or 16 to 40 MiB of scratch where a mass is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from kvtailor.attend.contract import NO_FACTS, Attended, Attention, AttentionContext
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest
 from kvtailor.ops.attention.parts import counting, read_all
-from kvtailor.types import Segment, Visibility
 
 __all__ = ["Segments"]
 
@@ -37,29 +33,12 @@ class Segments(Attention):
     weighs_tokens: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = True
 
-    def attend(
-        self,
-        query: Tensor,
-        parts: Sequence[Segment],
-        visible: Visibility,
-        scaling: float,
-        *,
-        want_mass: bool = False,
-        real_queries: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> Attended:
+    def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""
-        read = read_all(query, parts, visible, scaling, counting(query, want_mass, real_queries))
+        counts = counting(request.query, request.want_mass, request.real_queries)
+        read = read_all(request.query, request.parts, request.visible, request.scaling, counts)
         return Attended(output=read.output, lse=read.lse, mass=read.mass)
 
-    def flops(
-        self,
-        encoded: Sequence[Segment],
-        *,
-        group: int,
-        size: int,
-        held: Tensor | None = None,
-        facts: AttentionContext = NO_FACTS,
-    ) -> int:
+    def flops(self, request: FlopsRequest) -> int:
         """0: nothing beyond the reading."""
         return 0

@@ -11,6 +11,7 @@ import click
 
 from kvtailor.cli.asked import SERVES, SETS, TASKS, USUAL, numbers, settings_of, sizes, split_tasks, text_name
 from kvtailor.cli.margins import margin_options, margins_of
+from kvtailor.cli.micro import BenchOrMicro
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,8 +48,7 @@ _AS_GIVEN = (
 )
 
 
-@click.command(short_help="Compare plans: quality, bytes and speed.")
-@click.argument("what", required=False, type=click.Choice(["kernels"]))
+@click.command(cls=BenchOrMicro, short_help="Compare plans: quality, bytes and speed.")
 @click.option(
     "--model",
     default="demo",
@@ -140,12 +140,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
     Everything is measured against 'full' on the same tokens, and 'full' against the model's own cache.
 
-    
-    kvtailor bench kernels --contexts 8192,32768     attention kernels alone, against torch's and transformers'
+    \b
+    kvtailor bench micro decode       a decoded token and a prefill, against transformers' caches
+    kvtailor bench micro kernels      attention over stored bytes, against torch's and transformers'
+    kvtailor bench micro link         a decoded token over a tier, against a bare read of its bytes
+    kvtailor bench micro builtins     our quantised cache, against transformers' QuantizedCache
     """
-    if options["what"] == "kernels":
-        _kernels(ctx, options)
-        return
     from rich.console import Console
 
     from kvtailor.bench.subject import Subject
@@ -272,17 +272,6 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
         "unavailable": list(prepared.unavailable),
         "pages": asdict(pages) if pages is not None else None,
     }
-
-
-def _kernels(ctx: click.Context, options: dict[str, Any]) -> None:
-    from kvtailor.bench.micro.kernels import main
-
-    mine = ("what", "contexts", "rounds", "device", "batches", "as_json")
-    for name in options:
-        if name not in mine and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} is not for kernels: --{', --'.join(mine[1:-1])} are.")
-    contexts, batches = (options[name] and numbers(options[name], int, f"--{name}") for name in ("contexts", "batches"))
-    main(contexts, options["rounds"], device=options["device"] or "cpu", batches=batches)
 
 
 def _list_suites() -> None:

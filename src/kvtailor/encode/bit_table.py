@@ -79,9 +79,9 @@ class BitTable(Around, Codec):
                 return f"bit_table: {name} counts {given} layers; the plan compresses {layers} of this model"
         return None
 
-    def for_layer(self, facts: CodecContext) -> Codec:
-        bits = {f"{name[:-1]}_bits": self._table(name, facts.layers)[facts.layer] for name in ("keys", "values")}
-        return self._with(**bits).for_layer(facts)
+    def for_layer(self, context: CodecContext) -> Codec:
+        bits = {f"{name[:-1]}_bits": self._table(name, context.layers)[context.layer] for name in ("keys", "values")}
+        return self._with(**bits).for_layer(context)
 
     def segment_type(self) -> type[Segment]:
         """The inner codec's."""

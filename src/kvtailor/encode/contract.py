@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -95,8 +95,25 @@ class Codec(Method, ABC):
         """
         return self
 
-    def for_layer(self, facts: CodecContext) -> Codec:
+    def for_layer(self, context: CodecContext) -> Codec:
         """This codec as it is on one layer, and the codecs inside it."""
+        return self
+
+    def one_sided(self, side: Sides, asked: str) -> Codec:
+        """Return this codec, and the codecs inside it, so that they code keys alone or values alone.
+
+        A codec that keeps states as they are codes neither, and is its own; a codec with an argument `only` overrides
+        this.
+
+        Args:
+            side: "keys" or "values".
+            asked: the name of the method that has this codec in `of`, for the error.
+
+        Raises:
+            ValueError: that would leave it nothing to code.
+        """
+        if not self.exact:
+            raise _nothing_to_code(self, side, asked)
         return self
 
     def in_blocks(self, tokens: int) -> Codec:
@@ -201,6 +218,10 @@ class Around(Method):
     def block(self) -> int:
         return self.of.block
 
+    def one_sided(self, side: Sides, asked: str) -> Self:
+        """See `Codec.one_sided`; what is changed before the inner codec stays as it is."""
+        return replace(self, of=self.of.one_sided(side, asked))
+
     def in_blocks(self, tokens: int) -> Self:
         """The inner codec's blocks, where it has none, are this one's or of so many tokens."""
         return replace(self, of=self.of.in_blocks(self.block or tokens))
@@ -259,6 +280,13 @@ class TwoSided(ABC):
         """Whether values are encoded."""
         return self.only != "keys"
 
+    def one_sided(self, side: Sides, asked: str) -> Codec:
+        """See `Codec.one_sided`."""
+        if self.only not in ("both", side):
+            raise _nothing_to_code(self, side, asked)
+        made: Codec = _with(self, only=side)
+        return made
+
     def segment_type(self) -> type[PairSegment]:
         """See `Codec.segment_type`."""
         return self.segment
@@ -284,6 +312,15 @@ class TwoSided(ABC):
     def sizes_coded(self, key_size: int, value_size: int) -> int:
         """Channels of a token that are encoded."""
         return (key_size if self.codes_keys else 0) + (value_size if self.codes_values else 0)
+
+
+def _nothing_to_code(codec: object, side: Sides, asked: str) -> ValueError:
+    return ValueError(f"{asked}: only={side} leaves {type(codec).__name__} in `of` nothing to code: leave it out")
+
+
+def _with(codec: Any, **changes: object) -> Any:
+    """A codec with other arguments: every method is a dataclass, which its contract cannot declare."""
+    return replace(codec, **changes)
 
 
 def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:

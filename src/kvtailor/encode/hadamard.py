@@ -77,8 +77,12 @@ class Hadamard(Around, Codec):
         inner = self.of.encode(layout, keys, values, first)
         return HadamardSegment(layout=inner.layout, inner=inner, only=self.only)
 
-    def for_layer(self, facts: CodecContext) -> Hadamard:
-        return replace(self, of=self.of.for_layer(facts))
+    def one_sided(self, side: Sides, asked: str) -> Hadamard:
+        made = super().one_sided(side, asked)
+        return replace(made, only=side) if self.only in ("both", side) else made
+
+    def for_layer(self, context: CodecContext) -> Hadamard:
+        return replace(self, of=self.of.for_layer(context))
 
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> HadamardSegment:
         return HadamardSegment(layout=layout, inner=self.of.restore(layout, fields, tensors), only=self.only)

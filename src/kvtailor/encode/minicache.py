@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
-from kvtailor.encode.one_side import one_sided
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.codes.slerp import angle, far_places, slerp, split
@@ -142,7 +141,7 @@ class MiniCache(Around, Codec):
         if self.only == "values" and self.of.needs_rotation:
             raise ValueError("minicache: only=values merges no keys that `of` could turn back; leave unrotated out")
         if self.only != "both":
-            one_sided("minicache", self.of, self.only)
+            self.of.one_sided(self.only, "minicache")
         if self.block_size < 1:
             raise ValueError(f"minicache: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
 
@@ -169,10 +168,14 @@ class MiniCache(Around, Codec):
         alone = tuple((layer,) for layer in range(first))
         return alone + tuple(tuple(range(layer, min(layer + 2, layers))) for layer in range(first, layers, 2))
 
-    def for_layer(self, facts: CodecContext) -> Codec:
+    def one_sided(self, side: Sides, asked: str) -> MiniCache:
+        made = super().one_sided(side, asked)
+        return replace(made, only=side) if self.only in ("both", side) else made
+
+    def for_layer(self, context: CodecContext) -> Codec:
         """The inner codec on a layer that is in no pair. A pair has what that is on its lower layer."""
-        pair = next(each for each in self.layer_groups(facts.layers) if facts.layer in each)
-        of = self._of.for_layer(replace(facts, layer=pair[0]))
+        pair = next(each for each in self.layer_groups(context.layers) if context.layer in each)
+        of = self._of.for_layer(replace(context, layer=pair[0]))
         return of if len(pair) == 1 else replace(self, of=of)
 
     def segment_type(self) -> type[MiniCacheSegment]:
@@ -252,7 +255,7 @@ class MiniCache(Around, Codec):
     @property
     def _of(self) -> Codec:
         """The inner codec; a side that is not merged does not use it."""
-        return self.of if self.only == "both" else one_sided("minicache", self.of, self.only)
+        return self.of if self.only == "both" else self.of.one_sided(self.only, "minicache")
 
     def _sizes(self, key_size: int, value_size: int) -> tuple[int, int]:
         """Channels that are merged."""

@@ -85,9 +85,9 @@ class Unrotated(Around, Codec):
     def needs_rotation(self) -> bool:
         return True
 
-    def for_layer(self, facts: CodecContext) -> Unrotated:
-        made = replace(self, of=self.of.for_layer(replace(facts, unrotated=True)))
-        object.__setattr__(made, "_rotation", facts.rotation)
+    def for_layer(self, context: CodecContext) -> Unrotated:
+        made = replace(self, of=self.of.for_layer(replace(context, unrotated=True)))
+        object.__setattr__(made, "_rotation", context.rotation)
         return made
 
     def segment_type(self) -> type[UnrotatedSegment]:

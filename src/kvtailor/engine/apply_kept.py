@@ -1,14 +1,18 @@
-"""How a kept set becomes what a layer holds: the tail itself, or segments and a tail of the newest."""
+"""How a kept set becomes what a layer holds: the tail itself, or segments and the recent window.
+
+`what_stays` works it out and changes nothing; `apply_kept` puts the result in place.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvtailor.engine.layer_group import join
+from kvtailor.engine.layer_group import joined
 from kvtailor.errors import CacheMisuse
 from kvtailor.merge.contract import Merged
 from kvtailor.ops.lanes.kept import place_among_kept
@@ -23,113 +27,173 @@ if TYPE_CHECKING:
     from kvtailor.merge.contract import Merger
     from kvtailor.plan import Plan
 
-__all__ = ["apply_kept", "waits"]
+__all__ = ["Kept", "apply_kept", "has_unencoded", "what_stays"]
 
 
-def apply_kept(
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a layer holds after an eviction.
+
+    Attributes:
+        segments: in time order.
+        tail: what the tail becomes as a whole; None: its newest `recent` tokens stay in it, and the others leave.
+        recent: see `tail`.
+        rewritten: keys (b * h, recent, d) and values (b * h, recent, dv) in place of those of the tail that stay; None
+            where they are as they were.
+        mass: (m, s) float32 attention mass of each part that is held now, in time order; None where none is gathered.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    tail: PlainSegment | None = None
+    recent: int = 0
+    rewritten: tuple[Tensor, Tensor] | None = None
+    mass: tuple[Tensor, ...] | None = None
+
+
+def what_stays(
     state: LayerState,
     plan: Plan,
-    held: Held,
-    slots: list[Tensor],
+    view: tuple[Held, Sequence[Tensor]],
     keep: Tensor,
     *,
     most: int,
     recent: int,
     encoding: bool = True,
-) -> None:
-    """Lets a layer hold only a kept set, with what the plan's merger folds into it.
+) -> Kept:
+    """Return what a layer holds once only a kept set stays, with what the plan's merger folds into it.
 
     Args:
-        state: of the layer.
+        state: of the layer; nothing of it changes.
         plan: whose codec stores what leaves the tail.
-        held: the padded rows that were scored.
-        slots: for each part the index of its slots along them.
+        view: what `view_held` shows: the padded rows that were scored, and for each part the index of its slots along
+            them.
         keep: (b, h, n) bool.
         most: how many a head keeps at most.
         recent: the newest tokens that stay in every row and head.
         encoding: False where the layer will be cut again in the same eviction: then what is not encoded yet waits as it
             is, so that it is encoded once, for what stays in the end. A layer that is encoded together with others
-            waits for the last of them.
+            waits for the last of them in any case.
 
     Raises:
         CacheMisuse: what was folded gives NaN or infinity.
+        MethodError: the merger or the codec returns something else than its contract promises.
     """
-    assert state.tail is not None
+    held, slots = view
     codec = state.codec(plan)
-    newest = _common_newest(state, held, keep, recent)
-    merged = _merged(state, plan, held, slots, keep, newest, most)
+    recent = _common_recent(state, held, keep, recent)
+    merged = _merged(state, plan, held, slots, keep, recent, most)
     if codec.exact and codec.block == 0 and not plan.merge.weighted:
-        cut = cut_lanes(keep)
-        if cut is not None and cut.owner is None:
-            state.tail.replace(_gather(held, keep, merged, cut))
-            state.segments = []
-            _take_mass(state, held, [cut])
-            return
-    old = keep & ~held.recent(newest) if newest else keep
-    cuts: list[Cut] = []
-    segments: list[Segment] = []
+        whole = cut_lanes(keep)
+        # Every head keeps the same number: one lane for each (row, head), which a tail can hold.
+        if whole is not None and whole.owner is None:
+            return Kept(tail=_gathered(held, keep, merged, whole), mass=_mass(held, [whole]))
+    # (b, h, n) bool: what leaves the tail, or has left it before.
+    old = keep & ~held.recent(recent) if recent else keep
+    cuts, segments = [], []
     if not codec.exact:
-        # What is encoded moves as codes; only what waits or still is in the tail is encoded now.
-        fresh = torch.zeros_like(old)
-        for stored, slot in zip(state.parts(), slots, strict=True):
-            mine, lane_of, slot_of = tokens_of_part(stored.layout, slot, old)
-            if not isinstance(without_weight(stored), codec.segment_type()):
-                fresh |= mine
-                continue
-            cut = cut_lanes(mine, codec.lane_multiple)
-            if cut is not None:
-                layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
-                lane, place = lane_of[cut.owners[:, None], cut.index], slot_of[cut.owners[:, None], cut.index]
-                segments.append(stored.regather(lane, place, layout))
-                cuts.append(cut)
-        old = fresh
-    cut = cut_lanes(old, codec.lane_multiple)
-    if cut is not None:
-        plain = _gather(held, keep, merged, cut)
-        now = encoding and not state.layer_group
-        seeing = state.encoder(plan, held.first)
-        fresh_part: Segment = plain
-        if now:
-            fresh_part = seeing.encode(plain.layout, plain.keys, plain.values, held.first)
-            checked_segment(seeing, fresh_part, codec.segment_type(), plain.layout)
-        segments.append(_weighed(fresh_part, held, keep, merged, cut))
-        cuts.append(cut)
-    state.tail.drop_oldest(state.tail.length - newest)
-    if newest:
-        staying = cut_lanes(keep & held.recent(newest))
+        old, moved = _moved_codes(state, plan, held, slots, old)
+        cuts, segments = [cut for cut, _ in moved], [segment for _, segment in moved]
+    fresh = cut_lanes(old, codec.lane_multiple)
+    if fresh is not None:
+        plain = _gathered(held, keep, merged, fresh)
+        stored = plain if not encoding or state.layer_group else _encoded_now(state, plan, held, plain)
+        segments.append(_weighed(stored, held, keep, merged, fresh))
+        cuts.append(fresh)
+    rewritten = None
+    if recent:
+        staying = cut_lanes(keep & held.recent(recent))
         assert staying is not None
         cuts.append(staying)
         if merged is not None:
-            taken = _gather(held, keep, merged, staying)
-            state.tail.rewrite(taken.keys, taken.values)
-    state.segments = segments
-    if encoding and state.completes:
-        everything = [each.here() for each in state.layer_group]
-        join(everything, codec, held.first)
-        for each, own in zip(state.layer_group, everything, strict=True):
-            each.segments = own
-    _take_mass(state, held, cuts)
+            taken = _gathered(held, keep, merged, staying)
+            rewritten = taken.keys, taken.values
+    return Kept(segments=tuple(segments), recent=recent, rewritten=rewritten, mass=_mass(held, cuts))
 
 
-def waits(state: LayerState, plan: Plan) -> bool:
-    """Whether the layer holds segments that are not encoded yet; see `apply_kept`."""
+def apply_kept(state: LayerState, plan: Plan, kept: Kept, *, first: Tensor | None, encoding: bool = True) -> None:
+    """Let a layer hold what `what_stays` found; the layers that share segments with it join them again.
+
+    Args:
+        state: of the layer.
+        plan: see `what_stays`.
+        kept: what it holds from now on.
+        first: (b,) column of each row's first real token.
+        encoding: see `what_stays`.
+
+    Raises:
+        CacheMisuse: layers that share segments hold different tokens.
+    """
+    tail = state.stored.tail
+    assert tail is not None
+    if kept.tail is not None:
+        tail.replace(kept.tail)
+    else:
+        tail.drop_oldest(tail.length - kept.recent)
+        if kept.rewritten is not None:
+            tail.rewrite(*kept.rewritten)
+    state.stored.segments = list(kept.segments)
+    if kept.tail is None and encoding and state.completes:
+        group = state.layer_group
+        for each, own in zip(group, joined([e.here() for e in group], state.codec(plan), first), strict=True):
+            each.stored.segments = own
+    if kept.mass is not None:
+        state.observed.evidence = replace(state.observed.evidence, mass=kept.mass)
+
+
+def has_unencoded(state: LayerState, plan: Plan) -> bool:
+    """Return whether the layer holds segments that are not encoded yet; see `encoding` of `what_stays`."""
     encoded = state.codec(plan).segment_type()
     return not all(isinstance(without_weight(segment), encoded) for segment in state.here())
 
 
+def _moved_codes(
+    state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], old: Tensor
+) -> tuple[Tensor, list[tuple[Cut, Segment]]]:
+    """Return what is still to be encoded of `old` (b, h, n) bool, and the encoded segments that stay, with their cuts.
+
+    What is encoded moves as codes and is never encoded again. What waits for its encoding, and what is in the tail, is
+    left for the codec.
+    """
+    codec = state.codec(plan)
+    rows, heads = held.keys.shape[:2]
+    fresh, moved = torch.zeros_like(old), []
+    for stored, slot in zip(state.parts(), slots, strict=True):
+        # mine (b, h, n) bool: tokens of this part that stay. lane_of, slot_of (b * h, n): where each stands in it.
+        mine, lane_of, slot_of = tokens_of_part(stored.layout, slot, old)
+        if not isinstance(without_weight(stored), codec.segment_type()):
+            fresh |= mine
+            continue
+        cut = cut_lanes(mine, codec.lane_multiple)
+        if cut is not None:
+            # (m', 1) and (m', s'): for each new slot the owner of its lane, and the token along n that fills it.
+            at = cut.owners[:, None], cut.index
+            layout = cut.layout(rows, heads, held.positions)
+            moved.append((cut, stored.regather(lane_of[at], slot_of[at], layout)))
+    return fresh, moved
+
+
+def _encoded_now(state: LayerState, plan: Plan, held: Held, plain: PlainSegment) -> Segment:
+    codec = state.encoder(plan, held.first)
+    found = codec.encode(plain.layout, plain.keys, plain.values, held.first)
+    checked_segment(codec, found, codec.segment_type(), plain.layout)
+    return found
+
+
 def _merged(
-    state: LayerState, plan: Plan, held: Held, slots: list[Tensor], keep: Tensor, newest: int, most: int
+    state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], keep: Tensor, recent: int, most: int
 ) -> Merged | None:
-    """What the plan's merger makes of the kept tokens, `most` in a head; None where they stay as they are."""
+    """Return what the plan's merger makes of the kept tokens, `most` in a head; None where they stay as they are."""
     if not bool((held.valid & ~keep).any()):
         return None
-    into = keep & ~_encoded(state, plan, slots, keep)
-    if plan.merge.weighted and newest:
-        into &= ~held.recent(newest)
+    # Of a lossy code the state behind it is gone: it moves, but nothing can be folded into it.
+    into = keep & ~_only_codes(state, plan, slots, keep)
+    if plan.merge.weighted and recent:
+        into &= ~held.recent(recent)
     merged = plan.merge.merge(held.within(plan.merge.needs), keep, into)
-    if merged is not None:
-        _check_merged(plan.merge, merged, held, most)
-    if merged is not None and not bool(torch.isfinite(merged.keys).all() & torch.isfinite(merged.values).all()):
+    if merged is None:
+        return None
+    _check_merged(plan.merge, merged, held, most)
+    if not bool(torch.isfinite(merged.keys).all() & torch.isfinite(merged.values).all()):
         raise CacheMisuse(
             f"layer {state.index} of the compressed layers: {name_of(plan.merge)} folds dropped tokens into kept ones "
             f"and gets NaN or infinity, in {merged.values.dtype}; check the model's inputs and dtype (float16 overflow "
@@ -139,7 +203,7 @@ def _merged(
 
 
 def _check_merged(merge: Merger, merged: object, held: Held, most: int) -> None:
-    """Raises `MethodError` where a merger returns something else than the kept tokens, `most` of each head."""
+    """Raise `MethodError` where a merger returns something else than the kept tokens, `most` of each head."""
     if not isinstance(merged, Merged):
         raise refuse(merge, f"returned a {type(merged).__name__}, where Merged or None is due")
     for name, found, like in (("keys", merged.keys, held.keys), ("values", merged.values, held.values)):
@@ -152,8 +216,8 @@ def _check_merged(merge: Merger, merged: object, held: Held, most: int) -> None:
         checked_tensor(merge, "log_weight", merged.log_weight, shape, torch.float32, held.keys.device)
 
 
-def _encoded(state: LayerState, plan: Plan, slots: list[Tensor], keep: Tensor) -> Tensor:
-    """(b, h, n) bool: kept tokens of which there is only a lossy code, which moves but is never written again."""
+def _only_codes(state: LayerState, plan: Plan, slots: Sequence[Tensor], keep: Tensor) -> Tensor:
+    """Return (b, h, n) bool: kept tokens of which there is only a lossy code."""
     codec = state.codec(plan)
     found = torch.zeros_like(keep)
     if not codec.exact:
@@ -163,19 +227,21 @@ def _encoded(state: LayerState, plan: Plan, slots: list[Tensor], keep: Tensor) -
     return found
 
 
-def _gather(held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> PlainSegment:
-    """The kept tokens in the lanes of a cut, as they are from now on."""
+def _gathered(held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> PlainSegment:
+    """Return the kept tokens in the lanes of a cut, as they are from now on."""
     if merged is None:
         return gather_held(held, cut)
+    # `merged` holds kept tokens alone, (b, h, k, d): index along n -> place among the kept ones of the same head.
     at = cut.owners[:, None], place_among_kept(keep).flatten(0, 1)[cut.owners[:, None], cut.index]
     layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
     return PlainSegment(layout=layout, keys=merged.keys.flatten(0, 1)[at], values=merged.values.flatten(0, 1)[at])
 
 
 def _weighed(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> Segment:
-    """The segment of a cut with the weights of its tokens, where any token of the layer has one."""
+    """Return the segment of a cut with the weights of its tokens, where any token of the layer has one."""
     weights, index = held.log_weight, cut.index
     if merged is not None and merged.log_weight is not None:
+        # The same change of index as in `_gathered`.
         weights, index = merged.log_weight, place_among_kept(keep).flatten(0, 1)[cut.owners[:, None], cut.index]
     if weights is None:
         return segment
@@ -183,16 +249,20 @@ def _weighed(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, 
     return Weighted(layout=segment.layout, inner=segment, log_weight=log_weight)
 
 
-def _common_newest(state: LayerState, held: Held, keep: Tensor, recent: int) -> int:
-    """How many of the newest columns can stay a tail: all the recent window if every row and head keeps them all."""
-    assert state.tail is not None
-    recent = min(recent, state.tail.length, state.seen)
-    newest = (held.positions >= state.seen - recent) & keep
+def _common_recent(state: LayerState, held: Held, keep: Tensor, recent: int) -> int:
+    """Return how many of the newest columns can stay a tail: the recent window if every row and head keeps all of it.
+
+    A tail holds the same columns for all heads. Where one head drops any of them, all that is kept goes into segments.
+    """
+    assert state.stored.tail is not None
+    recent = min(recent, state.stored.tail.length, state.stored.seen)
+    newest = (held.positions >= state.stored.seen - recent) & keep
     return recent if bool((newest.sum(-1) == recent).all()) else 0
 
 
-def _take_mass(state: LayerState, held: Held, cuts: list[Cut]) -> None:
-    if held.mass is not None:
-        flat = held.mass.flatten(0, 1)
-        mass = tuple(flat[cut.owners[:, None], cut.index] for cut in cuts)
-        state.evidence = replace(state.evidence, mass=mass)
+def _mass(held: Held, cuts: Sequence[Cut]) -> tuple[Tensor, ...] | None:
+    """Return the mass of what is held now, (m, s) for each cut, from that of the padded rows (b, h, n)."""
+    if held.mass is None:
+        return None
+    flat = held.mass.flatten(0, 1)
+    return tuple(flat[cut.owners[:, None], cut.index] for cut in cuts)

@@ -33,8 +33,8 @@ def encode_tail(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | N
         new_tokens: of the forward that has just ended; 1 for decoded tokens, however many came at once.
         real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
     """
-    codec, tail, group = state.codec(plan), state.tail, state.layer_group or (state,)
-    waits = state.due or state.pending is not None or (state.layer_group and not state.completes)
+    codec, tail, group = state.codec(plan), state.stored.tail, state.layer_group or (state,)
+    waits = state.clock.due or state.pending is not None or (state.layer_group and not state.completes)
     if tail is None or codec.block == 0 or waits:
         return
     count = tail.length - codec.tail
@@ -47,20 +47,20 @@ def encode_tail(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | N
     if leaving[-1] is not None:
         segments = encoded([part for part in leaving if part is not None], state.encoder(plan, first), first)
         for each, segment in zip(group, segments, strict=True):
-            each.segments.append(segment)
+            each.stored.segments.append(segment)
     for each in group:
         _drop_oldest(each, count)
 
 
 def _oldest(state: LayerState, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
     """The oldest tokens of the tail, padding left out, whose evidence is a part of its own from now on."""
-    assert state.tail is not None
-    whole = state.tail.as_segment()
+    assert state.stored.tail is not None
+    whole = state.stored.tail.as_segment()
     layout = whole.layout
     keys, values = whole.keys[:, :count], whole.values[:, :count]
     positions = None if layout.positions is None else layout.positions[:, :count].clone()
     block = Layout(rows=state.rows, heads=state.heads, size=count, start=layout.start, positions=positions)
-    mass = list(state.evidence.mass)
+    mass = list(state.observed.evidence.mass)
     if mass:
         last = mass.pop()
         mass += [last[:, :count].clone(), last[:, count:].clone()]
@@ -71,18 +71,18 @@ def _oldest(state: LayerState, count: int, real: Tensor | None, multiple: int) -
         if cut is None:
             if mass:
                 del mass[-2]
-            state.evidence = replace(state.evidence, mass=tuple(mass))
+            state.observed.evidence = replace(state.observed.evidence, mass=tuple(mass))
             return None
         at = cut.owners[:, None], cut.index
         block, keys, values = cut.layout(state.rows, state.heads, columns), keys[at], values[at]
         if mass:
             mass[-2] = mass[-2][at]
-    state.evidence = replace(state.evidence, mass=tuple(mass))
+    state.observed.evidence = replace(state.observed.evidence, mass=tuple(mass))
     return PlainSegment(layout=block, keys=keys, values=values)
 
 
 def _drop_oldest(state: LayerState, count: int) -> None:
-    assert state.tail is not None
-    state.tail.drop_oldest(count)
-    if state.evidence.mass and not state.tail.length:
-        state.evidence = replace(state.evidence, mass=state.evidence.mass[:-1])
+    assert state.stored.tail is not None
+    state.stored.tail.drop_oldest(count)
+    if state.observed.evidence.mass and not state.stored.tail.length:
+        state.observed.evidence = replace(state.observed.evidence, mass=state.observed.evidence.mass[:-1])

@@ -1,7 +1,7 @@
-"""What every token goes through: append, attend, observe, and, when held exceeds the budget, score, allocate,
-select, merge, encode, store. Prefill, every chunk of a chunked prefill, a later turn and decoding all go through
-`Engine.attend`.
+"""What every token goes through: append, attend, observe; past the budget score, allocate, select, merge, encode.
 
+A forward makes two calls for each layer: `Engine.attend`, which changes nothing but the tiers, and `Engine.act`, which
+does what follows. Prefill, every chunk of a chunked prefill, a later turn and decoding all go through them.
 `docs/route.md` tells it as the life of one prompt.
 """
 
@@ -13,16 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, AttentionContext
+from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.observe import observe
 from kvtailor.engine.pending import Pending
-from kvtailor.engine.reconstruct import ReconstructionPass
+from kvtailor.engine.phase import Deferred, Phase, PhaseSwitch, Reconstructing
 from kvtailor.errors import TierError
 from kvtailor.plan import Plan
-from kvtailor.types import Layout, PlainSegment, Visibility
+from kvtailor.types import Layout, Needs, PlainSegment, Visibility
 from kvtailor.types.checked_returns import check_attended
 
 __all__ = ["Engine"]
@@ -37,14 +37,11 @@ class Engine:
         window_elements: elements of one row that the model's own sliding windows hold, on the other layers.
 
     Attributes:
-        holding: nothing is evicted or encoded until `release`, whatever comes.
-        opened: a plan whose context must be read twice has begun to, or there is none.
-        reconstructing: the forwards of now repeat a piece of the context, and leave no trace but what they say of it.
-        passing: keys and values of such a forward, of the layer whose attention comes next.
-        speculating: recorded forwards join until they settle, and their tokens are then taken as decoded ones, however
-            many came at once; see `rollback`.
-        assisted: columns of the prompt, while transformers' assisted decoding runs; None outside of it.
-        keeps_queries: the newest queries stay in the evidence, though no eviction of this plan needs them.
+        states: what each compressed layer remembers.
+        offload: where the segments live.
+        eviction: the evictions of the cache.
+        switch: the only way to another phase.
+        needs: the evidence that is gathered: what the plan's methods declare, and what `keep_queries` adds.
     """
 
     def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
@@ -54,11 +51,9 @@ class Engine:
         self.offload = plan.store.open(self._groups)
         self.states = [LayerState(index, layers, self.offload) for index in range(layers)]
         self._join_groups()
-        self.holding = self.opened = self.speculating = self.keeps_queries = False
+        self.switch = PhaseSwitch()
         self._taken: dict[int, int] = {}
-        self.assisted: int | None = None
-        self.reconstructing: ReconstructionPass | None = None
-        self.passing: PlainSegment | None = None
+        self._keeps_queries = self._takes_short_context = False
         self.eviction = Eviction(plan, self.states, window_elements)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,162 +66,209 @@ class Engine:
             for index in group if len(group) > 1 else ():
                 self.states[index].layer_group = tuple(self.states[each] for each in group)
 
+    @property
+    def phase(self) -> Phase:
+        """What new tokens are."""
+        return self.switch.now
+
+    @property
+    def refuses_plain_context(self) -> bool:
+        """Whether a context that comes now would be read once, under a plan that must read it twice."""
+        begun = isinstance(self.phase, Deferred | Reconstructing) or self._takes_short_context
+        return self.plan.needs.reconstruction is not None and not (begun or self.states[0].stored.seen)
+
+    def take_short_context(self) -> None:
+        """Let a context of a single token be read once: there is nothing to repeat."""
+        self._takes_short_context = True
+
+    def keep_queries(self, window: int) -> None:
+        """Keep so many of the newest queries in the evidence, though this plan needs none; 0 ends it."""
+        self.needs = self.plan.needs | Needs(window=window)
+        self._keeps_queries = window > 0
+
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
-        """New keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
-        if self.reconstructing is not None:
-            layout = Layout(rows=keys.shape[0], heads=keys.shape[1], size=keys.shape[2], start=state.seen)
-            self.passing = PlainSegment(layout=layout, keys=keys.flatten(0, 1), values=values.flatten(0, 1))
-            return
-        will_evict = self.plan.evicts and keys.shape[2] > 1 and not self.can_be_taken_back(state)
+        """Let new keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
+        will_evict = self.plan.evicts and keys.shape[2] > 1 and not self.phase.can_be_taken_back
         state.append(keys, values, exactly=will_evict)
 
-    def attend(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
-        """Attention of the new tokens of one layer, then whatever the plan does about what is held.
+    def attend(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> Attended:
+        """Return the attention of the tokens that were appended last. Nothing of what is held changes.
 
         Args:
-            query: (b, q, t, d) post-RoPE queries of the tokens that were appended last.
+            state: of the layer.
+            query: (b, q, t, d) post-RoPE queries of these tokens.
             visible: what each of them may see.
             scaling: the model's own factor before the softmax.
 
-        Returns:
-            (b, q, t, dv).
+        Raises:
+            TierError: the cache takes more of the device than the plan allows.
+            MethodError: the attention returns something else than its contract promises.
         """
-        if self.reconstructing is not None:
-            assert self.passing is not None
-            passing, self.passing = self.passing, None
-            return self.reconstructing.attend(state, passing, query, visible, scaling)
-        state.scaling = scaling
-        before = state.carry
-        gathers = self.needs.mass and not self.can_be_taken_back(state)
-        attended = self.attended(state, query, visible, want_mass=gathers)
-        state.read = attended.read
-        state.carry = attended.carry
-        if (query.shape[2] > 1 and not self.speculating) or self.holding:
-            state.moved = True
-        if not self.can_be_taken_back(state):
-            self._settle(state, query, visible, attended.mass, decoded=self.speculating or query.shape[2] == 1)
+        state.model.scaling = scaling
+        return self.read(state, query, visible, want_mass=self.needs.mass and not self.phase.can_be_taken_back)
+
+    def act(self, state: LayerState, query: Tensor, visible: Visibility, attended: Attended) -> None:
+        """Do what follows the attention of new tokens: observe them, evict, encode, store; or wait for a crop.
+
+        Args:
+            state, query, visible: what `attend` was given.
+            attended: what it returned.
+        """
+        phase, before = self.phase, state.observed.carry
+        state.observed.tokens_read, state.observed.carry = attended.tokens_read, attended.carry
+        if (query.shape[2] > 1 and not phase.all_decoded) or isinstance(phase, Deferred):
+            state.clock.reindex = True
+        if not phase.can_be_taken_back:
+            self._settle(state, query, visible, attended.mass, decoded=query.shape[2] == 1)
         elif state.pending is not None:
             state.pending = state.pending.followed_by(query.detach(), visible)
         else:
             state.pending = Pending(
-                query=query.detach().clone(), visible=visible, carry=before, decoded=self.speculating
+                query=query.detach().clone(), visible=visible, carry=before, decoded=phase.all_decoded
             )
         self.leave(state)
-        return attended.output
 
-    def prefill_shared(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> None:
-        """What `attend` does about new tokens, where nobody asks for the output. Of a prompt or a part of it."""
+    def act_unread(self, state: LayerState, query: Tensor, visible: Visibility, scaling: float) -> None:
+        """Do what follows the attention of a prompt or a part of it whose output is not needed.
+
+        The attention itself is left out where nothing that follows depends on it.
+        """
         if self.needs.mass or not self.plan.attend.reads_alike:
-            self.attend(state, query, visible, scaling)
+            self.act(state, query, visible, self.attend(state, query, visible, scaling))
             return
-        state.scaling = scaling
-        state.moved = True
+        state.model.scaling = scaling
+        state.clock.reindex = True
         self._settle(state, query, visible, None, decoded=False)
         self.leave(state)
 
+    def reconstruct(
+        self, state: LayerState, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float
+    ) -> Tensor:
+        """Return the attention (b, q, t, dv) of tokens that repeat a piece of the context, and that nothing holds.
+
+        What they attend to is remembered; see `ReconstructionPass`.
+        """
+        phase = self.phase
+        assert isinstance(phase, Reconstructing)
+        layout = Layout(rows=keys.shape[0], heads=keys.shape[1], size=keys.shape[2], start=state.stored.seen)
+        passing = PlainSegment(layout=layout, keys=keys.flatten(0, 1), values=values.flatten(0, 1))
+        return phase.piece.attend(state, passing, query, visible, scaling)
+
     def replayed(self, state: LayerState, tokens: int, visible: Visibility) -> None:
-        """Does what follows new tokens that were written into a layer's free slots and attended elsewhere, one by one.
+        """Do what follows new tokens that were written into a layer's free slots and attended elsewhere, one by one.
 
         Args:
+            state: of the layer.
             tokens: no more than `LayerState.tokens_until_action` gave before they came.
             visible: what the last of them may see.
         """
         state.filled(tokens)
-        state.read = None
-        self._act(state, 1, visible)
+        state.observed.tokens_read = None
+        self._evict_and_encode(state, 1, visible)
         self.leave(state)
 
     def commit(self, state: LayerState, rejected: int) -> None:
-        """Ends a recorded forward: forgets its last `rejected` tokens, then does what was put off for the rest."""
+        """End a recorded forward: forget its last `rejected` tokens, then do what was put off for the rest."""
         pending, state.pending = state.pending, None
         if pending is None:
             state.crop(rejected, exact=not self.needs.mass)
             return
         accepted = pending.query.shape[2] - rejected
         state.forget_newest(rejected)
-        carry = state.carry
+        observed = state.observed
+        carry = observed.carry
         if rejected:
-            state.carry = pending.carry
+            observed.carry = pending.carry
         if accepted == 0:
             return
         query, visible = pending.query[:, :, :accepted], pending.visible.without_last(rejected)
         mass = None
         if self.needs.mass or (rejected and carry):
             # What rejected tokens left in mass or carry goes with them.
-            state.carry = pending.carry
-            attended = self.attended(state, query, visible, want_mass=self.needs.mass)
-            state.carry, mass = attended.carry, attended.mass
+            observed.carry = pending.carry
+            attended = self.read(state, query, visible, want_mass=self.needs.mass)
+            observed.carry, mass = attended.carry, attended.mass
         self._settle(state, query, visible, mass, decoded=pending.decoded)
         self.leave(state)
 
     def release(self, visible: Visibility) -> None:
-        """Ends `holding`: evicts on all layers. `visible` describes all that came meanwhile as one forward."""
-        self.holding = False
+        """Do what was put off in the phase `Deferred`, which has ended.
+
+        Args:
+            visible: describes all that came meanwhile as one forward.
+        """
         for state in self.states:
-            state.due = self.plan.evicts and visible.new_tokens > 1
-        if any(state.due for state in self.states):
-            for stage in self._stages():
+            state.clock.due = self.plan.evicts and visible.new_tokens > 1
+        if any(state.clock.due for state in self.states):
+            for stage in self._cut_together():
                 self.eviction.run(stage, visible, self._close)
         for state in self.states:
             if self.plan.slack_tokens is None:
-                state.reconstruction = None
+                state.observed.reconstruction = None
             self._close(state, visible)
             self.leave(state)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         for state in self.states:
             state.reset()
-        self.holding = self.opened = self.speculating = False
-        self.assisted = None
+        self.switch.reset()
+        self._takes_short_context = False
         self.offload.reset()
         self._taken = {}
-        self.reconstructing = self.passing = None
         self.eviction.forget()
 
-    def can_be_taken_back(self, state: LayerState) -> bool:
-        """Whether tokens that come now wait for a crop; the prompt of assisted decoding does not."""
-        return state.recording and (self.speculating or self.assisted is None)
-
-    def attended(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
-        """Attention of the tokens that were appended last; nothing but the tiers changes."""
+    def read(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
+        """Return the attention of the tokens that were appended last; see `attend`."""
         parts = state.parts()
         self.offload.prefetch(state.index)
         self._check_limit(state)
-        attended = self.plan.attend.attend(
-            query,
-            parts,
-            visible,
-            state.scaling,
+        request = AttentionRequest(
+            query=query,
+            parts=parts,
+            visible=visible,
+            scaling=state.model.scaling,
             want_mass=want_mass,
             real_queries=_real_queries(visible),
-            facts=self._facts(state),
+            context=self._context(state),
         )
+        attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
 
-    def _facts(self, state: LayerState) -> AttentionContext:
+    def leave(self, state: LayerState) -> None:
+        """End the reading of a layer, and of those that it is encoded together with."""
+        if not state.layer_group or state.completes:
+            self.offload.rest()
+
+    @property
+    def listens(self) -> bool:
+        """Whether what new tokens attend to while decoding is evidence that a later eviction may need."""
+        needs = self.needs
+        return needs.mass or (self._needs_queries_again and bool(needs.window or needs.rows or needs.moments))
+
+    @property
+    def _needs_queries_again(self) -> bool:
+        return self.plan.slack_tokens is not None or self.plan.encode.needs.window > 0 or self._keeps_queries
+
+    def _context(self, state: LayerState) -> AttentionContext:
         return AttentionContext(
             layer=state.index,
             layers=len(self.states),
-            rotation=state.rotation,
-            deferred=self.holding,
-            carry=state.carry,
+            rotation=state.model.rotation,
+            deferred=isinstance(self.phase, Deferred),
+            carry=state.observed.carry,
         )
 
     def _close(self, state: LayerState, visible: Visibility, *, decoded: bool = False) -> None:
-        """Encodes what leaves the tail, and lets the attention look at what is held now."""
+        """Encode what leaves the tail, let the attention index what is held now, and put the segments away."""
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
-        if state.moved and not state.due:
-            state.moved = False
-            state.carry = self.plan.attend.index(state.parts(), visible, self._facts(state))
-        if not state.due:
+        if state.clock.reindex and not state.clock.due:
+            state.clock.reindex = False
+            request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
+            state.observed.carry = self.plan.attend.index(request)
+        if not state.clock.due:
             state.put_away()
-
-    def leave(self, state: LayerState) -> None:
-        """Nobody reads this layer any more, nor those that it is encoded together with."""
-        if not state.layer_group or state.completes:
-            self.offload.rest()
 
     def _check_limit(self, state: LayerState) -> None:
         limit = self.plan.store.limit
@@ -236,7 +278,7 @@ class Engine:
         taken = sum(self._taken.values()) + self.offload.device_bytes()
         if taken > limit:
             raise TierError(
-                f"{self.plan} allows {limit} bytes on the device, and after {state.seen} tokens, at layer "
+                f"{self.plan} allows {limit} bytes on the device, and after {state.stored.seen} tokens, at layer "
                 f"{state.index} of the compressed layers, the cache takes {taken}; allow more, hold less, feed a long "
                 "prompt in chunks, or let more layers leave the device"
             )
@@ -250,53 +292,55 @@ class Engine:
         *,
         decoded: bool,
     ) -> None:
-        """Gathers the evidence of new tokens and lets the plan act on them, as decoded ones or as a prompt or turn."""
-        state.evidence = observe(
-            self.needs, state.evidence, query, visible.first_column, mass, real=visible.real, rotation=state.rotation
+        """Gather the evidence of new tokens and let the plan act on them, as decoded ones or as a prompt or turn."""
+        state.observed.evidence = observe(
+            self.needs,
+            state.observed.evidence,
+            query,
+            visible.first_column,
+            mass,
+            real=visible.real,
+            rotation=state.model.rotation,
         )
-        if not self.holding:
-            self._act(state, 1 if decoded else query.shape[2], visible)
+        if not isinstance(self.phase, Deferred):
+            self._evict_and_encode(state, 1 if decoded else query.shape[2], visible)
 
-    def _act(self, state: LayerState, new: int, visible: Visibility) -> None:
+    def _evict_and_encode(self, state: LayerState, new: int, visible: Visibility) -> None:
         close = partial(self._close, decoded=new == 1)
         if self.plan.evicts:
-            state.due = new > 1 or self._past_slack(state)
-            if self.needs.reconstruction and state.reconstruction is None:
-                # What came after the context was never repeated, and nobody can say what it is worth.
-                state.due = False
-            if self.plan.scope == "layer":
-                if state.due:
-                    self.eviction.run([state], visible, close)
-            elif self.plan.scope == "progressive":
-                if any(s.due for s in self.states[: state.index + 1]):
-                    self.eviction.run(self.states[: state.index + 1], visible, close)
-            elif state is self.states[-1] and any(s.due for s in self.states):
-                self.eviction.run(self.states, visible, close)
-        if new == 1 and not self._asks_again:
-            state.evidence = state.evidence.without_queries()
+            state.clock.due = self._is_due(state, new)
+            stage = self._due_stage(state)
+            if stage:
+                self.eviction.run(stage, visible, close)
+        if new == 1 and not self._needs_queries_again:
+            state.observed.evidence = state.observed.evidence.without_queries()
         close(state, visible)
 
-    @property
-    def listens(self) -> bool:
-        """What new tokens attend to while decoding is evidence that a later eviction may need."""
-        needs = self.needs
-        return needs.mass or (self._asks_again and bool(needs.window or needs.rows or needs.moments))
+    def _is_due(self, state: LayerState, new: int) -> bool:
+        """Whether a layer must be cut after so many new tokens."""
+        if self.needs.reconstruction and state.observed.reconstruction is None:
+            # What came after the context was never repeated, so it has no score.
+            return False
+        slack, clock = self.plan.slack_tokens, state.clock
+        return new > 1 or (slack is not None and (clock.evict_at is None or clock.growth > clock.evict_at))
 
-    @property
-    def _asks_again(self) -> bool:
-        return self.plan.slack_tokens is not None or self.plan.encode.needs.window > 0 or self.keeps_queries
+    def _due_stage(self, state: LayerState) -> list[LayerState]:
+        """Return the layers that are cut now that this one has its new tokens; none while they wait for others."""
+        if self.plan.scope == "layer":
+            stage = [state]
+        elif self.plan.scope == "progressive":
+            stage = self.states[: state.index + 1]
+        else:
+            stage = self.states if state is self.states[-1] else []
+        return stage if any(each.clock.due for each in stage) else []
 
-    def _stages(self) -> list[list[LayerState]]:
-        """The layers that are cut together, in the order in which they do."""
+    def _cut_together(self) -> list[list[LayerState]]:
+        """Return the layers that are cut together, in the order in which they are."""
         if self.plan.scope == "layer":
             return [[state] for state in self.states]
         if self.plan.scope == "progressive":
             return [self.states[: i + 1] for i in range(len(self.states))]
         return [self.states]
-
-    def _past_slack(self, state: LayerState) -> bool:
-        slack = self.plan.slack_tokens
-        return slack is not None and (state.evict_at is None or state.tail_growth > state.evict_at)
 
 
 def _real_queries(visible: Visibility) -> Tensor | None:

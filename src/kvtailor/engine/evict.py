@@ -1,45 +1,197 @@
-"""What is done when layers hold more than their budget: score, allocate, select, merge, encode, store."""
+"""What is done when layers hold more than their budget: score, allocate, select; then merge, encode, store.
+
+`score_layer` and `decide` work out what each layer keeps and change nothing. `Eviction` calls them and puts the
+decision in place, layer by layer.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
-from kvtailor.engine.apply_kept import apply_kept, waits
+from kvtailor.engine.apply_kept import apply_kept, has_unencoded, what_stays
 from kvtailor.engine.budget import only_recent, recent_tokens, total_tokens
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.view import view_held
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan
-from kvtailor.types import Held, Visibility
+from kvtailor.types import Held, Needs, Visibility
 from kvtailor.types.checked_returns import checked_budgets, checked_counts, checked_scores, checked_tensor, refuse
 
-__all__ = ["Eviction"]
+__all__ = ["Budget", "Candidate", "Cut", "Decision", "Eviction", "decide", "score_layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scored:
+class Budget:
+    """What rows may hold.
+
+    Attributes:
+        total: (b,) int64 on the CPU: tokens over all compressed layers and kv heads.
+        each: (b,) int64 on the CPU: tokens per kv head, on average.
+        row_tokens: (b,) int64 on the CPU: real tokens seen.
+    """
+
+    total: Tensor
+    each: Tensor
+    row_tokens: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
     """One layer on its way through an eviction.
 
     Attributes:
-        view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
+        layer: 0-based among those that the plan compresses.
         scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay.
         counts: (b, h) int64 on the CPU: tokens held.
         floor: (b, h) int64 on the CPU: tokens that must stay.
         measured: what the allocator measured of this layer.
+        remembered: scores (b, h, n) and columns for the scorer's next look; None where it does not look back.
+        view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
+        cut_before: it was cut in an earlier stage of the same eviction (scope "progressive").
     """
 
-    state: LayerState
-    view: tuple[Held, list[Tensor]] | None
+    layer: int
     scores: Tensor
     counts: Tensor
     floor: Tensor
-    measured: Tensor | None
+    measured: Tensor | None = None
+    remembered: tuple[Tensor, Tensor] | None = None
+    view: tuple[Held, list[Tensor]] | None = field(default=None, repr=False)
+    cut_before: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What one layer keeps.
+
+    Attributes:
+        candidate: the layer.
+        keep: (b, h, n) bool; None where all of it stays as it is.
+        counts: (b, h) int64 on the CPU: how many that are.
+    """
+
+    candidate: Candidate
+    keep: Tensor | None
+    counts: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What an eviction decided.
+
+    Attributes:
+        cuts: of the layers, in their order.
+        budgets: (b, l, h) int64 on the CPU: what the allocator gave them.
+        last: no later stage of the same eviction will cut these layers again.
+    """
+
+    cuts: tuple[Cut, ...]
+    budgets: Tensor
+    last: bool
+
+
+def score_layer(
+    state: LayerState, plan: Plan, needs: Needs, visible: Visibility, budget: Budget, *, layers: int, keep_view: bool
+) -> Candidate:
+    """Return the scores of what a layer holds; nothing of the layer changes.
+
+    Args:
+        state: of the layer.
+        plan: whose scorer and allocator look at it.
+        needs: the evidence to show.
+        visible: of the forward that has just ended.
+        budget: of all layers.
+        layers: how many layers the plan compresses.
+        keep_view: keep the padded rows for the cut that follows.
+
+    Raises:
+        CacheMisuse: a token has no finite score.
+        MethodError: the scorer or the allocator returns something else than its contract promises.
+    """
+    scorer = plan.score
+    assert scorer is not None
+    held, slots = view_held(state, visible, needs, layers, budget.each)
+    scores = checked_scores(scorer, scorer.score(held.within(scorer.needs)), held.positions)
+    if bool((~torch.isfinite(scores) & held.valid).any()):
+        finite = bool(torch.isfinite(held.keys).all())
+        what = "no finite score" if finite else "NaN or infinity in its keys"
+        raise CacheMisuse(
+            f"layer {state.index} of the compressed layers has {what} for some tokens, so {plan} cannot "
+            "rank them; check the model's inputs and dtype (float16 overflow is the usual cause)"
+        )
+    remembered = _by_column(scores, held) if needs.previous else None
+    window = recent_tokens(plan, budget.each)
+    same = bool((window == scorer.recent).all())
+    recent = held.recent(scorer.recent if same else window[:, None, None].to(held.positions.device))
+    return Candidate(
+        layer=state.index,
+        scores=scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf")),
+        counts=held.counts().cpu(),
+        floor=recent.sum(-1).cpu(),
+        measured=_measured(plan, held),
+        remembered=remembered,
+        view=(held, slots) if keep_view else None,
+    )
+
+
+def decide(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    budget: Budget,
+    *,
+    layers: int,
+    last: bool,
+    calibration: Mapping[str, Tensor] | None = None,
+) -> Decision:
+    """Return what each layer keeps: allocate, then select. Nothing but the arguments counts, and nothing changes.
+
+    Args:
+        plan: whose allocator and selector decide.
+        candidates: the layers, ascending.
+        budget: of all layers.
+        layers: how many layers the plan compresses.
+        last: see `Decision`.
+        calibration: the tensors of the allocator's calibration file.
+
+    Raises:
+        MethodError: the allocator or the selector returns something else than its contract promises.
+    """
+    allocate = plan.allocate
+    capacity = torch.stack([each.counts for each in candidates], 1)
+    floor = torch.minimum(torch.stack([each.floor for each in candidates], 1), capacity)
+    measured = [each.measured for each in candidates if each.measured is not None]
+    found = allocate.allocate(
+        BudgetRequest(
+            total=budget.total,
+            row_tokens=budget.row_tokens,
+            capacity=capacity,
+            floor=floor,
+            layers=tuple(each.layer for each in candidates),
+            num_layers=layers,
+            scores=[each.scores for each in candidates] if allocate.needs_scores else None,
+            measured=measured if len(measured) == len(candidates) else None,
+            calibration=calibration,
+        )
+    )
+    # The share of a layer alone is not known here; heads that get the same leave less than a token for each.
+    alike = capacity.shape[2] - 1 if allocate.even_heads else 0
+    spare = alike if len(candidates) == layers else int(budget.total.max())
+    budgets = checked_budgets(allocate, found, budget.total, floor, capacity, settled=last, spare=spare)
+    cuts = []
+    for i, each in enumerate(candidates):
+        keep, counts = None, each.counts
+        # An inexact selector decides once for each layer, even where all tokens fit.
+        decides = not plan.select.exact and not each.cut_before
+        if decides or bool((budgets[:, i] < capacity[:, i]).any()):
+            keep, counts = _selected(plan, each.scores, budgets[:, i])
+        cuts.append(Cut(candidate=each, keep=keep, counts=counts))
+    return Decision(cuts=tuple(cuts), budgets=budgets, last=last)
 
 
 class Eviction:
@@ -54,22 +206,16 @@ class Eviction:
         calibration: the tensors of the allocator's calibration file, over all layers; None where it has none.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        states: list[LayerState],
-        window_elements: int = 0,
-    ):
+    def __init__(self, plan: Plan, states: list[LayerState], window_elements: int = 0):
         self.plan, self.states, self.window_elements = plan, states, window_elements
-        self.needs = plan.needs
         self.calibration: Mapping[str, Tensor] | None = None
-        self._arrived: list[_Scored] = []
-        self._said = False
+        self._arrived: list[Candidate] = []
+        self._warned = False
 
     def run(
         self, states: Sequence[LayerState], visible: Visibility, close: Callable[[LayerState, Visibility], None]
     ) -> None:
-        """Cuts layers back to their budget.
+        """Cut layers back to their budget.
 
         Args:
             states: one layer under the scope "layer", all under "prompt", the first so many under "progressive", where
@@ -77,148 +223,121 @@ class Eviction:
             visible: of the forward that has just ended.
             close: called with each layer that waited for others, and `visible`, once it is cut.
         """
-        plan = self.plan
-        assert plan.score is not None
-        # The tail of a layer that was cut in this eviction may be empty; the newest one has its new tokens.
-        newest, real = states[-1], visible.real
-        seen, rows = newest.seen, newest.rows
-        tokens = torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu()
-        window_bytes = self.window_elements * newest.sizes()[2]
-        total = total_tokens(plan, tokens, layers=len(self.states), template=newest, window_bytes=window_bytes)
-        each = total // (len(self.states) * newest.heads)
-        self._say_if_only_recent(each, tokens)
-        arrived = self._arrived if plan.scope == "progressive" and len(states) > 1 else []
-        last = plan.scope != "progressive" or states[-1] is self.states[-1]
+        plan, needs, layers = self.plan, self.plan.needs, len(self.states)
+        budget = self._budget(states[-1], visible)
+        self._warn_if_only_recent(budget)
+        progressive = plan.scope == "progressive"
+        arrived = self._arrived if progressive and len(states) > 1 else []
+        last = not progressive or states[-1] is self.states[-1]
         alone = last and len(states) == 1
-        scored = arrived + [self._score(state, visible, each, alone=alone) for state in states[len(arrived) :]]
-        capacity = torch.stack([s.counts for s in scored], 1)
-        measured = [s.measured for s in scored if s.measured is not None]
-        floor = torch.minimum(torch.stack([s.floor for s in scored], 1), capacity)
-        budgets = plan.allocate.allocate(
-            BudgetRequest(
-                total=total,
-                row_tokens=tokens,
-                capacity=capacity,
-                floor=floor,
-                layers=tuple(s.state.index for s in scored),
-                num_layers=len(self.states),
-                scores=[s.scores for s in scored] if plan.allocate.needs_scores else None,
-                measured=measured if len(measured) == len(scored) else None,
-                calibration=self.calibration,
-            )
-        )
-        # A layer alone has a share that nobody else knows; heads that get the same leave less than a token for each.
-        alike = newest.heads - 1 if plan.allocate.even_heads else 0
-        spare = alike if len(scored) == len(self.states) else int(total.max())
-        budgets = checked_budgets(plan.allocate, budgets, total, floor, capacity, settled=last, spare=spare)
-        for i, one in enumerate(scored):
-            keep, counts = None, one.counts
-            # An inexact selector has its say once for each layer, also where all tokens fit.
-            asked = not plan.select.exact and i >= len(arrived)
-            if asked or bool((budgets[:, i] < capacity[:, i]).any()):
-                keep, counts = self._selected(one.scores, budgets[:, i])
-            elif last and waits(one.state, plan):
-                keep = one.scores > float("-inf")
-            if keep is not None:
-                self._cut(one, keep, counts, visible, each, encoding=last)
-                one.state.moved = True
-                scored[i] = _shrunk(one, keep, counts)
-            if last:
-                self._settled(one.state, visible, close)
-        self._arrived = [] if last else scored
+        candidates = [*arrived]
+        for state in states[len(arrived) :]:
+            candidates.append(score_layer(state, plan, needs, visible, budget, layers=layers, keep_view=alone))
+        decision = decide(plan, candidates, budget, layers=layers, last=last, calibration=self.calibration)
+        # Scores and kept sets of a layer are dropped as soon as it is cut.
+        cuts = list(decision.cuts)
+        del candidates, arrived, decision
+        self._arrived = []
+        while cuts:
+            cut = self._apply(cuts.pop(0), last, visible, budget, close)
+            if not last:
+                self._arrived.append(cut)
 
     def forget(self) -> None:
-        """Forgets layers that were cut and wait for those that follow."""
+        """Forget layers that were cut and wait for those that follow."""
         self._arrived = []
 
-    def _say_if_only_recent(self, each: Tensor, tokens: Tensor) -> None:
-        """Warns once of rows whose budgets (b,) leave nothing to the score, of the tokens (b,) that they have seen."""
+    def _budget(self, newest: LayerState, visible: Visibility) -> Budget:
+        # The tail of a layer that was cut in this eviction may be empty; the newest one has its new tokens.
+        seen, rows, real = newest.stored.seen, newest.rows, visible.real
+        tokens = torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu()
+        window_bytes = self.window_elements * newest.sizes()[2]
+        layers = len(self.states)
+        total = total_tokens(self.plan, tokens, layers=layers, template=newest, window_bytes=window_bytes)
+        return Budget(total=total, each=total // (layers * newest.heads), row_tokens=tokens)
+
+    def _warn_if_only_recent(self, budget: Budget) -> None:
+        """Warn once of rows whose budgets leave nothing to the score."""
         assert self.plan.score is not None
-        recent = self.plan.score.recent
+        recent, each, tokens = self.plan.score.recent, budget.each, budget.row_tokens
         rows = ((each <= recent) & (tokens > each)).nonzero()[:, 0]
-        if self._said or not recent or not len(rows):
+        if self._warned or not recent or not len(rows):
             return
-        self._said = True
+        self._warned = True
         held, seen = int(each[rows[0]]), int(tokens[rows[0]])
         where = f"{len(rows)} of {len(each)} rows: " if len(each) > 1 else ""
         warnings.warn(f"{self.plan}: {where}{only_recent(seen=seen, held=held, recent=recent)}", stacklevel=2)
 
-    def _settled(self, state: LayerState, visible: Visibility, close: Callable[[LayerState, Visibility], None]) -> None:
-        state.due = False
-        state.settled_seen = state.seen
-        state.evict_at = self.plan.slack_tokens
-        state.tail_growth = 0
-        if state.evict_at is None:
-            state.reconstruction = None
+    def _apply(
+        self,
+        cut: Cut,
+        last: bool,
+        visible: Visibility,
+        budget: Budget,
+        close: Callable[[LayerState, Visibility], None],
+    ) -> Candidate:
+        """Put what was decided of one layer in place, and return the layer as the next stage finds it."""
+        state, found, keep = self.states[cut.candidate.layer], cut.candidate, cut.keep
+        if found.remembered is not None:
+            state.observed.scored, state.observed.scored_columns = found.remembered
+        if keep is None and last and has_unencoded(state, self.plan):
+            # All of it stays; what waited for its encoding is encoded now.
+            keep = found.scores > float("-inf")
+        if keep is not None:
+            held, slots = found.view or self._view(state, visible, budget)
+            most = int(cut.counts.max())
+            _forget_evicted(state, held, keep, most)
+            recent = int(recent_tokens(self.plan, budget.each).min())
+            kept = what_stays(state, self.plan, (held, slots), keep, most=most, recent=recent, encoding=last)
+            apply_kept(state, self.plan, kept, first=held.first, encoding=last)
+            state.clock.reindex = True
+            found = _as_cut(found, keep, cut.counts)
+        if last:
+            self._settle(state, visible, close)
+        return replace(found, view=None, remembered=None, cut_before=True)
+
+    def _view(self, state: LayerState, visible: Visibility, budget: Budget) -> tuple[Held, list[Tensor]]:
+        return view_held(state, visible, self.plan.needs, len(self.states), budget.each)
+
+    def _settle(self, state: LayerState, visible: Visibility, close: Callable[[LayerState, Visibility], None]) -> None:
+        clock = state.clock
+        clock.due = False
+        clock.settled_seen, clock.evict_at, clock.growth = state.stored.seen, self.plan.slack_tokens, 0
+        if clock.evict_at is None:
+            state.observed.reconstruction = None
         if self.plan.scope != "layer":
             close(state, visible)
 
-    def _score(self, state: LayerState, visible: Visibility, budget: Tensor, *, alone: bool) -> _Scored:
-        assert self.plan.score is not None
-        held, slots = self._view(state, visible, budget)
-        scorer = self.plan.score
-        scores = checked_scores(scorer, scorer.score(held.within(scorer.needs)), held.positions)
-        if bool((~torch.isfinite(scores) & held.valid).any()):
-            finite = bool(torch.isfinite(held.keys).all())
-            what = "no finite score" if finite else "NaN or infinity in its keys"
-            raise CacheMisuse(
-                f"layer {state.index} of the compressed layers has {what} for some tokens, so {self.plan} cannot "
-                "rank them; check the model's inputs and dtype (float16 overflow is the usual cause)"
-            )
-        if self.needs.previous:
-            state.scored, state.scored_columns = _by_column(scores, held)
-        window = recent_tokens(self.plan, budget)
-        same = bool((window == self.plan.score.recent).all())
-        recent = held.recent(self.plan.score.recent if same else window[:, None, None].to(held.positions.device))
-        scores = scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf"))
-        return _Scored(
-            state=state,
-            view=(held, slots) if alone else None,
-            scores=scores,
-            counts=held.counts().cpu(),
-            floor=recent.sum(-1).cpu(),
-            measured=self._measured(held),
-        )
 
-    def _measured(self, held: Held) -> Tensor | None:
-        allocate = self.plan.allocate
-        measured = allocate.measure(held.within(allocate.needs))
-        if measured is not None and (not isinstance(measured, Tensor) or measured.shape[:1] != held.first.shape):
-            shape = getattr(measured, "shape", type(measured).__name__)
-            raise refuse(allocate, f"measured {shape}, where a tensor of {held.first.shape[0]} rows is due")
-        return measured
-
-    def _selected(self, scores: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept set (b, h, n), and (b, h) how many it holds, on the CPU as the budgets are."""
-        select = self.plan.select
-        found = select.select(scores, budgets.to(scores.device))
-        keep = checked_tensor(select, "a kept set", found, tuple(scores.shape), torch.bool, scores.device)
-        return keep, checked_counts(select, keep, scores, budgets, exact=select.exact)
-
-    def _cut(
-        self, one: _Scored, keep: Tensor, counts: Tensor, visible: Visibility, budget: Tensor, *, encoding: bool
-    ) -> None:
-        held, slots = one.view or self._view(one.state, visible, budget)
-        most = int(counts.max())
-        _forget_evicted(one.state, held, keep, most)
-        recent = int(recent_tokens(self.plan, budget).min())
-        apply_kept(one.state, self.plan, held, slots, keep, most=most, recent=recent, encoding=encoding)
-
-    def _view(self, state: LayerState, visible: Visibility, budget: Tensor) -> tuple[Held, list[Tensor]]:
-        return view_held(state, visible, self.needs, len(self.states), self.plan, budget)
+def _measured(plan: Plan, held: Held) -> Tensor | None:
+    allocate = plan.allocate
+    measured = allocate.measure(held.within(allocate.needs))
+    if measured is not None and (not isinstance(measured, Tensor) or measured.shape[:1] != held.first.shape):
+        shape = getattr(measured, "shape", type(measured).__name__)
+        raise refuse(allocate, f"measured {shape}, where a tensor of {held.first.shape[0]} rows is due")
+    return measured
 
 
-def _shrunk(one: _Scored, keep: Tensor, counts: Tensor) -> _Scored:
-    """What a layer that was cut is for the next stage: `counts` tokens in time order, and the scores that they had."""
+def _selected(plan: Plan, scores: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the kept set (b, h, n), and (b, h) how many it holds, on the CPU as the budgets are."""
+    select = plan.select
+    found = select.select(scores, budgets.to(scores.device))
+    keep = checked_tensor(select, "a kept set", found, tuple(scores.shape), torch.bool, scores.device)
+    return keep, checked_counts(select, keep, scores, budgets, exact=select.exact)
+
+
+def _as_cut(one: Candidate, keep: Tensor, counts: Tensor) -> Candidate:
+    """Return what a layer is for the next stage: its kept tokens in time order, and the scores that they had."""
     longest = int(counts.max())
+    # A stable sort of "is dropped" puts kept tokens first, in time order; heads that keep fewer end in filler.
     order = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., :longest]
     filler = torch.arange(longest, device=keep.device) >= keep.sum(-1, keepdim=True)
     scores = one.scores.gather(-1, order).masked_fill(filler, float("-inf"))
-    return replace(one, view=None, scores=scores, counts=counts)
+    return replace(one, scores=scores, counts=counts)
 
 
 def _by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-    """Scores (b, h, n) and the columns they belong to, valid tokens first; filler's columns lie past all others."""
+    """Return scores (b, h, n) and their columns, valid tokens first; filler's columns lie past all others."""
     far = torch.iinfo(torch.int32).max
     columns = held.positions.to(torch.int32).masked_fill(~held.valid, far)
     columns, order = columns.sort(dim=-1, stable=True)
@@ -226,9 +345,10 @@ def _by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:
 
 
 def _forget_evicted(state: LayerState, held: Held, keep: Tensor, longest: int) -> None:
-    """Of what the scorer said, a layer remembers what was said of the tokens (b, h, n) that stay, so many at most."""
-    if state.scored is None or state.scored_columns is None:
+    """Remember of the scorer's numbers those of the tokens (b, h, n) that stay, so many at most."""
+    observed = state.observed
+    if observed.scored is None or observed.scored_columns is None:
         return
-    said = held.looked_back(state.scored_columns, state.scored)
-    scored, columns = _by_column(said, replace(held, valid=held.valid & keep))
-    state.scored, state.scored_columns = scored[..., :longest].clone(), columns[..., :longest].clone()
+    found = held.looked_back(observed.scored_columns, observed.scored)
+    scored, columns = _by_column(found, replace(held, valid=held.valid & keep))
+    observed.scored, observed.scored_columns = scored[..., :longest].clone(), columns[..., :longest].clone()

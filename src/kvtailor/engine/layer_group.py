@@ -12,7 +12,7 @@ from kvtailor.plan.registry import Codec
 from kvtailor.types import Layout, PlainSegment, Segment
 from kvtailor.types.checked_returns import checked_segment, refuse
 
-__all__ = ["encoded", "join"]
+__all__ = ["encoded", "joined"]
 
 
 def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -> Sequence[Segment]:
@@ -36,19 +36,26 @@ def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -
     return found
 
 
-def join(held: Sequence[list[Segment]], codec: Codec, first: Tensor | None = None) -> None:
-    """Lets a group of layers share again, once the same has been done to each of them, and encodes what waited for it.
+def joined(held: Sequence[Sequence[Segment]], codec: Codec, first: Tensor | None = None) -> list[list[Segment]]:
+    """Return the segments of a group of layers that share again, once the same has been done to each of them.
+
+    What waited for the whole group is encoded.
 
     Args:
-        held: the segments of each layer, which are replaced.
+        held: the segments of each layer.
         codec, first: see `encoded`.
+
+    Raises:
+        CacheMisuse, MethodError: see `encoded`.
     """
-    for i, parts in enumerate(zip(*held, strict=True)):
+    found: list[list[Segment]] = [[] for _ in held]
+    for parts in zip(*held, strict=True):
         waiting = [part for part in parts if isinstance(part, PlainSegment)]
         if not waiting:
             _check(parts)
-        for own, segment in zip(held, encoded(waiting, codec, first) if waiting else codec.joined(parts), strict=True):
-            own[i] = segment
+        for own, segment in zip(found, encoded(waiting, codec, first) if waiting else codec.joined(parts), strict=True):
+            own.append(segment)
+    return found
 
 
 def _check(parts: Sequence[Segment]) -> None:

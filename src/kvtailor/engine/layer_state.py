@@ -1,10 +1,10 @@
-"""One compressed layer: its segments, its tail and its evidence."""
+"""One compressed layer: what it holds, what was observed of it, when the plan acts on it, what the model gave it."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,27 +12,20 @@ import torch
 from torch import Tensor
 
 from kvtailor.encode.contract import Codec, CodecContext
-from kvtailor.engine.layer_group import join
-from kvtailor.engine.pending import Draft, Pending
+from kvtailor.engine.layer_group import joined
+from kvtailor.engine.layer_parts import Clock, ModelPart, Observed, Stored
+from kvtailor.engine.pending import Checkpoint, Draft, Pending
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry, storage_bytes
 from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.store.contract import OffloadStore
 from kvtailor.store.tail import Tail
-from kvtailor.types import Layout, PlainSegment, Rotation, Segment
-from kvtailor.types.evidence import Evidence
+from kvtailor.types import Layout, PlainSegment, Segment
 
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
 __all__ = ["LayerState", "check_rows_and_heads"]
-
-# What a forward changes of a layer. Tensors among it are replaced, never written, but for the tail's buffers behind the
-# last token.
-_CHANGING = (
-    "carry", "due", "evidence", "moved", "pending", "read", "reconstruction", "scored", "scored_columns", "seen",
-    "segments", "settled_seen", "tail", "tail_growth", "evict_at",
-)  # fmt: skip
 
 
 class LayerState:
@@ -40,88 +33,57 @@ class LayerState:
 
     Attributes:
         index: 0-based among the layers that the plan compresses.
-        seen: tokens seen, padding included.
-        segments: encoded parts in time order, `Placed` where they are on a tier; the tail comes after them.
-        offload: where the cache's segments live.
-        evidence: what the scorer needs.
-        recording: forwards wait for a crop before anything is evicted or encoded (assisted decoding).
-        pending: what waits for it.
-        draft: all tokens of the recorded forward that waits, where they are decoded ones.
-        evict_at: tokens since the last walk after which it is due again; None before the first walk.
-        tail_growth: tokens since the last walk.
-        due: an eviction waits for the landing.
-        read: (b, h) tokens that the last attention read; None where it read all.
-        moved: what is held has changed otherwise than by growing since the attention last looked at it as a whole.
-        carry: what the plan's attention asked to be given again at its next call, by name, batch rows first.
-        scored, scored_columns: (b, h, k) the scores of the last walk and the columns they belong to; None where the
-            scorer does not look back.
-        reconstruction: (b, h, n) float32 what a pass that repeats the context said of its columns; None without one.
-        output: gives the layer's own output projection, (q, dv, D), as it is now; for plans that need it.
-        rotation: the layer's rotary embedding, for plans that need it.
-        calibration: this layer's tensors of the scorer's calibration file.
-        layer_group: the layers whose tokens are encoded at once, this one among them; none where it is alone.
-        encoding: the tensors of the codec's calibration files, stacked over the layers.
         layers: how many layers the plan compresses.
+        offload: where the cache's segments live.
+        stored: what is held.
+        observed: what earlier forwards and evictions left for the plan's methods.
+        clock: when the plan acts next.
+        model: what belongs to the model.
+        pending: recorded forwards that wait for a crop.
+        draft: all tokens of the recorded forward that waits, where they are decoded ones.
+        layer_group: the layers whose tokens are encoded at once, this one among them; none where it is alone.
     """
 
     def __init__(self, index: int, layers: int = 1, offload: OffloadStore | None = None):
         self.index, self.layers, self.offload = index, layers, offload
+        self.model = ModelPart()
         self._codec: Codec | None = None
         self._layer_group: tuple[weakref.ref[LayerState], ...] = ()
-        self.recording = False
-        self.scaling = 1.0
-        self.output: Callable[[], Tensor] | None = None
-        self.rotation: Rotation | None = None
-        self.calibration: Mapping[str, Tensor] | None = None
-        self.encoding: Mapping[str, Tensor] | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything."""
-        self.tail: Tail | None = None
-        self.segments: list[Segment] = []
-        self.evidence = Evidence()
-        self.seen = 0
-        self.settled_seen = 0
-        self.evict_at: int | None = None
-        self.tail_growth = 0
-        self.due = False
-        self.read: Tensor | None = None
+        """Forget everything but what belongs to the model."""
+        self.stored, self.observed, self.clock = Stored(), Observed(), Clock()
         self.pending: Pending | None = None
         self.draft: Draft | None = None
-        self.carry: Mapping[str, Tensor] = {}
-        self.moved = False
-        self.scored: Tensor | None = None
-        self.scored_columns: Tensor | None = None
-        self.reconstruction: Tensor | None = None
 
     @property
     def rows(self) -> int:
         """b; 0 before the first token."""
-        return 0 if self.tail is None else self.tail.rows
+        return 0 if self.stored.tail is None else self.stored.tail.rows
 
     @property
     def heads(self) -> int:
         """h; 0 before the first token."""
-        return 0 if self.tail is None else self.tail.heads
+        return 0 if self.stored.tail is None else self.stored.tail.heads
 
     def codec(self, plan: Plan) -> Codec:
         """The plan's codec, as it is on this layer."""
         if self._codec is None:
-            facts = CodecContext(
+            context = CodecContext(
                 layer=self.index,
                 layers=self.layers,
-                rotation=self.rotation,
+                rotation=self.model.rotation,
                 heads=self.heads or None,
                 evicts=plan.evicts,
-                calibration=self.encoding,
+                calibration=self.model.encoding,
             )
-            self._codec = plan.encode.for_layer(facts)
+            self._codec = plan.encode.for_layer(context)
         return self._codec
 
     def encoder(self, plan: Plan, first: Tensor | None) -> Codec:
         """The same with the queries that it needs; `first` (b,) is the column of each row's first real token."""
-        codec, queries, columns = self.codec(plan), self.evidence.queries, self.evidence.columns
+        codec, queries, columns = self.codec(plan), self.observed.evidence.queries, self.observed.evidence.columns
         if not codec.needs.window or queries is None or columns is None:
             return codec
         valid = None if first is None else columns >= first.to(columns.device)[:, None]
@@ -129,8 +91,8 @@ class LayerState:
 
     def sizes(self) -> tuple[int, int, int]:
         """d, dv and the bytes of an element, of the newest token."""
-        assert self.tail is not None
-        segment = self.tail.as_segment()
+        assert self.stored.tail is not None
+        segment = self.stored.tail.as_segment()
         return segment.keys.shape[-1], segment.values.shape[-1], segment.keys.element_size()
 
     @property
@@ -145,44 +107,44 @@ class LayerState:
 
     def check_fits(self, keys: Tensor) -> None:
         """Raises where new keys (b, h, t, d) are of another batch or model than what is held."""
-        if self.tail is not None:
-            check_rows_and_heads(keys, self.tail.rows, self.tail.heads)
+        if self.stored.tail is not None:
+            check_rows_and_heads(keys, self.stored.tail.rows, self.stored.tail.heads)
 
     def append(self, keys: Tensor, values: Tensor, *, exactly: bool) -> None:
         """New keys (b, h, t, d) and values (b, h, t, dv)."""
         self.check_fits(keys)
-        if self.tail is None:
-            self.tail = Tail(keys.shape[0], keys.shape[1])
-        self.tail.append(keys.detach(), values.detach(), self.seen, exactly=exactly)
-        self.seen += keys.shape[2]
-        self.tail_growth += keys.shape[2]
+        if self.stored.tail is None:
+            self.stored.tail = Tail(keys.shape[0], keys.shape[1])
+        self.stored.tail.append(keys.detach(), values.detach(), self.stored.seen, exactly=exactly)
+        self.stored.seen += keys.shape[2]
+        self.clock.growth += keys.shape[2]
 
     def filled(self, tokens: int) -> None:
         """Takes note of new tokens that somebody wrote into the tail's free slots."""
-        assert self.tail is not None
-        self.tail.filled(tokens, self.seen)
-        self.seen += tokens
-        self.tail_growth += tokens
+        assert self.stored.tail is not None
+        self.stored.tail.filled(tokens, self.stored.seen)
+        self.stored.seen += tokens
+        self.clock.growth += tokens
 
     def parts(self) -> list[Segment]:
         """All that is held, in time order, where attention can read it."""
         parts = self.here()
-        if self.tail is not None and self.tail.length:
-            parts.append(self.tail.as_segment())
+        if self.stored.tail is not None and self.stored.tail.length:
+            parts.append(self.stored.tail.as_segment())
         return parts
 
     def here(self, segments: Sequence[Segment] | None = None) -> list[Segment]:
         """The segments where they can be read; of this layer at an earlier time where they are given."""
-        asked = self.segments if segments is None else segments
+        asked = self.stored.segments if segments is None else segments
         return list(asked) if self.offload is None else self.offload.get(self.index, asked, self.restored)
 
     def put_away(self) -> None:
         """Nobody changes the segments any more: they go where they live, with those of the layers in its group."""
         group = self.group
         if self.offload is not None and self is group[-1]:
-            kept = self.offload.put([each.index for each in group], [each.segments for each in group])
+            kept = self.offload.put([each.index for each in group], [each.stored.segments for each in group])
             for each, own in zip(group, kept, strict=True):
-                each.segments = own
+                each.stored.segments = own
 
     def restored(self, name: str, layout: Layout, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
         """The segment of this layer that `Segment.state` described; `name` is its codec's."""
@@ -201,26 +163,30 @@ class LayerState:
         Args:
             real: (b, columns) bool, False for padding, which is not counted; None: all that is held is.
         """
-        assert self.tail is not None
-        layouts = [segment.layout for segment in self.segments]
-        if self.tail.length:
-            layouts.append(self.tail.as_segment().layout)
+        assert self.stored.tail is not None
+        layouts = [segment.layout for segment in self.stored.segments]
+        if self.stored.tail.length:
+            layouts.append(self.stored.tail.as_segment().layout)
         total = torch.zeros((self.rows, self.heads), dtype=torch.int64)
         for layout in layouts:
             total += layout.counts() if real is None else _real_counts(layout, real)
         return total
 
-    def checkpoint(self) -> dict[str, Any]:
-        """What `go_back` needs to make this layer again what it is now, until `end_draft`; copies no tensor."""
+    def checkpoint(self) -> Checkpoint:
+        """Return what `go_back` needs to make this layer again what it is now, until `end_draft`; copy no tensor."""
         if self.offload is not None:
-            self.offload.keep(self.index, self.segments)
-        kept = {name: getattr(self, name) for name in _CHANGING}
-        return kept | {"segments": list(self.segments), "tail": copy.copy(self.tail)}
+            self.offload.keep(self.index, self.stored.segments)
+        return Checkpoint(
+            stored=self.stored.copied(),
+            observed=copy.copy(self.observed),
+            clock=copy.copy(self.clock),
+            pending=self.pending,
+        )
 
-    def go_back(self, checkpoint: Mapping[str, Any]) -> None:
-        """Becomes what it was. The checkpoint may be used once, since the layer goes on with its tail."""
-        for name, value in checkpoint.items():
-            setattr(self, name, value)
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Become what the layer was. The checkpoint may be used once, since the layer goes on with its parts."""
+        self.stored, self.observed, self.clock = checkpoint.stored, checkpoint.observed, checkpoint.clock
+        self.pending = checkpoint.pending
         self.put_away()
 
     def end_draft(self) -> Draft | None:
@@ -232,11 +198,11 @@ class LayerState:
 
     def check_crop(self, count: int, *, exact: bool) -> None:
         """Raises where the newest tokens cannot be taken back outside of a recorded forward."""
-        if count == 0 or self.tail is None:
+        if count == 0 or self.stored.tail is None:
             return
-        if not exact or self.seen - count < self.settled_seen or count > self.tail.length:
+        if not exact or self.stored.seen - count < self.clock.settled_seen or count > self.stored.tail.length:
             raise CacheMisuse(
-                f"asked to take back {count} tokens of {self.seen} seen, but they have already had a part in "
+                f"asked to take back {count} tokens of {self.stored.seen} seen, but they have already had a part in "
                 "compressing the cache; call cache.activate_past_recording() before the forward that may be rolled "
                 "back"
             )
@@ -244,15 +210,15 @@ class LayerState:
     def crop(self, count: int, *, exact: bool) -> None:
         """Takes back the newest tokens outside of a recorded forward, where that leaves no trace."""
         self.check_crop(count, exact=exact)
-        if count and self.tail is not None:
+        if count and self.stored.tail is not None:
             self.forget_newest(count)
-            self.carry = {}
+            self.observed.carry = {}
 
     def tokens_until_action(self, plan: Plan) -> int | None:
         """New tokens, read at once or one by one, after which the plan acts next while it decodes; None: never."""
         codec, counts = self.codec(plan), []
-        if codec.block and self.tail is not None:
-            counts.append(max(1, codec.tail + codec.block - self.tail.length))
+        if codec.block and self.stored.tail is not None:
+            counts.append(max(1, codec.tail + codec.block - self.stored.tail.length))
         eviction = self.tokens_until_eviction(plan)
         if eviction is not None:
             counts.append(eviction)
@@ -262,34 +228,31 @@ class LayerState:
         """The same, until the plan evicts next."""
         if plan.slack_tokens is None:
             return None
-        return 1 if self.evict_at is None else max(1, self.evict_at - self.tail_growth + 1)
+        return 1 if self.clock.evict_at is None else max(1, self.clock.evict_at - self.clock.growth + 1)
 
     def forget_newest(self, count: int) -> None:
         """Drops the newest tokens, of which nothing but the tail has heard."""
         if count:
-            assert self.tail is not None
-            self.tail.crop(count)
-            self.seen -= count
-            self.tail_growth -= count
+            assert self.stored.tail is not None
+            self.stored.tail.crop(count)
+            self.stored.seen -= count
+            self.clock.growth -= count
 
     def select_rows(self, index: Tensor) -> None:
         """Becomes the layer of a batch made of the rows `index` (k,) int64 of this one."""
         if self.pending is not None:
             raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
-        if self.tail is None:
+        if self.stored.tail is None:
             return
         segments = self.here()
-        parts = [*segments, *([self.tail.as_segment()] if self.tail.length else [])]
+        parts = [*segments, *([self.stored.tail.as_segment()] if self.stored.tail.length else [])]
         mass = [
             m.index_select(0, part.layout.lanes_of_rows(index)[0].to(m.device))
-            for part, m in zip(parts, self.evidence.mass, strict=False)
+            for part, m in zip(parts, self.observed.evidence.mass, strict=False)
         ]
-        self.evidence = self.evidence.select_rows(index, mass)
-        for name, tensor in self.memories().items():
-            setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
-        self.carry = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.carry.items()}
-        self.segments = [segment.rows(index) for segment in segments]
-        self.tail.select_rows(index)
+        self.observed = self.observed.rows(index, mass)
+        self.stored.segments = [segment.rows(index) for segment in segments]
+        self.stored.tail.select_rows(index)
         self.rejoin()
 
     def rejoin(self) -> None:
@@ -298,7 +261,9 @@ class LayerState:
         if layers and not self.completes:
             return
         if layers and self._codec is not None:
-            join([state.segments for state in layers], self._codec)
+            shared = joined([state.stored.segments for state in layers], self._codec)
+            for state, own in zip(layers, shared, strict=True):
+                state.stored.segments = own
         self.put_away()
         if self.offload is not None:
             self.offload.rest()
@@ -313,11 +278,6 @@ class LayerState:
         """`layer_group`, or this layer alone."""
         return self.layer_group or (self,)
 
-    def memories(self) -> dict[str, Tensor]:
-        """What earlier evictions and a reconstruction left, by attribute; batch rows first."""
-        named = {name: getattr(self, name) for name in ("scored", "scored_columns", "reconstruction")}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
     def device_bytes(self) -> int:
         """What this layer takes on the device, but for segments that are offloaded."""
         return storage_bytes(tensor for entry in self._own_entries(0) for tensor in entry.tensors.values())
@@ -329,20 +289,24 @@ class LayerState:
 
     def _own_entries(self, layer: int) -> list[Entry]:
         entries = []
-        if self.tail is not None:
-            form = self.tail.closed_form_bytes()
-            entries.append(Entry(layer=layer, stage="tail", tensors=self.tail.tensors(), closed_form=form))
-        for segment in self.segments:
+        if self.stored.tail is not None:
+            form = self.stored.tail.closed_form_bytes()
+            entries.append(Entry(layer=layer, stage="tail", tensors=self.stored.tail.tensors(), closed_form=form))
+        for segment in self.stored.segments:
             form = segment.closed_form_bytes()
             entries.append(Entry(layer=layer, stage="encode", tensors=segment.tensors(), closed_form=form))
-        seen = self.evidence.tensors() | self.memories()
+        seen = self.observed.evidence.tensors() | self.observed.memories()
         # A draft's queries are in the draft.
         pending = None if self.pending is None or self.draft is not None else self.pending.query
-        seen |= {name: each for name, each in (("pending", pending), ("read", self.read)) if each is not None}
+        seen |= {
+            name: each for name, each in (("pending", pending), ("read", self.observed.tokens_read)) if each is not None
+        }
         if self.draft is not None:
             seen |= {"draft.keys": self.draft.keys, "draft.values": self.draft.values, "draft.query": self.draft.query}
         before = {} if self.pending is None else self.pending.carry
-        carried = {f"before.{n}": t for n, t in before.items() if t is not self.carry.get(n)} | dict(self.carry)
+        carried = {f"before.{n}": t for n, t in before.items() if t is not self.observed.carry.get(n)} | dict(
+            self.observed.carry
+        )
         for stage, named in (("observe", seen), ("attend", carried)):
             if named or stage == "observe":
                 form = sum(t.numel() * t.element_size() for t in named.values())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvtailor.engine.layer_parts import Clock, Observed, Stored
 from kvtailor.types import Visibility
 
-__all__ = ["Draft", "Pending"]
+__all__ = ["Checkpoint", "Draft", "Pending"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,16 @@ class Pending:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a layer was before a draft; see `LayerState.checkpoint`."""
+
+    stored: Stored
+    observed: Observed
+    clock: Clock
+    pending: Pending | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Draft:
     """Tokens of a recorded forward that are decoded ones if they stay.
 
@@ -56,7 +66,7 @@ class Draft:
     values: Tensor
     query: Tensor
     visible: Visibility
-    before: Mapping[str, Any] | None = field(default=None, repr=False)
+    before: Checkpoint | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvtailor.attend.contract import AttentionRequest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.plan import registry
 from kvtailor.plan.registry import Attention
@@ -43,7 +44,7 @@ class ReconstructionPass:
     ) -> Tensor:
         """Exact attention (b, q, t, dv) of the new tokens over all that a layer holds, all of it still in its tail.
 
-        What they look at goes into `state.reconstruction`; nothing else changes.
+        What they look at goes into `state.observed.reconstruction`; nothing else changes.
 
         Args:
             state: of the layer.
@@ -52,22 +53,26 @@ class ReconstructionPass:
             visible: what each of them may see.
             scaling: the model's own factor before the softmax.
         """
-        assert state.tail is not None and not state.segments, "a context is repeated before anything is dropped"
-        held = state.tail.as_segment()
+        assert state.stored.tail is not None and not state.stored.segments, (
+            "a context is repeated before anything is dropped"
+        )
+        held = state.stored.tail.as_segment()
         # One part, although it takes a copy of the layer for a moment: torch's own kernel reads no two.
-        layout = replace(held.layout, size=state.seen + passing.layout.size)
+        layout = replace(held.layout, size=state.stored.seen + passing.layout.size)
         keys, values = torch.cat([held.keys, passing.keys], 1), torch.cat([held.values, passing.values], 1)
         whole = PlainSegment(layout=layout, keys=keys, values=values)
-        if state.reconstruction is None:
-            state.reconstruction = torch.zeros((state.rows, state.heads, state.seen), device=query.device)
+        if state.observed.reconstruction is None:
+            state.observed.reconstruction = torch.zeros(
+                (state.rows, state.heads, state.stored.seen), device=query.device
+            )
         for row, columns in enumerate(self.columns):
             if columns.numel():
                 mine = keys.unflatten(0, (state.rows, state.heads))[row]
                 best = self._looked_at(row, mine, query[row], visible, scaling)
-                state.reconstruction[row, :, columns.to(best.device)] = best
+                state.observed.reconstruction[row, :, columns.to(best.device)] = best
         exact = registry.method_of("attend", registry.null("attend"))
         assert isinstance(exact, Attention)
-        return exact.attend(query, [whole], visible, scaling).output
+        return exact.attend(AttentionRequest(query=query, parts=[whole], visible=visible, scaling=scaling)).output
 
     def _looked_at(self, row: int, keys: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
         """(h, k) float32: the highest probability that a new token of this row gives to each of its piece.

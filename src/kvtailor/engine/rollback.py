@@ -12,6 +12,8 @@ observed, evicted and encoded as if they had come one by one. Two ways of doing 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.pending import Draft, Pending
+from kvtailor.engine.phase import Recording, Speculating
 from kvtailor.errors import CacheMisuse
 from kvtailor.types import Visibility
 
@@ -32,31 +35,23 @@ __all__ = [
     "prompt_of",
     "tokens_until_action",
     "settle",
-    "speculate",
-    "stop_speculating",
+    "speculating",
     "take_back",
 ]
 
 
-def speculate(engine: Engine) -> None:
-    """From now on forwards can be taken back."""
-    engine.speculating = True
-    for state in engine.states:
-        state.recording = True
+@contextmanager
+def speculating(engine: Engine) -> Iterator[None]:
+    """Let forwards be taken back inside; what was put off for those that stay is done at the end."""
+    with engine.switch.speculating():
+        yield
+        settle(engine)
 
 
 def settle(engine: Engine) -> None:
     """Does what was put off for all tokens that were not taken back."""
     for state in engine.states:
         engine.commit(state, rejected=0)
-
-
-def stop_speculating(engine: Engine) -> None:
-    """Settles, and takes what comes as it comes again."""
-    settle(engine)
-    engine.speculating = False
-    for state in engine.states:
-        state.recording = False
 
 
 def tokens_until_action(engine: Engine) -> int | None:
@@ -74,32 +69,36 @@ def take_back(engine: Engine, state: LayerState, count: int) -> None:
     left = pending.tokens - count
     state.forget_newest(count)
     if not left:
-        state.pending, state.carry = None, pending.carry
+        state.pending, state.observed.carry = None, pending.carry
         return
     shorter = replace(pending, query=pending.query[:, :, :left], visible=pending.visible.without_last(count))
-    if state.carry:
-        state.carry = pending.carry
-        state.carry = engine.attended(state, shorter.query, shorter.visible, want_mass=False).carry
+    if state.observed.carry:
+        state.observed.carry = pending.carry
+        state.observed.carry = engine.read(state, shorter.query, shorter.visible, want_mass=False).carry
         engine.leave(state)
     state.pending = shorter
 
 
 def prompt_of(engine: Engine, state: LayerState, new: int) -> int:
     """How many of the new tokens are a prompt or plain ones; the rest is a draft. The same for every layer."""
-    if engine.speculating or not state.recording:
+    phase = engine.phase
+    if isinstance(phase, Speculating):
         return new
     if state.pending is not None:
-        # No crop came: whoever began to record has ended.
+        # No crop came, so the recording has ended, which transformers never says.
         _end_recording(engine, state)
+        engine.switch.end_recording()
         return new
-    if state.seen:
+    if not isinstance(phase, Recording):
+        return new
+    if state.stored.seen:
         return 0
-    return new if engine.assisted is None else min(new, engine.assisted)
+    return new if phase.prompt is None else min(new, phase.prompt)
 
 
 def check_draft(engine: Engine, state: LayerState, tokens: int) -> None:
     """Raises where layers that act at the same time would have to do so in the midst of recorded tokens."""
-    if engine.speculating or not state.recording or state.pending is not None or not state.seen:
+    if not isinstance(engine.phase, Recording) or state.pending is not None or not state.stored.seen:
         return
     # What several layers do at once: they evict where they share a budget, and encode where they share a segment.
     most = state.tokens_until_eviction(engine.plan) if engine.plan.scope != "layer" else None
@@ -136,7 +135,7 @@ def attend_draft(
     Returns:
         (b, q, t, dv).
     """
-    state.scaling = scaling
+    state.model.scaling = scaling
     most = _tokens_at_once(engine, state)
     acts = most is not None and most < query.shape[2]
     # Copies: keys may be a view of the model's whole projection, and these wait for a crop.
@@ -150,7 +149,7 @@ def attend_draft(
 def check_crop(engine: Engine, state: LayerState, count: int) -> None:
     """Raises where the newest tokens of a layer cannot be taken back. Nothing is changed."""
     waiting = state.draft or state.pending
-    if engine.speculating:
+    if isinstance(engine.phase, Speculating):
         if count and (state.pending is None or count > state.pending.tokens):
             came = 0 if state.pending is None else state.pending.tokens
             raise CacheMisuse(f"asked to take back {count} tokens, and {came} have come since the cache settled")
@@ -183,14 +182,13 @@ def end_assisted(engine: Engine) -> None:
     """transformers' assisted decoding is over: what comes next can no longer be taken back."""
     for state in engine.states:
         _end_recording(engine, state)
-    engine.assisted = None
+    engine.switch.end_recording()
 
 
 def _end_recording(engine: Engine, state: LayerState) -> None:
     state.end_draft()
     if state.pending is not None:
         engine.commit(state, rejected=0)
-    state.recording = False
 
 
 def _tokens_at_once(engine: Engine, state: LayerState) -> int | None:
@@ -205,9 +203,9 @@ def _read_draft(engine: Engine, state: LayerState, draft: Draft) -> Tensor:
         most, left = _tokens_at_once(engine, state), draft.tokens - first
         piece = draft.piece(first, left if most is None else min(most, left))
         state.append(piece.keys, piece.values, exactly=False)
-        before = state.carry
-        attended = engine.attended(state, piece.query, piece.visible, want_mass=False)
-        state.read, state.carry = attended.read, attended.carry
+        before = state.observed.carry
+        attended = engine.read(state, piece.query, piece.visible, want_mass=False)
+        state.observed.tokens_read, state.observed.carry = attended.tokens_read, attended.carry
         outputs.append(attended.output)
         state.pending = Pending(query=piece.query, visible=piece.visible, carry=before, decoded=True)
         first += piece.tokens

@@ -11,7 +11,6 @@ from torch import Tensor
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.ops.lanes.ragged import slots_of_part
 from kvtailor.ops.segments.weighted import log_weight_of
-from kvtailor.plan import Plan
 from kvtailor.types import Held, Needs, Segment, Visibility
 from kvtailor.types.evidence import Evidence
 
@@ -19,7 +18,7 @@ __all__ = ["view_held"]
 
 
 def view_held(
-    state: LayerState, visible: Visibility, needs: Needs, layers: int, plan: Plan, budget: Tensor | None = None
+    state: LayerState, visible: Visibility, needs: Needs, layers: int, budget: Tensor | None = None
 ) -> tuple[Held, list[Tensor]]:
     """What the layer holds as padded rows, and where each slot of each part stands in them.
 
@@ -28,11 +27,10 @@ def view_held(
         visible: of the forward that has just ended.
         needs: the evidence to show.
         layers: how many layers the plan compresses.
-        plan: whose tiers hold the segments.
         budget: (b,) int64 tokens that each row may hold per kv head, on average.
     """
     parts = state.parts()
-    b, h, seen = state.rows, state.heads, state.seen
+    b, h, seen = state.rows, state.heads, state.stored.seen
     device = parts[-1].decode()[0].device
     before = torch.zeros(b * h, dtype=torch.int64, device=device)
     slots = []
@@ -52,7 +50,7 @@ def view_held(
         first = real.to(torch.int8).argmax(-1)
         row = torch.arange(b, device=device)[:, None, None]
         valid = valid & real[row, positions.clamp(min=0)]
-    evidence: Evidence = state.evidence
+    evidence: Evidence = state.observed.evidence
     mass = None
     if needs.mass:
         mass = _padded(parts, slots, list(evidence.mass), b * h, longest, 0.0).view(b, h, -1)
@@ -71,7 +69,7 @@ def view_held(
         seen=seen,
         layer=state.index,
         layers=layers,
-        scaling=state.scaling,
+        scaling=state.model.scaling,
         budget=budget,
         queries=evidence.queries,
         query_columns=evidence.columns,
@@ -79,9 +77,9 @@ def view_held(
         sampled=evidence.sampled,
         sampled_columns=evidence.sampled_columns,
         moments=evidence.moments,
-        output=state.output() if needs.output and state.output is not None else None,
-        rotation=state.rotation if needs.rotation else None,
-        calibration=state.calibration,
+        output=state.model.output() if needs.output and state.model.output is not None else None,
+        rotation=state.model.rotation if needs.rotation else None,
+        calibration=state.model.calibration,
         log_weight=log_weight,
     )
     return _with_memories(held, state, needs), slots
@@ -91,12 +89,12 @@ def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
     """The same with what earlier evictions and the reconstruction said of the tokens that are still held."""
     if needs.previous:
         previous = torch.full(held.positions.shape, float("nan"), device=held.positions.device)
-        if state.scored is not None and state.scored_columns is not None:
-            previous = held.looked_back(state.scored_columns, state.scored)
+        if state.observed.scored is not None and state.observed.scored_columns is not None:
+            previous = held.looked_back(state.observed.scored_columns, state.observed.scored)
         held = replace(held, previous=previous)
-    if needs.reconstruction and state.reconstruction is not None:
-        seen = state.reconstruction.shape[-1]
-        found = state.reconstruction.gather(-1, held.positions.clamp(0, seen - 1))
+    if needs.reconstruction and state.observed.reconstruction is not None:
+        seen = state.observed.reconstruction.shape[-1]
+        found = state.observed.reconstruction.gather(-1, held.positions.clamp(0, seen - 1))
         found = found.masked_fill(held.positions >= seen, -1.0).masked_fill(~held.valid, 0.0)
         held = replace(held, reconstruction=found)
     return held

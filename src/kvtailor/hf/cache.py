@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +18,6 @@ from transformers import Cache
 from kvtailor.calibration_file import Calibration
 from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
 from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
@@ -128,7 +125,7 @@ class KvCache(Cache):
             if isinstance(layer, CompressedLayer):
                 state = next(states)
                 entries += state.entries(index)
-                if state.tail is not None and layer.is_initialized:
+                if state.stored.tail is not None and layer.is_initialized:
                     rows, element = state.rows, layer.dtype.itemsize
             elif layer.is_initialized and layer.keys is not None:
                 held = {"keys": layer.keys, "values": layer.values}
@@ -205,7 +202,7 @@ class KvCache(Cache):
             )
             if why is not None:
                 raise CacheMisuse(why)
-        self.engine.assisted = prompt
+        self.engine.switch.record(prompt)
         super().activate_past_recording()
         ids = ids_of_caller()
         if ids is not None:
@@ -249,7 +246,7 @@ class KvCache(Cache):
             rollback.check_crop(self.engine, state, count)
         for layer in self.layers:
             if isinstance(layer, WindowLayer):
-                layer.check_crop()
+                layer.check_crop(count)
         with self.guard.changing("a crop"):
             super().crop(tokens_to_remove)
             if self.guard.real is not None:
@@ -303,17 +300,3 @@ class KvCache(Cache):
     def _check_rows_may_change(self) -> None:
         if any(state.pending is not None for state in self.engine.states):
             raise CacheMisuse("the rows of a cache cannot change between a recorded forward and its crop")
-
-    @contextmanager
-    def reconstructing(self, piece: ReconstructionPass) -> Iterator[None]:
-        """Forwards inside change nothing but `LayerState.reconstruction`, see `engine.reconstruct`."""
-        windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
-        self.engine.reconstructing = piece
-        for layer in windows:
-            layer.passing = True
-        try:
-            yield
-        finally:
-            self.engine.reconstructing = self.engine.passing = None
-            for layer in windows:
-                layer.passing = False

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
+from kvtailor.engine.phase import Recording
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
@@ -146,6 +147,7 @@ class CacheGuard:
         with self._alone:
             now = self._now
             if now is None:
+                self.engine.switch.check_free("a forward")
                 self._undo = {}
                 self._now = _Progress(me, "updated", layer, 1 << layer)
             else:
@@ -205,6 +207,7 @@ class CacheGuard:
                 self._check_thread(self._now, me)
                 self._check_attended(self._now)
                 self._alone.refuse(self._unfinished(self._now))
+            self.engine.switch.check_free(what)
             self._now = _Progress(me, "changing", -1, 0, what)
         yield
         with self._alone:
@@ -232,12 +235,13 @@ class CacheGuard:
         if now is not None:
             self._check_attended(now)
             raise CacheMisuse(self._unfinished(now))
+        self.engine.switch.check_free("a saved file")
         self.end_stale_recording()
 
     def check_opened(self) -> None:
         """Raises where a plan that reads its context twice would see it only once."""
         engine = self.engine
-        if engine.needs.reconstruction and not (engine.holding or engine.opened or engine.states[0].seen):
+        if engine.states and engine.refuses_plain_context:
             raise CacheMisuse(
                 f"{self.plan} reads its context twice, which plain generate() does not: prefill it first with "
                 "kvtailor.prefill(model, cache, input_ids, attention_mask), then hand the whole conversation to "
@@ -332,7 +336,8 @@ class CacheGuard:
         Raises:
             CacheMisuse: it was broken off between a forward and the crop that would have taken back wrong drafts.
         """
-        if self.engine.assisted is None or prompt_of_caller() is not None:
+        phase = self.engine.phase
+        if not isinstance(phase, Recording) or phase.prompt is None or prompt_of_caller() is not None:
             return
         if any(state.pending is not None for state in self.engine.states):
             self._alone.refuse(

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvtailor.engine import rollback
+from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState, check_rows_and_heads
+from kvtailor.engine.phase import Reconstructing, Recording, Speculating
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
@@ -47,16 +49,16 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def record_past(self) -> bool:
         """Forwards wait for a crop before anything is evicted or encoded."""
-        return self.state.recording
+        return isinstance(self.guard.engine.phase, Recording | Speculating)
 
     @record_past.setter
     def record_past(self, on: bool) -> None:
-        self.state.recording = on
+        _record(self.guard.engine, on)
 
     def activate_past_recording(self) -> None:
         """From now on each forward waits for `crop` before anything is evicted or encoded."""
-        self.state.recording = True
-        self._recorded_after = self.state.seen
+        self.guard.engine.switch.go_on_recording()
+        self._recorded_after = self.state.stored.seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remembers dtype and device of the first keys."""
@@ -76,7 +78,7 @@ class CompressedLayer(CacheLayerMixin):
         self.guard.update_begins(self.layer_idx)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        before = self.state.seen
+        before = self.state.stored.seen
         self.arriving = key_states, value_states
         b, h, t, d = key_states.shape
         keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
@@ -115,7 +117,8 @@ class CompressedLayer(CacheLayerMixin):
         (keys, values), self.arriving = self.arriving, None
         try:
             visible = self._visible(query, mask)
-            if engine.reconstructing is None:
+            reconstructing = isinstance(engine.phase, Reconstructing)
+            if not reconstructing:
                 self._check_recorded(visible)
                 rollback.check_draft(engine, self.state, query.shape[2])
                 guard.check_padding(self.layer_idx, visible)
@@ -123,9 +126,8 @@ class CompressedLayer(CacheLayerMixin):
             guard.nothing_changed(self.layer_idx)
             raise
         guard.layer_changes(self.layer_idx)
-        if engine.reconstructing is not None:
-            engine.append(self.state, keys, values)
-            output = engine.attend(self.state, query, visible, scaling)
+        if reconstructing:
+            output = engine.reconstruct(self.state, keys, values, query, visible, scaling)
         else:
             for observe in guard.observers:
                 observe(self.layer_idx, keys, values, query, visible, scaling)
@@ -141,23 +143,30 @@ class CompressedLayer(CacheLayerMixin):
         if prompt == new:
             engine.append(state, keys, values)
             guard.take_padding(self.layer_idx, visible)
-            return engine.attend(state, query, visible, scaling)
+            return self._attended_and_acted(query, visible, scaling)
         outputs = []
         if prompt:
             # (b, h, t, d) of the prompt and of the draft behind it are taken one after the other.
             engine.append(state, keys[:, :, :prompt], values[:, :, :prompt])
             guard.take_padding(self.layer_idx, visible)
-            outputs.append(engine.attend(state, query[:, :, :prompt], visible.without_last(new - prompt), scaling))
+            outputs.append(self._attended_and_acted(query[:, :, :prompt], visible.without_last(new - prompt), scaling))
             keys, values, query = keys[:, :, prompt:], values[:, :, prompt:], query[:, :, prompt:]
             visible = visible.without_first(prompt)
         guard.take_padding(self.layer_idx, visible)
         outputs.append(rollback.attend_draft(engine, state, keys, values, query, visible, scaling))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
+    def _attended_and_acted(self, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
+        """Return the attention (b, q, t, dv) of the tokens that were appended last, once what follows it is done."""
+        engine, state = self.guard.engine, self.state
+        attended = engine.attend(state, query, visible, scaling)
+        engine.act(state, query, visible, attended)
+        return attended.output
+
     def _visible(self, query: Tensor, mask: LazyMask | Tensor | None) -> Visibility:
         """What the new tokens may see, by the model's mask; raises where that does not fit what was seen."""
         new = query.shape[2]
-        seen = self.state.seen + new
+        seen = self.state.stored.seen + new
         visible: Visibility
         if mask is None:
             visible = LazyMask.causal(query.shape[0], new, seen - new, query.device)
@@ -191,18 +200,18 @@ class CompressedLayer(CacheLayerMixin):
             self.lazy_initialization(keys, values)
         guard.engine.append(self.state, keys, values)
         guard.take_padding(self.layer_idx, visible)
-        guard.engine.prefill_shared(self.state, query, visible, scaling)
+        guard.engine.act_unread(self.state, query, visible, scaling)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever is held."""
         if self.arriving is None or not self.guard.awaits_attention(self.layer_idx):
-            return self.state.seen
-        return self.state.seen + self.arriving[0].shape[2]
+            return self.state.stored.seen
+        return self.state.stored.seen + self.arriving[0].shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that transformers makes: all tokens seen and the new ones."""
         self.guard.check_opened()
-        return self.state.seen + query_length, 0
+        return self.state.stored.seen + query_length, 0
 
     def get_max_length(self) -> int:
         """-1: no maximum."""
@@ -213,7 +222,6 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
         self.state.reset()
-        self.state.recording = False
         self.arriving = None
         self.is_initialized = False
 
@@ -226,7 +234,7 @@ class CompressedLayer(CacheLayerMixin):
         count = -int(tokens_to_remove)
         if count < 0:
             raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
-        if self.guard.engine.speculating:
+        if isinstance(self.guard.engine.phase, Speculating):
             rollback.take_back(self.guard.engine, self.state, count)
         else:
             rollback.crop(self.guard.engine, self.state, count)
@@ -244,46 +252,53 @@ class CompressedLayer(CacheLayerMixin):
         self.state.select_rows(torch.arange(self.state.rows)[indices.cpu()])
 
 
+def _record(engine: Engine, on: bool) -> None:
+    """Do what setting transformers' `record_past` of one layer means: all layers of a cache record, or none does."""
+    if on:
+        engine.switch.go_on_recording()
+    else:
+        engine.switch.end_recording()
+
+
 class WindowLayer(DynamicSlidingWindowLayer):
     """A layer with the model's own sliding window: transformers' layer, less the prompt that its views keep alive.
 
     Attributes:
-        guard: of the cache.
-        passing: new tokens are only passing: they see the window and each other, and it stays what it was.
-        speculating: what leaves the window stays until `settle`, so that `crop` may come several times before.
+        guard: of the cache, whose phase says what new tokens are. In `Reconstructing` they see the window and each
+            other, and it stays what it was. In `Recording` and `Speculating` what leaves the window stays until a crop
+            or `settle`.
     """
 
-    passing = False
-    speculating = False
     keys: Tensor
     values: Tensor
 
     def __init__(self, guard: CacheGuard, layer_idx: int, **options: Any):
-        super().__init__(**options)
+        # transformers' own `__init__` sets `record_past`, which belongs to the phase.
         self.guard, self.layer_idx = guard, layer_idx
-        self._assisted = False
+        super().__init__(**options)
 
-    def activate_past_recording(self) -> None:
-        """See transformers' `DynamicSlidingWindowLayer`."""
-        super().activate_past_recording()
-        self._assisted = self.guard.engine.assisted is not None
+    @property
+    def record_past(self) -> bool:
+        """Whether what leaves the window stays until a crop."""
+        return isinstance(self.guard.engine.phase, Recording | Speculating)
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        _record(self.guard.engine, on)
 
     def reset(self) -> None:
-        """Forgets everything; the layer may then serve another batch."""
+        """Forget everything; the layer may then serve another batch."""
         super().reset()
-        self.record_past = self._assisted = False
+        self.record_past = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See transformers' `DynamicSlidingWindowLayer`."""
         if self.is_initialized:
             check_rows_and_heads(key_states, self.keys.shape[0], self.keys.shape[1])
         self.guard.update_begins(self.layer_idx)
-        if self._assisted and self.guard.engine.assisted is None:
-            # transformers' assisted decoding gives no sign that it has ended.
-            self.record_past = self._assisted = False
         before = dict(self.__dict__)
         self.guard.layer_changes(self.layer_idx, undo=lambda: self.__dict__.update(before))
-        if self.passing:
+        if isinstance(self.guard.engine.phase, Reconstructing):
             found = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
         else:
             keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -304,9 +319,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
         kept = {name: value for name, value in other.__dict__.items() if name not in ("guard", "layer_idx")}
         self.__dict__.update(copy.deepcopy(kept))
 
-    def check_crop(self) -> None:
-        """Raises where tokens that have left the window for good would have to come back."""
-        if not (self.record_past or self.speculating) and self.cumulative_length >= self.sliding_window:
+    def check_crop(self, count: int) -> None:
+        """Raise where tokens that have left the window for good would have to come back."""
+        if count and not self.record_past and self.cumulative_length >= self.sliding_window:
             raise CacheMisuse(
                 f"asked to crop a cache whose layer {self.layer_idx} has a window of {self.sliding_window} tokens of "
                 f"the model's own and has seen {self.cumulative_length}: what left the window is gone; call "
@@ -316,15 +331,20 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """See transformers' `DynamicSlidingWindowLayer`."""
         count = -int(tokens_to_remove)
-        if not self.speculating:
-            super().crop(tokens_to_remove)
-            if self.is_initialized:
-                self._free_what_left()
+        if isinstance(self.guard.engine.phase, Speculating):
+            if count:
+                self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
+                self.cumulative_length -= count
         elif count:
-            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
-            self.cumulative_length -= count
+            super().crop(tokens_to_remove)
+            self._free_what_left()
+        else:
+            # A recording may have ended since, and transformers' layer takes no crop outside of one.
+            self.settle()
 
     def settle(self) -> None:
-        """Forgets what has left the window for good."""
-        if self.is_initialized:
-            super().crop(0)
+        """Forget what has left the window for good."""
+        if self.is_initialized and self.cumulative_length >= self.sliding_window:
+            visible = self.sliding_window - 1
+            self.keys, self.values = self.keys[:, :, -visible:], self.values[:, :, -visible:]
+            self._free_what_left()

@@ -12,20 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.layer_saving import restore
 from kvtailor.errors import CacheFileError, KvtailorError, PlanError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.conversation import Conversation, Known
 from kvtailor.hf.layers import CompressedLayer
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.saved_model import differences, said_of_geometry, said_of_model
-from kvtailor.hf.saving import COUNTERS, MEMORIES
-from kvtailor.ops.segments.stored_parts import check_layout, check_segment
-from kvtailor.plan import Plan
 from kvtailor.store.cache_file import CacheFile, read_cache_file
-from kvtailor.store.tail import Tail
-from kvtailor.types import Layout
-from kvtailor.types.evidence import Evidence
 
 __all__ = ["load_cache"]
 
@@ -134,7 +128,7 @@ def _fill(cache: KvCache, layers: list[Any], tensors: Mapping[str, Tensor], devi
     for index, (layer, fields) in enumerate(zip(cache.layers, layers, strict=True)):
         mine = _under(f"{index}.", tensors)
         if isinstance(layer, CompressedLayer):
-            _restore(layer.state, fields, mine, cache.plan, cache.geometry.kv_heads)
+            restore(layer.state, fields, mine, cache.plan, cache.geometry.kv_heads)
             if fields["dtype"] is not None:
                 like = torch.empty(0, dtype=getattr(torch, fields["dtype"]), device=device)
                 layer.lazy_initialization(like, like)
@@ -156,63 +150,6 @@ def _fill_conversation(cache: KvCache, known: list[Any], real: Tensor | None) ->
         raise ValueError(f"its mask of known token ids is {real.dtype} of shape {tuple(real.shape)}")
     beginnings = [Known(int(columns), tuple(int(each) for each in hashes)) for columns, *hashes in known]
     cache.conversation = Conversation(beginnings, None if real is None else real.cpu())
-
-
-def _restore(
-    state: LayerState, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], plan: Plan, kv_heads: int
-) -> None:
-    """Make a layer what `hf.saving` described."""
-    state.reset()
-    for name in COUNTERS:
-        setattr(state, name, _counter(name, fields[name]))
-    if "tail" not in fields:
-        return
-    rows, heads, seen = fields["rows"], fields["heads"], state.seen
-    if heads != kv_heads:
-        raise ValueError(f"a layer has {heads} kv heads, and the model {kv_heads}")
-    state.tail = _tail(rows, heads, fields["tail"], _under("tail.", tensors), seen)
-    for i, saved in enumerate(fields["segments"]):
-        mine = _under(f"segment.{i}.", tensors)
-        own = _under("layout.", mine)
-        layout = Layout(rows=rows, heads=heads, size=saved["layout"]["size"], start=saved["layout"]["start"], **own)
-        check_layout(layout, seen)
-        state.codec(plan)
-        segment = state.restored(saved["codec"], layout, saved["fields"], mine)
-        if segment.codec != saved["codec"]:
-            raise ValueError(f"a segment is said to be of {saved['codec']}, and the plan makes {segment.codec}")
-        check_segment(segment)
-        state.segments.append(segment)
-    state.rejoin()
-    state.evidence = Evidence.from_tensors(_under("evidence.", tensors))
-    state.carry = _under("carry.", tensors)
-    memories = _under("memory.", tensors)
-    if memories.keys() - MEMORIES:
-        raise ValueError(f"a layer remembers {', '.join(sorted(memories))}, of which only {MEMORIES} are known")
-    for name, tensor in memories.items():
-        setattr(state, name, tensor)
-
-
-def _tail(rows: int, heads: int, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], seen: int) -> Tail:
-    tail = Tail.from_state(rows, heads, fields, tensors)
-    slots = {tensor.shape[1] for tensor in tensors.values()}
-    if slots - {tail.length} or bool(tail.length) > bool(slots):
-        raise ValueError(f"a tail is said to hold {tail.length} tokens, and has {sorted(slots)} slots")
-    if tail.length:
-        held = tail.as_segment()
-        check_layout(held.layout, seen)
-        check_segment(held)
-    return tail
-
-
-def _counter(name: str, value: Any) -> Any:
-    """A number of a layer, of the kind that it must be."""
-    if name == "scaling":
-        good = isinstance(value, float | int) and 0 < value < float("inf")
-    else:
-        good = type(value) is int and value >= 0 or (name == "evict_at" and value is None)
-    if not good:
-        raise ValueError(f"{name} of a layer is {value!r}")
-    return value
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -66,9 +66,9 @@ def _equip(cache: KvCache, model: Any) -> None:
         )
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if needs.output:
-            state.output = OutputProjection(modules[layer], geometry.q_heads, geometry.head_dim)
+            state.model.output = OutputProjection(modules[layer], geometry.q_heads, geometry.head_dim)
         if needs.rotation:
-            state.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+            state.model.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
 
 
 def _calibrate(cache: KvCache, model: Any) -> None:
@@ -79,5 +79,7 @@ def _calibrate(cache: KvCache, model: Any) -> None:
     by_stage = {stage: tensors_of(of_stage, cache.plan, device) for stage, of_stage in found.items()}
     cache.engine.eviction.calibration = by_stage.get("allocate")
     for index, state in enumerate(cache.engine.states):
-        state.encoding = by_stage.get("encode")
-        state.calibration = {name: t[index] for name, t in by_stage["score"].items()} if "score" in by_stage else None
+        state.model.encoding = by_stage.get("encode")
+        state.model.calibration = (
+            {name: t[index] for name, t in by_stage["score"].items()} if "score" in by_stage else None
+        )

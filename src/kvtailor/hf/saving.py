@@ -14,18 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.engine.layer_state import LayerState
-from kvtailor.errors import CacheMisuse
+from kvtailor.engine.layer_saving import state_of
 from kvtailor.hf.conversation import Conversation
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers import CompressedLayer
 from kvtailor.hf.saved_model import said_of_geometry, said_of_model
 from kvtailor.store.cache_file import write_cache_file
 
-__all__ = ["COUNTERS", "MEMORIES", "save"]
-
-COUNTERS = ("seen", "settled_seen", "evict_at", "tail_growth", "scaling")
-MEMORIES = {"scored", "scored_columns", "reconstruction"}
+__all__ = ["save"]
 
 
 def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard, conversation: Conversation) -> None:
@@ -48,7 +44,7 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(layers):
         if isinstance(layer, CompressedLayer):
-            own, kept = _layer_state(layer.state)
+            own, kept = state_of(layer.state)
             fields.append({**own, "dtype": str(layer.dtype).removeprefix("torch.") if layer.is_initialized else None})
         else:
             kept = {} if layer.keys is None else {"keys": layer.keys, "values": layer.values}
@@ -96,25 +92,3 @@ def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
         else:
             same[name] = first[place]
     return once, same
-
-
-def _layer_state(state: LayerState) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """JSON-able fields and tensors from which `load_saved` makes a layer again."""
-    if state.pending is not None:
-        raise CacheMisuse("a cache cannot be saved between a recorded forward and its crop")
-    fields: dict[str, Any] = {name: getattr(state, name) for name in COUNTERS}
-    tensors = {f"evidence.{name}": t for name, t in state.evidence.tensors().items()}
-    tensors |= {f"memory.{name}": t for name, t in state.memories().items()}
-    tensors |= {f"carry.{name}": t for name, t in state.carry.items()}
-    if state.tail is not None:
-        fields["rows"], fields["heads"] = state.rows, state.heads
-        fields["tail"], kept = state.tail.state()
-        tensors |= {f"tail.{name}": t for name, t in kept.items()}
-    fields["segments"] = []
-    for i, segment in enumerate(state.here()):
-        own, kept = segment.state()
-        layout = {"size": segment.layout.size, "start": segment.layout.start}
-        fields["segments"].append({"codec": segment.codec, "layout": layout, "fields": own})
-        tensors |= {f"segment.{i}.{name}": t for name, t in kept.items()}
-        tensors |= {f"segment.{i}.layout.{name}": t for name, t in segment.layout.tensors().items()}
-    return fields, tensors

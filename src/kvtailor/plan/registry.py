@@ -181,7 +181,7 @@ def load(stage: str, name: str) -> type[Method]:
     info = known[name]
     try:
         loaded = getattr(importlib.import_module(info.module), info.class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         raise KvtailorError(f"{stage} method {name!r} of {info.by} cannot be imported: {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, contract(stage))):
         raise KvtailorError(

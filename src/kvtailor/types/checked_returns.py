@@ -162,9 +162,9 @@ def check_attended(method: object, found: object, query: Tensor, parts: Sequence
     size = newest.values.shape[-1] if isinstance(newest, PlainSegment) else None
     output = getattr(found, "output", None)
     checked_tensor(method, "an output", output, (*query.shape[:3], size), query.dtype, query.device)
-    read = getattr(found, "read", None)
-    if read is not None:
-        checked_tensor(method, "tokens read", read, (newest.layout.rows, newest.layout.heads), int64)
+    tokens_read = getattr(found, "tokens_read", None)
+    if tokens_read is not None:
+        checked_tensor(method, "tokens read", tokens_read, (newest.layout.rows, newest.layout.heads), int64)
     if not want_mass:
         return
     mass = getattr(found, "mass", None)

@@ -86,10 +86,10 @@ def test_a_mask_over_a_real_cache_frees_nothing():
 
         def attend(query, mask, scaling):
             output = whole(query, mask, scaling)
-            new, seen = query.shape[2], layer.state.seen
+            new, seen = query.shape[2], layer.state.stored.seen
             if new == seen:
                 return output
-            tail = layer.state.tail.as_segment()
+            tail = layer.state.stored.tail.as_segment()
             keys, values = (
                 x.unflatten(0, (-1, layer.state.heads)) if x.dim() == 3 else x for x in (tail.keys, tail.values)
             )

@@ -95,7 +95,7 @@ def test_an_attention_that_reads_all_keys_behind_the_caches_back_is_caught(dtype
 def test_a_codec_that_leaves_its_codes_out_is_caught_without_the_task_memory(whole, monkeypatch):
     prompt = torch.randint(3, 200, (1, 160), generator=torch.Generator().manual_seed(0))
     _, cache = whole.prefill(prompt, whole.new_cache(Contestant.of(LOSSY)))
-    [kind] = {type(segment) for state in cache.engine.states for segment in state.segments}
+    [kind] = {type(segment) for state in cache.engine.states for segment in state.stored.segments}
     listed = kind.tensors
 
     def tensors(segment):

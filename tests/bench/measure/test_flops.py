@@ -12,6 +12,7 @@ from tests.support.held_rows import held_of
 from tests.support.seam import zoo
 from torch.utils.flop_counter import FlopCounterMode
 
+from kvtailor.attend.contract import FlopsRequest
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.flops import Work, count, prefill_flops, token_flops
 from kvtailor.bench.measure.weights import Weights
@@ -210,7 +211,7 @@ def test_every_method_says_what_it_computes_or_that_it_does_not_know(stage: str,
             "allocate": lambda n: [method.flops(tokens=n, heads=2, group=3, size=20)],
             "select": lambda n: [method.flops(tokens=n)],
             "merge": lambda n: [method.flops(tokens=n, kept=n // 3, group=3, size=20)],
-            "attend": lambda n: [method.flops([], group=3, size=20)],
+            "attend": lambda n: [method.flops(FlopsRequest(encoded=[], group=3, size=20))],
             "encode": lambda n: [
                 method.encode_flops(tokens=n, key_size=20, value_size=24),
                 method.decode_flops(tokens=n, key_size=20, value_size=24),
@@ -243,9 +244,9 @@ def test_torch_counts_the_same_bounds_of_pages(prompt: int) -> None:
     made = Contestant.of("indexed(page=4, block_size=8) + quest(tokens=8, least=1, dense_layers=0)")
     cache = Subject(name="tiny", model=model).new_cache(made)
     counted(model, torch.randint(97, (ROWS, prompt)), cache)
-    quest, segments = cache.plan.attend, cache.engine.states[0].segments
+    quest, segments = cache.plan.attend, cache.engine.states[0].stored.segments
     pages = ROWS * 3 * -(-prompt // 4)
-    assert quest.flops(segments, group=2, size=10) == 4 * 2 * 10 * pages
+    assert quest.flops(FlopsRequest(encoded=segments, group=2, size=10)) == 4 * 2 * 10 * pages
     ids = torch.randint(97, (ROWS, 1))
     total, _ = counted(model, ids, cache)
     # Two whole pages and the new token are multiplied, whatever of them is filler.

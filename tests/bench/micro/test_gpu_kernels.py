@@ -1,4 +1,4 @@
-"""`kvtailor bench kernels --device cuda`: everything that it would time runs, and what is wrong gets no time."""
+"""`kvtailor bench micro kernels --device cuda`: everything that it would time runs, and what is wrong gets no time."""
 
 from __future__ import annotations
 
@@ -11,40 +11,52 @@ import torch
 from click.testing import CliRunner
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
-from kvtailor.bench.micro.decode import Measured
+from kvtailor.bench.micro import cases, kernels
+from kvtailor.bench.micro.timer import Measured, Side
 from kvtailor.cli import main
+from kvtailor.ops.dispatch import using
 
 pytestmark = needs_triton
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter: one layer, everything once, and no clock."""
-    from kvtailor.bench.micro import gpu_kernels
 
-    def once(work: Sequence[tuple[str, Any]], layers: int, rounds: int, device: torch.device) -> list[Measured]:
-        for _, each in work:
-            each(0)
-        return [Measured(name, [1.0]) for name, _ in work]
+    def once(sides: Sequence[Side], rounds: int, **how: Any) -> list[Measured]:
+        for side in sides:
+            side.run(0)
+        return [Measured(side.name, [1.0]) for side in sides]
 
-    monkeypatch.setattr(gpu_kernels, "APART", 1)
-    monkeypatch.setattr(gpu_kernels, "_BUDGET", 32)
-    monkeypatch.setattr(gpu_kernels, "HEADS", (("grouped heads", 2, 4), ("single heads", 3, 1)))
+    monkeypatch.setattr(cases, "APART", 1)
+    monkeypatch.setattr(kernels, "_BUDGET", 32)
+    monkeypatch.setattr(cases, "HEADS", (("grouped heads", 2, 4), ("single heads", 3, 1)))
     if DEVICE == "cpu":
-        monkeypatch.setattr(gpu_kernels, "samples", once)
-    return gpu_kernels
+        monkeypatch.setattr(kernels, "time_in_turns", once)
 
 
-def test_all_of_it_runs(small: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = small.attend_coded
+def measured(*only: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """All tables, by name, and what a reader sees."""
+    tables, lines = {}, []
+    with using("triton"):
+        for cell in kernels.bench(contexts=[64], rounds=1, only=only, device=torch.device(DEVICE)).cells:
+            table = cell.measure(lambda name: None)
+            tables |= table.rows
+            lines += table.lines
+    return tables, "\n".join(lines)
+
+
+def test_all_of_it_runs(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtailor.ops.triton import attend
+
+    right = attend.attend_coded
 
     def wrong(query: Any, keys: Any, values: Any, **how: Any) -> Any:
         out, lse = right(query, keys, values, **how)
         return (out * 1.05 if getattr(keys, "bits", None) == 8 else out), lse
 
-    monkeypatch.setattr(small, "attend_coded", wrong)
-    tables = small.measure(torch.device(DEVICE), [64], [1], 1)
-    said = capsys.readouterr().out
+    monkeypatch.setattr(attend, "attend_coded", wrong)
+    tables, said = measured()
     assert "kvtailor int8                      relative error 5.0e-02  RED: not timed" in said
     assert said.count("RED") == 2
     assert [title.split(",")[0] for title in tables] == [
@@ -55,27 +67,19 @@ def test_all_of_it_runs(small: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "kvtailor bfloat16",
         "kvtailor kivi 2 bits",
         "sdpa as transformers calls it",
-        "a copy of half of them",
+        "a plain read of the bfloat16 bytes",
     } <= grouped
     assert "kvtailor int8" not in grouped
+    assert "32 tokens of pages" in {row["name"] for row in tables["Quest's pages, 64 tokens"]}
 
 
-def test_what_does_not_fit_is_named(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_named(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
-    assert not small._fits(torch.device("cuda"), 2 << 30, "there") and small._fits(
-        torch.device("cuda"), 1 << 29, "there"
-    )
-
-
-def test_samples_are_of_one_layer_and_in_turns() -> None:
-    from kvtailor.bench.micro import gpu_kernels
-
-    seen: list[str] = []
-    work = [(name, lambda layer, name=name: seen.append(f"{name}{layer}")) for name in "ab"]
-    found = gpu_kernels.samples(work, 3, 4, torch.device("cpu"))
-    assert [len(each.seconds) for each in found] == [4, 4]
-    once = [["a0", "a1", "a2"], ["b0", "b1", "b2"]]
-    assert seen[:12] == [*once[0], *once[1], *once[1], *once[0]]
+    assert kernels._no_room(torch.device("cuda"), 2 << 30) == "its layers take 2 GiB and less is free"
+    assert kernels._no_room(torch.device("cuda"), 1 << 29) is None
+    monkeypatch.setattr(kernels, "_no_room", lambda device, size: "there is no room")
+    tables, said = measured("attention")
+    assert said.count("left out, there is no room") == 2 and tables == {}
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device is here")

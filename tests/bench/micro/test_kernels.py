@@ -1,46 +1,103 @@
-"""`kvtailor bench kernels`: what it prints, and that a wrong kernel gets no time."""
+"""`kvtailor bench micro kernels`: what it prints, and that a wrong kernel gets no time."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from kvtailor.bench.micro import kernels
+from kvtailor.bench.micro import cases, kernels
 from kvtailor.cli import main
+from kvtailor.errors import KvtailorError
 from kvtailor.ops.cpu.library import built
 
-pytestmark = pytest.mark.skipif(not built(), reason="the C++ kernels were not built: no compiler")
+needs_cpu_kernels = pytest.mark.skipif(not built(), reason="the C++ kernels were not built: no compiler")
 
 
-def test_it_runs_and_ends_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "APART", 1)
-    found = CliRunner().invoke(main, ["bench", "kernels", "--contexts", "512", "--rounds", "1"])
+@needs_cpu_kernels
+@pytest.mark.parametrize("words", [["bench", "kernels"], ["bench", "micro", "kernels", "--json"]], ids=" ".join)
+def test_it_runs_and_ends_with_json(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "APART", 1)
+    found = CliRunner().invoke(main, [*words, "--contexts", "512", "--rounds", "1"])
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout.splitlines()[-1])
-    assert {title.split(",")[0] for title in told["tables"]} >= {"grouped heads", "single heads", "ragged heads"}
+    assert {title.split(",")[0] for title in told["tables"]} == {
+        "grouped heads", "single heads", "ragged heads", "Quest's pages", "query blocks", "appending", "packing"
+    }  # fmt: skip
     (grouped,) = [rows for title, rows in told["tables"].items() if title.startswith("grouped")]
     assert {"kvtailor int8", "kvtailor kivi 2 bits", "DynamicCache + sdpa"} <= {row["name"] for row in grouped}
     assert "RED" not in found.stdout
+    assert told["read_bandwidth"] > 0 and told["variant"] in built()
+    assert "[1 of 7, 0:0" in found.stderr and found.stderr.count(": done") == 7
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = kernels.attend_coded
+@needs_cpu_kernels
+def test_without_json_the_last_line_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "APART", 1)
+    words = ["bench", "micro", "kernels", "--contexts", "512", "--rounds", "1", "--cases", "ragged"]
+    found = CliRunner().invoke(main, words)
+    assert found.exit_code == 0, found.output
+    assert "transformers' caches. Divided by: our own bfloat16 kernel" in found.stdout
+    assert "ragged heads, bfloat16" in found.stdout.splitlines()[-1] and "grouped" not in found.stdout
+    assert found.stderr.count(": done") == 1
+
+
+@needs_cpu_kernels
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cases.attend_coded
 
     def wrong(query: Any, keys: Any, values: Any, **how: Any) -> Any:
         out, lse = right(query, keys, values, **how)
         return (out * 1.05 if getattr(keys, "bits", None) == 8 else out), lse
 
-    monkeypatch.setattr(kernels, "APART", 1)
-    monkeypatch.setattr(kernels, "attend_coded", wrong)
-    tables = kernels.measure([512], 1)
-    assert "kvtailor int8                      relative error 5.0e-02  RED: not timed" in capsys.readouterr().out
-    for title, rows in tables.items():
-        assert "kvtailor int8" not in {row["name"] for row in rows}, title
+    monkeypatch.setattr(cases, "APART", 1)
+    monkeypatch.setattr(cases, "attend_coded", wrong)
+    bench = kernels.bench(contexts=[512], rounds=1, device=torch.device("cpu"))
+    tables = [cell.measure(lambda name: None) for cell in bench.cells]
+    said = "\n".join(line for table in tables for line in table.lines)
+    assert "kvtailor int8                      relative error 5.0e-02  RED: not timed" in said
+    for table in tables:
+        for title, rows in table.rows.items():
+            assert "kvtailor int8" not in {row["name"] for row in rows}, title
 
 
-def test_options_of_plans_are_refused() -> None:
-    found = CliRunner().invoke(main, ["bench", "kernels", "--windows", "3"])
-    assert found.exit_code == 2 and "--windows is not for kernels" in found.output
+def test_an_answer_that_is_not_a_number_is_wrong() -> None:
+    query, keys = torch.randn(2, 1, 1, 8), torch.randn(2, 5, 8)
+    right, line = cases.verdict("a", query, torch.full((2, 1, 1, 8), torch.nan), keys, keys)
+    assert not right and "RED: not timed" in line
+
+
+@needs_cpu_kernels
+def test_samples_that_are_counted_are_no_more_than_were_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "APART", 1)
+    for cell in kernels.bench(contexts=[512], rounds=1, device=torch.device("cpu")).cells:
+        said: list[str] = []
+        cell.measure(said.append)
+        assert 0 < len(said) <= cell.samples, cell.name
+        # Where libraries of transformers are missing, their sides are.
+        assert "attention" in cell.name or "heads" in cell.name or "Quest" in cell.name or len(said) == cell.samples
+
+
+def test_without_kernels_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "library", lambda: None)
+    with pytest.raises(KvtailorError, match="and this bench is about its kernels"):
+        cases.kernels_of(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("words", [["kernels"], ["micro", "kernels"]], ids=" ".join)
+def test_options_of_plans_are_refused(words: list[str]) -> None:
+    found = CliRunner().invoke(main, ["bench", *words, "--windows", "3"])
+    assert found.exit_code == 2 and "--windows is not for kernels: --contexts, --batches, --cases" in found.output
+
+
+def test_exact_sides_are_not_rounded() -> None:
+    states = torch.randn((2, 64, 128)).bfloat16()
+    keys, _ = cases.coded("int4", [(states, states)])[0]
+    exact = cases.exact_side(keys)
+    assert exact.dtype == torch.float64 and not torch.equal(exact, keys.decode().double())
+    assert cases.bytes_of([(keys, keys)]) == 2 * sum(tensor.nbytes for tensor in keys.tensors().values())
+    assert dataclasses.is_dataclass(keys)

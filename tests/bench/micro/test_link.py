@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from click.testing import CliRunner
 
 from kvtailor.bench.micro import link
-from kvtailor.bench.micro.decode import Measured
+from kvtailor.bench.micro.timer import Measured
+from kvtailor.cli import main
 
 
-def test_bytes_of_a_token_are_those_that_are_not_on_the_device(tmp_path, monkeypatch, capsys):
+def test_bytes_of_a_token_are_those_that_are_not_on_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(link, "_CODECS", ("plain(block_size=512)",))
     monkeypatch.setattr("kvtailor.bench.measure.machine.Neighbours.disturbed", lambda self: False)
-    found = link.measure(1030, 1, tmp_path, torch.device("cpu"))
+    words = ["bench", "micro", "link", "--contexts", "1030", "--rounds", "1", "--folder", str(tmp_path), "--json"]
+    told = CliRunner().invoke(main, words)
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout.splitlines()[-1])["tables"]["1030"]
     # Two blocks of 512 of four layers, 8 heads of 128, keys and values, bfloat16.
     layer = 1024 * 8 * 128 * 2 * 2
     assert [row["bytes_of_a_token"] for row in found] == [4 * layer, 2 * layer, 4 * layer]
     for row in found:
         assert row["left_out"] == [0, 0, 0]
         assert 0 < row["share_of_link"] <= row["share_of_floor"]
-    assert capsys.readouterr().out.count("of the link") == 3
+    assert told.stdout.count("of the link") == 3 and told.stderr.count("stays: ") == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    told = CliRunner().invoke(main, ["bench", "micro", "link", "--folder", str(tmp_path / "absent")])
+    assert told.exit_code == 2 and "which is no folder" in told.output
 
 
 def test_shares_by_hand():
@@ -41,3 +54,8 @@ def test_bare_reads_every_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(link.os, "preadv", lambda *args: (seen.append(real(*args)), seen[-1])[1])
     read()
     assert total == sum(sizes) == sum(seen)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+def test_a_copy_of_pinned_bytes(tmp_path):
+    assert link.measure(1030, 1, tmp_path, torch.device("cuda"), "plain(block_size=512)")["seconds"] > 0

@@ -131,7 +131,7 @@ def test_a_cache_whose_tail_has_all_been_encoded_shows_its_contents():
     encoded, whole = cache_for(model, "quest(tokens=16) + indexed(page=16, block_size=32)"), cache_for(model, "full")
     for cache in (encoded, whole):
         model(ids, past_key_values=cache)
-    assert encoded.engine.states[0].tail.length == 0
+    assert encoded.engine.states[0].stored.tail.length == 0
     for ours, theirs in zip(contents(encoded), contents(whole), strict=True):
         assert ours.held.all() and torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
 

@@ -154,7 +154,9 @@ def test_a_shipped_file_is_found_by_the_weights(tmp_path: Path, monkeypatch: pyt
         for state, name in enumerate(("one", "two")):
             cache = kvtailor.cache_for(build("llama", state=state), "qfilters @ keep=0.5")
             assert [each.model for each in cache.calibrations] == [name]
-            assert torch.equal(cache.engine.states[1].calibration["filters"], filters_for(model, state)["filters"][1])
+            assert torch.equal(
+                cache.engine.states[1].model.calibration["filters"], filters_for(model, state)["filters"][1]
+            )
         with pytest.raises(CalibrationError, match=r"shipped \(for one, two\)"):
             kvtailor.cache_for(build("llama", state=2), "qfilters @ keep=0.5")
     finally:
@@ -195,15 +197,15 @@ def test_what_was_said_of_evicted_tokens_is_forgotten(allocate: str, tmp_path: P
     evictions = 0
     for _ in range(9):
         for state, held in zip(cache.engine.states, held_columns(cache).values(), strict=True):
-            if state.tail_growth:
+            if state.clock.growth:
                 continue
             evictions += 1
-            assert state.scored_columns.shape[-1] == int(held.sum(-1).max())
+            assert state.observed.scored_columns.shape[-1] == int(held.sum(-1).max())
             for row in range(2):
                 for head in range(2):
                     here = held[row, head].nonzero()[:, 0]
-                    assert torch.equal(state.scored_columns[row, head, : here.numel()].long(), here)
-                    assert bool(state.scored[row, head, : here.numel()].isfinite().all())
+                    assert torch.equal(state.observed.scored_columns[row, head, : here.numel()].long(), here)
+                    assert bool(state.observed.scored[row, head, : here.numel()].isfinite().all())
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
         model(torch.full((2, 1), 7), attention_mask=mask, past_key_values=cache)
     assert evictions >= 3 * len(cache.engine.states)

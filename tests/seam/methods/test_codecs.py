@@ -106,7 +106,7 @@ def test_layers_hold_what_their_bits_say() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, "bit_table(of=kivi(group=8, recent=8), keys=1, values=[4, 2, 1], high=8, low=2)")
     model(prompts((40,))[0], past_key_values=cache)
-    sides = [state.segments[0].state()[1] for state in cache.engine.states]
+    sides = [state.stored.segments[0].state()[1] for state in cache.engine.states]
     assert [side["keys.codes"].shape[-1] for side in sides] == [16, 4, 4]
     assert [side["values.codes"].shape[-1] for side in sides] == [8, 4, 2]
     with pytest.raises(PlanError, match="bit_table: keys counts 4 layers; the plan compresses 3 of this model"):
@@ -144,5 +144,5 @@ def test_what_is_encoded_is_what_the_models_own_projection_gave(family: str) -> 
         heads = state.heads
         expected = seen[layer].view(1, 40, heads, -1).transpose(1, 2)
         expected = expected if family == "llama" else expected.chunk(3, -1)[1]
-        inside = state.segments[0].inner.decode()[0]
+        inside = state.stored.segments[0].inner.decode()[0]
         assert error(inside, expected[0]) < 1e-5

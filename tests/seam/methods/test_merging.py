@@ -22,7 +22,7 @@ from tests.support.seam.zoo import build, error, prompts
 def decoded(cache: kvtailor.KvCache, layer: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
     """Keys and values in the segments of a layer, by owner and column."""
     found = {}
-    for segment in cache.engine.states[layer].segments:
+    for segment in cache.engine.states[layer].stored.segments:
         keys, values = segment.decode()
         columns = segment.layout.columns(keys.device).expand(segment.layout.lanes, -1)
         filled = segment.layout.filled(keys.device)
@@ -104,7 +104,7 @@ def test_a_token_with_a_weight_costs_its_states_its_column_and_its_weight(tokens
         ledger = cache.ledger()
         assert ledger.by_stage["encode"] == 3 * 2 * (tokens - 6) * (2 * 16 * 4 + 8)
         assert ledger.total == ledger.closed_form
-    charged = sum(part.log_weight.untyped_storage().nbytes() for s in cache.engine.states for part in s.segments)
+    charged = sum(part.log_weight.untyped_storage().nbytes() for s in cache.engine.states for part in s.stored.segments)
     assert charged == 3 * 2 * (tokens - 6) * 4
 
 

@@ -47,7 +47,7 @@ def test_every_step_is_that_of_a_cache_merged_by_hand(family: str) -> None:
         token = prompts((1,), state=step)[0]
         expected = model(token, past_key_values=plain).logits
         assert error(model(token, past_key_values=cache).logits, expected) < 1e-5, f"step {step}"
-        lengths = [0 if state.tail is None else state.tail.length for state in cache.engine.states]
+        lengths = [0 if state.stored.tail is None else state.stored.tail.length for state in cache.engine.states]
         assert lengths == [42 + step, (step + 1) % 8, (step + 1) % 8]
         if (step + 1) % 8 == 0:
             merged_by_hand(plain, 34 + step, 42 + step)
@@ -75,7 +75,9 @@ def test_pairs_hold_what_sinks_and_recents_leave(tokens: int) -> None:
         assert ledger.total == ledger.closed_form
         lower, upper = cache.engine.states[1:]
         assert torch.equal(held_columns(cache)[1], held_columns(cache)[2])
-        assert all(one.shared is other.shared for one, other in zip(lower.segments, upper.segments, strict=True))
+        assert all(
+            one.shared is other.shared for one, other in zip(lower.stored.segments, upper.stored.segments, strict=True)
+        )
     assert int(cache.held().max()) <= tokens + 32
 
 
@@ -143,7 +145,7 @@ def test_both_layers_hold_the_same_however_the_prompt_comes(plan: str) -> None:
     assert again.ledger().total == before
     for cache in [*caches, again]:
         lower, upper = cache.engine.states[-2:] if "start" not in plan else cache.engine.states[:2]
-        assert lower.segments and len(lower.segments) == len(upper.segments)
+        assert lower.stored.segments and len(lower.stored.segments) == len(upper.stored.segments)
         assert torch.equal(lower.counts(), upper.counts()) and int(lower.counts()[0, 0]) == cache.seen
         assert cache.ledger().total == cache.ledger().closed_form
 
@@ -155,7 +157,7 @@ def test_layers_with_windows_of_the_models_own_lie_between() -> None:
     cache = kvtailor.cache_for(model, "minicache(start=0.0)")
     model(prompts((40,))[0], past_key_values=cache)
     lower, upper = cache.engine.states
-    assert lower.segments[0].shared is upper.segments[0].shared
+    assert lower.stored.segments[0].shared is upper.stored.segments[0].shared
     assert cache.geometry.compressed == (1, 3)
     with pytest.raises(PlanError, match=r"minicache: start=0.5 leaves no two layers of 2.*write start=0.0"):
         kvtailor.cache_for(model, "minicache")

@@ -74,7 +74,7 @@ def test_full_leaves_in_blocks(tmp_path: Path) -> None:
     full, _ = decoded(model, ids, mask, "full", steps=20)
     found, cache = decoded(model, ids, mask, plan, steps=20)
     assert error(found, full) < 1e-5
-    assert all(state.tail.length < 8 for state in cache.engine.states)
+    assert all(state.stored.tail.length < 8 for state in cache.engine.states)
     assert (cache.held() == torch.tensor([68, 68 - 17])[:, None, None]).all()
 
 

@@ -60,7 +60,7 @@ def decoded(cache) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
             layout, both = part.layout, [*part.decode()]
             weights = part.view().log_weight
             both.append(torch.zeros(*both[0].shape[:2], 1) if weights is None else weights[..., None])
-            whole = whole or [x.new_zeros(state.rows * state.heads, state.seen, x.shape[-1]) for x in both]
+            whole = whole or [x.new_zeros(state.rows * state.heads, state.stored.seen, x.shape[-1]) for x in both]
             columns = layout.columns(both[0].device).expand(layout.lanes, -1)
             filled = layout.filled(both[0].device)
             filled = torch.ones_like(columns, dtype=torch.bool) if filled is None else filled

@@ -94,7 +94,7 @@ def check_reading(
         for index, read in watched.read.items():
             layer = cache.geometry.compressed[index]
             state = cache.engine.states[index]
-            assert torch.equal(read.sum(-1), state.read), "says that it read something else"
+            assert torch.equal(read.sum(-1), state.observed.tokens_read), "says that it read something else"
             before = held.get(layer, torch.zeros_like(read))
             before = torch.cat([before, torch.ones_like(read[..., before.shape[-1] :])], -1)
             assert not bool((read & ~before).any()), "read what it does not hold"
@@ -105,7 +105,7 @@ def check_reading(
         assert bool(watched.read) == (token.shape[1] == 1), "several tokens at a time read everything, one does not"
         held = held_columns(cache)
         for state, columns in zip(cache.engine.states, held.values(), strict=True):
-            indexed = state.carry.get("columns", torch.full((3, columns.shape[1], 1), -1)).long()
+            indexed = state.observed.carry.get("columns", torch.full((3, columns.shape[1], 1), -1)).long()
             assert bool((columns.gather(2, indexed.clamp(min=0)) | (indexed < 0)).all()), "bounds of what is gone"
         token = prompts((5,) * 3, state=20 + step)[0] if step == steps * 2 // 3 else logits[:, -1:].argmax(-1)
         mask = torch.cat([mask, mask.new_ones(token.shape)], 1)
@@ -153,7 +153,7 @@ def test_a_turn_chooses_what_the_eviction_would_keep(family: str, chunk: int | N
     for state, columns in zip(turns.engine.states, kept.values(), strict=True):
         for row in range(3):
             for head in range(state.heads):
-                chosen = state.carry["chosen"][row, head]
+                chosen = state.observed.carry["chosen"][row, head]
                 assert chosen[chosen >= 0].tolist() == columns[row, head].nonzero()[:, 0].tolist()
     logits, token = two.logits[:, -1:], one.argmax(-1)
     assert error(logits, one) < 1e-5
@@ -163,7 +163,7 @@ def test_a_turn_chooses_what_the_eviction_would_keep(family: str, chunk: int | N
         one = model(token, past_key_values=evicting, **options).logits
         assert error(model(token, past_key_values=turns, **options).logits, one) < 1e-5
         token = one.argmax(-1)
-    assert all("queries" not in state.carry for state in turns.engine.states)
+    assert all("queries" not in state.observed.carry for state in turns.engine.states)
 
 
 @torch.no_grad()
@@ -172,10 +172,10 @@ def test_what_one_turn_leaves_out_another_may_choose() -> None:
     ids, _ = prompts((70,))
     cache = kvtailor.cache_for(model, TURNS)
     model(ids, past_key_values=cache)
-    first = [state.carry["chosen"] for state in cache.engine.states]
+    first = [state.observed.carry["chosen"] for state in cache.engine.states]
     model(prompts((9,), state=5)[0], past_key_values=cache)
     for state, before in zip(cache.engine.states, first, strict=True):
-        after = state.carry["chosen"]
+        after = state.observed.carry["chosen"]
         again = {int(column) for column in after.flatten() if 0 <= column < 66} - set(before.flatten().tolist())
         assert again and state.counts().tolist() == [[79, 79]]
 
@@ -200,8 +200,13 @@ def test_a_rejected_draft_is_no_part_of_the_turn() -> None:
     model(wrong, past_key_values=drafted)
     drafted.crop(-4)
     for one, two in zip(drafted.engine.states, plain.engine.states, strict=True):
-        assert one.carry.keys() == two.carry.keys() and {"chosen", "capacity"} <= one.carry.keys()
-        assert all(torch.allclose(tensor, two.carry[name], atol=1e-5) for name, tensor in one.carry.items())
+        assert (
+            one.observed.carry.keys() == two.observed.carry.keys()
+            and {"chosen", "capacity"} <= one.observed.carry.keys()
+        )
+        assert all(
+            torch.allclose(tensor, two.observed.carry[name], atol=1e-5) for name, tensor in one.observed.carry.items()
+        )
 
 
 @torch.no_grad()
@@ -210,8 +215,10 @@ def test_tokens_taken_back_outside_of_a_recording_take_the_choice_with_them() ->
     ids, _ = prompts((60,))
     cache = kvtailor.cache_for(model, TURNS)
     model(ids, past_key_values=cache)
-    assert "chosen" in cache.engine.states[0].carry
+    assert "chosen" in cache.engine.states[0].observed.carry
     cache.crop(-10)
-    assert not cache.engine.states[0].carry
+    assert not cache.engine.states[0].observed.carry
     model(ids[:, 50:51], past_key_values=cache)
-    assert "chosen" not in cache.engine.states[0].carry and cache.engine.states[0].read.tolist() == [[8, 8]]
+    assert "chosen" not in cache.engine.states[0].observed.carry and cache.engine.states[
+        0
+    ].observed.tokens_read.tolist() == [[8, 8]]

@@ -263,7 +263,7 @@ def test_a_tokenizer_makes_the_instruction() -> None:
         instruction=[3 + ord(c) % 128 for c in "\n\nNow repeat all of the text above, word for word:\n"],
     )
     silent = kvtailor.prefill(model, plan, ids)
-    looked = [cache.engine.states[0].reconstruction for cache in (told, spelled, silent)]
+    looked = [cache.engine.states[0].observed.reconstruction for cache in (told, spelled, silent)]
     assert torch.equal(looked[0], looked[1]) and error(looked[2], looked[0]) > 1e-3
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvtailor
+from kvtailor.engine.phase import Compressing, Reconstructing
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.layers import WindowLayer
 from tests.support.crossed import crossed
@@ -62,7 +63,7 @@ def test_what_a_repetition_looks_at_is_the_definition(family: str) -> None:
         for row, length in enumerate(lengths):
             expected = looked_at_by_hand(plain, ids[row, -length:])
             for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True):
-                got = state.reconstruction[row]
+                got = state.observed.reconstruction[row]
                 assert error(got[:, -length:], expected[layer]) < 1e-5, f"layer {layer} of row {row}"
                 assert not got[:, :-length].any(), "padding was looked at"
 
@@ -81,7 +82,7 @@ def test_without_a_tokenizer_the_context_alone_is_fed_again() -> None:
     ids, _ = prompts((40,))
     cache = kvtailor.prefill(model, KEPT, ids)
     expected = looked_at_by_hand(plain, ids[0], words=torch.zeros(0, dtype=torch.int64))
-    assert error(cache.engine.states[1].reconstruction[0], expected[1]) < 1e-5
+    assert error(cache.engine.states[1].observed.reconstruction[0], expected[1]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -118,11 +119,15 @@ def test_the_passes_leave_no_trace(family: str) -> None:
     for mine, theirs in zip(twice.layers, once.layers, strict=True):
         if isinstance(mine, WindowLayer):
             windows += 1
-            assert mine.cumulative_length == theirs.cumulative_length and not mine.passing
+            assert mine.cumulative_length == theirs.cumulative_length and not isinstance(
+                mine.guard.engine.phase, Reconstructing
+            )
             assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
         else:
-            assert mine.state.reconstruction is None
-            pairs = zip(mine.state.tail.tensors().values(), theirs.state.tail.tensors().values(), strict=True)
+            assert mine.state.observed.reconstruction is None
+            pairs = zip(
+                mine.state.stored.tail.tensors().values(), theirs.state.stored.tail.tensors().values(), strict=True
+            )
             assert all(torch.equal(a, b) for a, b in pairs)
     assert windows == (2 if family == "gemma3" else 0)
     token, mask = prompts((1, 1), state=7)[0], torch.cat([mask, mask[:, -1:]], 1)
@@ -186,10 +191,10 @@ def test_a_context_that_leaves_no_positions_is_refused_and_pieces_shrink_to_what
     cache = kvtailor.cache_for(model, KEPT)
     with pytest.raises(CacheMisuse, match="510 tokens.*512 positions"):
         kvtailor.prefill(model, cache, ids, instruction=WORDS)
-    assert cache.seen == 0 and not cache.engine.holding
+    assert cache.seen == 0 and isinstance(cache.engine.phase, Compressing)
     # 512 positions: 6 are left for a piece after 500 tokens, 3 of instruction and 3 of lead.
     cache = kvtailor.prefill(model, KEPT, ids[:, :500], instruction=WORDS)
-    looked = cache.engine.states[0].reconstruction
+    looked = cache.engine.states[0].observed.reconstruction
     assert looked.shape[-1] == 500 and (looked > 0).all()
 
 

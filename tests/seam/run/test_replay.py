@@ -62,7 +62,7 @@ def agrees(
     *,
     layers: int | None = None,
     count: int = 30,
-    twins: str = "reference",
+    implementation: str = "reference",
     allowed: float = 1e-5,
     device: str = "cpu",
 ) -> None:
@@ -74,7 +74,7 @@ def agrees(
     with using("reference"):
         expected, plain = plainly(model, plan, ids, mask, fed)
         prompt = reader.prefill(ids)
-    with using(twins):
+    with using(implementation):
         found = replayed(reader, fed)
     for ours, its in zip([prompt, *found], expected, strict=True):
         assert error(ours, its) < allowed
@@ -117,15 +117,15 @@ def test_so_with_kernels_of_gpus(plan: str, kernels: int, monkeypatch: pytest.Mo
     """A layer launches what reads each of its parts, and one kernel that adds them up."""
     record, tapes = recorder(monkeypatch)
     exact = plan == "full"
-    agrees(plan, "llama", (19, 17), record, layers=1, count=5, twins="triton", allowed=1e-5 if exact else 1e-2)
+    agrees(plan, "llama", (19, 17), record, layers=1, count=5, implementation="triton", allowed=1e-5 if exact else 1e-2)
     assert [tape.kernels for tape in tapes] == [kernels] and tapes[0].replays == 4
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device is here to capture a graph on")
-@pytest.mark.parametrize("implementations", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_graphs_say_what_plain_steps_say(plan: str, twins: str) -> None:
-    agrees(plan, "llama", (23, 17, 9), captured, twins=twins, allowed=1e-2, device=DEVICE)
+def test_graphs_say_what_plain_steps_say(plan: str, implementation: str) -> None:
+    agrees(plan, "llama", (23, 17, 9), captured, implementation=implementation, allowed=1e-2, device=DEVICE)
 
 
 def test_generate_replays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_generate_replays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found.cache.held(), expected.cache.held())
         assert found.statistics.plain_tokens == expected.statistics.plain_tokens
         # No slot is kept for a token that is not asked for.
-        assert found.cache.engine.states[0].tail.tensors()["keys"].shape[1] <= 20 + 24 or plan != "full"
+        assert found.cache.engine.states[0].stored.tail.tensors()["keys"].shape[1] <= 20 + 24 or plan != "full"
     assert sum(tape.replays for tape in tapes) > 30
 
 

@@ -73,7 +73,7 @@ def test_a_quantised_cache_of_padded_rows_hands_its_tokens_on() -> None:
         kvtailor.prefill(model, cache, ids, mask)
     remake(mine, source, mask)
     for one, two in zip(mine.engine.states, own.engine.states, strict=True):
-        keys, expected = (state.tail.as_segment().keys.view(2, 2, 50, -1) for state in (one, two))
+        keys, expected = (state.stored.tail.as_segment().keys.view(2, 2, 50, -1) for state in (one, two))
         assert error(keys[0], expected[0]) < 0.02 and error(keys[1, :, 17:], expected[1, :, 17:]) < 0.02
 
 

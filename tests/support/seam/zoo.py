@@ -107,7 +107,7 @@ def held_columns(cache) -> dict[int, Tensor]:
     """For each compressed layer of the model (b, h, seen) bool: this head holds this column."""
     found = {}
     for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True):
-        mask = torch.zeros(state.rows * state.heads, state.seen, dtype=torch.bool)
+        mask = torch.zeros(state.rows * state.heads, state.stored.seen, dtype=torch.bool)
         for part in state.parts():
             columns = part.layout.columns(torch.device("cpu")).expand(part.layout.lanes, -1)
             filled = part.layout.filled(torch.device("cpu"))

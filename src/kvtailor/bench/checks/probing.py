@@ -168,7 +168,9 @@ def _held_storages(cache: Any) -> Iterator[Tensor]:
     """
     seen: set[tuple[str, int]] = set()
     for state in cache.engine.states:
-        parts = state.segments or ([state.tail.as_segment()] if state.tail is not None and state.tail.length else [])
+        parts = state.stored.segments or (
+            [state.stored.tail.as_segment()] if state.stored.tail is not None and state.stored.tail.length else []
+        )
         for part in parts:
             where = part.layout.tensors()
             own = [tensor for name, tensor in part.tensors().items() if name not in where]

@@ -42,9 +42,11 @@ def _moved(cache: Any) -> dict[str, float] | None:
 def tokens_read(cache: Any) -> float | None:
     """`Record.tokens_read` of the forward before."""
     states = cache.engine.states if hasattr(cache, "engine") else []
-    if all(state.read is None for state in states):
+    if all(state.observed.tokens_read is None for state in states):
         return None
-    each = [state.counts() if state.read is None else state.read.cpu() for state in states]
+    each = [
+        state.counts() if state.observed.tokens_read is None else state.observed.tokens_read.cpu() for state in states
+    ]
     return float(torch.stack(each).double().mean())
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtailor.attend.contract import AttentionContext
+from kvtailor.attend.contract import AttentionContext, FlopsRequest
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.flops_repeat import repetition_flops, twice_pairs
 from kvtailor.bench.measure.weights import Weights
@@ -118,26 +118,26 @@ def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int)
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """A layer before a forward: tokens (b, h) in its segments, these, their newest column, its tail, its facts."""
+    """A layer before a forward: tokens (b, h) in its segments, these, their newest column, its tail, its context."""
 
     encoded: Tensor
     segments: tuple[Segment, ...]
     newest: int
     tail: int
-    facts: AttentionContext
+    context: AttentionContext
 
     @classmethod
     def of(cls, state: LayerState, rows: int, heads: int) -> _Before:
         counts = torch.zeros((rows, heads), dtype=torch.int64)
-        for segment in state.segments:
+        for segment in state.stored.segments:
             counts += segment.layout.counts()
-        columns = [int(segment.layout.columns(torch.device("cpu")).max()) for segment in state.segments]
+        columns = [int(segment.layout.columns(torch.device("cpu")).max()) for segment in state.stored.segments]
         return cls(
             encoded=counts,
-            segments=tuple(state.segments),
+            segments=tuple(state.stored.segments),
             newest=max(columns, default=-1),
-            tail=0 if state.tail is None else state.tail.length,
-            facts=AttentionContext(layer=state.index, carry=state.carry),
+            tail=0 if state.stored.tail is None else state.stored.tail.length,
+            context=AttentionContext(layer=state.index, carry=state.observed.carry),
         )
 
 
@@ -159,8 +159,8 @@ class _Step:
                 continue
             state, before = next(states)
             total += (
-                int(state.read.sum())
-                if state.read is not None
+                int(state.observed.tokens_read.sum())
+                if state.observed.tokens_read is not None
                 else int(before.encoded.sum()) + heads * (before.tail + 1)
             )
         return total
@@ -183,11 +183,12 @@ class _Step:
         parts = [_each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes))]
         if new == 1:
             encoded = state.here(before.segments)
-            parts.append(plan.attend.flops(encoded, group=group, size=size, held=held, facts=before.facts))
+            request = FlopsRequest(encoded=encoded, group=group, size=size, held=held, context=before.context)
+            parts.append(plan.attend.flops(request))
         if plan.score is not None:
             pairs = held.double() if new == 1 else torch.full_like(held, twice_pairs(new, None)).double() / 2
             parts.append(_evidence(plan.needs, group, float(pairs.sum())))
-            if state.settled_seen == state.seen and state.tail_growth == 0:
+            if state.clock.settled_seen == state.stored.seen and state.clock.growth == 0:
                 score, allocate, select = plan.score, plan.allocate, plan.select
                 parts += [
                     # The eviction reads keys and values once more.
@@ -197,7 +198,7 @@ class _Step:
                     _each(held, lambda n: select.flops(tokens=n)),
                     _merging(plan, held, state.counts(), group, size),
                 ]
-        for segment in state.segments:
+        for segment in state.stored.segments:
             if not any(segment is old for old in before.segments):
                 # What an exact codec keeps is encoded anew, of any other only what was in the tail.
                 fresh = _later_than(segment, -1 if plan.encode.exact else before.newest)

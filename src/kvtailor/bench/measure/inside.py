@@ -53,8 +53,8 @@ def contents(cache: Any) -> list[Contents]:
     for state in cache.engine.states:
         parts = state.parts()
         decoded = [part.decode() for part in parts]
-        keys, values = (torch.zeros(state.heads, state.seen, x.shape[-1]) for x in decoded[0])
-        held = torch.zeros(state.heads, state.seen, dtype=torch.bool)
+        keys, values = (torch.zeros(state.heads, state.stored.seen, x.shape[-1]) for x in decoded[0])
+        held = torch.zeros(state.heads, state.stored.seen, dtype=torch.bool)
         for part, (part_keys, part_values) in zip(parts, decoded, strict=True):
             device, layout = part_keys.device, part.layout
             columns = layout.columns(device).expand(layout.lanes, layout.size)

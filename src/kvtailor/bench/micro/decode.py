@@ -1,8 +1,8 @@
-"""Is the house fast enough to live in? Decode and prefill of our cache against the best that transformers has.
+"""Does our machinery cost anything, and does a smaller cache pay? A decoded token and a prefill, against transformers.
 
-    python -m kvtailor.bench.micro.decode [--dtype float32] [--contexts 8192 32768] [--threads 2] [--prefill 8192]
+    kvtailor bench micro decode [--dtype float32] [--contexts 8192,32768] [--prefill 8192] [--threads 2] [--device cuda]
 
-Three questions, each asked as a ratio of two things that ran in turns in this one process:
+Three questions, each a ratio of two things that ran in turns in this one process:
 
 1. *Does our machinery cost anything?* One decoded token on `full`, our cache that drops nothing, over one on
    transformers' `StaticCache` with sdpa. That is the fastest stock set-up: it writes in place and folds grouped heads.
@@ -13,35 +13,37 @@ Three questions, each asked as a ratio of two things that ran in turns in this o
    after a single token, which is the rest of the model.
 3. *What does scoring cost?* A prefill under `snapkv` and under `h2o` over a prefill under `full`.
 
-The model is random and Llama-shaped: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024. Random weights say
-nothing about quality, and nothing here is about quality. The context is written into the caches directly; where a plan
-evicts, 64 real tokens follow it through the model, after which the plan cuts the cache as it does after a prompt.
+The model is `random-llama-gqa`, untrained: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024. The context is
+written into the caches directly; where a plan evicts, 64 real tokens follow it through the model, after which the plan
+cuts the cache as it does after a prompt.
 
-What no decode step can beat is printed first: the bytes it must read, weights and cache, over the bandwidth of a plain
-read measured here and now. Samples during which other processes took more than 15 % of a core are left out and
-counted. The last line is JSON.
+What no decode step can beat stands beside its time: the bytes that it must read, weights and cache, over the bandwidth
+of a plain read measured here and now. On a GPU a step is timed from the host, which launches it kernel by kernel;
+`kvtailor bench --tasks speed --graphs` times recorded ones.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvtailor.bench.measure.machine import Neighbours, describe, read_bandwidth
-from kvtailor.bench.measure.statistics import spread
+from kvtailor.bench.measure.cache_fields import bytes_of
+from kvtailor.bench.measure.machine import read_bandwidth
+from kvtailor.bench.micro.cases import VOCABULARY, model_states, random_llama
+from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
+from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.hf.make_cache import cache_for
-from kvtailor.hf.model.loading import new_model
 from kvtailor.hf.run.stock import dynamic_cache, fill, static_cache
 
-__all__ = ["Measured", "decode", "main", "prefill", "random_llama"]
+__all__ = ["bench", "decode", "prefill"]
 
+_ABOUT = """\
+One decoded token, and a prefill, through a random Llama-shaped model with our caches and with transformers' own.
+Divided by: StaticCache with sdpa, the fastest that transformers has (decode); our `full`, which keeps all (prefill)."""
+_BASE = "StaticCache + sdpa"
 _QUESTION = 64
 _SMALLER = (
     "snapkv @ tokens={budget}",
@@ -50,172 +52,137 @@ _SMALLER = (
     "vector(bits=4)",
     "kivi(bits=4, group=64, recent=128)",
 )
+_STOCK_SIDES = 2
+_SCORED = ("full", "snapkv @ tokens={budget}", "h2o @ tokens={budget}")
+_WARMUP, _PREFILL_WARMUP = 3, 1
 
 
-@dataclass
-class Measured:
-    """Times of one contestant.
+def bench(
+    *,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    contexts: Sequence[int] = (8192, 32768),
+    prefills: Sequence[int] = (8192,),
+    rounds: int = 15,
+    prefill_rounds: int = 3,
+    device: torch.device,
+) -> Bench:
+    """The bench; see the module's docstring.
 
-    Attributes:
-        name: contestant.
-        seconds: undisturbed samples.
-        disturbed: samples that were left out.
-        cache_bytes: what the cache held; None where it was not read.
+    Args:
+        dtypes: of model and cache.
+        contexts: tokens held when a token is decoded.
+        prefills: tokens of the prompts.
+        rounds, prefill_rounds: timed rounds.
+        device: of the model.
     """
-
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    disturbed: int = 0
-    cache_bytes: int | None = None
-
-
-def random_llama(dtype: torch.dtype, positions: int) -> Any:
-    """The random Llama-shaped model of this bench."""
-    torch.manual_seed(0)
-    model = new_model(
-        "llama", vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=positions,
-    )  # fmt: skip
-    return model.to(dtype).eval()
-
-
-def interleaved(work: Sequence[tuple[Measured, Callable[[], object]]], rounds: int, warmup: int) -> None:
-    """Runs every piece of work once in each round, in turns."""
-    neighbours = Neighbours()
-    for round_ in range(rounds + warmup):
-        for measured, run in work:
-            neighbours.start()
-            begin = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - begin
-            if round_ < warmup:
-                continue
-            if neighbours.disturbed():
-                measured.disturbed += 1
-            else:
-                measured.seconds.append(seconds)
+    bandwidth = read_bandwidth(device)
+    cells = []
+    for name in dtypes:
+        dtype = getattr(torch, name)
+        for context in contexts:
+            cells.append(
+                Cell(
+                    name=f"decode {name} {context}",
+                    samples=(rounds + _WARMUP) * (_STOCK_SIDES + len(_SMALLER) + 2),
+                    measure=partial(_decode_table, name, context, rounds, bandwidth, device),
+                )
+            )
+        for context in prefills:
+            cells.append(
+                Cell(
+                    name=f"prefill {name} {context}",
+                    samples=(prefill_rounds + _PREFILL_WARMUP) * len(_SCORED),
+                    measure=partial(_prefill_table, name, dtype, context, prefill_rounds, device),
+                )
+            )
+    where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return Bench(
+        about=_ABOUT,
+        machine=f"plain read here: {bandwidth / 1e9:.1f} GB/s with {where}",
+        cells=cells,
+        found={"read_bandwidth": bandwidth},
+    )
 
 
 @torch.no_grad()
-def decode(dtype: torch.dtype, context: int, rounds: int) -> list[Measured]:
+def decode(
+    dtype: torch.dtype, context: int, rounds: int, *, device: torch.device, advance: Advance = lambda name: None
+) -> list[Measured]:
     """Seconds of one decoded token after `context` tokens, for each cache."""
-    model, stock = random_llama(dtype, 2 * context), random_llama(dtype, 2 * context)
-    shape = (1, 8, context, 128)
-    generator = torch.Generator().manual_seed(1)
-    states = [
-        (torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype))
-        for _ in range(4)
-    ]
-    token = torch.tensor([[7]])
-    work: list[tuple[Measured, Callable[[], object]]] = []
+    # Two models: ours has its attention switched as long as it has a cache of ours.
+    model, stock = random_llama(dtype, device), random_llama(dtype, device)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    states = model_states(model, context)
+    token = torch.tensor([[7]], device=device)
+    sides: list[Side] = []
 
-    def contestant(name: str, on: Any, cache: Any, cache_bytes: int | None = None) -> None:
-        measured = Measured(name, cache_bytes=cache_bytes)
-        work.append((measured, lambda: on(token, past_key_values=cache, use_cache=True)))
+    def add(name: str, on: Any, cache: Any) -> None:
+        held = bytes_of(cache)
+        sides.append(
+            Side(
+                name=name,
+                run=lambda _: on(token, past_key_values=cache, use_cache=True),
+                bytes_read=None if held is None else weights + held,
+                cache_bytes=held,
+            )
+        )
 
     static, dynamic = static_cache(stock, context + 2 * rounds + 16), dynamic_cache(stock)
     for cache in (static, dynamic):
         fill(cache, states)
-    contestant("StaticCache + sdpa", stock, static)
-    contestant("DynamicCache + sdpa", stock, dynamic)
+    add(_BASE, stock, static)
+    add("DynamicCache + sdpa", stock, dynamic)
     full = cache_for(model, "full")
     fill(full, states)
-    contestant("full", model, full, full.ledger().total)
-    ids = torch.randint(0, 512, (1, _QUESTION), generator=generator)
+    add("full", model, full)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, VOCABULARY, (1, _QUESTION), generator=generator).to(device)
     for line in _SMALLER:
         plan = line.format(budget=context // 8)
         cache = cache_for(model, plan)
         fill(cache, states)
         model(ids, past_key_values=cache, logits_to_keep=1)
         model(token, past_key_values=cache)
-        contestant(plan, model, cache, cache.ledger().total)
+        add(plan, model, cache)
     del states
     empty = cache_for(model, "full")
     model(token, past_key_values=empty)
-    contestant("full after one token", model, empty)
-    interleaved(work, rounds, warmup=3)
-    return [measured for measured, _ in work]
+    add("full after one token", model, empty)
+    return time_in_turns(sides, rounds, warmup=_WARMUP, device=device, advance=advance)
 
 
 @torch.no_grad()
-def prefill(dtype: torch.dtype, context: int, rounds: int) -> list[Measured]:
+def prefill(
+    dtype: torch.dtype, context: int, rounds: int, *, device: torch.device, advance: Advance = lambda name: None
+) -> list[Measured]:
     """Seconds of one prefill of `context` tokens, for each plan."""
-    model = random_llama(dtype, context)
-    ids = torch.randint(0, 512, (1, context))
-    work: list[tuple[Measured, Callable[[], object]]] = []
-    for plan in ("full", f"snapkv @ tokens={context // 8}", f"h2o @ tokens={context // 8}"):
+    model = random_llama(dtype, device)
+    ids = torch.randint(0, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(3)).to(device)
 
-        def run(plan: str = plan) -> None:
-            model(ids, past_key_values=cache_for(model, plan), logits_to_keep=1)
+    def once(plan: str) -> Callable[[int], object]:
+        return lambda _: model(ids, past_key_values=cache_for(model, plan), logits_to_keep=1)
 
-        work.append((Measured(plan), run))
-    interleaved(work, rounds, warmup=1)
-    return [measured for measured, _ in work]
+    plans = [line.format(budget=context // 8) for line in _SCORED]
+    sides = [Side(name=plan, run=once(plan)) for plan in plans]
+    return time_in_turns(sides, rounds, warmup=_PREFILL_WARMUP, device=device, advance=advance)
 
 
-def report(title: str, results: Sequence[Measured], base: str) -> list[dict[str, Any]]:
-    """Prints a table and gives it as JSON values; ratios are of medians, to `base`."""
-    print(f"\n{title}")
-    reference = next(m for m in results if m.name == base)
-    rows: list[dict[str, Any]] = []
-    for measured in results:
-        if not measured.seconds or not reference.seconds:
-            print(f"  {measured.name:34s} no undisturbed sample ({measured.disturbed} left out)")
-            rows.append({"name": measured.name, "median_ms": None, "ratio": None, "disturbed": measured.disturbed})
-            continue
-        s = spread(measured.seconds)
-        middle = spread(reference.seconds).median
-        assert s.median and s.q1 and s.q3 and middle
-        ratio = s.median / middle
-        print(
-            f"  {measured.name:34s} {s.median * 1e3:9.2f} ms  [{s.q1 * 1e3:.2f}, {s.q3 * 1e3:.2f}]"
-            f"  {ratio:5.2f} of {base}"
-            f"  ({len(measured.seconds)} samples, {measured.disturbed} disturbed)"
-        )
-        rows.append(
-            {
-                "name": measured.name,
-                "median_ms": s.median * 1e3,
-                "ratio": ratio,
-                "samples": len(measured.seconds),
-                "disturbed": measured.disturbed,
-                "cache_bytes": measured.cache_bytes,
-            }
-        )
-    return rows
+def _decode_table(
+    name: str, context: int, rounds: int, bandwidth: float, device: torch.device, advance: Advance
+) -> Table:
+    results = decode(getattr(torch, name), context, rounds, device=device, advance=advance)
+    title = f"decode, {name}, {context} tokens of context"
+    lines, rows = compared(title, results, _BASE, bandwidth=bandwidth)
+    return Table(lines=lines, rows={f"decode {name} {context}": rows})
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the bench; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--contexts", nargs="*", type=int, default=[8192, 32768])
-    parser.add_argument("--prefill", nargs="*", type=int, default=[8192])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--prefill-rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=None)
-    options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    bandwidth = read_bandwidth()
-    print(f"plain read here: {bandwidth / 1e9:.1f} GB/s with {torch.get_num_threads()} threads")
-    tables: dict[str, Any] = {}
-    for name in options.dtype:
-        dtype = getattr(torch, name)
-        weights = sum(p.numel() for p in random_llama(dtype, 64).parameters()) * dtype.itemsize
-        for context in options.contexts:
-            cache = 4 * 2 * 8 * 128 * context * dtype.itemsize
-            floor = (weights + cache) / bandwidth
-            title = f"decode, {name}, {context} tokens of context (floor of a full cache: {floor * 1e3:.2f} ms)"
-            tables[f"decode {name} {context}"] = report(
-                title, decode(dtype, context, options.rounds), "StaticCache + sdpa"
-            )
-        for context in options.prefill:
-            results = prefill(dtype, context, options.prefill_rounds)
-            tables[f"prefill {name} {context}"] = report(f"prefill, {name}, {context} tokens", results, "full")
-    sys.stdout.flush()
-    print(json.dumps({"machine": describe(bandwidth=False), "read_bandwidth": bandwidth, "tables": tables}))
+def _prefill_table(
+    name: str, dtype: torch.dtype, context: int, rounds: int, device: torch.device, advance: Advance
+) -> Table:
+    results = prefill(dtype, context, rounds, device=device, advance=advance)
+    lines, rows = compared(f"prefill, {name}, {context} tokens", results, "full")
+    return Table(lines=lines, rows={f"prefill {name} {context}": rows})
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit("this bench is a command now: kvtailor bench micro decode --help")

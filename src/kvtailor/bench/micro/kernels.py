@@ -1,205 +1,306 @@
 """Does attention read the small bytes, and nothing else? One layer's decode attention, against what a user has instead.
 
-    kvtailor bench kernels [--contexts 8192,32768] [--rounds 11] [--device cuda [--batches 1,8]]
+    kvtailor bench micro kernels [--contexts 8192,32768] [--rounds 11] [--cases attention,ragged] [--device cuda]
 
 A decoded token must read each held byte once. So the floor comes first: a plain read of the bytes of a bfloat16 cache,
-in the same rounds as everything else. How far above it a kernel lies is what the kernel is worth, on any machine. What
-a compressed cache is worth is its time over that of our bfloat16 kernel, and not over a slow path of ours.
+in the same rounds as everything else; and beside each time stands that of reading the side's own bytes. How far above
+it a kernel lies is what the kernel is worth, on any machine. What a compressed cache is worth is its time over that of
+our bfloat16 kernel, and not over a slow path of ours.
 
-1. *Grouped heads* (32 query heads on 8 kv heads of 128) and *single heads* (32 on 32): our kernel over bfloat16, int8,
-   int4, KIVI in 4 and 2 bits. Beside them torch's attention as transformers calls it (with `enable_gqa`), the same with
-   the heads of a group folded into query rows, which is the best that torch has; our plain form, which decodes first;
-   and a step of transformers' `DynamicCache`, which copies the cache to append to it, and, where their libraries are
-   installed, of `QuantizedCache`.
-2. *Ragged heads*: lengths from a quarter to four times the mean, the same tokens in all, over the uniform cache.
-3. *Query blocks* of 4 and 16, as speculation asks them, over a single query.
+*attention* of one token, for *grouped heads* (32 query heads on 8 kv heads of 128) and *single heads* (32 on 32): our
+kernel over bfloat16, int8, int4, KIVI in 4 and 2 bits. Beside them torch's attention as transformers calls it (with
+`enable_gqa`), the same with the heads of a group folded into query rows, which is the best that torch has; our plain
+form, which decodes first; and a step of transformers' `DynamicCache`, which copies the cache to append to it, and,
+where their libraries are installed, of `QuantizedCache`.
+*quest*: 2,048 tokens of pages chosen by their bounds, over reading everything.
+*ragged* heads: lengths from a quarter to four times the mean, the same tokens in all, over the uniform cache.
+*blocks* of several queries, as speculation asks them, over a single query.
+*appending* a token to a tail in place, over attention. *packing*: making codes, over a copy of the states.
 
-Correctness comes before time: each contestant's answer is compared with attention in float64 over what it stores, and
-one that is off gets no time. Every round runs everything once, layers in turns, so that no layer is still in a cache of
-the processor. Samples that other programs disturbed are left out and counted; with one thread they may use the other
-cores. The last line is JSON.
+Correctness comes before time: each side's answer is compared with attention in float64 over what it stores, and one
+that is off gets no time. `timer` says how times are taken. With one thread other programs may use the other cores.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvtailor.bench.measure.machine import describe, read_bandwidth
-from kvtailor.bench.micro.attention_contestants import (
-    APART,
-    HEADS,
-    RAGGED_PAGE,
-    SCALE,
-    SIDES,
-    SIZE,
-    Attend,
-    coded,
-    exact_side,
-    is_right,
-    ragged_owners,
-    stock_steps,
-    torch_attention,
-)
-from kvtailor.bench.micro.decode import Measured, interleaved, report
-from kvtailor.ops.attention.lanes import Lanes, joint
-from kvtailor.ops.cpu.attention import attend_coded
-from kvtailor.ops.cpu.library import library, why_none
-from kvtailor.ops.segments.coded import Coded
-from kvtailor.ops.triton.installed import missing
+from kvtailor.attend.contract import AttentionContext, AttentionRequest
+from kvtailor.attend.quest import Quest
+from kvtailor.bench.measure.machine import read_bandwidth
+from kvtailor.bench.micro import cases
+from kvtailor.bench.micro.cases import SCALE, SIDES, SIZE, Kernels, coded, query_of, states
+from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
+from kvtailor.bench.micro.timer import Side, time_in_turns
+from kvtailor.encode.indexed import Indexed
+from kvtailor.hf.mask import LazyMask
+from kvtailor.ops.dispatch import forced, quantiser, using
+from kvtailor.types import Layout, PlainSegment
 
-__all__ = ["main", "measure"]
+__all__ = ["CASES", "bench"]
 
-
-@dataclass
-class _Contestant:
-    """One way to attend: over layer i gives (rows, ...) outputs; `keys` and `values` are what layer 0 stands for."""
-
-    name: str
-    attend: Attend
-    keys: Tensor
-    values: Tensor
+_ABOUT = """\
+One layer's attention over stored bytes, alone: our kernels against torch's fused attention, decoding first, and a step
+of transformers' caches. Divided by: our own bfloat16 kernel. Beside it: a plain read of as many bytes."""
+# Lanes whose answer is compared.
+_CHECKED = 8
+_PAGE, _BUDGET = 16, 2048
+_WARMUP = 2
+# Samples of a table are counted before its sides are known (one that is wrong, or lacks a library, has none).
+_MOST_SIDES = {"attention": 13, "quest": 3, "ragged": 2, "blocks": 6, "appending": 2, "packing": 5}
+# Makes the sides of a case from kernels, tokens and layers.
+_Make = Callable[[Kernels, int, int], list[Side]]
 
 
-def _plain(query: Tensor, keys: Coded, values: Coded) -> Tensor:
-    return joint(query.to(torch.bfloat16), [Lanes(keys=keys.decode(), values=values.decode())], SCALE)[0]
-
-
-def _states(generator: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
-    """Random keys and values (*shape, d) in bfloat16."""
-    keys, values = (torch.randn((*shape, SIZE), generator=generator).bfloat16() for _ in range(2))
-    return keys, values
-
-
-def _ours(query: Tensor, sides: Sequence[tuple[Coded, Coded]], owner: Tensor | None = None) -> Attend:
-    return lambda layer: attend_coded(query, *sides[layer], scaling=SCALE, owner=owner)[0]
-
-
-def _contestants(query: Tensor, tokens: int, layers: int, generator: torch.Generator) -> list[_Contestant]:
-    half = [_states(generator, query.shape[0], tokens) for _ in range(layers)]
-    found = []
-    for name in SIDES:
-        sides = coded(name, half)
-        exact = [exact_side(side) for side in sides[0]]
-        found.append(_Contestant(f"kvtailor {name}", _ours(query, sides), *exact))
-        if name in ("int4", "kivi 4 bits"):
-
-            def plain(layer: int, sides: list[tuple[Coded, Coded]] = sides) -> Tensor:
-                return _plain(query, *sides[layer])
-
-            found.append(_Contestant(f"plain form, {name}", plain, *exact))
-    for name, fold in (("sdpa, heads folded", True), ("sdpa as transformers calls it", False)):
-        found.append(_Contestant(name, torch_attention(query, half, fold=fold), *half[0]))
-    return found
-
-
-def _stock(query: Tensor, tokens: int, layers: int, generator: torch.Generator) -> list[tuple[str, Attend]]:
-    return stock_steps(query, layers, lambda _: _states(generator, 1, query.shape[0], tokens))
-
-
-def _ragged(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, Attend]]:
-    """Pages of 256 slots: the same tokens in all, each head its own number of them, and all the same number."""
-    generator = torch.Generator().manual_seed(4)
-    query = torch.randn((heads, group, 1, SIZE), generator=generator)
-    found = []
-    for name, owner in ragged_owners(heads, tokens):
-        half = [_states(generator, len(owner), RAGGED_PAGE) for _ in range(layers)]
-        found.append((f"{name} heads, bfloat16", _ours(query, coded("bfloat16", half), owner=owner)))
-    return found
-
-
-def _blocks(heads: int, group: int, tokens: int, layers: int) -> list[tuple[str, Attend]]:
-    generator = torch.Generator().manual_seed(5)
-    found = []
-    for name in ("bfloat16", "int4"):
-        sides = coded(name, [_states(generator, heads, tokens) for _ in range(layers)])
-        for new in (1, 4, 16):
-            query = torch.randn((heads, group, new, SIZE), generator=generator)
-            found.append((f"{name}, {new} queries", _ours(query, sides)))
-    return found
-
-
-def _timed(work: Sequence[tuple[str, Attend]], layers: int, rounds: int, floor_bytes: int) -> list[Measured]:
-    """Each contestant once a round, every round on the next layer; a plain read of `floor_bytes` first."""
-    turn = {"layer": 0}
-    probe = torch.ones((layers, floor_bytes // 4), dtype=torch.float32)
-
-    def turned(attend: Attend) -> Callable[[], object]:
-        return lambda: attend(turn["layer"] % layers)
-
-    def read() -> object:
-        turn["layer"] += 1
-        return probe[turn["layer"] % layers].sum().item()
-
-    measured: list[tuple[Measured, Callable[[], object]]] = [(Measured("a plain read of the bfloat16 bytes"), read)]
-    measured += [(Measured(name), turned(attend)) for name, attend in work]
-    interleaved(measured, rounds, warmup=2)
-    return [each for each, _ in measured]
-
-
-@torch.no_grad()
-def measure(contexts: Sequence[int], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Prints the tables, and gives them by title."""
-    tables = {}
-    for tokens in contexts:
-        for title, heads, group in HEADS:
-            floor = 2 * heads * tokens * SIZE * 2
-            layers = max(1, min(8, APART // floor))
-            generator = torch.Generator().manual_seed(3)
-            query = torch.randn((heads, group, 1, SIZE), generator=generator)
-            work = [
-                (each.name, each.attend)
-                for each in _contestants(query, tokens, layers, generator)
-                if is_right(each.name, query, each.attend(0), each.keys, each.values)
-            ]
-            work += _stock(query, tokens, layers, generator)
-            results = _timed(work, layers, rounds, floor)
-            tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, "kvtailor bfloat16")
-        layers = max(1, min(8, APART // (2 * 8 * tokens * SIZE * 2)))
-        for title, made, base in (
-            ("ragged heads", _ragged(8, 4, tokens, layers), "uniform heads, bfloat16"),
-            ("query blocks", _blocks(8, 4, tokens, layers), "bfloat16, 1 queries"),
-        ):
-            results = _timed(made, layers, rounds, 2 * 8 * tokens * SIZE * 2)
-            tables[f"{title}, {tokens} tokens"] = report(f"{title}, {tokens} tokens", results, base)
-    return tables
-
-
-def main(
+def bench(
+    *,
     contexts: Sequence[int] | None = None,
     rounds: int = 11,
-    *,
-    device: torch.device | str = "cpu",
     batches: Sequence[int] = (1,),
-) -> None:
-    """Runs the bench.
+    only: Sequence[str] = (),
+    device: torch.device,
+) -> Bench:
+    """The bench; see the module's docstring.
 
     Args:
         contexts: tokens held; None: 8,192 and 32,768, on a GPU 4,096, 32,768 and 131,072.
         rounds: timed rounds.
+        batches: rows, of `attention`.
+        only: some of `CASES`; none: all of them.
         device: the kernels of this kind of device are timed.
-        batches: rows, on a GPU.
-    """
-    where = torch.device(device)
-    on_gpu = where.type == "cuda"
-    built = None if on_gpu else library()
-    reason = missing() if on_gpu else why_none() if built is None else None
-    if reason is not None:
-        sys.exit(f"{reason}, and this bench is about its kernels")
-    bandwidth = read_bandwidth(where)
-    what = torch.cuda.get_device_name(where) if built is None else f"{built.variant}, {torch.get_num_threads()} threads"
-    print(f"{what}; a plain read gives {bandwidth / 1e9:.1f} GB/s")
-    if on_gpu:
-        from kvtailor.bench.micro import gpu_kernels
 
-        tables = gpu_kernels.measure(where, contexts or (4096, 32768, 131072), batches, rounds)
-    else:
-        tables = measure(contexts or (8192, 32768), rounds)
-    told = {"machine": describe(device=where), "read_bandwidth": bandwidth, "tables": tables}
-    print(json.dumps({**told, "variant": "Triton" if built is None else built.variant}))
+    Raises:
+        KvtailorError: there are no kernels for it here.
+    """
+    # On a GPU the kernels must be asked for, since they are not the default yet.
+    which = "triton" if device.type == "cuda" else forced()
+    with using(which):
+        kernels = cases.kernels_of(device)
+    bandwidth = read_bandwidth(device)
+    cells = []
+    for tokens in contexts or ((4096, 32768, 131072) if device.type == "cuda" else (8192, 32768)):
+        for rows in batches if not only or "attention" in only else ():
+            for title, heads, group in cases.HEADS:
+                name = f"{title}, {tokens} tokens" + (f", {rows} rows" if rows > 1 else "")
+                measure = partial(
+                    _attention_table, kernels, which, name, rows * heads, group, tokens, rounds, bandwidth
+                )
+                cells.append(_cell(name, "attention", rounds, measure))
+        for case, (title, make, base) in _OF_ONE_ROW.items():
+            if not only or case in only:
+                name = f"{title}, {tokens} tokens"
+                measure = partial(_table, kernels, which, name, make, base, tokens, rounds, bandwidth)
+                cells.append(_cell(name, case, rounds, measure))
+    return Bench(
+        about=_ABOUT,
+        machine=f"{kernels.name}; a plain read gives {bandwidth / 1e9:.1f} GB/s",
+        cells=cells,
+        found={"read_bandwidth": bandwidth, "variant": kernels.variant},
+    )
+
+
+def _cell(name: str, case: str, rounds: int, measure: Callable[[Advance], Table]) -> Cell:
+    return Cell(name=name, samples=(rounds + _WARMUP) * _MOST_SIDES[case], measure=measure)
+
+
+@torch.no_grad()
+def _attention_table(
+    kernels: Kernels,
+    which: str,
+    name: str,
+    lanes: int,
+    group: int,
+    tokens: int,
+    rounds: int,
+    bandwidth: float,
+    advance: Advance,
+) -> Table:
+    floor = 2 * lanes * tokens * SIZE * kernels.dtype.itemsize
+    layers = cases.layers_apart(floor)
+    reason = _no_room(kernels.device, 5 * layers * floor)
+    if reason is not None:
+        return Table(lines=["", f"{name}: left out, {reason}"])
+    with using(which):
+        sides, notes = _attention(kernels, lanes, group, tokens, layers)
+        return _timed(kernels, name, sides, "kvtailor bfloat16", layers, rounds, bandwidth, advance, notes)
+
+
+@torch.no_grad()
+def _table(
+    kernels: Kernels,
+    which: str,
+    name: str,
+    make: _Make,
+    base: str,
+    tokens: int,
+    rounds: int,
+    bandwidth: float,
+    advance: Advance,
+) -> Table:
+    layers = cases.layers_apart(2 * 8 * tokens * SIZE * kernels.dtype.itemsize)
+    with using(which):
+        return _timed(kernels, name, make(kernels, tokens, layers), base, layers, rounds, bandwidth, advance)
+
+
+def _timed(
+    kernels: Kernels,
+    name: str,
+    sides: Sequence[Side],
+    base: str,
+    layers: int,
+    rounds: int,
+    bandwidth: float,
+    advance: Advance,
+    notes: Sequence[str] = (),
+) -> Table:
+    if kernels.device.type == "cuda":
+        # What no graph can hold is timed from the host, and says so.
+        sides = [side if side.recorded else replace(side, name=f"{side.name}, not recorded") for side in sides]
+    results = time_in_turns(sides, rounds, warmup=_WARMUP, layers=layers, device=kernels.device, advance=advance)
+    lines, rows = compared(name, results, base, bandwidth=bandwidth, notes=notes)
+    return Table(lines=lines, rows={name: rows})
+
+
+def _no_room(device: torch.device, size: int) -> str | None:
+    """Why a point is left out on a GPU; None where it fits."""
+    if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0]:
+        return f"its layers take {size / 2**30:.0f} GiB and less is free"
+    return None
+
+
+def _attention(kernels: Kernels, lanes: int, group: int, tokens: int, layers: int) -> tuple[list[Side], list[str]]:
+    """Sides that gave the right answer, and a line about each that was compared."""
+    half = states(kernels.device, lanes, tokens, layers, kernels.dtype)
+    query = query_of(kernels, lanes, group, 1)
+    plain = sum(each.nbytes for each in half[0])
+    # Ones in float32: sums of 16-bit floats, or of random bits that may be denormal, take longer than reading them.
+    probe = torch.ones((layers, plain // 4), dtype=torch.float32, device=kernels.device)
+    sides = [
+        Side(name="a plain read of the bfloat16 bytes", run=lambda i: probe[i].sum(), recorded=True, bytes_read=plain)
+    ]
+    notes: list[str] = []
+    some = torch.arange(min(_CHECKED, lanes), device=kernels.device)
+
+    def add(name: str, run: cases.Attend, keys: Tensor, values: Tensor, size: int, *, recorded: bool = True) -> None:
+        found = run(0).reshape(lanes, group, 1, SIZE)[some]
+        right, line = cases.verdict(name, query[some], found, keys, values)
+        notes.append(line)
+        if right:
+            sides.append(Side(name=name, run=run, recorded=recorded, bytes_read=size))
+
+    for name in SIDES:
+        stored = coded(name, half)
+        exact = [cases.exact_side(side.rows(some)) for side in stored[0]]
+        size = cases.bytes_of(stored)
+        add(f"kvtailor {name}", kernels.ours(query, stored), exact[0], exact[1], size)
+        if name in ("int4", "kivi 4 bits"):
+            add(f"decoded first, {name}", kernels.decoded_first(query, stored), exact[0], exact[1], size)
+    for name, fold in (("sdpa, heads folded", True), ("sdpa as transformers calls it", False)):
+        run = cases.torch_attention(query, half, fold=fold)
+        add(name, run, half[0][0][some], half[0][1][some], plain)
+    # A step of transformers' caches allocates, so that no graph can hold it.
+    sides += [Side(name=name, run=step) for name, step in cases.stock_steps(query, half, notes)]
+    return sides, notes
+
+
+def _quest(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
+    """Of 8 kv heads: Quest by its bounds, chosen pages alone where a kernel reads them in place, and everything."""
+    half = states(kernels.device, 8, tokens, layers, kernels.dtype)
+    query = query_of(kernels, 8, 4, 1)
+    sides = coded("bfloat16", half)
+    everything = Side(
+        name="everything, bfloat16", run=kernels.ours(query, sides), recorded=True, bytes_read=cases.bytes_of(sides)
+    )
+    found = [everything]
+    read_pages = kernels.attend_pages
+    if read_pages is not None:
+        count = min(tokens, _BUDGET) // _PAGE
+        pages = torch.stack([torch.randperm(tokens // _PAGE)[:count] for _ in range(8)]).to(kernels.device, torch.int32)
+
+        def chosen(layer: int) -> Tensor:
+            return read_pages(query, *sides[layer], pages, _PAGE, scaling=SCALE)[0]
+
+        found.append(Side(name=f"{_BUDGET} tokens of pages", run=chosen, recorded=True))
+    layout = Layout(rows=1, heads=8, size=tokens, start=0)
+    newest = Layout(rows=1, heads=8, size=1, start=tokens)
+    method, heads = Quest(tokens=_BUDGET, dense_layers=0), query.reshape(1, 32, 1, SIZE)
+    requests = []
+    for keys, values in half:
+        tail = PlainSegment(layout=newest, keys=keys[:, :1].clone(), values=values[:, :1].clone())
+        requests.append(
+            AttentionRequest(
+                query=heads, parts=[Indexed(page=_PAGE).encode(layout, keys, values), tail],
+                visible=LazyMask.causal(1, 1, tokens, kernels.device), scaling=SCALE,
+                context=AttentionContext(layer=1, layers=2),
+            )
+        )  # fmt: skip
+    found.append(Side(name=f"quest, {_BUDGET} tokens", run=lambda i: method.attend(requests[i]).output))
+    return found
+
+
+def _ragged(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
+    """Pages of 256 slots: the same tokens in all, each head its own number of them, and all the same number."""
+    query, found = query_of(kernels, 8, 4, 1), []
+    for name, owner in cases.ragged_owners(8, tokens):
+        sides = coded("bfloat16", states(kernels.device, len(owner), cases.RAGGED_PAGE, layers, kernels.dtype))
+        run = kernels.ours(query, sides, owner=owner.to(kernels.device))
+        found.append(Side(name=f"{name} heads, bfloat16", run=run, recorded=True, bytes_read=cases.bytes_of(sides)))
+    return found
+
+
+def _blocks(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
+    half, found = states(kernels.device, 8, tokens, layers, kernels.dtype), []
+    for name in ("bfloat16", "int4"):
+        sides = coded(name, half)
+        for new in kernels.blocks:
+            run = kernels.ours(query_of(kernels, 8, 4, new), sides)
+            found.append(Side(name=f"{name}, {new} queries", run=run, recorded=True, bytes_read=cases.bytes_of(sides)))
+    return found
+
+
+def _appending(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
+    half = states(kernels.device, 8, tokens, layers, kernels.dtype)
+    sides, slot = coded("bfloat16", half), torch.tensor([tokens // 2], device=kernels.device)
+    new = half[0][0][:, :1].clone()
+    attention = kernels.ours(query_of(kernels, 8, 4, 1), sides)
+    return [
+        Side(name="attention, bfloat16", run=attention, recorded=True, bytes_read=cases.bytes_of(sides)),
+        Side(
+            name="a token into its slot", run=lambda i: [side.index_copy_(1, slot, new) for side in half[i]],
+            recorded=True,
+        ),
+    ]  # fmt: skip
+
+
+def _packing(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
+    """The keys of a layer, made into codes; by the kernels, and the codes of channels also by torch."""
+    half = [keys for keys, _ in states(kernels.device, 8, tokens, layers, kernels.dtype)]
+    made = quantiser(half[0])
+    work: dict[str, Callable[[int], object]] = {
+        "a copy of the states": lambda i: half[i].clone(),
+        "int8 by token": lambda i: made.symmetric(half[i], 8),
+        "4 bits by token": lambda i: made.tokens(half[i], 4, cases.GROUP),
+        "4 bits by channel": lambda i: made.channels(half[i], 4, cases.GROUP),
+        "4 bits by channel, torch": lambda i: SIDES["kivi 4 bits"][0](half[i]),
+    }
+    return [Side(name=name, run=run, recorded=True, bytes_read=half[0].nbytes) for name, run in work.items()]
+
+
+# Title, what makes the sides, and the side that the others are divided by; all of 8 kv heads of 4 query heads.
+_OF_ONE_ROW: dict[str, tuple[str, _Make, str]] = {
+    "quest": ("Quest's pages", _quest, "everything, bfloat16"),
+    "ragged": ("ragged heads", _ragged, "uniform heads, bfloat16"),
+    "blocks": ("query blocks", _blocks, "bfloat16, 1 queries"),
+    "appending": ("appending", _appending, "attention, bfloat16"),
+    "packing": ("packing", _packing, "a copy of the states"),
+}
+CASES = ("attention", *_OF_ONE_ROW)
+
+
+if __name__ == "__main__":
+    raise SystemExit("this bench is a command now: kvtailor bench micro kernels --help")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.encode.contract import Codec, CodecContext, Sides, refuse_non_finite
-from kvtailor.encode.one_side import one_sided
 from kvtailor.method import renamed
 from kvtailor.ops.attention.joined import group_layout, hold_the_same, members, together
 from kvtailor.ops.codes.quant import largest_divisor
@@ -78,7 +77,7 @@ class LowRank(CalibratedMethod, Codec):
         "lowrank(rank=1.0, heads=2, only=values, of=vector, basis=random)",
         "lowrank(rank=1.0, heads=0, only=keys, of=hadamard(of=kivi(bits=4, group=16, recent=16)), basis=random)",
     )
-    _facts: CodecContext | None = field(init=False, repr=False, compare=False, default=None)
+    _context: CodecContext | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,9 +128,15 @@ class LowRank(CalibratedMethod, Codec):
     def lane_multiple(self) -> int:
         return 1 if self._latents is None else self._latents.lane_multiple
 
-    def for_layer(self, facts: CodecContext) -> LowRank:
+    def one_sided(self, side: Sides, asked: str) -> LowRank:
+        of = None if self.of is None else self.of.one_sided(side, asked)
+        if of is None and self.only not in ("both", side):
+            super().one_sided(side, asked)
+        return replace(self, of=of, only=side if self.only in ("both", side) else self.only)
+
+    def for_layer(self, context: CodecContext) -> LowRank:
         made = copy.copy(self)
-        object.__setattr__(made, "_facts", facts)
+        object.__setattr__(made, "_context", context)
         return made
 
     def segment_type(self) -> type[LatentSegment]:
@@ -216,11 +221,11 @@ class LowRank(CalibratedMethod, Codec):
     def _latents(self) -> Codec | None:
         """The codec of the coordinates, of the projected side alone where there is one."""
         codec = self.coordinates
-        return codec if codec is None or self.only == "both" else one_sided("lowrank", codec, self.only)
+        return codec if codec is None or self.only == "both" else codec.one_sided(self.only, "lowrank")
 
     def _of_layer(self) -> Codec | None:
         codec = self._latents
-        return codec if codec is None or self._facts is None else codec.for_layer(self._facts)
+        return codec if codec is None or self._context is None else codec.for_layer(self._context)
 
     def _group(self, heads: int) -> int:
         """Heads of a group, as the plan has it, of so many of a layer."""
@@ -228,18 +233,18 @@ class LowRank(CalibratedMethod, Codec):
 
     def _joined(self, heads: int) -> int:
         """Heads of a group that are projected together."""
-        return 1 if self._facts is not None and self._facts.evicts else self._group(heads)
+        return 1 if self._context is not None and self._context.evicts else self._group(heads)
 
     def _ranks(self, joined: int, heads: int, key_size: int, value_size: int) -> tuple[int, int]:
         """Directions of so many joined heads' keys and values on this layer, 0 for a side that is not projected."""
-        facts, parts = self._facts, self._group(heads) // joined
+        context, parts = self._context, self._group(heads) // joined
         sizes = (0 if self.only == "values" else key_size, 0 if self.only == "keys" else value_size)
         widths = [joined * size for size in sizes]
         ranks = [rank_of(self.rank, width, parts) for width in widths]
-        if self.allocation == "uniform" or facts is None or facts.calibration is None:
+        if self.allocation == "uniform" or context is None or context.calibration is None:
             return ranks[0], ranks[1]
-        weights = torch.stack([facts.calibration[f"fisher_{side}"].cpu() for side in ("keys", "values")])
-        split = split_ranks(weights, torch.tensor(ranks), torch.tensor(widths))[:, facts.layer].tolist()
+        weights = torch.stack([context.calibration[f"fisher_{side}"].cpu() for side in ("keys", "values")])
+        split = split_ranks(weights, torch.tensor(ranks), torch.tensor(widths))[:, context.layer].tolist()
         return split[0], split[1]
 
     def _bases(
@@ -253,16 +258,16 @@ class LowRank(CalibratedMethod, Codec):
         return keys, values
 
     def _basis(self, side: str, rank: int, joined: int, heads: int, size: int) -> Basis:
-        facts = self._facts
+        context = self._context
         if self.basis == "random":
-            layer = 0 if facts is None else facts.layer
+            layer = 0 if context is None else context.layer
             drawn = 2 * (self.state * 10_007 + layer) + (side == "values")
             return random_directions(heads // joined, joined, joined * size, rank, drawn, shared=self.shared)
-        if facts is None or facts.calibration is None:
+        if context is None or context.calibration is None:
             raise ValueError("lowrank: no calibration was given; call for_layer first, with the tensors of a file")
-        name = "unrotated" if side == "keys" and facts.unrotated else side
-        tensors = {part: facts.calibration[f"{name}_{part}"] for part in ("mean", "deviation", "correlation")}
-        moments = Moments(**{part: tensor[facts.layer] for part, tensor in tensors.items()})
+        name = "unrotated" if side == "keys" and context.unrotated else side
+        tensors = {part: context.calibration[f"{name}_{part}"] for part in ("mean", "deviation", "correlation")}
+        moments = Moments(**{part: tensor[context.layer] for part, tensor in tensors.items()})
         return principal(moments, joined, rank, centred=self.centred, shared=self.shared)[0]
 
     def _flops(self, name: str, tokens: int, key_size: int, value_size: int, sides: tuple[str, ...]) -> int | None:
@@ -278,4 +283,4 @@ class LowRank(CalibratedMethod, Codec):
 
     @property
     def _known_heads(self) -> int:
-        return (self._facts.heads if self._facts is not None else None) or max(1, self.heads)
+        return (self._context.heads if self._context is not None else None) or max(1, self.heads)

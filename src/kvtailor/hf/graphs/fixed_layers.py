@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtailor.attend.contract import Attention
+from kvtailor.attend.contract import Attention, AttentionRequest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
@@ -86,7 +86,9 @@ class FixedLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
         """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
-        return self.attention.attend(query, [*self.parts, self.growing], self.rule, scaling).output
+        parts = [*self.parts, self.growing]
+        request = AttentionRequest(query=query, parts=parts, visible=self.rule, scaling=scaling)
+        return self.attention.attend(request).output
 
     def get_seq_length(self) -> int:
         """Tokens seen when the recording began."""
@@ -141,10 +143,10 @@ class Ring:
 
 def with_free_slots(state: LayerState, steps: int) -> tuple[PlainSegment, int]:
     """The tail with free slots for so many tokens, as if they were there; and how many are."""
-    tail = state.tail
+    tail = state.stored.tail
     assert tail is not None
     tail.reserve(steps)
-    tail.filled(steps, state.seen)
+    tail.filled(steps, state.stored.seen)
     whole = tail.as_segment()
     tail.crop(steps)
     return whole, tail.length

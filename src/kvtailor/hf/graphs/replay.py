@@ -9,6 +9,7 @@ again, the cache gets the number of tokens that have come, and the next step is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from transformers import Cache
 
 from kvtailor.engine import rollback
+from kvtailor.engine.phase import Replaying
+from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.fixed_layers import FixedLayer, Ring, with_free_slots
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
@@ -83,6 +86,8 @@ class Replay:
         self._plain_rule = self._causal
         self._logits: Tensor | None = None
         self._replayed: Callable[[], None] | None = None
+        self._phase = ExitStack()
+        self._phase.enter_context(cache.engine.switch.replaying())
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (b, v) after new tokens (b, 1)."""
@@ -102,8 +107,12 @@ class Replay:
     def land(self) -> None:
         """Tells the cache what has come, and lets the plan act. No step may follow."""
         self._replayed, self.left = None, 0
+        replaying = isinstance(self.cache.engine.phase, Replaying)
+        self._phase.close()
         if not self.done:
             return
+        if not replaying:
+            raise CacheMisuse("the cache was reset while steps were replayed, and cannot take their tokens any more")
         engine = self.cache.engine
         visible = self._seen_by(self.cache.seen + self.done)
         for ring in self._rings:

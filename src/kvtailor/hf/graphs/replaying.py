@@ -93,7 +93,7 @@ class Replays:
             self.land()
         self.expected -= 1
         if self.now is None:
-            if any(state.tail is None or not state.tail.length for state in self.cache.engine.states):
+            if any(state.stored.tail is None or not state.stored.tail.length for state in self.cache.engine.states):
                 # An empty tail has no buffer yet whose slots could be filled.
                 mask = with_columns(self.mask, self.cache.seen + 1)
                 return fed(self.model, self.cache, tokens, mask, keep=1)[:, 0]

@@ -23,7 +23,7 @@ from kvtailor.hf.model import embedded
 from kvtailor.hf.model.calibrated import UNTRAINED
 from kvtailor.hf.model.config import RANDOM, RANDOM_SHAPES, check_hub, is_local, source_of
 
-__all__ = ["load", "new_model", "save", "wrap_tokenizer"]
+__all__ = ["check_device", "load", "new_model", "random_model", "save", "wrap_tokenizer"]
 
 
 def load(
@@ -49,7 +49,7 @@ def load(
         OSError: neither a folder nor a model that the hub's local cache or the hub has.
         KvtailorError: there is no such device here; nothing has been loaded then.
     """
-    _check_device(device)
+    check_device(device)
     if str(model) in RANDOM_SHAPES:
         return _random(str(model), dtype, device)
     name = source_of(model)
@@ -93,7 +93,12 @@ def _read(name: str, dtype: torch.dtype | str | None) -> tuple[PreTrainedTokeniz
     return read(False)
 
 
-def _check_device(device: torch.device | str | None) -> None:
+def check_device(device: torch.device | str | None) -> torch.device:
+    """Return the device of a name; None: the CPU.
+
+    Raises:
+        KvtailorError: torch does not know it, or this machine has none.
+    """
     try:
         wanted = torch.device(device) if device is not None else torch.device("cpu")
     except RuntimeError as error:
@@ -106,22 +111,35 @@ def _check_device(device: torch.device | str | None) -> None:
             f"asked for the device {str(device)!r}, but torch {torch.__version__} finds {here} CUDA devices here: give "
             f"{'a smaller number' if here else 'cpu'}, or install a torch for this machine's GPU"
         )
+    return wanted
 
 
 def _random(
     name: str, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """An untrained model, on one device the same at every call, with the tokenizer of "demo"."""
+    """An untrained model with the tokenizer of "demo"."""
     tokenizer = AutoTokenizer.from_pretrained(embedded.path(), padding_side="left")
-    shape = {"vocab_size": len(tokenizer), **RANDOM_SHAPES[name]}
-    wanted, where = dtype if isinstance(dtype, torch.dtype) else torch.float32, torch.device(device or "cpu")
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    return random_model(name, dtype=wanted, device=torch.device(device or "cpu"), vocab_size=len(tokenizer)), tokenizer
+
+
+def random_model(name: str, *, dtype: torch.dtype, device: torch.device, vocab_size: int) -> PreTrainedModel:
+    """Return an untrained model, on one device the same at every call.
+
+    Args:
+        name: one of `hf.model.config.RANDOM_SHAPES`.
+        dtype: of the weights.
+        device: where they are.
+        vocab_size: rows of the embedding, where the shape does not say.
+    """
+    shape, wanted, where = {"vocab_size": vocab_size, **RANDOM_SHAPES[name]}, dtype, device
     # The small one has the same weights on every device; of the large ones there is no room for a float32 copy.
     first = (torch.float32, torch.device("cpu")) if name == RANDOM else (wanted, where)
     with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), first[1]:
         torch.manual_seed(0)
         made = new_model("llama", dtype=first[0], **shape)
     setattr(made, UNTRAINED, True)
-    return made.to(device=where, dtype=wanted).eval(), tokenizer
+    return made.to(device=where, dtype=wanted).eval()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def begin(
     if not isinstance(cache, KvCache) or not cache.engine.needs.reconstruction or cache.seen:
         return
     if input_ids.shape[1] < 2:
-        cache.engine.opened = True
+        cache.engine.take_short_context()
         return
     mask = None if attention_mask is None else attention_mask[:, :-1]
     prefill(model, cache, input_ids[:, :-1], mask, tokenizer=tokenizer, chunk=chunk)
@@ -117,17 +118,17 @@ def read(
         words = torch.zeros(0, dtype=torch.int64) if instruction is None else instruction
         passes = list(repetitions(ids, mask, words.to(device), twice, cache.geometry.max_positions))
     hold = hold or twice is not None
-    engine.opened, engine.holding = True, hold
     try:
         logits = []
-        for first, last in _pieces(ids.shape[1], chunk):
-            seen = None if mask is None else mask[:, : before + last]
-            logits.append(fed(model, cache, ids[:, first:last], seen, keep=int(last_only)))
-            if last_only:
-                logits = logits[-1:]
-        for piece, new in passes:
-            with cache.reconstructing(piece):
-                fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
+        with engine.switch.deferred() if hold else nullcontext():
+            for first, last in _pieces(ids.shape[1], chunk):
+                seen = None if mask is None else mask[:, : before + last]
+                logits.append(fed(model, cache, ids[:, first:last], seen, keep=int(last_only)))
+                if last_only:
+                    logits = logits[-1:]
+            for piece, new in passes:
+                with engine.switch.reconstructing(piece):
+                    fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
         if hold:
             rows, tokens = ids.shape
             engine.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))
@@ -138,7 +139,6 @@ def read(
                 cache.guard.break_off("what kvtailor.prefill added to this cache did not come to its end")
             else:
                 cache.reset()
-        engine.holding, engine.opened = False, cache.seen > 0
         raise
     cache.conversation.append(input_ids, attention_mask, at=before)
     return torch.cat(logits, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class CacheReader:
     def __init__(self, model: Any, plan: Plan, mask: Tensor | None, chunk: int | None):
         self.model, self.plan, self.mask, self.chunk = model, plan, mask, chunk
         self.cache = cache_for(model, plan)
+        self._speculation = ExitStack()
 
     @property
     def seen(self) -> int:
@@ -49,9 +51,9 @@ class CacheReader:
         return logits[:, -1]
 
     def _open(self) -> None:
-        rollback.speculate(self.cache.engine)
-        for layer in self._windows():
-            layer.record_past = layer.speculating = True
+        # What an earlier cache of this reader was in ends with that cache.
+        self._speculation = ExitStack()
+        self._speculation.enter_context(rollback.speculating(self.cache.engine))
 
     def read(self, tokens: Tensor, keep: int) -> Tensor:
         return fed(self.model, self.cache, tokens, self._mask(self.seen + tokens.shape[1]), keep=keep)
@@ -68,10 +70,8 @@ class CacheReader:
     def close(self) -> KvCache:
         """The cache, which takes what comes as any other does from now on."""
         self.settle()
-        rollback.stop_speculating(self.cache.engine)
+        self._speculation.close()
         forget_queries(self.cache)
-        for layer in self._windows():
-            layer.record_past = layer.speculating = False
         return self.cache
 
     def renew(self, ids: Tensor, source: CacheReader | None) -> None:

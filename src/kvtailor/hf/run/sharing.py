@@ -40,13 +40,12 @@ def can_remake(source: Plan, plan: Plan) -> bool:
 
 def keep_queries(source: KvCache, plan: Plan) -> None:
     """Lets a cache keep the newest queries that another plan will need when its cache is made anew."""
-    source.engine.needs = source.engine.needs | Needs(window=plan.needs.window)
-    source.engine.keeps_queries = plan.needs.window > 0
+    source.engine.keep_queries(plan.needs.window)
 
 
 def forget_queries(source: KvCache) -> None:
     """Ends `keep_queries`."""
-    source.engine.needs, source.engine.keeps_queries = source.plan.needs, False
+    source.engine.keep_queries(0)
 
 
 @contextmanager
@@ -83,7 +82,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
     visible = lazy_mask(rows, seen, seen, 0, attention_mask=mask, device=device)
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     for layer, state in zip(layers, source.engine.states, strict=True):
-        held, _ = view_held(state, visible, Needs(), len(layers), source.plan)
+        held, _ = view_held(state, visible, Needs(), len(layers))
         source.engine.offload.rest()
         # Padding was dropped when it was encoded; its columns are there, and no token sees them.
         place = held.positions.clamp(min=0).masked_fill(~held.valid, seen)[..., None]
@@ -93,12 +92,15 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
             states.append(whole.scatter(2, place.expand(-1, -1, -1, each.shape[-1]), each)[:, :, :seen])
         layer.lazy_initialization(*states)
         layer.state.append(*states, exactly=True)
-        layer.state.scaling = state.scaling
-        layer.state.moved = True
+        layer.state.model.scaling = state.model.scaling
+        layer.state.clock.reindex = True
         wanted = cache.plan.needs.window
-        if wanted and state.evidence.queries is not None and state.evidence.columns is not None:
-            newest = state.evidence.queries[:, :, -wanted:].clone(), state.evidence.columns[-wanted:].clone()
-            layer.state.evidence = Evidence(queries=newest[0], columns=newest[1])
+        if wanted and state.observed.evidence.queries is not None and state.observed.evidence.columns is not None:
+            newest = (
+                state.observed.evidence.queries[:, :, -wanted:].clone(),
+                state.observed.evidence.columns[-wanted:].clone(),
+            )
+            layer.state.observed.evidence = Evidence(queries=newest[0], columns=newest[1])
     _copy_windows(source, cache)
     if layers:
         cache.guard.take_padding(layers[0].layer_idx, visible)

@@ -193,7 +193,9 @@ def _floats(side: TokenCodes | ChannelCodes) -> Iterator[tuple[slice, slice, Ten
     if isinstance(side, ChannelCodes) and side.row is not None:
         # Tables of 16 bits would round what they decode to.
         moved = replace(side, step=side.step.float(), low=side.low.float())
-    for lane, slot in pieces(lanes, slots, side.size, _PIECE, multiple=getattr(side, "group", 1)):
+    # A piece ends where a group of tokens does, so that no group's scale is needed by two pieces.
+    multiple = side.group if isinstance(side, ChannelCodes) else 1
+    for lane, slot in pieces(lanes, slots, side.size, _PIECE, multiple=multiple):
         codes = side.codes[lane, slot]
         if moved is not None and moved.row is not None:
             yield lane, slot, replace(moved, codes=codes, row=moved.row[lane, slot]).decode()

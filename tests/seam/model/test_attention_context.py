@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.attend.contract import Attended, Attention, AttentionContext
+from kvtailor.attend.contract import Attended, Attention, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.attend.segments import Segments
 from kvtailor.plan import Plan
 from kvtailor.score.position import Position
@@ -26,15 +26,15 @@ class Diary(Attention):
 
     gives_mass: ClassVar[bool] = True
 
-    def attend(self, query, parts, visible, scaling, **options) -> Attended:
-        facts = options["facts"]
-        CALLS.append(("attend", facts, query.shape[2], held(parts)))
-        read = Segments().attend(query, parts, visible, scaling, **options)
-        return Attended(output=read.output, mass=read.mass, carry=counted(facts, "attended", query.shape[0]))
+    def attend(self, request: AttentionRequest) -> Attended:
+        CALLS.append(("attend", request.context, request.query.shape[2], held(request.parts)))
+        read = Segments().attend(request)
+        carry = counted(request.context, "attended", request.query.shape[0])
+        return Attended(output=read.output, mass=read.mass, carry=carry)
 
-    def index(self, parts, visible, facts: AttentionContext) -> Mapping[str, torch.Tensor]:
-        CALLS.append(("index", facts, visible.new_tokens, held(parts)))
-        return counted(facts, "indexed", parts[0].layout.rows)
+    def index(self, request: IndexRequest) -> Mapping[str, torch.Tensor]:
+        CALLS.append(("index", request.context, request.visible.new_tokens, held(request.parts)))
+        return counted(request.context, "indexed", request.parts[0].layout.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ def held(parts) -> int:
     return sum(int(part.layout.counts()[0, 0]) for part in parts)
 
 
-def counted(facts: AttentionContext, name: str, rows: int) -> dict[str, torch.Tensor]:
-    carry = dict(facts.carry)
+def counted(context: AttentionContext, name: str, rows: int) -> dict[str, torch.Tensor]:
+    carry = dict(context.carry)
     carry[name] = carry.get(name, torch.zeros(rows, dtype=torch.int64)) + 1
     return carry
 
@@ -68,15 +68,18 @@ def test_layers_count_those_that_are_compressed_and_carry_what_they_left() -> No
     model(ids, past_key_values=cache)
     for _ in range(3):
         model(ids[:, :1], past_key_values=cache)
-    asked = [(what, facts.layer, new) for what, facts, new, _ in CALLS]
+    asked = [(what, context.layer, new) for what, context, new, _ in CALLS]
     first = [("attend", 0, 20), ("index", 0, 20), ("attend", 1, 20), ("index", 1, 20)]
     assert asked == first + [("attend", 0, 1), ("attend", 1, 1)] * 3
-    assert all(facts.layers == 2 and facts.rotation is None for _, facts, _, _ in CALLS)
+    assert all(context.layers == 2 and context.rotation is None for _, context, _, _ in CALLS)
     for state in cache.engine.states:
-        assert {name: tensor.tolist() for name, tensor in state.carry.items()} == {"attended": [4], "indexed": [1]}
+        assert {name: tensor.tolist() for name, tensor in state.observed.carry.items()} == {
+            "attended": [4],
+            "indexed": [1],
+        }
     assert cache.ledger().by_stage["attend"] == 2 * 2 * 8
     cache.reset()
-    assert all(not state.carry for state in cache.engine.states)
+    assert all(not state.observed.carry for state in cache.engine.states)
 
 
 @torch.no_grad()
@@ -84,7 +87,7 @@ def test_the_rotation_is_told_to_who_needs_it() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, Plan(attend=Turning()))
     model(prompts((5,))[0], past_key_values=cache)
-    assert len(CALLS) == 6 and all(isinstance(facts.rotation, Rotation) for _, facts, _, _ in CALLS)
+    assert len(CALLS) == 6 and all(isinstance(context.rotation, Rotation) for _, context, _, _ in CALLS)
 
 
 @pytest.mark.parametrize("scope", ["layer", "prompt"])
@@ -111,17 +114,17 @@ def test_a_carry_follows_rows_and_rejected_tokens_leave_none() -> None:
     cache.activate_past_recording()
     model(ids, past_key_values=cache)
     cache.crop(0)
-    before = {name: tensor.clone() for name, tensor in cache.engine.states[0].carry.items()}
+    before = {name: tensor.clone() for name, tensor in cache.engine.states[0].observed.carry.items()}
     model(ids[:, :4], past_key_values=cache)
     waiting = cache.ledger()
     assert waiting.total == waiting.closed_form
     cache.crop(-4)
-    assert {name: tensor.tolist() for name, tensor in cache.engine.states[0].carry.items()} == {
+    assert {name: tensor.tolist() for name, tensor in cache.engine.states[0].observed.carry.items()} == {
         name: tensor.tolist() for name, tensor in before.items()
     }
     model(ids[:, :4], past_key_values=cache)
     cache.crop(-1)
     # Of the two calls of this forward the one with the rejected token counts for nothing.
-    assert cache.engine.states[0].carry["attended"].tolist() == [2, 2]
+    assert cache.engine.states[0].observed.carry["attended"].tolist() == [2, 2]
     cache.reorder_cache(torch.tensor([1, 1]))
-    assert all(tensor.shape == (2,) for tensor in cache.engine.states[0].carry.values())
+    assert all(tensor.shape == (2,) for tensor in cache.engine.states[0].observed.carry.values())

@@ -1,0 +1,261 @@
+"""`kvtailor bench micro`: timing loops of single operations, each against what a user would run instead."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvtailor.cli.asked import numbers
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtailor.bench.micro.tables import Bench
+
+__all__ = ["BenchOrMicro", "micro"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+# As `python -m kvtailor.bench.micro.NAME` printed them before this was a command: none, one or several.
+_LIST = "Numbers with ',' between."
+
+
+class BenchOrMicro(click.Command):
+    """`kvtailor bench`, whose first word may name something else than a comparison of plans."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["micro"]:
+            return micro.make_context(f"{info_name} micro", args[1:], parent, **extra)
+        at = _first_word(args)
+        if at is not None and args[at] == "kernels":
+            # The spelling of before, which always ended with JSON.
+            rest = [*args[:at], *args[at + 1 :], "--json"]
+            return micro.commands["kernels"].make_context(f"{info_name} kernels", rest, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+def _first_word(args: Sequence[str]) -> int | None:
+    """Where the first word stands that is neither an option of `kernels` nor its value."""
+    takes_value = {"--contexts", "--rounds", "--device", "--batches"}
+    at = 0
+    while at < len(args) and args[at].startswith("-"):
+        at += 2 if args[at] in takes_value else 1
+    return at if at < len(args) else None
+
+
+class _OneBench(click.Command):
+    """A command that says which options it has, where it is given another's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            mine = [option for each in self.params for option in each.opts if option.startswith("--")]
+            raise click.UsageError(
+                f"{error.option_name} is not for {self.name}: {', '.join(mine)} are.", ctx
+            ) from error
+
+
+@click.group(name="micro", short_help="Timing loops of single operations.")
+def micro() -> None:
+    """Time single operations against what a user would run instead: in turns, in one process, with medians and spread.
+
+    \b
+    kvtailor bench micro decode      a decoded token and a prefill, against transformers' caches
+    kvtailor bench micro kernels     attention over stored bytes, against torch's and transformers'
+    kvtailor bench micro link        a decoded token over a tier, against a bare read of its bytes
+    kvtailor bench micro builtins    our quantised cache, against transformers' QuantizedCache
+
+    What no time can beat, reading the bytes once at this machine's bandwidth, stands beside each time. Samples during
+    which other programs took processor time are left out and counted.
+    """
+
+
+def _common(function: _F) -> _F:
+    """The options of every micro bench."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output."),
+        click.option("--threads", type=click.IntRange(1), help="Of torch.  [as many as torch takes]"),
+        click.option("--device", default="cpu", show_default=True, help="Such as cpu or cuda."),
+    ):
+        function = option(function)
+    return function
+
+
+def _list(name: str, default: str, what: str, *, kind: Callable[[str], Any] = int) -> Callable[[_F], _F]:
+    """An option that takes several; '' is none of them."""
+
+    def read(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
+        return None if text is None else numbers(text, kind, f"--{name}") if text.strip() else ()
+
+    shown = bool(default)
+    return click.option(f"--{name}", default=default or None, show_default=shown, callback=read, help=what)
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text.strip() not in names:
+            raise click.UsageError(f"{text.strip()!r} is none of {', '.join(names)}.")
+        return text.strip()
+
+    return read
+
+
+def _rounds(default: int, name: str = "rounds", what: str = "Timed rounds.") -> Callable[[_F], _F]:
+    return click.option(f"--{name}", type=click.IntRange(1), default=default, show_default=True, help=what)
+
+
+_DTYPES = _one_of("float32", "bfloat16")
+
+
+@micro.command(cls=_OneBench, short_help="A decoded token and a prefill, against transformers' caches.")
+@_list("dtype", "float32,bfloat16", "Of model and cache, with ',' between.", kind=_DTYPES)
+@_list("contexts", "8192,32768", "Tokens held when a token is decoded, with ',' between; '' for none.")
+@_list("prefill", "8192", "Tokens of prompts, with ',' between; '' for none.")
+@_rounds(15)
+@_rounds(3, "prefill-rounds", "Timed rounds of prompts.")
+@_common
+def decode(
+    dtype: tuple[str, ...],
+    contexts: tuple[int, ...],
+    prefill: tuple[int, ...],
+    rounds: int,
+    prefill_rounds: int,
+    **common: Any,
+) -> None:
+    """Time a decoded token and a prefill of a random Llama-shaped model, with our caches and with transformers' own.
+
+    Decoding is divided by transformers' StaticCache with sdpa, its fastest; DynamicCache, its default, stands beside.
+    """
+    from kvtailor.bench.micro.decode import bench
+
+    _run(
+        lambda device: bench(
+            dtypes=dtype, contexts=contexts, prefills=prefill, rounds=rounds, prefill_rounds=prefill_rounds,
+            device=device,
+        ),
+        **common,
+    )  # fmt: skip
+
+
+@micro.command(cls=_OneBench, short_help="Attention over stored bytes, against torch's and transformers'.")
+@_list("contexts", "", "Tokens held, with ',' between.  [8192,32768; on a GPU 4096,32768,131072]")
+@_list("batches", "1", "Rows of the attention tables, with ',' between.")
+@_list("cases", "", "attention, quest, ragged, blocks, appending, packing; with ',' between.  [all]", kind=str)
+@_rounds(11)
+@_common
+def kernels(
+    contexts: tuple[int, ...] | None,
+    batches: tuple[int, ...],
+    cases: tuple[str, ...] | None,
+    rounds: int,
+    **common: Any,
+) -> None:
+    """Time one layer's attention over stored bytes alone: our kernels, torch's attention, transformers' caches.
+
+    A plain read of as many bytes runs in the same rounds. A kernel whose answer is off gets no time.
+    """
+    from kvtailor.bench.micro.kernels import CASES, bench
+
+    only = tuple(_one_of(*CASES)(case) for case in cases or ())
+    _run(lambda device: bench(contexts=contexts, batches=batches, only=only, rounds=rounds, device=device), **common)
+
+
+@micro.command(cls=_OneBench, short_help="A decoded token over a tier, against a bare read of its bytes.")
+@_list("contexts", "8192", "Tokens held, with ',' between.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help="On the disk to measure.  [the system's folder for such files]"
+)
+@_rounds(7)
+@_common
+def link(contexts: tuple[int, ...], folder: Path | None, rounds: int, **common: Any) -> None:
+    """Time a decoded token whose cache lives on a disk (on a GPU: in host memory), beside a bare read of its bytes."""
+    from kvtailor.bench.micro.link import bench
+
+    _run(lambda device: bench(contexts=contexts, rounds=rounds, folder=folder, device=device), **common)
+
+
+@micro.command(cls=_OneBench, short_help="Our quantised cache, against transformers' QuantizedCache.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
+@_list("contexts", "8192,32768", "Tokens held when a token is decoded, with ',' between; '' for none.")
+@_list("packing", "8192", "Tokens of prompts, with ',' between; '' for none.")
+@_list("bits", "4,2", "Of codes, with ',' between.")
+@_list("backends", "quanto,hqq", "Of QuantizedCache, with ',' between; '' for none.", kind=_one_of("quanto", "hqq"))
+@_rounds(9)
+@_rounds(3, "packing-rounds", "Timed rounds of prompts.")
+@click.option(
+    "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A text file.  [a generated text]"
+)
+@click.option("--windows", type=click.IntRange(0), default=20, show_default=True, help="Of the text; 0: no quality.")
+@click.option("--context", type=click.IntRange(1), default=1024, show_default=True, help="Tokens compressed.")
+@click.option(
+    "--continuation", type=click.IntRange(2), default=256, show_default=True, help="Tokens scored after them."
+)
+@_common
+def builtins(
+    packing: tuple[int, ...],
+    packing_rounds: int,
+    bits: tuple[int, ...],
+    device: str,
+    threads: int | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Compare our kivi codec with transformers' QuantizedCache: a decoded token, packing a prompt, and nats lost."""
+    from kvtailor.bench.micro.builtins import bench
+
+    unknown = [b for b in bits if b not in (4, 2)]
+    if unknown:
+        raise click.UsageError(f"--bits has {unknown[0]}: QuantizedCache has 4 and 2.")
+    _run(
+        lambda where: bench(packings=packing, packing_rounds=packing_rounds, bits=bits, device=where, **given),
+        device=device, threads=threads, as_json=as_json,
+    )  # fmt: skip
+
+
+def _run(make: Callable[[torch.device], Bench], *, device: str, threads: int | None, as_json: bool) -> None:
+    """Makes a bench and measures its cells, each of which is printed when it is done."""
+    import torch
+    from rich.console import Console
+
+    from kvtailor.bench.measure.machine import describe
+    from kvtailor.bench.progress import bar
+    from kvtailor.hf.model.loading import check_device
+
+    where = check_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console, begun = Console(stderr=True, highlight=False), time.monotonic()
+    with console.status("measuring this machine's bandwidth"):
+        bench = make(where)
+    click.echo(f"{bench.about}\n{bench.machine}")
+    tables: dict[str, Any] = {}
+    for done, cell in enumerate(bench.cells, start=1):
+        place = f"{done} of {len(bench.cells)}"
+        with bar(cell.samples, console) as advance:
+            table = cell.measure(_labelled(advance, f"[{place}] {cell.name}: "))
+        click.echo("\n".join(table.lines))
+        _add(tables, table.rows)
+        if not console.is_terminal:
+            minutes, seconds = divmod(int(time.monotonic() - begun), 60)
+            line = f"[{place}, {minutes}:{seconds:02} so far] {cell.name}: done"
+            console.print(line, markup=False, soft_wrap=True, style="dim")
+    if as_json:
+        told = {"machine": describe(bandwidth=False, device=where), **bench.found, "tables": tables}
+        click.echo(json.dumps(told, ensure_ascii=False, allow_nan=False))
+
+
+def _labelled(advance: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+    return lambda name: advance(prefix + name)
+
+
+def _add(tables: dict[str, Any], rows: Mapping[str, Any]) -> None:
+    """Puts a cell's rows beside those of the same name."""
+    for name, each in rows.items():
+        tables[name] = [*tables[name], *each] if name in tables else each

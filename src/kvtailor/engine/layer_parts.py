@@ -1,0 +1,201 @@
+"""The parts of one layer's state, by what they are. Each can say itself as fields and tensors for a saved cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvtailor.store.tail import Tail
+from kvtailor.types import Rotation, Segment
+from kvtailor.types.evidence import Evidence
+
+__all__ = ["Clock", "ModelPart", "Observed", "Stored"]
+
+# The names of a clock's numbers that saved caches have had from the beginning.
+_CLOCK_NAMES = {"settled_seen": "settled_seen", "evict_at": "walk_at", "growth": "tail_growth"}
+
+
+@dataclass
+class Stored:
+    """What a layer holds.
+
+    Attributes:
+        tail: the recent window in full precision; None before the first token.
+        segments: encoded parts in time order, `Placed` where they are on a tier; the tail comes after them.
+        seen: tokens seen, padding included.
+    """
+
+    tail: Tail | None = None
+    segments: list[Segment] = field(default_factory=list)
+    seen: int = 0
+
+    def copied(self) -> Stored:
+        """Return the same with a list and a tail of its own. No tensor is copied: tensors are replaced, never written,
+        but for the tail's buffers behind the last token."""
+        return Stored(copy.copy(self.tail), list(self.segments), self.seen)
+
+    def state(self, here: list[Segment]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return JSON-able fields and tensors that say all of this.
+
+        Args:
+            here: the segments where they can be read.
+        """
+        fields: dict[str, Any] = {"seen": self.seen}
+        if self.tail is None:
+            return fields, {}
+        fields["rows"], fields["heads"] = self.tail.rows, self.tail.heads
+        fields["tail"], kept = self.tail.state()
+        tensors = {f"tail.{name}": t for name, t in kept.items()}
+        fields["segments"] = []
+        for i, segment in enumerate(here):
+            own, kept = segment.state()
+            layout = {"size": segment.layout.size, "start": segment.layout.start}
+            fields["segments"].append({"codec": segment.codec, "layout": layout, "fields": own})
+            tensors |= {f"segment.{i}.{name}": t for name, t in kept.items()}
+            tensors |= {f"segment.{i}.layout.{name}": t for name, t in segment.layout.tensors().items()}
+        return fields, tensors
+
+
+@dataclass
+class Observed:
+    """What earlier forwards and evictions left for the plan's methods.
+
+    Attributes:
+        evidence: what the scorer and others need.
+        carry: what the plan's attention finds again at its next call, by name, batch rows first.
+        tokens_read: (b, h) tokens that the last attention read; None where it read all.
+        scored, scored_columns: (b, h, k) the scores of the last eviction and the columns they belong to; None where the
+            scorer does not look back.
+        reconstruction: (b, h, n) float32 what a pass that repeats the context found of its columns; None without one.
+    """
+
+    evidence: Evidence = field(default_factory=Evidence)
+    carry: Mapping[str, Tensor] = field(default_factory=dict)
+    tokens_read: Tensor | None = None
+    scored: Tensor | None = None
+    scored_columns: Tensor | None = None
+    reconstruction: Tensor | None = None
+
+    def memories(self) -> dict[str, Tensor]:
+        """Return what earlier evictions and a reconstruction left, by attribute; batch rows first."""
+        named = {name: getattr(self, name) for name in ("scored", "scored_columns", "reconstruction")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def rows(self, index: Tensor, mass: Sequence[Tensor]) -> Observed:
+        """Return what a batch made of the rows `index` (k,) int64 of this one has observed.
+
+        Args:
+            index: rows.
+            mass: that of the evidence, of these rows already: its lanes are picked part by part.
+        """
+
+        def picked(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, index.to(tensor.device))
+
+        return Observed(
+            evidence=self.evidence.select_rows(index, mass),
+            carry={name: picked(tensor) for name, tensor in self.carry.items()},
+            tokens_read=self.tokens_read,
+            **{name: picked(tensor) for name, tensor in self.memories().items()},
+        )
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return JSON-able fields and tensors that say all of this but `tokens_read`, which is of one forward."""
+        tensors = {f"evidence.{name}": t for name, t in self.evidence.tensors().items()}
+        tensors |= {f"memory.{name}": t for name, t in self.memories().items()}
+        return {}, tensors | {f"carry.{name}": t for name, t in self.carry.items()}
+
+    @classmethod
+    def from_state(cls, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observed:
+        """Return what `state` described.
+
+        Raises:
+            ValueError: there are memories of no known name.
+        """
+        memories = _under("memory.", tensors)
+        if unknown := memories.keys() - {"scored", "scored_columns", "reconstruction"}:
+            raise ValueError(f"a layer remembers {', '.join(sorted(unknown))}, which no layer does")
+        return cls(
+            evidence=Evidence.from_tensors(_under("evidence.", tensors)), carry=_under("carry.", tensors), **memories
+        )
+
+
+@dataclass
+class Clock:
+    """When the plan acts on a layer.
+
+    Attributes:
+        settled_seen: tokens seen at the last eviction.
+        evict_at: tokens since then after which the next is due while decoding; None before the first eviction.
+        growth: tokens since the last eviction.
+        due: an eviction is due and waits for the layers behind this one.
+        reindex: what is held has changed otherwise than by growing since the attention last indexed it.
+    """
+
+    settled_seen: int = 0
+    evict_at: int | None = None
+    growth: int = 0
+    due: bool = False
+    reindex: bool = False
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return JSON-able fields that say all of this between two forwards, when nothing is due."""
+        return {name: getattr(self, own) for own, name in _CLOCK_NAMES.items()}, {}
+
+    @classmethod
+    def from_state(cls, fields: Mapping[str, Any]) -> Clock:
+        """Return what `state` described.
+
+        Raises:
+            ValueError: a number is none, or below 0.
+        """
+        found: dict[str, Any] = {}
+        for own, name in _CLOCK_NAMES.items():
+            value = fields[name]
+            if not (type(value) is int and value >= 0 or (own == "evict_at" and value is None)):
+                raise ValueError(f"{name} of a layer is {value!r}")
+            found[own] = value
+        return cls(**found)
+
+
+@dataclass
+class ModelPart:
+    """What belongs to the model and not to a text: a layer keeps it through `reset`.
+
+    Attributes:
+        scaling: the model's own factor before the softmax.
+        output: gives the layer's own output projection, (q, dv, D), as it is now; for plans that need it.
+        rotation: the layer's rotary embedding, for plans that need it.
+        calibration: this layer's tensors of the scorer's calibration file.
+        encoding: the tensors of the codec's calibration files, stacked over the layers.
+    """
+
+    scaling: float = 1.0
+    output: Callable[[], Tensor] | None = None
+    rotation: Rotation | None = None
+    calibration: Mapping[str, Tensor] | None = None
+    encoding: Mapping[str, Tensor] | None = None
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return JSON-able fields of what the forwards told. The rest comes from the model when a cache is loaded."""
+        return {"scaling": self.scaling}, {}
+
+    def take_state(self, fields: Mapping[str, Any]) -> None:
+        """Take what `state` described.
+
+        Raises:
+            ValueError: the factor is no number above 0.
+        """
+        value = fields["scaling"]
+        if not (isinstance(value, float | int) and 0 < value < float("inf")):
+            raise ValueError(f"scaling of a layer is {value!r}")
+        self.scaling = value
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

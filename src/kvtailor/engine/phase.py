@@ -1,0 +1,208 @@
+"""What the forwards of a cache mean now: one value, and the only ways from one value to another.
+
+    Compressing -- deferred() -----> Deferred -- reconstructing() --> Reconstructing
+    Compressing -- record() -------> Recording
+    Compressing -- speculating() --> Speculating
+    Compressing -- replaying() ----> Replaying
+
+Each context manager goes back to the phase before it. No other pair goes together: a change that would leave two of
+them in force is refused, and the phase stays what it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtailor.engine.reconstruct import ReconstructionPass
+from kvtailor.errors import CacheMisuse
+
+__all__ = [
+    "Compressing",
+    "Deferred",
+    "Phase",
+    "PhaseSwitch",
+    "Reconstructing",
+    "Recording",
+    "Replaying",
+    "Speculating",
+]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What new tokens are.
+
+    Attributes:
+        meaning: completes a sentence that begins with "this cache".
+        can_be_taken_back: the newest tokens may be taken back by a crop, so nothing is done about them before it.
+        all_decoded: new tokens are decoded ones, however many come at once.
+    """
+
+    meaning: ClassVar[str]
+    all_decoded: ClassVar[bool] = False
+
+    @property
+    def can_be_taken_back(self) -> bool:
+        """Whether what is done about new tokens waits until it is known which of them stay."""
+        return False
+
+
+@dataclass(frozen=True)
+class Compressing(Phase):
+    """New tokens are a prompt, a turn or decoded, and the plan acts on them at once."""
+
+    meaning: ClassVar[str] = "evicts and encodes what comes, as its plan says"
+
+
+@dataclass(frozen=True)
+class Deferred(Phase):
+    """Tokens come in pieces, and nothing is evicted or encoded before the last of them."""
+
+    meaning: ClassVar[str] = "is being prefilled, and compresses once the whole context has come"
+
+
+@dataclass(frozen=True)
+class Reconstructing(Phase):
+    """Forwards repeat a piece of the context, to see what they attend to. They leave no trace in what is held.
+
+    Attributes:
+        piece: what is repeated.
+    """
+
+    piece: ReconstructionPass
+    meaning: ClassVar[str] = "is being prefilled, and the model repeats its context"
+
+
+@dataclass(frozen=True)
+class Recording(Phase):
+    """Forwards wait for a crop (transformers' assisted decoding, or `activate_past_recording`).
+
+    Attributes:
+        prompt: columns of the prompt that transformers' assisted decoding feeds first; None outside of it.
+    """
+
+    prompt: int | None = None
+    meaning: ClassVar[str] = "records forwards that a crop may take back"
+
+    @property
+    def can_be_taken_back(self) -> bool:
+        """The prompt of assisted decoding stays; all that comes after it is taken by `rollback.attend_draft`."""
+        return self.prompt is None
+
+
+@dataclass(frozen=True)
+class Speculating(Phase):
+    """Forwards join until they settle; their tokens are decoded ones, and the newest may be taken back meanwhile."""
+
+    meaning: ClassVar[str] = "speculates, and has not settled which tokens stay"
+    all_decoded: ClassVar[bool] = True
+
+    @property
+    def can_be_taken_back(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Replaying(Phase):
+    """Steps of one token are replayed on fixed addresses; the cache does not know of their tokens yet."""
+
+    meaning: ClassVar[str] = "is being read by replayed steps that have not landed"
+
+
+class PhaseSwitch:
+    """The phase of one cache.
+
+    Attributes:
+        now: the phase.
+    """
+
+    def __init__(self) -> None:
+        self.now: Phase = Compressing()
+
+    def reset(self) -> None:
+        """Go back to `Compressing`, whatever the phase was."""
+        self.now = Compressing()
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Put off eviction and encoding inside."""
+        return _Inside(self, Deferred(), after=Compressing)
+
+    def reconstructing(self, piece: ReconstructionPass) -> AbstractContextManager[None]:
+        """Repeat a piece of the context inside, while compression is put off."""
+        return _Inside(self, Reconstructing(piece), after=Deferred)
+
+    def speculating(self) -> AbstractContextManager[None]:
+        """Let forwards be taken back inside."""
+        return _Inside(self, Speculating(), after=Compressing)
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Replay steps inside; nothing else may use the cache."""
+        return _Inside(self, Replaying(), after=Compressing)
+
+    def record(self, prompt: int | None = None) -> None:
+        """Let forwards wait for a crop from now on. transformers never says when that ends; see `end_recording`.
+
+        Args:
+            prompt: see `Recording`.
+        """
+        if not isinstance(self.now, Recording):
+            self.check(Recording(prompt), after=Compressing)
+        self.now = Recording(prompt)
+
+    def go_on_recording(self) -> None:
+        """Record from now on, or go on with the recording that there is: what a single layer can say."""
+        if not isinstance(self.now, Recording):
+            self.record()
+
+    def end_recording(self) -> None:
+        """Go back to `Compressing` from `Recording`; do nothing in any other phase."""
+        if isinstance(self.now, Recording):
+            self.now = Compressing()
+
+    def check_free(self, what: str) -> None:
+        """Raise where replayed steps have not landed.
+
+        Args:
+            what: is about to be done with the cache, for the sentence.
+        """
+        if isinstance(self.now, Replaying):
+            raise CacheMisuse(
+                f"asked for {what}, and this cache {self.now.meaning}: land them first, or use a copy that was made "
+                "before"
+            )
+
+    def check(self, phase: Phase, *, after: type[Phase]) -> None:
+        """Raise where a phase may not follow the present one.
+
+        Args:
+            phase: that is to begin.
+            after: the only phase in which it may.
+        """
+        if not isinstance(self.now, after):
+            raise CacheMisuse(
+                f"asked for a phase in which this cache {phase.meaning}, and this cache {self.now.meaning}: end that "
+                "first, or call cache.reset()"
+            )
+
+
+class _Inside(AbstractContextManager[None]):
+    """A phase that lasts as long as a `with` block.
+
+    No generator: one that is dropped in its midst would end by itself, and a cache whose replayed steps never landed
+    would go on without their tokens.
+    """
+
+    def __init__(self, switch: PhaseSwitch, phase: Phase, *, after: type[Phase]):
+        self._switch, self._phase, self._after = switch, phase, after
+        self._before = switch.now
+
+    def __enter__(self) -> None:
+        self._switch.check(self._phase, after=self._after)
+        self._before, self._switch.now = self._switch.now, self._phase
+
+    def __exit__(self, *_: object) -> None:
+        # A reset inside has gone back to `Compressing` already, and nothing is left to leave.
+        if self._switch.now is self._phase:
+            self._switch.now = self._before

@@ -1,0 +1,74 @@
+"""`kvtailor bench micro decode`: what it times, against what, and what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvtailor.bench.micro import cases, decode
+from kvtailor.bench.micro.timer import Measured
+from kvtailor.cli import main
+from kvtailor.hf.model.config import RANDOM_SHAPES
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of the bench with fewer weights, where only what is done counts."""
+    narrow = {"hidden_size": 64, "intermediate_size": 64}
+    monkeypatch.setitem(RANDOM_SHAPES, cases.MODEL, {**RANDOM_SHAPES[cases.MODEL], **narrow})
+
+
+def run(*words: str) -> tuple[dict, str, str]:
+    found = CliRunner().invoke(main, ["bench", "micro", "decode", *words, "--json"])
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout.splitlines()[-1]), found.stdout, found.stderr
+
+
+def test_it_runs_and_ends_with_json(small: None) -> None:
+    sizes = ["--dtype", "float32", "--contexts", "320", "--prefill", "320", "--rounds", "1", "--prefill-rounds", "1"]
+    told, said, progress = run(*sizes)
+    assert list(told["tables"]) == ["decode float32 320", "prefill float32 320"]
+    rows = {row["name"]: row for row in told["tables"]["decode float32 320"]}
+    assert list(rows)[:3] == ["StaticCache + sdpa", "DynamicCache + sdpa", "full"] and len(rows) == 9
+    assert "snapkv + adakv @ tokens=40" in rows and "full after one token" in rows
+    # What is held is read from the caches: keys and values of 8 heads of 128 on 4 layers, in float32.
+    assert rows["full"]["cache_bytes"] >= 320 * 4 * 2 * 8 * 128 * 4 > rows["vector(bits=4)"]["cache_bytes"]
+    assert "an eighth" not in said and "StaticCache with sdpa, the fastest that transformers has" in said
+    assert "[2 of 2, 0:" in progress and told["machine"]["threads"] == torch.get_num_threads()
+
+
+def test_no_contexts_are_none(small: None) -> None:
+    words = ["--dtype", "bfloat16", "--contexts", "", "--prefill", "320", "--prefill-rounds", "1"]
+    assert list(run(*words)[0]["tables"]) == ["prefill bfloat16 320"]
+
+
+def test_announced_samples_are_taken(small: None) -> None:
+    made = decode.bench(
+        dtypes=["float32"], contexts=[320], prefills=[320], rounds=1, prefill_rounds=1, device=torch.device("cpu")
+    )
+    for cell in made.cells:
+        said: list[str] = []
+        cell.measure(said.append)
+        assert len(said) == cell.samples, cell.name
+
+
+def test_the_model_has_the_shape_of_its_name_and_each_is_another_with_the_same_weights() -> None:
+    one, two = (cases.random_llama(torch.bfloat16, CPU) for _ in range(2))
+    config = one.config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
+    assert config.hidden_size == RANDOM_SHAPES[cases.MODEL]["hidden_size"] and config.vocab_size == cases.VOCABULARY
+    assert one is not two and one.dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_floors_are_bytes_over_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(decode, "decode", lambda *a, **k: [Measured(decode._BASE, [2.0], bytes_read=10**9)])
+    bench = decode.bench(dtypes=["float32"], contexts=[128], prefills=[], device=CPU)
+    table = bench.cells[0].measure(lambda name: None)
+    assert table.rows["decode float32 128"][0]["floor_ms"] == 1000.0 and "1.0 GB/s" in bench.machine
