@@ -95,7 +95,7 @@ def timings_of(
     Args:
         seconds: samples, by the name of what they time.
         disturbed: for each sample whether it does not count.
-        wanted: samples that were asked for. Where fewer than 3 of more are left, there are no timings.
+        wanted: samples that were requested. Where fewer than 3 of more are left, there are no timings.
     """
     left = disturbed.count(False)
     if not left or left < min(_LEAST_SAMPLES, wanted):
@@ -145,7 +145,7 @@ def mean_difference(
         ours, theirs: sample i of both is the same window, document or round.
         confidence: share of such intervals that cover the true mean.
         resamples: how often the samples are drawn again.
-        documents: which document each sample is from; empty where each is from one of its own, or nobody knows.
+        documents: which document each sample is from; empty where each is from one of its own, or that is not known.
 
     Raises:
         ValueError: unequal counts, no samples, or a confidence outside of 0 to 1.

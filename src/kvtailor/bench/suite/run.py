@@ -25,7 +25,7 @@ __all__ = ["Prepared", "prepare"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Part(Task):
-    """A task for some of the plans; each record says what was asked, so that a table finds it again.
+    """A task for some of the plans; each record has the settings, so that a table finds it again.
 
     Attributes:
         asked: the task with its settings.
@@ -101,7 +101,8 @@ class Prepared:
         subject: the model.
         parts: its tasks.
         contestants: all plans that this kvtailor has.
-        unavailable: tasks that cannot be done here, each a sentence; their records say so, and the others go on.
+        unavailable: tasks that cannot be done here, each a sentence; their records have the reason, and the others go
+            on.
     """
 
     suite: Suite

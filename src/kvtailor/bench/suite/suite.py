@@ -1,7 +1,7 @@
 """Suites: the tables of a published report, as TOML, with the plans, tasks and settings that fill them.
 
     title = "..."                        report = "where the tables come from"
-    awaits = ["rocketkv", "telepathy"] # names of plans and tasks that may be missing: then the table says so
+    awaits = ["rocketkv", "telepathy"] # names of plans and tasks that may be missing: then the table shows it
     [settings.default]                   # what {name} stands for, anywhere below
     budget = 256
     [settings.demo]                      # what differs for one model, found by the last part of its name
@@ -65,7 +65,7 @@ class Suite:
     Attributes:
         name: the file's name.
         title: what it is about.
-        report: where its tables come from; empty where nobody published them.
+        report: where its tables come from; empty where they are not published.
         awaits: names that plans and tasks use and this kvtailor may not have yet: of methods and presets (`rocketkv`),
             of a method's argument (`kivi.only`), of a plan's setting (`@resident_layers`), of tasks (`telepathy`).
         settings: by model, the values of `{name}`; 'default' has all of them, a model those that differ.
@@ -175,7 +175,7 @@ def _check(suite: Suite, faults: list[str]) -> None:
         used |= set(contestant.missing) if contestant is not None else set()
     if faults:
         return
-    # What has arrived is no fault of a suite that an older kvtailor wrote; a test of ours asks for it.
+    # What has arrived is no fault of a suite that an older kvtailor wrote; a test of ours finds it.
     faults += [
         f"awaits names {name!r}, which no plan and no task uses: take it out"
         for name in suite.awaits
@@ -194,7 +194,7 @@ def _contestant(plan: str, awaits: Sequence[str], faults: list[str]) -> Contesta
     try:
         contestant = Contestant.of(plan)
     except PlanError as error:
-        # A fault that names what is awaited says no more than that it is awaited.
+        # A fault that names what is awaited adds nothing.
         found = [fault for fault in error.faults if not any(repr(short) in fault for short in missing.values())]
         contestant = Contestant.of(plan, may_be_missing=True)
     if found or (contestant.missing and not missing):
