@@ -1,4 +1,4 @@
-"""Every classic fraud is fed to the bench and caught by name, and its honest twin passes."""
+"""Every classic fraud is fed to the bench and caught by name, and its honest counterpart passes."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.errors import UnknownName
 
 
-def test_every_tripwire_has_its_fraud():
+def test_every_sanity_check_has_its_fraud():
     assert set(FRAUDS) == set(CHECKS) and len(set(CHECKS)) == len(CHECKS)
 
 
