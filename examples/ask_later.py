@@ -4,9 +4,8 @@ python examples/ask_later.py
 """
 
 import kvtailor
-from kvtailor.hf.model.loading import load
 
-model, tokenizer = load("demo")
+model, tokenizer = kvtailor.load_model("demo")
 document = (
     "The ferry left the island twice a day. " * 9 + "The code of the harbour is 48213. " + "Nobody was there. " * 15
 )

@@ -6,9 +6,8 @@ python examples/batch_and_chat.py
 import torch
 
 import kvtailor
-from kvtailor.hf.model.loading import load
 
-model, tokenizer = load("demo")
+model, tokenizer = kvtailor.load_model("demo")
 plan = "snapkv(window=16) @ tokens=64"
 
 batch = tokenizer(

@@ -6,9 +6,8 @@ python examples/from_disk.py
 import tempfile
 
 import kvtailor
-from kvtailor.hf.model.loading import load
 
-model, tokenizer = load("demo")
+model, tokenizer = kvtailor.load_model("demo")
 text = "The ferry left the island twice a day, at six and at nine. " * 16
 ids = tokenizer(text + "The ferry left", return_tensors="pt").input_ids
 

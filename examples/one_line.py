@@ -4,9 +4,8 @@ python examples/one_line.py
 """
 
 import kvtailor
-from kvtailor.hf.model.loading import load
 
-model, tokenizer = load("demo")
+model, tokenizer = kvtailor.load_model("demo")
 prompt = "The old mill stood at the end of the village, and nobody had lived there for years. " * 12
 inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 import kvtailor
-from kvtailor.hf.model.loading import load
 
-model, tokenizer = load("demo")
+model, tokenizer = kvtailor.load_model("demo")
 document = tokenizer("The ferry left the island twice a day, at six and at nine. " * 20, return_tensors="pt").input_ids
 
 cache = kvtailor.cache_for(model, "snapkv(window=16) + kivi(bits=4) @ keep=0.5")

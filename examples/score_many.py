@@ -5,9 +5,8 @@ python examples/score_many.py
 
 import kvtailor
 from kvtailor.bench.data.texts import generated_text
-from kvtailor.hf.model.loading import load
 
-model, tokenizer = load("demo")
+model, tokenizer = kvtailor.load_model("demo")
 text = tokenizer(generated_text(12_000), return_tensors="pt", add_special_tokens=False).input_ids
 windows = [text[:, i : i + 320] for i in range(0, min(text.shape[1] - 320, 1280), 320)]
 

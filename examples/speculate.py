@@ -6,9 +6,8 @@ python examples/speculate.py
 from transformers import TextStreamer
 
 import kvtailor
-from kvtailor.hf.model.loading import load
 
-model, tokenizer = load("demo")
+model, tokenizer = kvtailor.load_model("demo")
 prompt = "The old mill stood at the end of the village, and nobody had lived there for years. " * 12
 ids = tokenizer(prompt, return_tensors="pt").input_ids
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvtailor.hf.cache import KvCache
     from kvtailor.hf.load_saved import load_cache
     from kvtailor.hf.make_cache import cache_for
+    from kvtailor.hf.model.loading import load as load_model
     from kvtailor.hf.run.ask import Answers, Reading, ask, read
     from kvtailor.hf.run.generate import Generated, generate
     from kvtailor.hf.run.prefill import prefill
@@ -45,6 +46,7 @@ __all__ = [
     "calibrate",
     "generate",
     "load_cache",
+    "load_model",
     "prefill",
     "read",
     "session",
@@ -65,6 +67,7 @@ _HOMES = {
     "calibrate": "calibration.run",
     "generate": "hf.run.generate",
     "load_cache": "hf.load_saved",
+    "load_model": "hf.model.loading:load",
     "prefill": "hf.run.prefill",
     "read": "hf.run.ask",
     "session": "hf.run.session",
@@ -74,7 +77,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvtailor' has no attribute {name!r}")
-    return getattr(import_module(f"kvtailor.{_HOMES[name]}"), name)
+    home, _, own = _HOMES[name].partition(":")
+    return getattr(import_module(f"kvtailor.{home}"), own or name)
 
 
 def __dir__() -> list[str]:

@@ -187,7 +187,10 @@ OUTPUTS = {
     "of one head": (lambda a: dataclasses.replace(a, output=a.output[:, :1]), r"an output of shape \(1, 1, 40, 16\)"),
     "in float64": (lambda a: dataclasses.replace(a, output=a.output.double()), "an output of torch.float64"),
     "nothing": (lambda a: None, "returned NoneType as an output"),
-    "read of a row": (lambda a: dataclasses.replace(a, read=torch.zeros(1).long()), r"tokens read of shape \(1,\)"),
+    "read of a row": (
+        lambda a: dataclasses.replace(a, tokens_read=torch.zeros(1).long()),
+        r"tokens read of shape \(1,\)",
+    ),
 }
 
 

@@ -127,12 +127,13 @@ class Attention(Method, ABC):
     Attributes:
         needs_codec: name of the codec whose segments this method reads (page bounds, say); None: any.
         gives_mass: `attend` honours `AttentionRequest.want_mass`.
-        weighs_tokens: `attend` honours `Reading.log_weight`.
+        weighs_tokens: `attend` honours `SegmentView.log_weight`.
         needs_rotation: `attend` needs `AttentionContext.rotation`.
         in_cache_positions: positions count what is held, so that a model may see more tokens than it was made for.
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
         graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but
             for the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
+        has_token_budget: its argument `tokens` says how many tokens it reads for each new one.
     """
 
     needs_codec: ClassVar[str | None] = None
@@ -142,6 +143,7 @@ class Attention(Method, ABC):
     in_cache_positions: ClassVar[bool] = False
     reads_alike: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = False
+    has_token_budget: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse the signatures that these methods had before they took requests (decision 0016).

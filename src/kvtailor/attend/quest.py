@@ -93,6 +93,7 @@ class Quest(Attention):
     """
 
     needs_codec: ClassVar[str | None] = "indexed"
+    has_token_budget: ClassVar[bool] = True
     reads_alike: ClassVar[bool] = False
     tokens: int = 1024
     least: int = 3
@@ -122,12 +123,14 @@ class Quest(Attention):
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
         chosen = self._choose(query, paged, visible, newest=_is_paged(parts[-1]))
+        # A kernel reads chosen pages where they lie; else they are copied into lanes, and read with what has no pages.
         found = _in_place(query.reshape(b * heads, -1, 1, query.shape[-1]), chosen, scaling)
         lanes, count = [] if found else [_copied(chosen)], chosen.tokens
         for part in parts:
             if not _is_paged(part):
                 seen = lane_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=device)
                 lanes.append(lanes_of(part.layout, part.view(), seen))
+                # What has no pages is read whole: an owner's tokens of it are the slots that its one query sees.
                 shape = (part.layout.lanes, 1, part.layout.size)
                 each = torch.ones(shape, device=device) if seen is None else seen.expand(shape)
                 count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))
@@ -149,12 +152,15 @@ class Quest(Attention):
             _bounds(part, rows, lane_sees(part.layout, visible, 0, 1, newest=newest, device=query.device))
             for part in parts
         ]
+        # The pages of all parts compete, side by side: (b * h, p_1 + p_2 + ...). `base` is where a part's begin.
         bound = torch.cat([pages.bound for pages in found], 1)
         best = bound.topk(min(bound.shape[1], max(self.least, self.tokens // parts[0].page)), sorted=False).indices
         here, places, base = [], [], 0
+        # An owner with fewer pages than are chosen gets places that are no page, whose bound is -inf.
         there = bound.gather(1, best).isfinite()
         for pages in found:
             size = pages.bound.shape[1]
+            # Of the k chosen places (b * h, k), those that are pages of this part, and which of its pages they are.
             here.append((best >= base) & (best < base + size) & there)
             places.append((best - base).clamp(0, size - 1))
             base += size
@@ -171,18 +177,23 @@ def _copied(chosen: _Chosen) -> Lanes:
     """The chosen pages of each owner as one lane (b * h, pages * page, ...)."""
     page, device = chosen.parts[0].page, chosen.tokens.device
     states = [part.decode() for part in chosen.parts]
+    # (b * h, k, page, d): each owner's k chosen pages, in the order of the choice, whatever part they are of.
     shape = (*chosen.here[0].shape, page)
     keys, values = (state.new_zeros((*shape, state.shape[-1])) for state in states[0])
     seen = torch.zeros(shape, dtype=torch.bool, device=device)
     for part, pages, here, place, (all_keys, all_values) in zip(
         chosen.parts, chosen.pages, chosen.here, chosen.places, states, strict=True
     ):
+        # `here` picks r pairs (owner, choice) in row-major order: the owner of each, and the place of its page among
+        # the owner's pages in this part. From those (r, 1) the page's lane, and (r, page) its slots.
         at = here.nonzero()[:, 0], place[here]
         lane, slot = pages.lane[at][:, None], pages.first[at][:, None] + torch.arange(page, device=device)
         inside = slot < part.layout.size
+        # The last page of a lane may be cut short: its missing slots read the last one, and are not seen.
         slot = slot.clamp(max=part.layout.size - 1)
         keys[here], values[here] = all_keys[lane, slot], all_values[lane, slot]
         seen[here] = inside if pages.seen is None else inside & pages.seen[lane, slot]
+    # (b * h, k * page, d), and what is seen with a query axis of one token.
     return Lanes(keys=keys.flatten(1, 2), values=values.flatten(1, 2), visible=seen.flatten(1)[:, None])
 
 
@@ -195,10 +206,12 @@ def _in_place(query: Tensor, chosen: _Chosen, scaling: float) -> list[tuple[Tens
         if attend is None:
             return []
         lanes, count = part.layout.lanes, part.low.shape[1]
+        # (b * h, k): the number of each chosen page within its lane.
         number = torch.div(pages.first.gather(1, place), part.page, rounding_mode="floor")
         # What is not chosen goes to a place past the last; nothing here waits for the device.
         at = (pages.lane.gather(1, place) * count + number).masked_fill(~here, lanes * count)
         table = number.new_full((lanes * count + 1,), -1).scatter_(0, at.flatten(), number.flatten())
+        # From owners to lanes (m, p): each lane's chosen pages first, -1 for none. A lane has at most k of them.
         table = table[:-1].view(lanes, count).sort(1, descending=True).values[:, : place.shape[1]]
         found.append(
             attend(
@@ -224,14 +237,18 @@ def _bounds(part: _Paged, rows: Tensor, seen: Tensor | None) -> _Pages:
     layout, device = part.layout, rows.device
     lanes, pages, _ = part.low.shape
     owner = layout.owners(device)
+    # The greatest of query * key over a page is at most, channel by channel, query * high where the query is positive
+    # and query * low where it is negative: (m, p, d) times (m, d, g), twice, and the greatest over the group's heads.
     mine = rows.index_select(0, owner)
     bound = torch.bmm(part.high.float(), mine.clamp(min=0).transpose(1, 2))
     bound = bound.baddbmm(part.low.float(), mine.clamp(max=0).transpose(1, 2)).amax(-1)
     lane = torch.arange(lanes, device=device)[:, None].expand(lanes, pages)
     first = (torch.arange(pages, device=device) * part.page).expand(lanes, pages)
+    # (m, p): the last page of a lane may be cut short.
     tokens = (layout.size - first).clamp(max=part.page)
     if seen is not None:
         seen = seen.expand(lanes, 1, layout.size)[:, 0]
+        # One query, so the axis of new tokens (m, 1, s) goes; up to whole pages, slots that are not there are not seen.
         padded = torch.nn.functional.pad(seen, (0, pages * part.page - layout.size))
         tokens = padded.view(lanes, pages, part.page).sum(-1)
         bound = bound.masked_fill(tokens == 0, -torch.inf)
@@ -239,7 +256,9 @@ def _bounds(part: _Paged, rows: Tensor, seen: Tensor | None) -> _Pages:
         return _Pages(lane=lane, first=first, bound=bound, tokens=tokens, seen=seen)
     # Ragged: the lanes of an owner follow each other, so a page's place among its owner's is known from counts.
     number = torch.bincount(owner, minlength=rows.shape[0])
+    # (m,) the number of a lane among its owner's: its place among all lanes, less those of the owners before.
     place = torch.arange(lanes, device=device) - (number.cumsum(0) - number)[owner]
+    # Lane `place` of an owner holds its pages place * p to place * p + p - 1.
     at = owner[:, None].expand(lanes, pages), place[:, None] * pages + torch.arange(pages, device=device)
     shape = (rows.shape[0], int(number.max()) * pages)
     table = _Pages(

@@ -58,6 +58,7 @@ class Rocket(Attention):
         window, kernel: of that choice; see `snapkv`.
     """
 
+    has_token_budget: ClassVar[bool] = True
     reads_alike: ClassVar[bool] = False
     tokens: int = 1024
     expect: int = 256

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from kvtailor.bench.kinds import GENERATED, KINDS, Kind, is_path, setting_faults
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks import Task
+from kvtailor.bench.tasks.contract import Task
 from kvtailor.errors import KvtailorError, UnknownName
 
 __all__ = ["SettingsError", "Text", "make_task"]

@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtailor.bench.data.overlap import Calibrated
 from kvtailor.errors import KvtailorError, PlanError
+from kvtailor.presets import FULL
+
+if TYPE_CHECKING:
+    from kvtailor.plan import Plan
 
 __all__ = ["OTHER_ATTENTION", "OWN", "Contestant"]
 
@@ -18,8 +23,10 @@ class Contestant:
 
     Attributes:
         label: the plan as the user wrote it.
-        plan: canonical form; None for the model's own cache, without kvtailor.
+        text: the plan's canonical form in one line; None for the model's own cache, without kvtailor.
         hash: content hash.
+        plan: the plan, parsed once; None for the model's own cache, for a plan that is missing, and for one that only
+            `Subject.make_cache` can read.
         missing: why this kvtailor cannot run the plan: what it names that is not there. Nothing is measured then, and
             every record of it says so.
         calibration: what its artefacts were made from; a task refuses to score it on that. A run adds what the plan's
@@ -27,10 +34,21 @@ class Contestant:
     """
 
     label: str
-    plan: str | None
+    text: str | None
     hash: str
+    plan: Plan | None = None
     missing: tuple[str, ...] = ()
     calibration: tuple[Calibrated, ...] = ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the model's own cache, without kvtailor."""
+        return self.text is None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is the null plan, which everything is compared with."""
+        return self.text == FULL
 
     @classmethod
     def of(cls, text: str, *, may_be_missing: bool = False) -> Contestant:
@@ -52,8 +70,8 @@ class Contestant:
             if not may_be_missing:
                 raise
             digest = hashlib.sha256(label.encode()).hexdigest()[:12]
-            return cls(label=label, plan=label, hash=f"missing-{digest}", missing=tuple(error.faults))
-        return cls(label=label, plan=str(plan), hash=plan.hash)
+            return cls(label=label, text=label, hash=f"missing-{digest}", missing=tuple(error.faults))
+        return cls(label=label, text=str(plan), hash=plan.hash, plan=plan)
 
     @classmethod
     def named(cls, text: str) -> Contestant:
@@ -68,11 +86,12 @@ class Contestant:
         from kvtailor.plan import Plan
 
         try:
-            return cls.of(str(Plan.from_toml(Path(text).expanduser().read_text(encoding="utf-8"))))
+            plan = Plan.from_toml(Path(text).expanduser().read_text(encoding="utf-8"))
         except OSError as error:
             raise KvtailorError(f"asked for the plan in {text}, which cannot be read: {error}") from error
+        return cls(label=str(plan), text=str(plan), hash=plan.hash, plan=plan)
 
 
-OWN = Contestant(label="the model's own cache", plan=None, hash="own")
-OTHER_ATTENTION = Contestant(label="the model's own cache under its other attention", plan=None, hash="own, eager")
+OWN = Contestant(label="the model's own cache", text=None, hash="own")
+OTHER_ATTENTION = Contestant(label="the model's own cache under its other attention", text=None, hash="own, eager")
 """Exact as well, and rounded elsewhere: a yardstick for what rounding does, see `bench.checks.rounding`."""

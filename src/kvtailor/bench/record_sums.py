@@ -6,15 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-__all__ = ["check_sums"]
+from kvtailor.bench.kinds import KINDS
 
-_BY_SAMPLE = ("perplexity", "fidelity", "needle", "longcontext", "harness")
-_MEANS = {
-    "perplexity": {"nll": "nll"},
-    "fidelity": {"kl": "kl", "top1": "top1"},
-    "needle": {"accuracy": "hit", "recall": "recall", "answer_nll": "nll"},
-}
-"""Metrics by task that are the mean of `values` of the name behind them."""
+__all__ = ["check_sums"]
 
 
 def check_sums(
@@ -34,7 +28,7 @@ def check_sums(
     Raises:
         ValueError: one that does not agree, by its field.
     """
-    if task not in _BY_SAMPLE:
+    if task not in KINDS or not KINDS[task].by_sample:
         return
     first = next(iter(values), None)
     for name, found in values.items():
@@ -69,6 +63,6 @@ def _means(
     task: str, metrics: Mapping[str, float | None], values: Mapping[str, Sequence[float]]
 ) -> Mapping[str, str]:  # fmt: skip
     if task != "longcontext":
-        return _MEANS.get(task, {})
+        return {metric.name: metric.mean_of for metric in KINDS[task].told if metric.mean_of is not None}
     # The geometric mean of several ROUGE scores is the mean of no list.
     return {name: name for name in metrics if name in values and not (name == "score" and len(metrics) > 1)}

@@ -4,28 +4,70 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 
 import torch
 
 from kvtailor.bench import checks
+from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.measure import machine
 from kvtailor.bench.schema import NoRecords, Record, read_records
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import Task
 from kvtailor.errors import KvtailorError
+from kvtailor.presets import FULL
 
-__all__ = ["contestants_of", "finished", "plan_run", "run"]
+__all__ = ["Job", "contestants_of", "finished", "plan_run", "run"]
 
-FULL = "full"
 _MUST_BE_EQUAL = (
     "python", "torch", "transformers", "kvtailor", "commit", "processor", "threads", "accelerator",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A task for some plans, with what becomes of it where it cannot be done.
+
+    Attributes:
+        kind: name of the task.
+        task: None where it cannot be made; then `why` says why, and each plan gets a record with that.
+        contestants: the plans, the null plan first; those that this kvtailor does not have get a record that says so.
+        why: see `task`.
+        asked: the task with its settings as a suite asked for it, for its records; None outside of suites. A task of a
+            suite that breaks off gives records that say so, and the next one goes on.
+    """
+
+    kind: str
+    task: Task | None
+    contestants: tuple[Contestant, ...]
+    why: str | None = None
+    asked: str | None = None
+
+    @property
+    def there(self) -> tuple[Contestant, ...]:
+        """The plans that this kvtailor has."""
+        return tuple(each for each in self.contestants if not each.missing)
+
+    @property
+    def absent(self) -> tuple[Contestant, ...]:
+        """The plans that it does not have."""
+        return tuple(each for each in self.contestants if each.missing)
+
+    @property
+    def cells(self) -> int:
+        """How many records it gives."""
+        there = len(self.there)
+        return (there if self.task is None else self.task.cells(there)) + len(self.absent)
+
+    @property
+    def units(self) -> int:
+        """How often `advance` is called."""
+        return 0 if self.task is None else self.task.units(len(self.there))
 
 
 def contestants_of(plans: Sequence[str], *, may_be_missing: bool = False) -> list[Contestant]:
@@ -45,11 +87,10 @@ def contestants_of(plans: Sequence[str], *, may_be_missing: bool = False) -> lis
     return list(found.values())
 
 
-def plan_run(tasks: Sequence[Task], contestants: Sequence[Contestant]) -> tuple[int, int]:
-    """How many records a run gives, and how often `advance` is going to be called at most."""
-    there = sum(not contestant.missing for contestant in contestants)
-    absent = len(contestants) - there
-    return sum(task.cells(there) + absent for task in tasks), sum(task.units(there) for task in tasks)
+def plan_run(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()) -> tuple[int, int]:
+    """Return how many records a run gives, and how often `advance` is going to be called at most."""
+    jobs = _jobs(tasks, contestants)
+    return sum(job.cells for job in jobs), sum(job.units for job in jobs)
 
 
 def finished(out: Path | None, device: torch.device | None = None) -> dict[str, Record]:
@@ -81,7 +122,7 @@ def finished(out: Path | None, device: torch.device | None = None) -> dict[str, 
 def run(
     subject: Subject,
     contestants: Sequence[Contestant],
-    tasks: Sequence[Task],
+    tasks: Sequence[Task | Job],
     *,
     out: Path | None = None,
     advance: Callable[[str], None] = lambda label: None,
@@ -95,7 +136,7 @@ def run(
     Args:
         subject: the model.
         contestants: from `contestants_of`.
-        tasks: what to measure.
+        tasks: what to measure: tasks for all `contestants`, or jobs for plans of their own among them.
         out: folder to which `records-RUN.jsonl` is written line by line; None: nothing is written.
         advance: called after each unit of work with the label of what runs.
         finish: called with each record once it is written, or known to be there.
@@ -110,20 +151,23 @@ def run(
         KvtailorError: a task cannot be done at all; records of tasks before it have been written. Or the model is not
             trained and a task asks for more than costs; nothing has been measured then.
     """
-    for task in tasks:
-        if task.name not in KINDS or not KINDS[task.name].of_cost:
-            subject.answer_for(task.name)
+    jobs = _jobs(tasks, contestants)
+    for job in jobs:
+        if job.kind not in KINDS or not KINDS[job.kind].of_cost:
+            subject.answer_for(job.kind)
     permits = checks.allowances(allow)
-    contestants = [replace(each, calibration=subject.provenance(each)) for each in contestants]
-    verdicts = {each.label: subject.verdicts(each) for each in contestants}
-    checks.check_sources({name: text for task in tasks for name, text in task.texts().items()})
+    everyone = {each.hash: each for job in jobs for each in job.contestants}
+    calibrated = {plan: replace(each, calibration=subject.provenance(each)) for plan, each in everyone.items()}
+    verdicts = {each.label: subject.verdicts(each) for each in calibrated.values()}
+    texts = {name: text for job in jobs if job.task is not None for name, text in job.task.texts().items()}
+    checks.check_sources(texts)
     started = datetime.now(UTC)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     here = machine.describe(bandwidth=bandwidth, device=subject.device, dtype=subject.dtype)
     weights, model_hash = subject.weights(), subject.fingerprint()
     done = finished(out, subject.device) if resume else {}
 
-    def blank(task: Task) -> Callable[[Contestant], Record]:
+    def blank(job: Job) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(
             run=name,
             started=started.isoformat(timespec="milliseconds"),
@@ -134,33 +178,28 @@ def run(
             dtype=str(subject.dtype).removeprefix("torch."),
             device=str(subject.device),
             label=contestant.label,
-            plan=contestant.plan or contestant.label,
+            plan=contestant.text or contestant.label,
             plan_hash=contestant.hash,
             missing=contestant.missing,
             calibrated_on=tuple(f"{made.text_name} {made.text_hash}" for made in contestant.calibration),
-            task=task.name,
-            task_version=task.version,
+            task=job.kind,
+            task_version=0 if job.task is None else job.task.version,
+            asked=job.asked,
             machine=here,
         )
 
     path = _file(out, name)
     records: list[Record] = []
-    there = [contestant for contestant in contestants if not contestant.missing]
-    absent = [contestant for contestant in contestants if contestant.missing]
-    for task in tasks:
+    for job in jobs:
         steps = _Steps(advance)
         given = Given(
             subject=subject,
-            contestants=there,
-            blank=blank(task),
+            contestants=[calibrated[each.hash] for each in job.there],
+            blank=blank(job),
             advance=steps,
             known=lambda blank: done.get(blank.key),
         )
-        without = (
-            replace(given.blank(each), error=f"This kvtailor does not have it: {'; '.join(each.missing)}")
-            for each in absent
-        )
-        for found in chain(task.measure(given), steps.rest(task, len(there)), without):
+        for found in _records_of(job, given, steps):
             own = (note for note in found.notes if not checks.is_allowance(note))
             record = replace(found, notes=tuple(dict.fromkeys((*own, *verdicts.get(found.label, ()), *permits))))
             records.append(record)
@@ -173,8 +212,38 @@ def run(
     return records
 
 
+def _jobs(tasks: Sequence[Task | Job], contestants: Sequence[Contestant]) -> list[Job]:
+    return [
+        each if isinstance(each, Job) else Job(kind=each.name, task=each, contestants=tuple(contestants))
+        for each in tasks
+    ]
+
+
+def _records_of(job: Job, given: Given, steps: _Steps) -> Iterator[Record]:
+    """The records of all plans of a job; a step that it promised and had no use for is told at its end."""
+    left = {contestant.hash: contestant for contestant in given.contestants}
+    why = job.why
+    if job.task is not None:
+        try:
+            for record in records_of(job.task, given):
+                left.pop(record.plan_hash, None)
+                yield record
+            left.clear()
+        except Fraud:
+            raise
+        except (KvtailorError, ImportError) as error:
+            if job.asked is None:
+                raise
+            why = str(error)
+    yield from (replace(given.blank(contestant), error=str(why)) for contestant in left.values())
+    steps.finish(job)
+    for contestant in job.absent:
+        lacking = "; ".join(contestant.missing)
+        yield replace(given.blank(contestant), error=f"This kvtailor does not have it: {lacking}")
+
+
 class _Steps:
-    """Tells the steps of a task, and those that it promised and had no use for: a plan failed, or a text was short."""
+    """Tells the steps of a job, and those that it promised and had no use for: a plan failed, or a text was short."""
 
     def __init__(self, advance: Callable[[str], None]):
         self._advance, self._told = advance, 0
@@ -183,12 +252,10 @@ class _Steps:
         self._told += 1
         self._advance(label)
 
-    def rest(self, task: Task, contestants: int) -> Iterator[Record]:
-        """No record; what is left of the steps is told when it is asked for one."""
-        for _ in range(task.units(contestants) - self._told):
-            self._advance(task.name)
-        return
-        yield
+    def finish(self, job: Job) -> None:
+        """Tell what is left of the steps."""
+        for _ in range(job.units - self._told):
+            self._advance(job.kind)
 
 
 def _file(out: Path | None, run: str) -> Path | None:

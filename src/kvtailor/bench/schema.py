@@ -18,9 +18,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtailor.bench.record_sums import check_sums
 from kvtailor.errors import KvtailorError
+from kvtailor.presets import FULL
 
 __all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "damaged_ends", "latest", "read_records"]
 
+# Fields that records of before have under another name.
+_NOW_CALLED = {"bytes_by_room": "bytes_by_stage"}
 SCHEMA = 1
 _LARGEST = 2**63
 
@@ -148,6 +151,11 @@ class Record:
     error: str | None = None
 
     @property
+    def is_full(self) -> bool:
+        """Whether it is of the null plan, which everything is compared with."""
+        return self.plan == FULL
+
+    @property
     def key(self) -> str:
         """Name of what was measured: equal for the same model and weights, dtype, device, plan, task, point, text and
         state, asked for by a suite in the same words or by none, whatever came out."""
@@ -198,6 +206,7 @@ class Record:
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             schema = found.get("schema") if isinstance(found, dict) else None
             raise RecordError(f"expected a record of schema {SCHEMA}, found {schema!r}: run the bench again")
+        found = {_NOW_CALLED.get(name, name): value for name, value in found.items()}
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(found) - known)
         if unknown:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.fingerprint import fingerprint
 from kvtailor.ledger import storage_bytes
+
+if TYPE_CHECKING:
+    from kvtailor.plan import Plan
 
 __all__ = ["Subject", "Tokens", "hash_of"]
 
@@ -47,7 +50,7 @@ class Subject:
         name: name or folder it was loaded from.
         model: called as `model(input_ids=, past_key_values=, use_cache=True, logits_to_keep=)`.
         tokenizer: called as transformers' tokenizers are; None where no task needs text.
-        make_cache: (model, plan) -> cache; None: `kvtailor.cache_for`.
+        make_cache: (model, plan in one line) -> cache; None: `kvtailor.cache_for`.
         whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole_budget`;
             None: kvtailor's own, if `make_cache` is, else nobody can say.
         loadable: another process can load the same model by `name`, dtype and device.
@@ -147,18 +150,27 @@ class Subject:
         if contestant.plan is None or contestant.missing or self.make_cache is not None:
             return []
         from kvtailor.hf.model.calibrated import calibrations_of
-        from kvtailor.plan import Plan
 
         try:
-            found = calibrations_of(Plan.parse(contestant.plan), self.model)
+            found = calibrations_of(contestant.plan, self.model)
         except KvtailorError:
             return []
         return [file for files in found.values() for file in files]
 
     def new_cache(self, contestant: Contestant) -> Any:
-        """An empty cache; None stands for the model's own, under the model's own attention."""
-        if contestant.plan is not None:
-            return (self.make_cache or _cache_for)(self.model, contestant.plan)
+        """Return an empty cache; None stands for the model's own, under the model's own attention.
+
+        Raises:
+            KvtailorError: the model cannot have it, or the plan was never parsed.
+        """
+        if contestant.text is not None:
+            if self.make_cache is not None:
+                return self.make_cache(self.model, contestant.text)
+            if contestant.plan is None:
+                raise KvtailorError(
+                    f"asked for a cache of {contestant.label!r}, which holds no parsed plan: make it by Contestant.of"
+                )
+            return _cache_for(self.model, contestant.plan)
         if self.stock_attention is not None:
             wanted = self.stock_attention
             if contestant is OTHER_ATTENTION:
@@ -167,15 +179,20 @@ class Subject:
                 self.model.set_attn_implementation(wanted)
         return None
 
-    def whole_budgets(self, contestant: Contestant) -> tuple[str, ...]:
-        """What `whole_budget` says of a plan; nothing for the model's own cache."""
-        if contestant.plan is None or (self.whole_budget is None and self.make_cache is not None):
+    def at_whole_budget(self, contestant: Contestant) -> tuple[Contestant, ...]:
+        """Return what `whole_budget` makes of a plan; nothing for the model's own cache."""
+        if contestant.text is None:
             return ()
+        label = f"{contestant.label} at its whole budget"
         if self.whole_budget is not None:
-            return self.whole_budget(contestant.plan)
-        from kvtailor.bench.whole_budget import plans_at_whole_budget
+            lines = self.whole_budget(contestant.text)
+            return tuple(Contestant(label=label, text=line, hash=f"whole {line}") for line in lines)
+        if self.make_cache is not None or contestant.plan is None:
+            return ()
+        from kvtailor.bench.whole_budget import at_whole_budget
 
-        return plans_at_whole_budget(contestant.plan)
+        plans = at_whole_budget(contestant.plan)
+        return tuple(Contestant(label=label, text=str(each), hash=f"whole {each}", plan=each) for each in plans)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Any, *, last_only: bool = False) -> tuple[Tensor, Any]:
@@ -282,7 +299,7 @@ def _reads_twice(cache: Any) -> bool:
     return engine is not None and bool(engine.needs.reconstruction)
 
 
-def _cache_for(model: Any, plan: str) -> Any:
+def _cache_for(model: Any, plan: Plan) -> Any:
     from kvtailor.hf.make_cache import cache_for
 
     return cache_for(model, plan)

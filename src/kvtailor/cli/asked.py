@@ -1,50 +1,99 @@
-"""From the options of `kvtailor bench` to the tasks that they ask for, as `bench.build` takes them."""
+"""From the options of `kvtailor bench` to the tasks that they ask for, as `bench.build` takes them.
+
+Which options there are, which task each is about and what it sets, the tasks' files declare (`bench.kinds`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from kvtailor.bench.kinds import KINDS, Kind
+from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, NEW_TOKENS, Option
+from kvtailor.errors import KvtailorError
 
 if TYPE_CHECKING:
     from kvtailor.bench.subject import Subject
 
-__all__ = ["SERVES", "SETS", "TASKS", "USUAL", "Asked", "numbers", "settings_of", "sizes", "split_tasks"]
+__all__ = [
+    "OPTIONS",
+    "SERVES",
+    "SETS",
+    "TASKS",
+    "USUAL",
+    "Asked",
+    "check_flags",
+    "numbers",
+    "settings_of",
+    "sizes",
+    "split_tasks",
+    "task_options",
+    "text_name",
+    "values_of",
+]
 
-TASKS = ("perplexity", "needle", "fidelity", "speed", "memory", "capacity", "speculation")
-USUAL = ("perplexity", "needle", "speed", "memory")
-SETS = {"longbench": "longcontext", "zeroscrolls": "longcontext", "harness": "harness"}
+TASKS = tuple(name for name, kind in KINDS.items() if not kind.sets)
+USUAL = tuple(name for name, kind in KINDS.items() if kind.usual)
+SETS = {each: name for name, kind in KINDS.items() for each in kind.sets}
 """Sets of tasks, asked for as SET:NAME, and the kind of task that measures them."""
-ANSWER_ROOM = 32
-WINDOWS = 50
-FIDELITY_WINDOWS = 20
-STATE_APART = 10_000
-"""Random states between two numbers of --state: more than a run has documents of one kind, or rounds."""
-SERVES = {
-    **dict.fromkeys(("chunk", "beyond"), ("perplexity",)),
-    "continuation": ("perplexity", "fidelity"),
-    "windows": ("perplexity", "fidelity"),
-    **dict.fromkeys(("needles", "depths", "documents", "kind", "question_outside"), ("needle",)),
-    "contexts": ("speed", "memory", "speculation"),
-    "batches": ("speed", "memory"),
-    "graphs": ("speed",),
-    **dict.fromkeys(("new_tokens", "rounds"), ("speed", "speculation")),
-    **dict.fromkeys(("draft", "draft_plan", "middle_plan", "gamma"), ("speculation",)),
-    "state": ("perplexity", "fidelity", "needle", "speculation", "longbench", "zeroscrolls"),
-    "memory": ("capacity",),
-    "examples": tuple(SETS),
-}
-"""Tasks that an option of the bench is about; one that is about none of those asked would pass in silence."""
+ANSWER_TOKENS = 32
 
-N = TypeVar("N", int, float)
+T = TypeVar("T")
 Asked = tuple[str, Mapping[str, object]]
 
 
+def _options() -> dict[str, Option]:
+    found = [each.option for kind in KINDS.values() for each in kind.declared if each.option is not None]
+    return {option.name: option for option in found}
+
+
+def _served() -> dict[str, tuple[str, ...]]:
+    """An option whose value stands for another one that is not given is about every task, and has no entry."""
+    general = {option.like.name for option in OPTIONS.values() if option.like is not None}
+    found: dict[str, list[str]] = {name: [] for name in OPTIONS if name not in general}
+    for kind in KINDS.values():
+        for each in kind.declared:
+            if each.option is not None and each.option.name in found:
+                found[each.option.name] += kind.asked_as
+    return {name: tuple(dict.fromkeys(tasks)) for name, tasks in found.items()}
+
+
+OPTIONS = _options()
+"""The options that tasks declare, by the name of their value, in the order of the tasks."""
+SERVES = _served()
+"""Tasks that an option is about; one that is about none of those asked would pass in silence."""
+
+
+def task_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the options that tasks declare; a decorator for below `click.command`."""
+    for option in reversed(OPTIONS.values()):
+        command = _click_option(option)(command)
+    return command
+
+
+def check_flags(command: click.Command) -> None:
+    """Refuse two options with one flag.
+
+    Raises:
+        KvtailorError: a task declares an option that the command has already.
+    """
+    for words in (
+        [flag for each in command.params for flag in each.opts],
+        [each.name or "" for each in command.params],
+    ):
+        twice = sorted({word for word in words if words.count(word) > 1})
+        if twice:
+            raise KvtailorError(
+                f"a task declares the option {', '.join(twice)}, which `kvtailor bench` has: give it another flag"
+            )
+
+
 def split_tasks(text: str) -> list[tuple[str, str | None]]:
-    """The tasks of `--tasks`, each with what stands behind its ':'.
+    """Return the tasks of `--tasks`, each with what stands behind its ':'.
 
     Raises:
         click.UsageError: none, or one that is not known.
@@ -66,14 +115,14 @@ def split_tasks(text: str) -> list[tuple[str, str | None]]:
     return found
 
 
-def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
-    """The numbers of an option that takes several.
+def numbers(text: str, kind: Callable[[str], T], option: str) -> tuple[T, ...]:
+    """Return the values of an option that takes several.
 
     Raises:
         click.UsageError: something else stands there.
     """
     try:
-        found = tuple(kind(part) for part in text.split(",") if part.strip())
+        found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:
         found = ()
     if not found:
@@ -81,13 +130,27 @@ def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
     return found
 
 
+def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of every option that tasks declare, by name; None where neither it nor a default is given.
+
+    Args:
+        given: what was typed, by name.
+
+    Raises:
+        click.UsageError: one of them cannot be read.
+    """
+    return {name: _value(option, given[name]) for name, option in OPTIONS.items()}
+
+
 def sizes(subject: Subject, context: int | None, continuation: int | None, new_tokens: int) -> tuple[int, int]:
-    """Context and continuation, as asked or as the model's positions allow."""
+    """Return context and continuation, as asked or as the model's positions allow."""
     positions = subject.positions
     if context is None:
         context = (
-            512 if positions is None else max(16, min(512, positions - max(new_tokens, ANSWER_ROOM, positions // 5)))
-        )
+            512
+            if positions is None
+            else max(16, min(512, positions - max(new_tokens, ANSWER_TOKENS, positions // 5)))
+        )  # fmt: skip
     if continuation is None:
         continuation = max(1, context // 4)
         if positions is not None:
@@ -96,66 +159,79 @@ def sizes(subject: Subject, context: int | None, continuation: int | None, new_t
 
 
 def settings_of(
-    tasks: Sequence[tuple[str, str | None]],
-    *,
-    texts: Sequence[str],
-    context: int,
-    continuation: int,
-    chunk: int | None,
-    beyond: bool,
-    windows: int | None,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    documents: int,
-    kinds: Sequence[str],
-    question_outside: bool,
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    new_tokens: Sequence[int],
-    rounds: int,
-    graphs: bool,
-    memory_bytes: int | None,
-    examples: int | None,
-    draft: str | None,
-    draft_plan: str | None,
-    middle_plan: str | None,
-    gamma: int,
-    state: int,
+    tasks: Sequence[tuple[str, str | None]], values: Mapping[str, Any], texts: Sequence[str], subject: Subject
 ) -> Iterator[Asked]:
-    """Kind and settings of every task, in the order asked; see the options of `kvtailor bench`."""
+    """Yield kind and settings of every task, in the order asked.
+
+    Args:
+        tasks: from `split_tasks`.
+        values: from `values_of`.
+        texts: names of texts, at least one.
+        subject: the model, for the sizes that were not given.
+    """
+    new_tokens = max(values.get(NEW_TOKENS.name) or (1,))
+    sized = sizes(subject, values.get(CONTEXT.name), values.get(CONTINUATION.name), new_tokens)
+    values = {**values, CONTEXT.name: sized[0], CONTINUATION.name: sized[1]}
     for name, which in tasks:
-        if name == "perplexity":
-            for text in texts:
-                yield name, {"text": text, "context": context, "continuation": continuation, "chunk": chunk,
-                             "beyond": beyond, "windows": windows or WINDOWS, "state": state}  # fmt: skip
-        elif name == "needle":
-            for kind in kinds:
-                yield name, {"lengths": lengths, "depths": depths, "documents": documents, "kind": kind,
-                             "question_outside": question_outside, "state": state * STATE_APART}  # fmt: skip
-        elif name == "fidelity":
-            for text in texts:
-                yield name, {"text": text, "context": context, "continuation": continuation,
-                             "windows": windows or FIDELITY_WINDOWS, "state": state}  # fmt: skip
-        elif name == "speed":
-            for size, batch, tokens in product(contexts, batches, new_tokens):
-                yield name, {"text": texts[0], "context": size, "batch": batch, "tokens": tokens, "rounds": rounds,
-                             "graphs": graphs}  # fmt: skip
-        elif name == "memory":
-            for size, batch in product(contexts, batches):
-                yield name, {"context": size, "batch": batch}
-        elif name == "speculation":
-            for size, tokens in product(contexts, new_tokens):
-                yield name, {"text": texts[0], "context": size, "tokens": tokens, "rounds": rounds, "draft": draft,
-                             "draft_plan": draft_plan, "middle_plan": middle_plan, "gamma": gamma,
-                             "state": state * STATE_APART}  # fmt: skip
-        elif name == "capacity":
-            yield name, {"memory_bytes": memory_bytes}
-        elif name == "harness":
-            yield SETS[name], {"task": which, "limit": examples}
-        else:
-            yield SETS[name], {"benchmark": name, "subset": which, "examples": examples, "state": state}
+        kind = KINDS[SETS.get(name, name)]
+        fixed: dict[str, object] = {**kind.sets.get(name, {}), **({kind.set_name: which} if which else {})}
+        axes: dict[str, Sequence[object]] = {}
+        if kind.reads_text:
+            axes["text"] = texts if kind.of_each_text else texts[:1]
+        for setting, each, value in _set(kind, values):
+            if each:
+                axes[setting] = value
+            else:
+                fixed[setting] = value
+        for point in product(*axes.values()):
+            yield kind.module, {**fixed, **dict(zip(axes, point, strict=True))}
 
 
 def text_name(text: str) -> str:
-    """A text as `bench.build` takes it: a file is told from a corpus by its path."""
+    """Return a text as `bench.build` takes it: a file is told from a corpus by its path."""
     return str(Path(text).resolve()) if Path(text).exists() else text
+
+
+def _set(kind: Kind, values: Mapping[str, Any]) -> Iterator[tuple[str, bool, Any]]:
+    """The settings of a task for which an option has a value: name, whether each of the values is a task, value."""
+    for declared in kind.declared:
+        option, times = declared.option, declared.setting.times
+        if option is None:
+            continue
+        value = values[option.name]
+        if value is None and option.like is not None:
+            value = values[option.like.name]
+        if value is None:
+            continue
+        if option.listed and not isinstance(value, tuple):
+            value = (value,)
+        if times != 1:
+            value = tuple(times * x for x in value) if option.listed else times * value
+        several = declared.setting.each
+        yield declared.name, several, value if option.listed or not several else (value,)
+
+
+def _value(option: Option, given: Any) -> Any:
+    if given is None or (option.type is bool and given is False):
+        return None
+    if option.unit == "bytes":
+        from kvtailor.plan.grammar import bytes_of
+
+        try:
+            return bytes_of(given)
+        except ValueError as error:
+            raise click.UsageError(f"{option.flag}: {error}.") from error
+    if not option.listed:
+        return given
+    found = numbers(given, option.type, option.flag)
+    return tuple(dict.fromkeys(found)) if option.type is str else found
+
+
+def _click_option(option: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    if option.type is bool:
+        return click.option(option.flag, is_flag=True, help=option.help)
+    kind: Any = str if option.listed or option.unit else option.type
+    if kind is int:
+        kind = click.IntRange(option.least, option.most)
+    shown = option.default is not None
+    return click.option(option.flag, type=kind, default=option.default, show_default=shown, help=option.help)

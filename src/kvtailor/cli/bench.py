@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtailor.cli.asked import SERVES, SETS, TASKS, USUAL, numbers, settings_of, sizes, split_tasks, text_name
+from kvtailor.cli.asked import (
+    OPTIONS,
+    SERVES,
+    SETS,
+    TASKS,
+    USUAL,
+    Asked,
+    check_flags,
+    settings_of,
+    split_tasks,
+    task_options,
+    text_name,
+    values_of,
+)
 from kvtailor.cli.margins import margin_options, margins_of
 from kvtailor.cli.micro import BenchOrMicro
 
@@ -24,28 +38,12 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 DEFAULT_PLANS = ("full", "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
-AS_NAMED = ("graphs", "draft", "draft_plan", "middle_plan")
 OF_ONE_RUN = {
-    "plans": "--plans", "texts": "--text", "tasks": "--tasks", "context": "--context", "chunk": "--chunk",
-    "beyond": "--beyond", "continuation": "--continuation", "windows": "--windows", "needles": "--needles",
-    "depths": "--depths",
-    "documents": "--documents", "kind": "--kind", "question_outside": "--question-outside", "examples": "--examples",
-    "contexts": "--contexts", "batches": "--batches", "new_tokens": "--new-tokens", "rounds": "--rounds",
-    "state": "--state",
-    "memory": "--memory", "gamma": "--gamma", **{name: "--" + name.replace("_", "-") for name in AS_NAMED},
-}  # fmt: skip
-_AS_GIVEN = (
-    "documents",
-    "question_outside",
-    "rounds",
-    "windows",
-    "chunk",
-    "beyond",
-    "examples",
-    "gamma",
-    "state",
-    *AS_NAMED,
-)
+    "plans": "--plans",
+    "texts": "--text",
+    "tasks": "--tasks",
+    **{name: option.flag for name, option in OPTIONS.items()},
+}
 
 
 @click.command(cls=BenchOrMicro, short_help="Compare plans: quality, bytes and speed.")
@@ -71,55 +69,12 @@ _AS_GIVEN = (
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder with data sets in their original layouts; without it the datasets library fetches them.",
 )
-@click.option(
-    "--context", type=click.IntRange(1), help="Tokens prefilled and compressed.  [512, or what the model has]"
-)
-@click.option("--continuation", type=click.IntRange(1), help="Tokens scored after them.  [a quarter of --context]")
-@click.option(
-    "--chunk",
-    type=click.IntRange(1),
-    help="Feed the continuation so many tokens at a time, so that eviction while decoding acts.  [all at once]",
-)
-@click.option("--beyond", is_flag=True, help="Windows may be longer than what the model was made for, as in streaming.")
-@click.option("--windows", type=click.IntRange(1), help="Windows of each text.  [50, 20 for fidelity]")
-@click.option("--needles", help="Lengths of the needle documents in tokens, with ',' between.  [--context]")
-@click.option("--depths", default="0.1,0.3,0.5,0.7,0.9", show_default=True, help="Where the needles stand, 0 to 1.")
-@click.option(
-    "--documents", type=click.IntRange(1), default=4, show_default=True, help="Documents for each length and depth."
-)
-@click.option(
-    "--kind",
-    default="needle",
-    show_default=True,
-    help="Which documents, with ',' between: needle, passkey, key_value, multi_value, multi_query, variables, "
-    "characters, first_names, copy_span, common_words, frequent_words.",
-)
-@click.option("--question-outside", is_flag=True, help="Ask after the compressed context, not inside it.")
-@click.option("--examples", type=click.IntRange(1), help=f"So many examples of each of {', '.join(SETS)}.  [all]")
-@click.option(
-    "--state",
-    type=click.IntRange(0, 49),
-    default=0,
-    show_default=True,
-    help="Another number takes other documents: those generated, windows of a text, --examples of a set.",
-)
-@click.option("--contexts", help="Prompts of speed, memory and speculation in tokens, with ',' between.  [--context]")
-@click.option("--batches", default="1", show_default=True, help="Rows of speed and memory, with ',' between.")
-@click.option(
-    "--new-tokens", default="32", show_default=True, help="Tokens decoded in a timed round, with ',' between."
-)
-@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Timed rounds over all plans.")
-@click.option("--graphs", is_flag=True, help="Plans decode by CUDA graphs in speed, which they must allow.")
-@click.option("--draft", help="For speculation: a draft model, by name or folder.")
-@click.option("--draft-plan", help="For speculation: plan of the draft's cache; alone, the same weights draft.")
-@click.option("--middle-plan", help="For speculation: plan of the cache between a draft model and the plan's own.")
-@click.option("--gamma", type=click.IntRange(1), default=4, show_default=True, help="Tokens drafted at once.")
-@click.option("--memory", help="What capacity may fill, such as 8GiB.  [what the machine has free]")
+@task_options
 @click.option(
     "--tasks",
     default=",".join(USUAL),
     show_default=True,
-    help=f"What to measure: {', '.join(TASKS)}, longbench:qasper, zeroscrolls:gov_report, harness:arc_easy and so on.",
+    help=f"What to measure: {', '.join(TASKS)}, {', '.join(f'{name}:NAME' for name in SETS)}.",
 )
 @click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--device", help="Such as cpu or cuda.")
@@ -161,48 +116,29 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(f"{words} beside --suite: a suite says what runs; leave out one of them.")
     if options["tables"] and not options["suite"]:
         raise click.UsageError("--table without --suite: say which suite.")
-    asked = _read(options)
-    idle = [name for name in SERVES if name in given and not {task for task, _ in asked["tasks"]} & set(SERVES[name])]
+    tasks, values = split_tasks(options["tasks"]), values_of(options)
+    idle = [name for name in SERVES if name in given and not {task for task, _ in tasks} & set(SERVES[name])]
     if idle:
         words = "; ".join(f"{OF_ONE_RUN[name]} is about {' and '.join(SERVES[name])}" for name in idle)
         raise click.UsageError(f"{words}, which --tasks does not ask for.")
     try:
         with console.status(f"loading {options['model']}"):
             subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
-        found = _suite(options, subject, console) if options["suite"] else _one_run(options, asked, subject, console)
+        if options["suite"]:
+            found = _suite(options, subject, console)
+        else:
+            texts = [text_name(text) for text in options["texts"]] or ["generated"]
+            found = _one_run(options, list(settings_of(tasks, values, texts, subject)), subject, console)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if options["as_json"]:
         click.echo(json.dumps(found, ensure_ascii=False, allow_nan=False))
 
 
-def _read(options: dict[str, Any]) -> dict[str, Any]:
-    """What the options that are lists in a text say, before anything is loaded.
-
-    Raises:
-        click.UsageError: one of them says nothing that can be read.
-    """
-    from kvtailor.plan.grammar import bytes_of
-
-    try:
-        memory = bytes_of(options["memory"]) if options["memory"] else None
-    except ValueError as error:
-        raise click.UsageError(f"--memory: {error}.") from error
-    return {
-        "tasks": split_tasks(options["tasks"]),
-        "kinds": list(dict.fromkeys(each.strip() for each in options["kind"].split(",") if each.strip())),
-        "lengths": numbers(options["needles"], int, "--needles") if options["needles"] else None,
-        "depths": numbers(options["depths"], float, "--depths"),
-        "contexts": numbers(options["contexts"], int, "--contexts") if options["contexts"] else None,
-        "batches": numbers(options["batches"], int, "--batches"),
-        "new_tokens": numbers(options["new_tokens"], int, "--new-tokens"),
-        "memory_bytes": memory,
-        "texts": [text_name(text) for text in options["texts"]] or ["generated"],
-        **{name: options[name] for name in _AS_GIVEN},
-    }
+check_flags(command)
 
 
-def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
+def _one_run(options: dict[str, Any], wanted: Sequence[Asked], subject: Subject, console: Console) -> dict[str, Any]:
     from kvtailor.bench.build import make_task
     from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
@@ -211,10 +147,6 @@ def _one_run(options: dict[str, Any], asked: dict[str, Any], subject: Subject, c
 
     plans = options["plans"] or DEFAULT_PLANS
     contestants = contestants_of([plan for each in plans for plan in each.split(";") if plan.strip()])
-    size, tail = sizes(subject, options["context"], options["continuation"], max(asked["new_tokens"]))
-    asked["lengths"] = asked["lengths"] or (size,)
-    asked["contexts"] = asked["contexts"] or (size,)
-    wanted = settings_of(asked.pop("tasks"), context=size, continuation=tail, **asked)
     tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
     before = {} if options["again"] else finished(options["out"], subject.device)
     with watch(*plan_run(tasks, contestants), console) as seen:

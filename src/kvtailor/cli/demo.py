@@ -195,7 +195,7 @@ def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) ->
     from kvtailor.bench.data.texts import BETWEEN, generated_documents, starts_of
     from kvtailor.bench.progress import watch
     from kvtailor.bench.runner import plan_run, run
-    from kvtailor.bench.tasks import Task
+    from kvtailor.bench.tasks.contract import Task
     from kvtailor.bench.tasks.fidelity import Fidelity
     from kvtailor.bench.tasks.needle import Needle
     from kvtailor.bench.tasks.perplexity import Perplexity

@@ -151,7 +151,7 @@ def generate(
     weight, times = weigh(cache), streamer.times
     return Generated(
         model=subject.name,
-        plan=contestant.plan or contestant.label,
+        plan=contestant.text or contestant.label,
         text=streamer.shown,
         prompt_tokens=int(prompt.numel()),
         new_tokens=len(streamer.ids),

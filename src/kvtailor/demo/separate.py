@@ -24,7 +24,7 @@ from kvtailor.bench.progress import watch
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks import Task
+from kvtailor.bench.tasks.contract import Task
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
 

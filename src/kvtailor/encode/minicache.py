@@ -60,6 +60,7 @@ class MiniCacheSegment(Segment):
     def rows(self, index: Tensor) -> MiniCacheSegment:
         device = next(iter(self.keys.tensors().values())).device
         lanes = self.layout.lanes_of_rows(index)[0].to(device)
+        # A choice of rows is a move of whole lanes: (m', 1) lanes and (m', s) slots 0, 1, ...
         slot = torch.arange(self.layout.size, device=device)
         return self._moved(self.shared.rows(index), lanes[:, None], slot[None].expand(lanes.shape[0], -1))
 
@@ -72,6 +73,7 @@ class MiniCacheSegment(Segment):
     def closed_form_bytes(self) -> int:
         sides = (self.keys, self.values)
         own = sum(side.closed_form_bytes(self.layout.lanes, self.layout.size) for side in sides)
+        # What both layers hold exists once, and the lower layer counts it.
         if not self.lower:
             return own
         return own + self.shared.closed_form_bytes() + sum(side.shared_bytes() for side in sides)
@@ -174,6 +176,7 @@ class MiniCache(Around, Codec):
 
     def for_layer(self, context: CodecContext) -> Codec:
         """The inner codec on a layer that is in no pair. A pair has what that is on its lower layer."""
+        # Tables by layer (`bit_table`) must give both halves the same codec, so the inner one is asked for the lower.
         pair = next(each for each in self.layer_groups(context.layers) if context.layer in each)
         of = self._of.for_layer(replace(context, layer=pair[0]))
         return of if len(pair) == 1 else replace(self, of=of)
@@ -209,10 +212,13 @@ class MiniCache(Around, Codec):
             )
         for keys, values in states:
             refuse_non_finite("minicache", keys, values, "which have no direction")
+        # The order matters: directions come from both layers' states as they are, each side's retained tokens are
+        # chosen by the angle between them, and only then are the shared directions encoded, for both at once.
         below, above = states
         keys, key_sides = self._merged(below[0], above[0], layout, merging=self.only != "values")
         values, value_sides = self._merged(below[1], above[1], layout, merging=self.only != "keys")
         shared = self._of.encode(layout, keys, values, first)
+        # Lower layer first, as everywhere in a group.
         halves = zip(key_sides, value_sides, (True, False), strict=True)
         return [
             MiniCacheSegment(layout=layout, shared=shared, keys=key, values=value, lower=lower)
@@ -235,6 +241,7 @@ class MiniCache(Around, Codec):
         retained share of its vector and half of a 4-byte index. A share that leaves a remainder is rounded up for each
         row and kv head."""
         merged = self._sizes(key_size, value_size)
+        # A side that is not merged has a width of 0 here, and is counted whole in the end.
         shared = self._of.bytes_per_token(*merged, element_size) / 2
         own = sum(element_size + self.retained * (size * element_size + 2) for size in merged if size)
         return shared + own + (key_size + value_size - sum(merged)) * element_size
@@ -265,10 +272,13 @@ class MiniCache(Around, Codec):
         """Directions (m, s, c) of states (m, s, c) of two layers, or (m, s, 0), and what each keeps beside them."""
         if not merging:
             return lower.new_empty((*lower.shape[:2], 0)), [Unmerged.of(lower), Unmerged.of(upper)]
+        # Directions (m, s, c) and magnitudes (m, s, 1) in float32; rounding to the cache's dtype comes last.
         (below, below_magnitudes), (above, above_magnitudes) = split(lower), split(upper)
         between = angle(below, above)
+        # One list of places for both layers, since the angle is between the two; each keeps its own vectors there.
         places = far_places(between, self.retained, layout)
         own = [Merged.of(lower, below_magnitudes, places), Merged.of(upper, above_magnitudes, places)]
+        # Retained tokens get a direction too, which nothing reads: a codec needs lanes without holes.
         return slerp(below, above, self.t, between).to(lower.dtype), own
 
 

@@ -25,11 +25,10 @@ from kvtailor.plan.check import SETTINGS, all_faults, wrong_kinds
 from kvtailor.plan.grammar import Word, toml_value, write_bytes, write_value
 from kvtailor.plan.read import Asked, line_parts, toml_parts
 from kvtailor.plan.registry import Allocator, Attention, Codec, Merger, Placement, Scorer, Selector
+from kvtailor.presets import FULL
 from kvtailor.types import Needs
 
 __all__ = ["Plan", "parse"]
-
-_FULL = "full"
 
 
 def _null(stage: str) -> Any:
@@ -156,13 +155,13 @@ class Plan:
         for stage, word in self._words().items():
             given = (f"{key} = {toml_value(value)}" for key, value in word.arguments.items())
             lines += ["", f"[{stage}]", f'method = "{word.name}"', *given]
-        return "\n".join(lines).strip() + "\n" if lines else f'preset = "{_FULL}"\n'
+        return "\n".join(lines).strip() + "\n" if lines else f'preset = "{FULL}"\n'
 
     def __str__(self) -> str:
         words = [str(word) for word in self._words().values()]
         sized = {k: write_bytes(v) for k, v in self._settings.items() if k == "bytes" and isinstance(v, int)}
         tail = ", ".join(f"{k}={sized.get(k) or write_value(v)}" for k, v in self._settings.items())
-        return (" + ".join(words) or _FULL) + (f" @ {tail}" if tail else "")
+        return (" + ".join(words) or FULL) + (f" @ {tail}" if tail else "")
 
     def __repr__(self) -> str:
         methods = [f"{stage}={_python(self.parts[stage])}" for stage in self._words()]

@@ -3,3 +3,6 @@
 A preset brings methods and settings but no budget, so that every plan says itself how much to keep; `about.budget` is
 one to begin with. A preset may share its name with a method only if it holds that method.
 """
+
+FULL = "full"
+"""The canonical line of the null plan, which keeps everything as it is, and the name of its preset."""

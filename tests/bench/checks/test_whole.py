@@ -64,10 +64,14 @@ def test_a_plan_that_drops_something_at_its_whole_budget_is_caught(task):
         run(given, contestants_of([PLANS[3]]), [task(**SIZES)], bandwidth=False)
 
 
+def texts(contestants):
+    return tuple(each.text for each in contestants)
+
+
 def test_it_is_on_for_every_subject_of_kvtailors_own_caches():
     [streaming] = contestants_of([PLANS[0]])[1:]
-    assert tiny().whole_budgets(streaming) == plans_at_whole_budget(PLANS[0])
-    assert tiny().whole_budgets(OWN) == tiny(make=cache_for).whole_budgets(streaming) == ()
+    assert texts(tiny().at_whole_budget(streaming)) == plans_at_whole_budget(PLANS[0])
+    assert tiny().at_whole_budget(OWN) == tiny(make=cache_for).at_whole_budget(streaming) == ()
 
 
 def test_what_cannot_be_tried_is_said():

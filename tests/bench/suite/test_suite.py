@@ -123,7 +123,7 @@ def test_every_task_of_every_suite_can_be_made_for_its_models(name, model, monke
         module = KINDS[kind].module if kind in KINDS else None
         absent = module is not None and "cannot be imported" in why
         assert absent or (kind not in KINDS and kind in suite.awaits), why
-    lines = [str(part.asked) for part in found.parts]
+    lines = [job.asked for job in found.jobs]
     assert len(set(lines)) == len(lines) > 0
 
 

@@ -99,7 +99,7 @@ def test_a_run_goes_on_where_it_was(small, tmp_path):
 
 def test_one_table_alone(small, tmp_path):
     found = prepare(small, dummy(), only=["guess"])
-    assert [part.asked.kind for part in found.parts] == ["telepathy"]
+    assert [job.kind for job in found.jobs] == ["telepathy"]
     with pytest.raises(SuiteError, match="did you mean 'guess'"):
         prepare(small, dummy(), only=["gues"])
 

@@ -11,10 +11,10 @@ from kvtailor.bench.checks import Fraud
 from kvtailor.bench.data.overlap import Calibrated
 from kvtailor.bench.lm_eval.held import Held
 from kvtailor.bench.lm_eval.results import likelihoods_of, metrics_of, scores_of
+from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks import Given
 from kvtailor.bench.tasks.harness import Harness
 from kvtailor.errors import KvtailorError
 
@@ -100,7 +100,7 @@ def test_what_is_known_is_not_measured_again_and_a_plan_that_fails_stops_no_othe
         advance=steps.append,
         known=lambda blank: asked.append(blank) or full,
     )
-    assert list(task.measure(given)) == [full] and len(steps) == 100
+    assert list(records_of(task, given)) == [full] and len(steps) == 100
     assert asked[0].key == full.key
 
 

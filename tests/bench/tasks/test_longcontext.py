@@ -13,9 +13,9 @@ from kvtailor.bench.checks import Fraud
 from kvtailor.bench.data.longsets import long_set, read_examples
 from kvtailor.bench.data.longsets.prompts import longbench_ids
 from kvtailor.bench.data.overlap import Calibrated
+from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks import Given
 from kvtailor.bench.tasks.longcontext import LongContext, generate
 from kvtailor.errors import KvtailorError
 
@@ -104,7 +104,7 @@ def test_every_unit_is_told_and_known_records_are_given_back(paragraphs):
         advance=told.append,
         known=lambda blank: record if blank.text_hash == record.text_hash else None,
     )
-    assert list(task.measure(again)) == [record] and len(told) == 6
+    assert list(records_of(task, again)) == [record] and len(told) == 6
 
 
 def test_a_plan_that_fails_is_a_record_and_the_others_go_on(paragraphs):

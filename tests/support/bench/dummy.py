@@ -11,12 +11,14 @@ from torch import Tensor
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
 from kvtailor.ledger import Entry, Ledger
+from kvtailor.plan import Plan
 
 VOCABULARY = 256
 
 
 def contestant(label: str) -> Contestant:
-    return Contestant(label=label, plan=label, hash=f"hash of {label}")
+    plan = Plan() if label == "full" else None
+    return Contestant(label=label, text=label, hash=f"hash of {label}", plan=plan)
 
 
 FULL = contestant("full")

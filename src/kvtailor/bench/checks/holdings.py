@@ -114,7 +114,7 @@ def _tokens(record: Record) -> Iterator[tuple[str, str]]:
     held, seen, taken, full = record.tokens_held, record.tokens_seen, record.bytes_held, record.bytes_full
     # An observation window's queries are no tokens, and are freed when the first token is decoded.
     observed = (record.bytes_by_stage or {}).get("observe", 0)
-    if record.label == "full" and (
+    if record.is_full and (
         (held is not None and seen is not None and held < seen) or (taken is not None and full and taken < full)
     ):
         yield (

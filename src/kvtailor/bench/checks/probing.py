@@ -156,8 +156,9 @@ def _unplaced(contestant: Contestant) -> Contestant:
     """The plan with its segments left on the device: where they live changes nothing of what is read."""
     from kvtailor.plan import Plan
 
-    plan = replace(Plan.parse(str(contestant.plan)), store=Plan().store)
-    return replace(contestant, plan=str(plan))
+    assert contestant.plan is not None, "its cache was made from it"
+    plan = replace(contestant.plan, store=Plan().store)
+    return replace(contestant, text=str(plan), plan=plan)
 
 
 def _held_storages(cache: Any) -> Iterator[Tensor]:

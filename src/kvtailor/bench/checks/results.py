@@ -27,7 +27,7 @@ def of_results(records: Sequence[Record]) -> Iterator[Finding]:
     One point alone may be easy enough for every cache.
     """
     for of_task in _results(records):
-        full = next((r for r in of_task if r.first.label == "full"), None)
+        full = next((r for r in of_task if r.first.is_full), None)
         smaller = [r for r in of_task if _is_smaller(r.first)]
         for found in smaller:
             if full is not None and (why := _untouched(found, full)) is not None:
@@ -97,7 +97,7 @@ def _better(records: Sequence[Record]) -> Iterator[Finding]:
     questions: list[tuple[_Result, _Result]] = []
     for name in ("nll", "hit", "score"):
         for of_task in _results([r for r in records if (r.task == "needle") == (name == "hit")], (name,)):
-            full = next((r for r in of_task if r.first.label == "full"), None)
+            full = next((r for r in of_task if r.first.is_full), None)
             if full is not None:
                 questions += [(r, full) for r in of_task if _is_smaller(r.first) and r.where == full.where]
     for ours, full in questions:

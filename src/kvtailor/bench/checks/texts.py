@@ -141,7 +141,7 @@ def _asked_otherwise(records: Sequence[Record]) -> Iterator[Finding]:
     """Plans that were measured at a point of 'full', but on other tokens."""
     asked: dict[tuple[object, ...], dict[str, Record]] = {}
     good = [record for record in records if record.error is None and record.text_hash is not None]
-    for record in (r for r in good if r.label == "full"):
+    for record in (r for r in good if r.is_full):
         asked.setdefault(_place(record), {})[str(record.text_hash)] = record
     for record in good:
         full = asked.get(_place(record))

@@ -41,23 +41,22 @@ class WholeBudgets:
             Fraud: "whole budget", where the plan differs from 'full'.
         """
         notes: list[str] = []
-        for plan in self._subject.whole_budgets(contestant):
-            if plan not in self._notes:
-                self._notes[plan] = self._try(contestant, plan)
-            notes += self._notes[plan]
+        for whole in self._subject.at_whole_budget(contestant):
+            if whole.hash not in self._notes:
+                self._notes[whole.hash] = self._try(contestant, whole)
+            notes += self._notes[whole.hash]
         return tuple(notes)
 
-    def _try(self, contestant: Contestant, plan: str) -> tuple[str, ...]:
-        whole = Contestant(label=f"{contestant.label} at its whole budget", plan=plan, hash=f"whole {plan}")
+    def _try(self, contestant: Contestant, whole: Contestant) -> tuple[str, ...]:
         try:
             if self._reference is None:
                 self._reference = self._score(self._full)
             ours = self._score(whole)
         except (KvtailorError, ValueError) as error:
-            return (f"Its whole budget could not be tried as {plan}: {error}",)
+            return (f"Its whole budget could not be tried as {whole.text}: {error}",)
         usual = checks.tolerances_of_another_path(self._subject.dtype)
         worst, mean = tolerances_here(self._subject, usual, ours - self._reference, self._score, tokens=self._tokens)
         checks.check_whole_budget(
-            contestant.label, plan, ours.tolist(), self._reference.tolist(), worst, self._what, mean
+            contestant.label, str(whole.text), ours.tolist(), self._reference.tolist(), worst, self._what, mean
         )
         return ()

@@ -168,7 +168,7 @@ class HarnessModel(HFLM):
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": self.model.dtype,
             "model_revision": self.revision,
-            "plan": self.contestant.plan,
+            "plan": self.contestant.text,
             "plan_hash": self.contestant.hash,
             "truncated": self.held.truncated,
             "contexts": self.held.contexts,

@@ -21,7 +21,7 @@ from kvtailor.bench.measure.memory_gauge import Gauge, gauge_of
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 
-__all__ = ["STATE", "answer", "ask", "prefill", "random_tokens", "why_not"]
+__all__ = ["STATE", "answer", "ask", "measured", "prefill", "random_tokens", "why_not"]
 
 STATE = 7
 
@@ -53,7 +53,7 @@ def ask(
         "model": subject.name,
         "dtype": str(subject.dtype).removeprefix("torch."),
         "device": str(subject.device),
-        "plan": contestant.plan,
+        "plan": contestant.text,
         "settings": dict(settings),
     }
     source = str(Path(__file__).resolve().parents[3])
@@ -89,6 +89,20 @@ def ask(
     return {"error": f"The measuring process ended with status {done.returncode}: {last}"}
 
 
+def measured(
+    module: str, subject: Subject, contestant: Contestant, settings: Mapping[str, object], limit: float
+) -> dict[str, Any]:
+    """Return what `ask` finds, for the same arguments.
+
+    Raises:
+        KvtailorError: the process has no answer.
+    """
+    found = ask(module, subject, contestant, settings, limit)
+    if found.get("error") is not None:
+        raise KvtailorError(str(found["error"]))
+    return found
+
+
 def answer(job: Callable[[Subject, Contestant, Gauge, Mapping[str, Any]], dict[str, Any]]) -> None:
     """What the fresh process does: reads the request, loads the model, does the job, and prints what it found."""
     from kvtailor.hf.model.loading import load
@@ -100,7 +114,7 @@ def answer(job: Callable[[Subject, Contestant, Gauge, Mapping[str, Any]], dict[s
         model, tokenizer = load(request["model"], dtype=getattr(torch, request["dtype"]), device=device)
         subject = Subject(name=request["model"], model=model, tokenizer=tokenizer)
         plan = request["plan"]
-        contestant = OWN if plan is None else Contestant(label=plan, plan=plan, hash="")
+        contestant = OWN if plan is None else Contestant.of(plan)
         weights = subject.weights()
         found = {
             **job(subject, contestant, gauge, request["settings"]),

@@ -9,7 +9,7 @@ from typing import Any
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report.machines import machines_of
 from kvtailor.bench.report.points import of_one_model
-from kvtailor.bench.report.rows import FULL, Row, rows_of
+from kvtailor.bench.report.rows import Row, rows_of
 from kvtailor.bench.report.tables.footnotes import footnotes
 from kvtailor.bench.report.tables.quality import Measure, measures_of
 from kvtailor.bench.report.verdict.verdict import headline, how_judged
@@ -60,7 +60,7 @@ def summarise(
     """
     ours, others = of_one_model(records)
     rows = rows_of(ours)
-    full = next((row.plan_hash for row in rows if row.label == FULL), None)
+    full = next((row.plan_hash for row in rows if row.is_full), None)
     measures = measures_of(ours, full)
     margins = margins or Margins()
     rule = how_judged(rows, measures, margins)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from kvtailor.bench.measure.paired_hits import share
 from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean, wilson
+from kvtailor.bench.report.declared import HAND_MADE, declared_tasks, heading, metrics_of
 from kvtailor.bench.report.points import Series, base, series_of
 from kvtailor.bench.report.tables.quality import difference, documents_of
 from kvtailor.bench.schema import Record
+from kvtailor.presets import FULL
 
-__all__ = ["FULL", "OWN", "Row", "asked_of_both", "rows_of"]
+__all__ = ["OWN", "Row", "asked_of_both", "rows_of"]
 
-FULL = "full"
 OWN = "own"
 
 
@@ -65,6 +66,8 @@ class Row:
         bytes_per_token: what one more token takes.
         acceptance, emitted: with a draft, share of judged tokens that were accepted, and tokens for each verification.
         speed_up: with a draft, over the same plan without one.
+        metrics: numbers of tasks that have no fields here, by the heading that is made of what their files declare.
+        metric_tasks: the task of each of them.
         errors: why numbers are missing.
         sources: keys of the records behind the numbers by task, of those behind the bytes by "bytes"; and of both
             sides, the plan's and then those of 'full', by "loss", "answer_loss" and "time_ratio".
@@ -117,11 +120,18 @@ class Row:
     acceptance: Estimate | None = None
     emitted: Estimate | None = None
     speed_up: Estimate | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metric_tasks: Mapping[str, str] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it is of the null plan, which everything is compared with."""
+        return self.plan == FULL
 
-_ONE_POINT = ("perplexity", "fidelity", "speed", "memory", "capacity", "speculation", "longcontext", "harness")
+
+_ONE_POINT = tuple(task for task in HAND_MADE if task != "needle")
 _FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
 _COST = ("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
          "achieved_gflops_prefill", "achieved_gflops_token")  # fmt: skip
@@ -138,9 +148,9 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     for record in records:
         if not record.missing:
             order.setdefault(record.plan_hash, record)
-    full = next((h for h, record in order.items() if record.label == FULL), None)
+    full = next((h for h, record in order.items() if record.is_full), None)
     ranked = sorted(order, key=lambda h: (h == OWN, h != full))
-    shown = {name: base(series_of(records, name)) for name in _ONE_POINT}
+    shown = {name: base(series_of(records, name)) for name in (*_ONE_POINT, *declared_tasks(records))}
     return [_row(order[h], [r for r in records if r.plan_hash == h], records, shown, full) for h in ranked]
 
 
@@ -160,12 +170,13 @@ def _row(
         at(task, mine) for task in ("perplexity", "fidelity", "speed", "memory", "capacity", "speculation")
     )
     sets = [at(task, mine) for task in ("longcontext", "harness")]
+    declared = {task: at(task, mine) for task in shown if task not in HAND_MADE}
     needles = asked_of_both(records, mine, full)
     longest = sorted(needles, key=lambda r: -(r.tokens_seen or 0))
     weighed = next(
         (
             r
-            for r in [scored, *longest, faithful, *sets, timed, fresh, drafted]
+            for r in [scored, *longest, faithful, *sets, timed, fresh, drafted, *declared.values()]
             if r is not None and r.bytes_held is not None
         ),
         None,
@@ -185,6 +196,7 @@ def _row(
         "memory": [fresh],
         "capacity": [capacity],
         "speculation": [drafted],
+        **{task: [record] for task, record in declared.items()},
     }
     if weighed is not None:
         found |= {
@@ -215,6 +227,18 @@ def _row(
         found |= {name: getattr(fresh, name) for name in ("bytes_resident", "bytes_peak", "bytes_peak_decode")}
     if drafted is not None:
         found |= _of_draft(drafted)
+    found["metrics"] = {
+        heading(metric, task): value
+        for task, record in declared.items()
+        if record is not None
+        for metric, value in metrics_of(record).items()
+    }
+    found["metric_tasks"] = {
+        heading(metric, task): task
+        for task, record in declared.items()
+        if record is not None
+        for metric in metrics_of(record)
+    }
     return Row(
         label=first.label,
         plan=first.plan,

@@ -11,6 +11,7 @@ from typing import Any
 from kvtailor.bench.kinds import KINDS, measure_faults, setting_faults
 from kvtailor.errors import suggest
 from kvtailor.plan.grammar import write_settings, write_value
+from kvtailor.presets import FULL
 
 __all__ = ["Asked", "Cell", "Table", "TableRow", "check_keys", "tables_of"]
 
@@ -18,7 +19,6 @@ _PLACE = re.compile(r"\{(\w+)\}")
 _CELL = ("plan", "task", "value", "against", "shows", "scale", "digits")
 _TABLE = ("name", "title", "note", "labels", "columns", "rows", "for", "for_rows")
 _SHOWS = ("value", "ratio", "change")
-_FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class _Reader:
             plan=" ".join(str(found["plan"]).split()),
             tasks=tasks,
             measure=str(found["value"]),
-            against=" ".join(str(against or _FULL).split()) if compares else None,
+            against=" ".join(str(against or FULL).split()) if compares else None,
             shows=str(shows),
             scale={"ratio": 1.0, "change": 100.0}.get(str(shows), float(found.get("scale", 1.0))),
             digits=int(found.get("digits", 2)),

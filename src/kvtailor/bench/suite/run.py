@@ -3,93 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtailor.bench.build import SettingsError, make_task
-from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS, setting_faults
-from kvtailor.bench.runner import FULL, run
+from kvtailor.bench.runner import Job, plan_run, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.suite.cells import Asked
 from kvtailor.bench.suite.suite import Suite, SuiteError
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import Task
 from kvtailor.errors import KvtailorError, suggest
+from kvtailor.presets import FULL
 
 __all__ = ["Prepared", "prepare"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part(Task):
-    """A task for some of the plans; each record has the settings, so that a table finds it again.
-
-    Attributes:
-        asked: the task with its settings.
-        task: that task; None where it cannot be made.
-        why: why it cannot.
-        there: the plans that this kvtailor has.
-        absent: those that it does not have.
-    """
-
-    asked: Asked
-    task: Task | None
-    why: str | None
-    there: tuple[Contestant, ...]
-    absent: tuple[Contestant, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.asked.kind)
-        object.__setattr__(self, "version", self.task.version if self.task is not None else 0)
-
-    def cells(self, contestants: int) -> int:
-        there = len(self.there)
-        return (there if self.task is None else self.task.cells(there)) + len(self.absent)
-
-    def units(self, contestants: int) -> int:
-        return 0 if self.task is None else self.task.units(len(self.there))
-
-    def texts(self) -> dict[str, str]:
-        """The texts that it scores, by their names in reports."""
-        return dict(getattr(self.task, "texts", dict)())
-
-    def measure(self, given: Given) -> Iterator[Record]:
-        left = {contestant.hash: contestant for contestant in self.there}
-        if self.task is None:
-            yield from (self._without(given, contestant, str(self.why)) for contestant in left.values())
-        else:
-            counted, total = 0, self.units(0)
-
-            def advance(label: str) -> None:
-                nonlocal counted
-                counted += 1
-                given.advance(label)
-
-            own = replace(
-                given, contestants=self.there, advance=advance, known=lambda blank: given.known(self._marked(blank))
-            )
-            try:
-                for record in self.task.measure(own):
-                    left.pop(record.plan_hash, None)
-                    yield self._marked(record)
-            except Fraud:
-                raise
-            except (KvtailorError, ImportError) as error:
-                yield from (self._without(given, contestant, str(error)) for contestant in left.values())
-            for _ in range(total - counted):
-                given.advance(self.asked.kind)
-        for contestant in self.absent:
-            why = f"This kvtailor does not have it: {'; '.join(contestant.missing)}"
-            yield self._without(given, contestant, why)
-
-    def _without(self, given: Given, contestant: Contestant, why: str) -> Record:
-        return self._marked(replace(given.blank(contestant), error=why))
-
-    def _marked(self, record: Record) -> Record:
-        return replace(record, asked=str(self.asked))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +30,7 @@ class Prepared:
     Attributes:
         suite: the suite.
         subject: the model.
-        parts: its tasks.
+        jobs: its tasks, each for the plans of the cells that show it.
         contestants: all plans that this kvtailor has.
         unavailable: tasks that cannot be done here, each a sentence; their records have the reason, and the others go
             on.
@@ -107,23 +38,23 @@ class Prepared:
 
     suite: Suite
     subject: Subject
-    parts: tuple[_Part, ...]
+    jobs: tuple[Job, ...]
     contestants: tuple[Contestant, ...]
     unavailable: tuple[str, ...]
 
     @property
     def missing(self) -> tuple[str, ...]:
         """The plans that this kvtailor does not have, as the suite writes them."""
-        return tuple(dict.fromkeys(contestant.label for part in self.parts for contestant in part.absent))
+        return tuple(dict.fromkeys(contestant.label for job in self.jobs for contestant in job.absent))
 
     @property
     def size(self) -> tuple[int, int]:
         """How many records come, and how often `advance` is going to be called at most."""
-        return sum(part.cells(0) for part in self.parts), sum(part.units(0) for part in self.parts)
+        return plan_run(self.jobs)
 
     def run(self, **options: Any) -> list[Record]:
         """The records; `options` are those of `runner.run`, which says what is raised."""
-        return run(self.subject, self.contestants, self.parts, **options)
+        return run(self.subject, self.contestants, self.jobs, **options)
 
 
 def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: Sequence[str] = ()) -> Prepared:
@@ -147,7 +78,7 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
     if faults:
         raise SuiteError(suite.name, list(dict.fromkeys(faults)))
     contestants = {plan: suite.contestant(plan) for plan in dict.fromkeys([FULL, *itertools.chain(*wanted.values())])}
-    parts, unavailable = [], []
+    jobs, unavailable = [], []
     for asked, plans in wanted.items():
         found = _each_once(contestants[plan] for plan in [FULL, *plans])
         try:
@@ -157,22 +88,14 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
             continue
         if why is not None:
             unavailable.append(f"{asked}: {why}")
-        parts.append(
-            _Part(
-                asked=asked,
-                task=task,
-                why=why,
-                there=tuple(each for each in found if not each.missing),
-                absent=tuple(each for each in found if each.missing),
-            )
-        )
+        jobs.append(Job(kind=asked.kind, task=task, contestants=found, why=why, asked=str(asked)))
     if faults:
         raise SuiteError(suite.name, list(dict.fromkeys(faults)))
     return Prepared(
         suite=suite,
         subject=subject,
-        parts=tuple(parts),
-        contestants=_each_once(each for part in parts for each in part.there),
+        jobs=tuple(jobs),
+        contestants=_each_once(each for job in jobs for each in job.there),
         unavailable=tuple(unavailable),
     )
 
@@ -204,7 +127,7 @@ def _made(asked: Asked, subject: Subject, data: Path | None) -> tuple[Task | Non
         return None, f"This kvtailor does not have the task {asked.kind!r}."
     try:
         task = make_task(asked.kind, dict(asked.settings), subject, data=data)
-        task.units(1)  # a task that reads its data only when it is asked for it says here that there is none
+        task.units(1)  # a task that reads its data late fails here where there is none
     except SettingsError:
         raise
     except KvtailorError as error:

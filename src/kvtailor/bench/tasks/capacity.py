@@ -22,21 +22,20 @@ context could not grow for want of positions and not of memory), `bytes_per_toke
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import bytes_of
-from kvtailor.bench.measure.fresh import STATE, answer, ask, prefill, random_tokens, why_not
+from kvtailor.bench.measure.fresh import STATE, answer, measured, prefill, random_tokens, why_not
 from kvtailor.bench.measure.memory_gauge import Gauge, gauge_of
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.settings import Metric, Option, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Capacity", "Limit", "Need", "capacity_of", "largest"]
@@ -62,7 +61,7 @@ class Limit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capacity(Task):
+class Capacity(PlanByPlan):
     """One fresh process for each plan.
 
     Attributes:
@@ -77,7 +76,29 @@ class Capacity(Task):
 
     name: ClassVar[str] = "capacity"
     version: ClassVar[int] = 1
-    memory_bytes: int | None = None
+    order: ClassVar[int] = 6
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(name="largest_batch", unit="sequences", higher_is_better=True),
+        Metric(name="longest_context", unit="tokens", higher_is_better=True),
+        Metric(name="largest_batch_verified", unit="1 where it was run"),
+        Metric(name="longest_context_verified", unit="1 where it was run"),
+        Metric(name="verified", meaning="1 where both were run"),
+        Metric(name="limited_by_positions", meaning="1 where the context ended for want of positions"),
+        Metric(name="bytes_per_token", unit="bytes per token", higher_is_better=False),
+        Metric(name="bytes_constant", unit="bytes", higher_is_better=False),
+        Metric(name="memory_bytes", unit="bytes", meaning="what was to suffice"),
+    )
+    of_cost: ClassVar[bool] = True
+    own_cache: ClassVar[bool] = True
+    memory_bytes: int | None = setting(
+        None,
+        option=Option(
+            flag="--memory",
+            type=str,
+            unit="bytes",
+            help="What capacity may fill, such as 8GiB.  [what the machine has free]",
+        ),
+    )
     context: int = 1024
     tokens: int = 8
     step: int = 64
@@ -96,38 +117,30 @@ class Capacity(Task):
                 f"steps, must be run; give reach={max(2 * self.context, 4 * self.step)} or more"
             )
 
-    def cells(self, contestants: int) -> int:
-        return contestants + 1
-
-    def units(self, contestants: int) -> int:
-        return contestants + 1
-
-    def measure(self, given: Given) -> Iterator[Record]:
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
         names = ("memory_bytes", "context", "tokens", "step", "reach")
         settings: dict[str, object] = {name: getattr(self, name) for name in names}
-        positions = given.subject.positions
+        positions = subject.positions
         if positions is not None and self.context + self.tokens > positions:
             raise KvtailorError(
-                f"asked for a batch of {self.context} + {self.tokens} tokens, but {given.subject.name} has {positions} "
+                f"asked for a batch of {self.context} + {self.tokens} tokens, but {subject.name} has {positions} "
                 "positions: ask for a shorter context"
             )
-        why = why_not(given.subject)
+        why = why_not(subject)
         if self.memory_bytes is None and why is None:
             # One memory for all plans; what is free now is another question than what was free then.
-            settings["memory_bytes"] = gauge_of(given.subject.device).free
-        for contestant in [OWN, *given.contestants]:
-            begin = time.perf_counter()
-            blank = replace(given.blank(contestant), point=settings, text="random tokens", state=STATE)
-            known = given.known(blank)
-            given.advance(f"capacity · {contestant.label}")
-            if known is not None:
-                yield known
-                continue
-            found: dict[str, Any] = {"error": why}
-            if why is None:
-                found = ask(__name__, given.subject, contestant, settings, self.limit)
-                found["notes"] = tuple(found.get("notes", ()))
-            yield replace(blank, wall_seconds=time.perf_counter() - begin, **found)
+            settings["memory_bytes"] = gauge_of(subject.device).free
+        yield Sample(point=settings, text="random tokens", state=STATE, data=why)
+
+    def score(
+        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
+    ) -> Scored:  # fmt: skip
+        if sample.data is not None:
+            raise KvtailorError(sample.data)
+        found = measured(__name__, subject, contestant, sample.point, self.limit)
+        return Scored(
+            samples=found.pop("samples"), metrics=found.pop("metrics"), notes=found.pop("notes"), held=found
+        )  # fmt: skip
 
 
 def largest(
@@ -191,7 +204,7 @@ def capacity_of(subject: Subject, contestant: Contestant, gauge: Gauge, settings
         )
     known: dict[tuple[int, int], Need] = {}
 
-    def measured(ids: Tensor) -> Need:
+    def need_of(ids: Tensor) -> Need:
         subject.decode(*prefill(subject, contestant, ids), tokens=1)
         before = gauge.now()
         gauge.reset()
@@ -205,7 +218,7 @@ def capacity_of(subject: Subject, contestant: Contestant, gauge: Gauge, settings
         if (context, batch) not in known:
             ids = random_tokens(subject, context, batch)
             try:
-                known[context, batch] = measured(ids)
+                known[context, batch] = need_of(ids)
             except torch.OutOfMemoryError:
                 # What does not fit the device does not fit a memory that is no larger.
                 known[context, batch] = Need(cache=0, whole=max(memory, gauge.free or 0) + 1)

@@ -31,7 +31,6 @@ class DraftRounds:
         weight: of the last cache, see `bench.measure.cache_fields.weigh`.
         device_bytes: of all caches of the last round together, on the device.
         plain_device_bytes: of the plan's own cache without a draft.
-        error: why it could not go on.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -42,7 +41,6 @@ class DraftRounds:
     weight: dict[str, Any] = field(default_factory=dict)
     device_bytes: int | None = None
     plain_device_bytes: int | None = None
-    error: str | None = None
 
     @property
     def clean(self) -> int:

@@ -13,8 +13,7 @@ Values: `kl` and `top1`, the mean of each window.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, ClassVar
@@ -27,10 +26,10 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.measure.inside import LAYERWISE, compare_layers, contents, queries_of
 from kvtailor.bench.measure.statistics import calibration_error, quantile
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks import Given, Task
-from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, whole_budgets
+from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
+from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, scored_pieces, whole_budgets
+from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Metric, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Fidelity"]
@@ -48,11 +47,10 @@ class _Found:
     right: list[Tensor] = field(default_factory=list)
     layers: list[dict[str, tuple[float, ...]]] = field(default_factory=list)
     weight: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fidelity(Task):
+class Fidelity(AllAtOnce):
     """The windows of `Perplexity`, compared with 'full' token by token.
 
     Attributes:
@@ -68,14 +66,31 @@ class Fidelity(Task):
 
     name: ClassVar[str] = "fidelity"
     version: ClassVar[int] = 1
+    order: ClassVar[int] = 3
+    reads_text: ClassVar[bool] = True
+    of_each_text: ClassVar[bool] = True
+    of_one_run: ClassVar[bool] = False
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(name="kl", unit="nats per token", higher_is_better=False, mean_of="kl"),
+        Metric(name="kl_p99", unit="nats per token", higher_is_better=False),
+        Metric(name="top1", unit="share", higher_is_better=True, mean_of="top1"),
+        Metric(name="ece", unit="share", higher_is_better=False, meaning="expected calibration error"),
+        Metric(name="key_error", unit="relative", higher_is_better=False),
+        Metric(name="value_error", unit="relative", higher_is_better=False),
+        Metric(name="retained_mass", unit="share", higher_is_better=True),
+        Metric(name="attention_cosine", unit="relative", higher_is_better=True),
+        Metric(name="output_error", unit="relative", higher_is_better=False),
+    )
+    values: ClassVar[tuple[str, ...]] = ("kl", "top1")
+    by_sample: ClassVar[bool] = True
     text: str
     source: str
     origin: str | None = None
-    context: int = 512
-    continuation: int = 128
-    windows: int = 20
+    context: int = setting(512, option=CONTEXT, counts_tokens=True)
+    continuation: int = setting(128, option=CONTINUATION, counts_tokens=True)
+    windows: int = setting(20, option=WINDOWS)
     least_distinct: float = 0.9
-    state: int = 0
+    state: int = setting(0, option=STATE)
 
     def __post_init__(self) -> None:
         self._windows_task()
@@ -93,85 +108,71 @@ class Fidelity(Task):
     def texts(self) -> dict[str, str]:
         return {self.source: self.text}
 
-    def units(self, contestants: int) -> int:
-        return self.windows * contestants
+    def steps(self) -> int:
+        return self.windows
 
-    def measure(self, given: Given) -> Iterator[Record]:
-        begin = time.perf_counter()
-        windows = self._windows_task().cut(given.subject)
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        windows = self._windows_task().cut(subject)
         checks.check_repetition([w.text for w in windows], self.least_distinct, self.source)
-        blanks = [self._blank(given, contestant, windows) for contestant in given.contestants]
-        known = [given.known(blank) for blank in blanks]
-        if all(known):
-            for _ in range(self.units(len(blanks))):
-                given.advance("fidelity")
-            yield from (record for record in known if record is not None)
-            return
-        full = next((c for c in given.contestants if c.label == "full"), None)
-        if full is None:
-            raise KvtailorError("asked for fidelity without the plan 'full', which all is compared to: add it")
-        pieces = [w.text for w in windows] if all(w.text for w in windows) else [self.text]
-        for contestant in given.contestants:
-            checks.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
-        whole = whole_budgets(given, windows[0], self.source)
-        blanks = [
-            blank
-            if earlier is not None
-            else replace(blank, notes=(*origin_notes(self.source, self.origin), *whole.check(contestant)))
-            for contestant, blank, earlier in zip(given.contestants, blanks, known, strict=True)
-        ]
-        found = [_Found() for _ in given.contestants]
-        for window in windows:
-            reference = _run(given.subject, full, window)
-            for contestant, blank, result, earlier in zip(given.contestants, blanks, found, known, strict=True):
-                if result.error is None and earlier is None:
-                    try:
-                        ours = reference if contestant is full else _run(given.subject, contestant, window)
-                        _add(result, reference, ours, window.targets)
-                    except (KvtailorError, ValueError) as error:
-                        result.error = str(error)
-                given.advance(f"fidelity · {blank.label}")
-        for _ in range((self.windows - len(windows)) * len(blanks)):
-            given.advance("fidelity")
-        for blank, result, earlier in zip(blanks, found, known, strict=True):
-            yield earlier if earlier is not None else self._record(blank, result, windows, time.perf_counter() - begin)
-
-    def _blank(self, given: Given, contestant: Contestant, windows: Sequence[Window]) -> Record:
-        return replace(
-            given.blank(contestant),
+        full = next((each for each in contestants if each.is_full), None)
+        yield Sample(
             point={"context": self.context, "continuation": self.continuation},
             text=self.source,
             text_hash=hash_of(*(torch.cat([w.context, w.targets]) for w in windows)),
             state=self.state or None,
+            steps=self.windows,
+            notes=tuple(origin_notes(self.source, self.origin)),
+            scored=lambda: scored_pieces(windows, self.text),
+            whole=self.text,
+            data=(windows, full, whole_budgets(subject, contestants, windows[0], self.source)),
         )
 
-    def _record(self, blank: Record, found: _Found, windows: Sequence[Window], wall: float) -> Record:
-        if found.error is not None:
-            return replace(blank, error=found.error)
-        kl = torch.cat(found.kl)
-        metrics: dict[str, float | None] = {
-            "kl": float(kl.mean()),
-            "kl_p99": quantile(kl.tolist(), 0.99),
-            "top1": float(torch.cat(found.same).double().mean()),
-            "ece": calibration_error(torch.cat(found.confidence).tolist(), torch.cat(found.right).tolist()),
+    def score_all(
+        self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
+    ) -> Mapping[str, Scored]:
+        windows, full, whole = sample.data
+        if full is None:
+            raise KvtailorError("asked for fidelity without the plan 'full', which all is compared to: add it")
+        notes = {contestant.hash: whole.check(contestant) for contestant in contestants}
+        found = {contestant.hash: _Found() for contestant in contestants}
+        for window in windows:
+            reference = _run(subject, full, window)
+            for contestant in contestants:
+                with turns(contestant) as live:
+                    if live:
+                        ours = reference if contestant is full else _run(subject, contestant, window)
+                        _add(found[contestant.hash], reference, ours, window.targets)
+        return {
+            contestant.hash: _scored(found[contestant.hash], len(windows), notes[contestant.hash])
+            for contestant in contestants
+            if turns.live(contestant)
         }
-        for name in LAYERWISE:
-            rows = [layers[name] for layers in found.layers]
-            by_layer = [fmean(column) for column in zip(*rows, strict=True)] if rows else []
-            metrics[name] = fmean(by_layer) if by_layer else None
-            metrics |= {f"{name}_{index}": value for index, value in enumerate(by_layer)}
-        return replace(
-            blank,
-            samples=len(windows),
-            tokens_scored=int(kl.numel()),
-            metrics=metrics,
-            values={
-                "kl": tuple(float(x.mean()) for x in found.kl),
-                "top1": tuple(float(x.double().mean()) for x in found.same),
-            },
-            wall_seconds=wall,
-            **found.weight,
-        )
+
+
+def _scored(found: _Found, windows: int, notes: Sequence[str]) -> Scored:
+    kl = torch.cat(found.kl)
+    metrics: dict[str, float | None] = {
+        "kl": float(kl.mean()),
+        "kl_p99": quantile(kl.tolist(), 0.99),
+        "top1": float(torch.cat(found.same).double().mean()),
+        "ece": calibration_error(torch.cat(found.confidence).tolist(), torch.cat(found.right).tolist()),
+    }
+    for name in LAYERWISE:
+        rows = [layers[name] for layers in found.layers]
+        by_layer = [fmean(column) for column in zip(*rows, strict=True)] if rows else []
+        metrics[name] = fmean(by_layer) if by_layer else None
+        metrics |= {f"{name}_{index}": value for index, value in enumerate(by_layer)}
+    return Scored(
+        samples=windows,
+        tokens_scored=int(kl.numel()),
+        metrics=metrics,
+        values={
+            "kl": tuple(float(x.mean()) for x in found.kl),
+            "top1": tuple(float(x.double().mean()) for x in found.same),
+        },
+        notes=notes,
+        held=found.weight,
+    )
 
 
 @dataclass(frozen=True)

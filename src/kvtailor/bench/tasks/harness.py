@@ -14,25 +14,23 @@ else the run ends with a `Fraud`.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
 
-from kvtailor.bench import checks
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.lm_eval import harness
 from kvtailor.bench.lm_eval.held import Held
 from kvtailor.bench.lm_eval.isolated import one_process, randomness_restored, silence
 from kvtailor.bench.lm_eval.results import is_ratio, likelihoods_of, main_metric, metrics_of, scores_of, versions
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.settings import EXAMPLES, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Harness"]
@@ -41,8 +39,27 @@ _STEPS = 100
 _DRAWS = 1000
 
 
+@dataclass(kw_only=True)
+class _Loaded:
+    """What all plans of a run have in common.
+
+    Attributes:
+        harness: what the harness loaded.
+        group: the name under which the results stand.
+        metric: the main one.
+        requests: how many.
+        likelihoods: those of the null plan, once it was scored.
+    """
+
+    harness: Mapping[str, Any]
+    group: str
+    metric: str
+    requests: int
+    likelihoods: Sequence[float] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Harness(Task):
+class Harness(PlanByPlan):
     """One task or group of the harness.
 
     Attributes:
@@ -56,11 +73,18 @@ class Harness(Task):
 
     name: ClassVar[str] = "harness"
     version: ClassVar[int] = 1
-    task: str
+    order: ClassVar[int] = 9
+    metrics: ClassVar[None] = None
+    values: ClassVar[tuple[str, ...]] = ("score",)
+    by_sample: ClassVar[bool] = True
+    reads_data: ClassVar[bool] = True
+    sets: ClassVar[Mapping[str, Mapping[str, str]]] = {"harness": {}}
+    set_name: ClassVar[str] = "task"
+    task: str = setting()
     data: Path | None = None
-    limit: int | None = None
-    fewshot: int | None = None
-    outside: int = 0
+    limit: int | None = setting(None, option=EXAMPLES)
+    fewshot: int | None = setting(None)
+    outside: int = setting(0)
 
     def __post_init__(self) -> None:
         if (self.limit is not None and self.limit < 1) or min(self.fewshot or 0, self.outside) < 0:
@@ -69,10 +93,11 @@ class Harness(Task):
                 "document, and no negative number"
             )
 
-    def units(self, contestants: int) -> int:
-        return _STEPS * contestants
+    def steps(self) -> int:
+        return _STEPS
 
-    def measure(self, given: Given) -> Iterator[Record]:
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        # The tasks' files and the random numbers are the harness's own until all plans have been scored.
         with TemporaryDirectory(prefix="kvtailor-") as folder, randomness_restored():
             random.seed(0)
             with silence():
@@ -82,48 +107,45 @@ class Harness(Task):
             metric = main_metric(next(iter(tasks.values())))
             with silence():
                 _build(tasks, self.limit)
-            hashes, requests = _hash(given.subject, tasks), sum(len(task.instances) for task in tasks.values())
-            full: Record | None = None
-            for contestant in given.contestants:
-                begin = time.perf_counter()
-                steps = _Steps(given.advance, f"{self.task} · {contestant.label}", requests)
-                if contestant.calibration:
-                    checks.check_calibration(contestant.calibration, _texts(tasks), self.task)
-                blank = replace(
-                    given.blank(contestant),
-                    point={
-                        "task": self.task,
-                        "fewshot": self.fewshot,
-                        "limit": self.limit,
-                        "outside": self.outside,
-                        "metric": metric,
-                        "version": f"{versions(tasks)}, lm_eval {harness.version()}",
-                    },
-                    text=f"{self.task} of the lm-evaluation-harness",
-                    text_hash=hashes,
-                    notes=tuple(notes),
-                )
-                if (known := given.known(blank)) is not None:
-                    steps.finish()
-                    full = known if contestant.label == "full" else full
-                    yield known
-                    continue
-                try:
-                    measured = self._run(given.subject, contestant, loaded, group, metric, steps)
-                except (KvtailorError, ValueError) as error:
-                    steps.finish()
-                    yield replace(blank, error=str(error))
-                    continue
-                if _hash(given.subject, tasks) != hashes:
-                    raise Fraud("different data", f"{contestant.label} was asked other questions of {self.task}")
-                steps.finish()
-                said, read = (*notes, *measured.pop("notes")), measured.pop("read")
-                record = replace(blank, notes=said, wall_seconds=time.perf_counter() - begin, **measured)
-                if contestant.label == "full":
-                    full = record
-                elif read and full is not None:
-                    _check_touched(record, full)
-                yield record
+            yield Sample(
+                point={
+                    "task": self.task,
+                    "fewshot": self.fewshot,
+                    "limit": self.limit,
+                    "outside": self.outside,
+                    "metric": metric,
+                    "version": f"{versions(tasks)}, lm_eval {harness.version()}",
+                },
+                text=f"{self.task} of the lm-evaluation-harness",
+                text_hash=_hash(subject, tasks),
+                steps=_STEPS,
+                notes=tuple(notes),
+                label=self.task,
+                scored=lambda: _texts(tasks),
+                data=_Loaded(
+                    harness=loaded,
+                    group=group,
+                    metric=metric,
+                    requests=sum(len(task.instances) for task in tasks.values()),
+                ),
+            )
+
+    def score(
+        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
+    ) -> Scored:  # fmt: skip
+        shared: _Loaded = sample.data
+        scored, read = self._run(subject, contestant, shared, _Steps(advance, shared.requests))
+        if _hash(subject, shared.harness["tasks"]) != sample.text_hash:
+            raise Fraud("different data", f"{contestant.label} was asked other questions of {self.task}")
+        if contestant.is_full:
+            shared.likelihoods = scored.values.get("loglikelihood")
+        elif read:
+            self._check_touched(contestant, scored, shared)
+        return scored
+
+    def recall(self, contestant: Contestant, sample: Sample, values: Mapping[str, Sequence[float]]) -> None:
+        if contestant.is_full:
+            sample.data.likelihoods = values.get("loglikelihood")
 
     def _group(self, loaded: Mapping[str, Any]) -> str:
         """The name under which the results stand."""
@@ -137,19 +159,14 @@ class Harness(Task):
         return str(next(iter(loaded["tasks"])))
 
     def _run(
-        self,
-        subject: Subject,
-        contestant: Contestant,
-        loaded: Mapping[str, Any],
-        group: str,
-        metric: str,
-        steps: _Steps,
-    ) -> dict[str, Any]:
-        """The fields of a record that were measured."""
+        self, subject: Subject, contestant: Contestant, shared: _Loaded, steps: _Steps
+    ) -> tuple[Scored, bool]:  # fmt: skip
+        """What was measured, and whether an answer came from the compressed cache."""
         from lm_eval import evaluate
 
         from kvtailor.bench.lm_eval.model import HarnessModel
 
+        loaded, group, metric = shared.harness, shared.group, shared.metric
         with silence() as loud:
             model = HarnessModel(subject, contestant, softmax_dtype="float32", outside=self.outside)
             model.quiet, model.advance = True, lambda requests: loud(lambda: steps.done(requests))
@@ -174,35 +191,40 @@ class Harness(Task):
         better = results["higher_is_better"].get(next(iter(loaded["tasks"])), {}).get(metric.partition(",")[0])
         if better is False and not is_ratio(samples[0].get(metric.partition(",")[0])):
             notes.append(f"Of {metric} lower is better.")
-        return {
-            "samples": len(samples),
-            "metrics": metrics,
-            "tokens_scored": model.held.scored or None,
-            "values": values,
-            "notes": [*notes, *_held_notes(model.held, contestant)],
-            "read": model.held.read,
-            **model.held.heaviest,
-        }
+        scored = Scored(
+            samples=len(samples),
+            metrics=metrics,
+            tokens_scored=model.held.scored or None,
+            values=values,
+            notes=[*notes, *_held_notes(model.held, contestant)],
+            held=model.held.heaviest,
+        )
+        return scored, bool(model.held.read)
+
+    def _check_touched(self, contestant: Contestant, scored: Scored, shared: _Loaded) -> None:
+        likelihoods, held = scored.values.get("loglikelihood"), scored.held
+        if likelihoods is not None and shared.likelihoods is not None and list(likelihoods) == list(shared.likelihoods):
+            raise Fraud(
+                "untouched cache",
+                f"plan {contestant.label!r} holds {held['tokens_held']:g} of {held['tokens_seen']} tokens in "
+                f"{held['bytes_held']} of {held['bytes_full']} bytes, yet no log-likelihood of {self.task} "
+                "differs from 'full': the compressed cache was never read",
+            )
 
 
 class _Steps:
     """Turns answered requests into a fixed number of steps of a progress bar."""
 
-    def __init__(self, advance: Callable[[str], None], label: str, requests: int):
-        self.advance, self.label, self.requests = advance, label, max(1, requests)
+    def __init__(self, advance: Callable[[], None], requests: int):
+        self.advance, self.requests = advance, max(1, requests)
         self.answered = self.shown = 0
 
     def done(self, requests: int) -> None:
         self.answered += requests
-        self._show(min(_STEPS, self.answered * _STEPS // self.requests))
-
-    def finish(self) -> None:
-        self._show(_STEPS)
-
-    def _show(self, upto: int) -> None:
+        upto = min(_STEPS, self.answered * _STEPS // self.requests)
         while self.shown < upto:
             self.shown += 1
-            self.advance(self.label)
+            self.advance()
 
 
 def _build(tasks: Mapping[str, Any], limit: int | None) -> None:
@@ -220,22 +242,11 @@ def _texts(tasks: Mapping[str, Any]) -> list[str]:
     return [text for task in tasks.values() for instance in task.instances for text in map(str, instance.args)]
 
 
-def _check_touched(record: Record, full: Record) -> None:
-    likelihoods = record.values.get("loglikelihood")
-    if likelihoods is not None and likelihoods == full.values.get("loglikelihood"):
-        raise Fraud(
-            "untouched cache",
-            f"plan {record.label!r} holds {record.tokens_held:g} of {record.tokens_seen} tokens in "
-            f"{record.bytes_held} of {record.bytes_full} bytes, yet no log-likelihood of {record.point['task']} "
-            "differs from 'full': the compressed cache was never read",
-        )
-
-
 def _held_notes(held: Held, contestant: Contestant) -> list[str]:
     notes = []
     if held.truncated:
         notes.append(f"Longer than the model's positions were {held.truncated} requests, which lost their beginning.")
-    if contestant.plan is None or contestant.label == "full" or not held.heaviest:
+    if contestant.is_own or contestant.is_full or not held.heaviest:
         return notes
     if not held.compressed:
         return [

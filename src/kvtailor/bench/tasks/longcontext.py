@@ -11,10 +11,9 @@ examples' geometric means is not the score.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,9 +26,9 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.longsets import Example, LongSet, long_set, overall, read_examples, score_example
 from kvtailor.bench.data.longsets.prompts import chat_overhead, longbench_ids, uses_chat, zeroscrolls_ids
 from kvtailor.bench.measure.cache_fields import tokens_read, weigh
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.settings import EXAMPLES, STATE, Metric, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["LongContext", "generate"]
@@ -47,7 +46,7 @@ class _Prompts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongContext(Task):
+class LongContext(PlanByPlan):
     """One set of a benchmark.
 
     Attributes:
@@ -62,12 +61,27 @@ class LongContext(Task):
 
     name: ClassVar[str] = "longcontext"
     version: ClassVar[int] = 1
-    benchmark: str
-    subset: str
+    order: ClassVar[int] = 8
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(name="score", unit="score", higher_is_better=True),
+        Metric(name="rouge1", unit="score", higher_is_better=True, mean_of="rouge1"),
+        Metric(name="rouge2", unit="score", higher_is_better=True, mean_of="rouge2"),
+        Metric(name="rougeL", unit="score", higher_is_better=True, mean_of="rougeL"),
+    )
+    values: ClassVar[tuple[str, ...]] = ("score",)
+    by_sample: ClassVar[bool] = True
+    reads_data: ClassVar[bool] = True
+    sets: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "longbench": {"benchmark": "longbench"},
+        "zeroscrolls": {"benchmark": "zeroscrolls"},
+    }
+    set_name: ClassVar[str] = "subset"
+    benchmark: str = setting()
+    subset: str = setting()
     data: Path | None = None
-    examples: int | None = None
-    max_tokens: int | None = None
-    state: int = 0
+    examples: int | None = setting(None, option=EXAMPLES)
+    max_tokens: int | None = setting(None, counts_tokens=True)
+    state: int = setting(0, option=STATE)
 
     def __post_init__(self) -> None:
         long_set(self.benchmark, self.subset)
@@ -85,12 +99,18 @@ class LongContext(Task):
         draw = random.Random(f"{self.benchmark}:{self.subset}:{self.state}")
         return [examples[i] for i in sorted(draw.sample(range(len(examples)), self.examples))]
 
-    def units(self, contestants: int) -> int:
-        return len(self._found[0]) * contestants
+    @classmethod
+    def generated(cls, settings: Mapping[str, object]) -> int:
+        if not {"benchmark", "subset"} <= set(settings):
+            return 0
+        return long_set(str(settings["benchmark"]), str(settings["subset"])).generation
 
-    def measure(self, given: Given) -> Iterator[Record]:
+    def steps(self) -> int:
+        return len(self._found[0])
+
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
         chosen, (examples, origin, whole) = long_set(self.benchmark, self.subset), self._found
-        prompts = self._prompts(given.subject, chosen, examples)
+        prompts = self._prompts(subject, chosen, examples)
         source = f"{self.benchmark}/{self.subset}"
         checks.check_distinct((hash_of(ids) for ids in prompts.ids), source)
         notes = [f"Examples from {origin}."]
@@ -100,54 +120,31 @@ class LongContext(Task):
             notes.append(f"All examples were taken, so that state {self.state} chose nothing.")
         if prompts.cut:
             notes.append(f"{prompts.cut} of {len(examples)} prompts were longer than {prompts.limit} tokens and cut.")
-        for contestant in given.contestants:
-            begin = time.perf_counter()
-            if contestant.calibration:
-                scored = [given.subject.text(ids.tolist()) for ids in prompts.ids]
-                checks.check_calibration(contestant.calibration, scored, source)
-            blank = replace(
-                given.blank(contestant),
-                point={
-                    "benchmark": self.benchmark,
-                    "subset": self.subset,
-                    "max_tokens": prompts.limit,
-                    "metric": chosen.metric,
-                    "generation": chosen.generation,
-                    "chat_template": prompts.chat,
-                },
-                text=source,
-                text_hash=hash_of(*prompts.ids),
-                state=self.state if self.state and len(examples) < whole else None,
-                notes=tuple(notes),
-            )
-            if (known := given.known(blank)) is not None:
-                for _ in examples:
-                    given.advance(f"{source} · {contestant.label}")
-                yield known
-                continue
-            try:
-                found, weights = self._run(given, contestant, chosen, examples, prompts.ids)
-            except (KvtailorError, ValueError) as error:
-                yield replace(blank, error=str(error))
-                continue
-            yield replace(
-                blank,
-                samples=len(found),
-                metrics=dict(overall(chosen.metric, found)),
-                values={name: tuple(each[name] for each in found) for name in found[0]},
-                wall_seconds=time.perf_counter() - begin,
-                **max(weights, key=lambda weight: weight.get("bytes_held", 0)),
-            )
+        yield Sample(
+            point={
+                "benchmark": self.benchmark,
+                "subset": self.subset,
+                "max_tokens": prompts.limit,
+                "metric": chosen.metric,
+                "generation": chosen.generation,
+                "chat_template": prompts.chat,
+            },
+            text=source,
+            text_hash=hash_of(*prompts.ids),
+            state=self.state if self.state and len(examples) < whole else None,
+            steps=len(examples),
+            notes=tuple(notes),
+            label=source,
+            scored=lambda: [subject.text(ids.tolist()) for ids in prompts.ids],
+            data=(chosen, examples, prompts.ids),
+        )
 
-    @cached_property
-    def _found(self) -> tuple[list[Example], str, int]:
-        examples, origin = read_examples(self.benchmark, self.subset, self.data)
-        return self._chosen(examples), origin, len(examples)
-
-    def _run(
-        self, given: Given, contestant: Contestant, chosen: LongSet, examples: Sequence[Example], prompts: list[Tensor]
-    ) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-        subject, found, weights = given.subject, [], []
+    def score(
+        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
+    ) -> Scored:  # fmt: skip
+        chosen, examples, prompts = sample.data
+        found: list[dict[str, float]] = []
+        weights: list[dict[str, Any]] = []
         ends = _ends(subject, chosen)
         for example, ids in zip(examples, prompts, strict=True):
             made, weight = generate(
@@ -156,8 +153,18 @@ class LongContext(Task):
             text = chosen.clip(subject.text(made))
             found.append(score_example(chosen.metric, text, example.references, example.classes))
             weights.append(weight)
-            given.advance(f"{self.benchmark}/{self.subset} · {contestant.label}")
-        return found, weights
+            advance()
+        return Scored(
+            samples=len(found),
+            metrics=dict(overall(chosen.metric, found)),
+            values={name: tuple(each[name] for each in found) for name in found[0]},
+            held=max(weights, key=lambda weight: weight.get("bytes_held", 0)),
+        )
+
+    @cached_property
+    def _found(self) -> tuple[list[Example], str, int]:
+        examples, origin = read_examples(self.benchmark, self.subset, self.data)
+        return self._chosen(examples), origin, len(examples)
 
     def _prompts(self, subject: Subject, chosen: LongSet, examples: Sequence[Example]) -> _Prompts:
         chat = uses_chat(subject, chosen)

@@ -13,29 +13,28 @@ weights, and on the CPU the interpreter and its libraries; `weight_bytes` of the
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import weigh
-from kvtailor.bench.measure.fresh import STATE, answer, ask, prefill, random_tokens, why_not
+from kvtailor.bench.measure.fresh import STATE, answer, measured, prefill, random_tokens, why_not
 from kvtailor.bench.measure.memory_gauge import Gauge
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, Metric, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Memory", "weigh_in_this_process"]
 
-_DECODED = 32
+_DECODED = 32  # as `Memory.generates` declares
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory(Task):
+class Memory(PlanByPlan):
     """One fresh process for each plan.
 
     Attributes:
@@ -47,10 +46,16 @@ class Memory(Task):
 
     name: ClassVar[str] = "memory"
     version: ClassVar[int] = 3
-    context: int = 512
-    batch: int = 1
-    caches: int = 4
-    limit: float = 300.0
+    order: ClassVar[int] = 5
+    usual: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric(name="bytes_before", unit="bytes"),)
+    of_cost: ClassVar[bool] = True
+    own_cache: ClassVar[bool] = True
+    generates: ClassVar[int] = 32
+    context: int = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
+    batch: int = setting(1, option=BATCHES, each=True)
+    caches: int = setting(4)
+    limit: float = setting(300.0)
 
     def __post_init__(self) -> None:
         if min(self.context, self.batch, self.caches) < 1:
@@ -58,40 +63,34 @@ class Memory(Task):
                 f"asked for context={self.context}, batch={self.batch}, caches={self.caches}: give at least 1 of each"
             )
 
-    def cells(self, contestants: int) -> int:
-        return contestants + 1
-
-    def units(self, contestants: int) -> int:
-        return contestants + 1
-
-    def measure(self, given: Given) -> Iterator[Record]:
-        positions = given.subject.positions
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        positions = subject.positions
         if positions is not None and self.context + _DECODED > positions:
             raise KvtailorError(
-                f"asked for {self.context} tokens and {_DECODED} decoded ones, but {given.subject.name} has "
+                f"asked for {self.context} tokens and {_DECODED} decoded ones, but {subject.name} has "
                 f"{positions} positions: ask for a shorter context"
             )
-        settings = {"context": self.context, "batch": self.batch, "caches": self.caches}
-        for contestant in [OWN, *given.contestants]:
-            begin = time.perf_counter()
-            point = {"context": self.context, "batch": self.batch, "caches": self.caches}
-            blank = replace(given.blank(contestant), point=point, text="random tokens", state=STATE)
-            why = why_not(given.subject)
-            if why is None:
-                blank = replace(blank, text_hash=hash_of(random_tokens(given.subject, self.context, self.batch)))
-                if (known := given.known(blank)) is not None:
-                    given.advance(f"memory · {contestant.label}")
-                    yield known
-                    continue
-            found: dict[str, Any] = {"error": why}
-            if why is None:
-                found = ask(__name__, given.subject, contestant, settings, self.limit)
-            given.advance(f"memory · {contestant.label}")
-            if "bytes_by_layer" in found:
-                found["bytes_by_layer"] = tuple(found["bytes_by_layer"])
-            if "tokens_by_head" in found:
-                found["tokens_by_head"] = tuple(map(tuple, found["tokens_by_head"]))
-            yield replace(blank, wall_seconds=time.perf_counter() - begin, **found)
+        why = why_not(subject)
+        yield Sample(
+            point={"context": self.context, "batch": self.batch, "caches": self.caches},
+            text="random tokens",
+            text_hash=hash_of(random_tokens(subject, self.context, self.batch)) if why is None else None,
+            state=STATE,
+            data=why,
+        )
+
+    def score(
+        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
+    ) -> Scored:  # fmt: skip
+        if sample.data is not None:
+            raise KvtailorError(sample.data)
+        found = measured(__name__, subject, contestant, sample.point, self.limit)
+        advance()
+        if "bytes_by_layer" in found:
+            found["bytes_by_layer"] = tuple(found["bytes_by_layer"])
+        if "tokens_by_head" in found:
+            found["tokens_by_head"] = tuple(map(tuple, found["tokens_by_head"]))
+        return Scored(samples=found.pop("samples"), metrics=found.pop("metrics"), held=found)
 
 
 def weigh_in_this_process(

@@ -13,9 +13,8 @@ document.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -26,14 +25,14 @@ from kvtailor.bench import checks
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.synthetic.documents import Document, make_document
 from kvtailor.bench.measure.cache_fields import tokens_read, weigh
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.settings import CONTEXT, DOCUMENT_KINDS, STATE, STATES_APART, Metric, Option, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Answer", "Needle", "answer_document", "code_document"]
 
-_ANSWER_ROOM = 32
+_ANSWER_TOKENS = 32  # as `Needle.generates` declares
 _LONGER = 4
 
 
@@ -55,7 +54,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needle(Task):
+class Needle(PlanByPlan):
     """Documents over a grid of lengths and depths.
 
     Attributes:
@@ -70,12 +69,57 @@ class Needle(Task):
 
     name: ClassVar[str] = "needle"
     version: ClassVar[int] = 2
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
-    documents: int = 4
-    kind: str = "needle"
-    question_outside: bool = False
-    state: int = 0
+    order: ClassVar[int] = 2
+    usual: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(name="accuracy", unit="share", higher_is_better=True, mean_of="hit"),
+        Metric(name="recall", unit="share", higher_is_better=True, mean_of="recall"),
+        Metric(name="answer_nll", unit="nats per token", higher_is_better=False, mean_of="nll"),
+    )
+    values: ClassVar[tuple[str, ...]] = ("hit", "recall", "nll")
+    by_sample: ClassVar[bool] = True
+    generates: ClassVar[int] = 32
+    lengths: tuple[int, ...] = setting(
+        counts_tokens=True,
+        option=Option(
+            flag="--needles",
+            listed=True,
+            like=CONTEXT,
+            help="Lengths of the needle documents in tokens, with ',' between.  [--context]",
+        ),
+    )
+    depths: tuple[float, ...] = setting(
+        (0.1, 0.3, 0.5, 0.7, 0.9),
+        option=Option(
+            flag="--depths",
+            type=float,
+            listed=True,
+            default="0.1,0.3,0.5,0.7,0.9",
+            help="Where the needles stand, 0 to 1.",
+        ),
+    )
+    documents: int = setting(
+        4, option=Option(flag="--documents", default=4, least=1, help="Documents for each length and depth.")
+    )
+    kind: str = setting(
+        "needle",
+        each=True,
+        choices=DOCUMENT_KINDS,
+        what="kind of document",
+        option=Option(
+            flag="--kind",
+            type=str,
+            listed=True,
+            default="needle",
+            help="Which documents, with ',' between: needle, passkey, key_value, multi_value, multi_query, variables, "
+            "characters, first_names, copy_span, common_words, frequent_words.",
+        ),
+    )
+    question_outside: bool = setting(
+        False,
+        option=Option(flag="--question-outside", type=bool, help="Ask after the compressed context, not inside it."),
+    )
+    state: int = setting(0, option=STATE, times=STATES_APART)
 
     def __post_init__(self) -> None:
         if not self.lengths or not self.depths or self.documents < 1:
@@ -85,89 +129,78 @@ class Needle(Task):
                 "one of each"
             )
 
-    def cells(self, contestants: int) -> int:
-        return len(self.lengths) * len(self.depths) * contestants
+    def points(self) -> int:
+        return len(self.lengths) * len(self.depths)
 
-    def units(self, contestants: int) -> int:
-        return len(self.lengths) * len(self.depths) * self.documents * contestants
+    def steps(self) -> int:
+        return self.points() * self.documents
 
-    def measure(self, given: Given) -> Iterator[Record]:
-        grid = self._grid(given.subject)
-        asked = [document.prompt for documents in grid.values() for document in documents]
-        for contestant in given.contestants:
-            checks.check_calibration(contestant.calibration, asked, f"generated {self.kind} documents")
-        broken: dict[str, str] = {}
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        grid = self._grid(subject)
+
+        def prompts() -> list[str]:
+            return [document.prompt for documents in grid.values() for document in documents]
+
         for (length, depth), documents in grid.items():
-            coded = [code_document(given.subject, document) for document in documents]
-            hashes = hash_of(*(torch.cat(parts) for parts in coded))
-            for contestant in given.contestants:
-                begin = time.perf_counter()
-                blank = replace(
-                    given.blank(contestant),
-                    point={
-                        "length": length,
-                        "depth": depth,
-                        "kind": self.kind,
-                        "question_outside": self.question_outside,
-                    },
-                    text=f"generated {self.kind} documents",
-                    text_hash=hashes,
-                    state=documents[0].state,
+            coded = [code_document(subject, document) for document in documents]
+            yield Sample(
+                point={
+                    "length": length,
+                    "depth": depth,
+                    "kind": self.kind,
+                    "question_outside": self.question_outside,
+                },
+                text=f"generated {self.kind} documents",
+                text_hash=hash_of(*(torch.cat(parts) for parts in coded)),
+                state=documents[0].state,
+                steps=len(documents),
+                scored=prompts,
+                data=(documents, coded),
+            )
+
+    def score(
+        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
+    ) -> Scored:  # fmt: skip
+        documents, coded = sample.data
+        found = []
+        for (context, question, answer), document in zip(coded, documents, strict=True):
+            found.append(
+                answer_document(
+                    subject,
+                    contestant,
+                    context,
+                    question,
+                    answer,
+                    parts=document.parts,
+                    question_outside=self.question_outside,
                 )
-                if (known := given.known(blank)) is not None:
-                    for _ in documents:
-                        given.advance(f"needle · {contestant.label}")
-                    yield known
-                    continue
-                if contestant.hash in broken:
-                    yield replace(blank, error=broken[contestant.hash])
-                    continue
-                try:
-                    found = []
-                    for (context, question, answer), document in zip(coded, documents, strict=True):
-                        found.append(
-                            answer_document(
-                                given.subject,
-                                contestant,
-                                context,
-                                question,
-                                answer,
-                                parts=document.parts,
-                                question_outside=self.question_outside,
-                            )
-                        )
-                        given.advance(f"needle · {contestant.label}")
-                except (KvtailorError, ValueError) as error:
-                    broken[contestant.hash] = str(error)
-                    yield replace(blank, error=str(error))
-                    continue
-                several = any(len(document.parts) > 1 for document in documents)
-                yield replace(
-                    blank,
-                    samples=len(found),
-                    tokens_scored=sum(int(answer.numel()) for _, _, answer in coded),
-                    metrics={
-                        "accuracy": fmean(each.hit for each in found),
-                        "recall": fmean(each.recall for each in found) if several else None,
-                        "answer_nll": fmean(each.nll for each in found),
-                    },
-                    values={
-                        "hit": tuple(float(each.hit) for each in found),
-                        **({"recall": tuple(each.recall for each in found)} if several else {}),
-                        "nll": tuple(each.nll for each in found),
-                        "state": tuple(float(document.state) for document in documents),
-                    },
-                    wall_seconds=time.perf_counter() - begin,
-                    **max((each.weight for each in found), key=lambda w: w.get("bytes_held", 0)),
-                )
+            )
+            advance()
+        several = any(len(document.parts) > 1 for document in documents)
+        return Scored(
+            samples=len(found),
+            tokens_scored=sum(int(answer.numel()) for _, _, answer in coded),
+            metrics={
+                "accuracy": fmean(each.hit for each in found),
+                "recall": fmean(each.recall for each in found) if several else None,
+                "answer_nll": fmean(each.nll for each in found),
+            },
+            values={
+                "hit": tuple(float(each.hit) for each in found),
+                **({"recall": tuple(each.recall for each in found)} if several else {}),
+                "nll": tuple(each.nll for each in found),
+                "state": tuple(float(document.state) for document in documents),
+            },
+            held=max((each.weight for each in found), key=lambda w: w.get("bytes_held", 0)),
+        )
 
     def _grid(self, subject: Subject) -> dict[tuple[int, float], list[Document]]:
         longest = max(self.lengths)
-        if subject.positions is not None and longest + _ANSWER_ROOM > subject.positions:
+        if subject.positions is not None and longest + _ANSWER_TOKENS > subject.positions:
             raise KvtailorError(
                 f"asked for documents of {longest} tokens, but {subject.name} has {subject.positions} positions "
                 "and an answer takes "
-                f"up to {_ANSWER_ROOM}: ask for --needles {subject.positions - _ANSWER_ROOM} or shorter"
+                f"up to {_ANSWER_TOKENS}: ask for --needles {subject.positions - _ANSWER_TOKENS} or shorter"
             )
         start = subject.start().numel()
         states = iter(range(self.state, self.state + len(self.lengths) * len(self.depths) * self.documents))

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, ClassVar
@@ -31,12 +30,12 @@ from kvtailor.bench.checks.rounding import tolerances_here
 from kvtailor.bench.checks.whole import WholeBudgets
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.cache_fields import weigh
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, Tokens, hash_of
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Metric, Option, setting
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Perplexity", "Window", "score_window", "whole_budgets"]
+__all__ = ["Perplexity", "Window", "score_window", "scored_pieces", "whole_budgets"]
 
 _WHOLE_TARGETS = 16
 
@@ -60,8 +59,29 @@ class Window:
     document: int | None = None
 
 
+@dataclass(kw_only=True)
+class _Shared:
+    """What all plans of a run have in common.
+
+    Attributes:
+        windows: the windows.
+        distinct: share of different runs of 8 words.
+        whole: tries plans at their whole budget.
+        first: the null plan, or the first plan where there is none.
+        own: scores and weights of the model's own cache, once they were needed.
+        rounding: most by which a token's log-probability differs by rounding alone, once it was needed.
+    """
+
+    windows: list[Window]
+    distinct: float | None
+    whole: WholeBudgets
+    first: Contestant
+    own: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
+    rounding: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Perplexity(Task):
+class Perplexity(PlanByPlan):
     """Context-then-continue over windows of a text that do not overlap and are spread evenly over it.
 
     Attributes:
@@ -83,18 +103,44 @@ class Perplexity(Task):
 
     name: ClassVar[str] = "perplexity"
     version: ClassVar[int] = 2
+    order: ClassVar[int] = 1
+    usual: ClassVar[bool] = True
+    reads_text: ClassVar[bool] = True
+    of_each_text: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(name="nll", unit="nats per token", higher_is_better=False, mean_of="nll"),
+        Metric(name="perplexity", unit="perplexity", higher_is_better=False, meaning="exp of nll"),
+        Metric(name="bits_per_byte", unit="bits per byte", higher_is_better=False),
+        Metric(name="distinct_8grams", unit="share", meaning="of the text, whatever the plan"),
+    )
+    values: ClassVar[tuple[str, ...]] = ("nll",)
+    by_sample: ClassVar[bool] = True
     text: str
     source: str
     origin: str | None = None
     starts: tuple[int, ...] = ()
-    context: int = 512
-    continuation: int = 128
-    chunk: int | None = None
-    beyond: bool = False
-    windows: int = 50
+    context: int = setting(512, option=CONTEXT, counts_tokens=True)
+    continuation: int = setting(128, option=CONTINUATION, counts_tokens=True)
+    chunk: int | None = setting(
+        None,
+        option=Option(
+            flag="--chunk",
+            least=1,
+            help="Feed the continuation so many tokens at a time, so that eviction while decoding acts.  [all at once]",
+        ),
+    )
+    beyond: bool = setting(
+        False,
+        option=Option(
+            flag="--beyond",
+            type=bool,
+            help="Windows may be longer than what the model was made for, as in streaming.",
+        ),
+    )
+    windows: int = setting(50, option=WINDOWS)
     tolerance: float | None = None
     least_distinct: float = 0.9
-    state: int = 0
+    state: int = setting(0, option=STATE)
 
     def __post_init__(self) -> None:
         for what in ("context", "continuation", "windows"):
@@ -110,84 +156,79 @@ class Perplexity(Task):
     def texts(self) -> dict[str, str]:
         return {self.source: self.text}
 
+    def steps(self) -> int:
+        return self.windows
+
     def units(self, contestants: int) -> int:
+        # The null plan is held against the model's own cache, which takes as many steps once more.
         return self.windows * (contestants + 1)
 
-    def measure(self, given: Given) -> Iterator[Record]:
-        windows = self.cut(given.subject)
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        windows = self.cut(subject)
         share = checks.check_repetition([w.text for w in windows], self.least_distinct, self.source)
-        hashes = [hash_of(w.context, w.targets) for w in windows]
-        checks.check_distinct(hashes, self.source)
-        known_documents = [window.document for window in windows if window.document is not None]
-        documents = {"document": tuple(map(float, known_documents))} if len(known_documents) == len(windows) else {}
+        checks.check_distinct([hash_of(w.context, w.targets) for w in windows], self.source)
         notes = origin_notes(self.source, self.origin)
-        size, positions = self.context + self.continuation, given.subject.positions
+        size, positions = self.context + self.continuation, subject.positions
         if positions is not None and size > positions:
             notes.append(
                 f"Windows of {size} tokens: the model was made for {positions}, 'full' is no yardstick past them."
             )
         if len(windows) < self.windows:
             notes.append(f"The text has room for {len(windows)} windows, not for {self.windows}.")
-        pieces = [w.text for w in windows] if all(w.text for w in windows) else [self.text]
-        for contestant in given.contestants:
-            checks.check_calibration(contestant.calibration, pieces, self.source, whole=self.text)
-        whole = whole_budgets(given, windows[0], self.source)
-        own: list[tuple[Tensor, dict[str, Any]]] | None = None
-        rounding: float | None = None
-        for contestant in given.contestants:
-            begin = time.perf_counter()
-            blank = replace(
-                given.blank(contestant),
-                point={"context": self.context, "continuation": self.continuation, "chunk": self.chunk},
-                text=self.source,
-                text_hash=hash_of(*(torch.cat([w.context, w.targets]) for w in windows)),
-                state=self.state or None,
-                notes=tuple(notes),
-            )
-            if (known := given.known(blank)) is not None:
-                for _ in range(self.windows * (2 if contestant.label == "full" else 1)):
-                    given.advance(f"perplexity · {contestant.label}")
-                yield known
-                continue
-            tried = whole.check(contestant)
-            try:
-                scored = self._run(given, contestant, windows)
-            except (KvtailorError, ValueError) as error:
-                yield replace(blank, error=str(error))
-                continue
-            if contestant.label == "full":
-                own = own or self._run(given, OWN, windows)
-                self._check_identity(given.subject, scored, own, windows)
-            nll = tuple(-float(s.mean()) for s, _ in scored)
-            if not all(math.isfinite(x) for x in nll):
-                yield replace(blank, error="The model gave a log-probability that is not a number.")
-                continue
-            sizes = [w.bytes for w in windows]
-            heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
-            if contestant.label == "full":
-                rounding = self._rounding(given.subject, contestant, windows[0], scored[0][0])
-            elif checks.is_smaller(heaviest):
-                if rounding is None:
-                    rounding = self._rounding(given.subject, given.contestants[0], windows[0])
-                heaviest |= probe(
-                    given.subject, contestant, windows[-1].context, windows[-1].targets, scored[-1][0], rounding,
-                    self.chunk,
-                )  # fmt: skip
-            yield replace(
-                blank,
-                samples=len(windows),
-                tokens_scored=sum(int(w.targets.numel()) for w in windows),
-                metrics={
-                    "nll": fmean(nll),
-                    "perplexity": math.exp(fmean(nll)),
-                    "bits_per_byte": _bits_per_byte([-float(s.sum()) for s, _ in scored], sizes),
-                    "distinct_8grams": share,
-                },
-                values={"nll": nll, **documents},
-                notes=(*notes, *tried),
-                wall_seconds=time.perf_counter() - begin,
-                **heaviest,
-            )
+        yield Sample(
+            point={"context": self.context, "continuation": self.continuation, "chunk": self.chunk},
+            text=self.source,
+            text_hash=hash_of(*(torch.cat([w.context, w.targets]) for w in windows)),
+            state=self.state or None,
+            steps=self.windows,
+            notes=tuple(notes),
+            scored=lambda: scored_pieces(windows, self.text),
+            whole=self.text,
+            data=_Shared(
+                windows=windows,
+                distinct=share,
+                whole=whole_budgets(subject, contestants, windows[0], self.source),
+                first=next((each for each in contestants if each.is_full), contestants[0]),
+            ),
+        )
+
+    def score(
+        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
+    ) -> Scored:  # fmt: skip
+        shared: _Shared = sample.data
+        windows = shared.windows
+        tried = shared.whole.check(contestant)
+        scored = self._run(subject, contestant, windows, advance)
+        if contestant.is_full:
+            shared.own = shared.own or self._run(subject, OWN, windows, advance)
+            self._check_identity(subject, scored, shared.own, windows)
+        nll = tuple(-float(s.mean()) for s, _ in scored)
+        if not all(math.isfinite(x) for x in nll):
+            raise KvtailorError("The model gave a log-probability that is not a number.")
+        heaviest = max((w for _, w in scored), key=lambda w: w.get("bytes_held", 0))
+        if contestant.is_full:
+            shared.rounding = self._rounding(subject, contestant, windows[0], scored[0][0])
+        elif checks.is_smaller(heaviest):
+            if shared.rounding is None:
+                shared.rounding = self._rounding(subject, shared.first, windows[0])
+            heaviest |= probe(
+                subject, contestant, windows[-1].context, windows[-1].targets, scored[-1][0], shared.rounding,
+                self.chunk,
+            )  # fmt: skip
+        documents = [float(window.document) for window in windows if window.document is not None]
+        return Scored(
+            samples=len(windows),
+            tokens_scored=sum(int(w.targets.numel()) for w in windows),
+            metrics={
+                "nll": fmean(nll),
+                "perplexity": math.exp(fmean(nll)),
+                "bits_per_byte": _bits_per_byte([-float(s.sum()) for s, _ in scored], [w.bytes for w in windows]),
+                "distinct_8grams": shared.distinct,
+            },
+            values={"nll": nll, **({"document": documents} if len(documents) == len(windows) else {})},
+            notes=tried,
+            held=heaviest,
+        )
 
     def cut(self, subject: Subject) -> list[Window]:
         """The windows, the same for every plan.
@@ -240,12 +281,12 @@ class Perplexity(Task):
         return Window(torch.cat([start, tokens.ids[at:split]]), tokens.ids[split:end], size, text, document)
 
     def _run(
-        self, given: Given, contestant: Contestant, windows: Sequence[Window]
+        self, subject: Subject, contestant: Contestant, windows: Sequence[Window], advance: Callable[[], None]
     ) -> list[tuple[Tensor, dict[str, Any]]]:
         found = []
         for window in windows:
-            found.append(score_window(given.subject, contestant, window.context, window.targets, self.chunk))
-            given.advance(f"perplexity · {contestant.label}")
+            found.append(score_window(subject, contestant, window.context, window.targets, self.chunk))
+            advance()
         return found
 
     def _rounding(self, subject: Subject, full: Contestant, window: Window, scores: Tensor | None = None) -> float:
@@ -278,15 +319,22 @@ def origin_notes(source: str, origin: str | None) -> list[str]:
     return [] if origin is None else [f"{source} was read from {origin}."]
 
 
-def whole_budgets(given: Given, window: Window, source: str) -> WholeBudgets:
+def scored_pieces(windows: Sequence[Window], text: str) -> list[str]:
+    """The windows as texts; the text itself where the tokenizer gives no offsets."""
+    return [w.text for w in windows] if all(w.text for w in windows) else [text]
+
+
+def whole_budgets(
+    subject: Subject, contestants: Sequence[Contestant], window: Window, source: str
+) -> WholeBudgets:  # fmt: skip
     """Tries plans at their whole budget on the first tokens after a window's context, fed one at a time."""
-    full = next((contestant for contestant in given.contestants if contestant.label == "full"), OWN)
+    full = next((contestant for contestant in contestants if contestant.is_full), OWN)
     targets = window.targets[:_WHOLE_TARGETS]
 
     def score(contestant: Contestant) -> Tensor:
-        return score_window(given.subject, contestant, window.context, targets, chunk=1)[0]
+        return score_window(subject, contestant, window.context, targets, chunk=1)[0]
 
-    return WholeBudgets(given.subject, full, score, source, window.context.numel() + targets.numel())
+    return WholeBudgets(subject, full, score, source, window.context.numel() + targets.numel())
 
 
 def score_window(

@@ -26,8 +26,8 @@ from a tier.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -35,10 +35,10 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.machine import Neighbours
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
 from kvtailor.bench.tasks.draft_rounds import DraftRounds
+from kvtailor.bench.tasks.settings import CONTEXTS, NEW_TOKENS, ROUNDS, STATE, STATES_APART, Metric, Option, setting
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.run.generate import Generated, generate
@@ -48,7 +48,7 @@ __all__ = ["Speculation"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation(Task):
+class Speculation(AllAtOnce):
     """Interleaved rounds; see the module.
 
     Attributes:
@@ -68,23 +68,67 @@ class Speculation(Task):
 
     name: ClassVar[str] = "speculation"
     version: ClassVar[int] = 1
+    order: ClassVar[int] = 7
+    reads_text: ClassVar[bool] = True
+    own_cache: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(name="tokens_per_second", unit="tokens per second", higher_is_better=True),
+        Metric(name="plain_tokens_per_second", unit="tokens per second", higher_is_better=True),
+        Metric(name="acceptance", unit="share", higher_is_better=True),
+        Metric(name="emitted_per_verification", unit="tokens", higher_is_better=True),
+        Metric(name="inner_acceptance", unit="share", higher_is_better=True),
+        Metric(name="speed_up", unit="ratio", higher_is_better=True, meaning="over the same plan without a draft"),
+        Metric(name="speed_up_own", unit="ratio", higher_is_better=True, meaning="over the model's own cache"),
+        Metric(name="identical", unit="share", higher_is_better=True, meaning="rounds without a changed token"),
+        Metric(name="device_bytes", unit="bytes", higher_is_better=False),
+        Metric(name="plain_device_bytes", unit="bytes", higher_is_better=False),
+        Metric(name="draft_weight_bytes", unit="bytes", higher_is_better=False),
+        Metric(name="resident_hits", unit="share", higher_is_better=True),
+        Metric(name="bytes_read", unit="bytes", higher_is_better=False),
+    )
+    values: ClassVar[tuple[str, ...]] = (
+        "generation",
+        "plain",
+        "acceptance",
+        "emitted_per_verification",
+        "identical",
+        "speed_up",
+        "speed_up_own",
+    )
+    timings: ClassVar[tuple[str, ...]] = ("generation", "plain")
     text: str
     source: str
-    context: int = 512
-    tokens: int = 64
-    rounds: int = 5
-    warmup: int = 1
-    patience: int = 2
-    draft: str | None = None
-    draft_plan: str | None = None
-    middle_plan: str | None = None
-    gamma: int | str = 4
-    inner_gamma: int = 2
-    refresh: int | None = None
-    min_gain: float | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    state: int = 0
+    context: int = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
+    tokens: int = setting(64, option=NEW_TOKENS, each=True, counts_tokens=True)
+    rounds: int = setting(5, option=ROUNDS)
+    warmup: int = setting(1)
+    patience: int = setting(2)
+    draft: str | None = setting(
+        None, option=Option(flag="--draft", type=str, help="For speculation: a draft model, by name or folder.")
+    )
+    draft_plan: str | None = setting(
+        None,
+        option=Option(
+            flag="--draft-plan",
+            type=str,
+            help="For speculation: plan of the draft's cache; alone, the same weights draft.",
+        ),
+    )
+    middle_plan: str | None = setting(
+        None,
+        option=Option(
+            flag="--middle-plan",
+            type=str,
+            help="For speculation: plan of the cache between a draft model and the plan's own.",
+        ),
+    )
+    gamma: int | str = setting(4, option=Option(flag="--gamma", default=4, least=1, help="Tokens drafted at once."))
+    inner_gamma: int = setting(2)
+    refresh: int | None = setting(None)
+    min_gain: float | None = setting(None)
+    temperature: float = setting(0.0)
+    top_p: float = setting(1.0)
+    state: int = setting(0, option=STATE, times=STATES_APART)
 
     def __post_init__(self) -> None:
         if self.tokens < 2 or min(self.rounds, self.context, self.patience) < 1 or self.warmup < 0:
@@ -104,43 +148,46 @@ class Speculation(Task):
                 except KvtailorError as error:
                     raise ValueError(f"{name}: {error}") from error
 
-    def cells(self, contestants: int) -> int:
-        return contestants + 1
+    def steps(self) -> int:
+        return self.patience * self.rounds + self.warmup
 
-    def units(self, contestants: int) -> int:
-        return (self.patience * self.rounds + self.warmup) * (contestants + 1)
-
-    def measure(self, given: Given) -> Iterator[Record]:
-        begin, subject = time.perf_counter(), given.subject
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
         if subject.make_cache is not None:
             raise KvtailorError("asked for speculation, which drives kvtailor's own caches, on a model with others")
         prompts = self._prompts(subject)
-        contestants = [OWN, *given.contestants]
-        together = given.known_together([self._blank(given, contestant, prompts) for contestant in contestants])
-        if together:
-            yield from together
-            return
+        names = ("context", "tokens", "rounds", "draft", "draft_plan", "middle_plan", "gamma", "inner_gamma", "refresh",
+                 "min_gain", "temperature", "top_p")  # fmt: skip
+        yield Sample(
+            point={name: getattr(self, name) for name in names},
+            text=self.source,
+            text_hash=hash_of(prompts),
+            state=self.state,
+            steps=self.steps(),
+            data=prompts,
+        )
+
+    def score_all(
+        self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
+    ) -> Mapping[str, Scored]:
         small = None if self.draft is None else load(self.draft, dtype=subject.dtype, device=str(subject.device))[0]
         sides = {contestant.hash: DraftRounds() for contestant in contestants}
         meter = Neighbours()
         for index in range(-self.warmup, self.patience * self.rounds):
-            live = [side for side in sides.values() if side.error is None]
+            live = [sides[contestant.hash] for contestant in contestants if turns.live(contestant)]
             if index >= self.rounds and all(side.clean >= self.rounds for side in live):
                 break
-            turn = index % len(contestants)
-            for contestant in contestants[turn:] + contestants[:turn]:
-                side = sides[contestant.hash]
-                if side.error is None:
-                    try:
-                        self._sample(subject, contestant, small, prompts[index + self.warmup], meter, side, index)
-                    except (KvtailorError, ValueError) as error:
-                        side.error = str(error)
-                given.advance(f"speculation · {contestant.label}")
-        wall = time.perf_counter() - begin
+            first = index % len(contestants)
+            for contestant in [*contestants[first:], *contestants[:first]]:
+                with turns(contestant) as going:
+                    if going:
+                        prompt, side = sample.data[index + self.warmup], sides[contestant.hash]
+                        self._sample(subject, contestant, small, prompt, meter, side, index)
         own = sides[OWN.hash]
-        for contestant in contestants:
-            blank = self._blank(given, contestant, prompts)
-            yield self._record(blank, sides[contestant.hash], own, small, meter, wall)
+        return {
+            contestant.hash: self._scored(sides[contestant.hash], own, small, meter)
+            for contestant in contestants
+            if turns.live(contestant)
+        }
 
     def _prompts(self, subject: Subject) -> Tensor:
         """(all rounds, context) token ids, warm-up first."""
@@ -163,6 +210,7 @@ class Speculation(Task):
         index: int,
     ) -> None:
         if contestant.plan is None:
+            # The model's own cache: there are no others, see `samples`.
             seconds, disturbed = self._own(subject, contestant, prompt, meter)
             if index >= 0:
                 side.plain.append(seconds)
@@ -184,7 +232,7 @@ class Speculation(Task):
         side.add(plain, drafted, disturbed)
 
     def _generated(
-        self, subject: Subject, plan: str, prompt: Tensor, drafts: Mapping[str, Any], state: int
+        self, subject: Subject, plan: Plan, prompt: Tensor, drafts: Mapping[str, Any], state: int
     ) -> Generated:
         generator = torch.Generator(subject.device).manual_seed(max(0, state))
         return generate(
@@ -211,26 +259,12 @@ class Speculation(Task):
         subject.decode(token, cache, self.tokens - 1)
         return time.perf_counter() - begin, meter.disturbed()
 
-    def _blank(self, given: Given, contestant: Contestant, prompts: Tensor) -> Record:
-        names = ("context", "tokens", "rounds", "draft", "draft_plan", "middle_plan", "gamma", "inner_gamma", "refresh",
-                 "min_gain", "temperature", "top_p")  # fmt: skip
-        point = {name: getattr(self, name) for name in names}
-        return replace(
-            given.blank(contestant), point=point, text=self.source, text_hash=hash_of(prompts), state=self.state
-        )
-
-    def _record(
-        self, blank: Record, side: DraftRounds, own: DraftRounds, small: Any, meter: Neighbours, wall: float
-    ) -> Record:
-        if side.error is not None:
-            return replace(blank, error=side.error)
-        return replace(
-            blank,
+    def _scored(self, side: DraftRounds, own: DraftRounds, small: Any, meter: Neighbours) -> Scored:
+        return Scored(
             samples=side.clean,
             values=side.values(own, greedy=not self.temperature),
             metrics=side.metrics(own, self.tokens - 1, self.rounds, small, greedy=not self.temperature),
             timings=side.timings(self.rounds),
-            wall_seconds=wall,
-            notes=tuple(meter.notes()),
-            **side.weight,
+            notes=meter.notes(),
+            held=side.weight,
         )

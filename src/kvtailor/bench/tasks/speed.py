@@ -23,21 +23,21 @@ none, and is left out.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.cache_fields import bytes_of, weigh
 from kvtailor.bench.measure.flops import Work, count
 from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.measure.statistics import timings_of
-from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks import Given, Task
+from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
+from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, NEW_TOKENS, ROUNDS, Metric, Option, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Speed"]
@@ -52,14 +52,13 @@ class _Samples:
     weight: dict[str, Any] = field(default_factory=dict)
     bytes_read: int | None = None
     work: Work | None = None
-    error: str | None = None
 
     def clean(self, name: str) -> list[float]:
         return [x for x, bad in zip(getattr(self, name), self.disturbed, strict=True) if not bad]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed(Task):
+class Speed(AllAtOnce):
     """Interleaved rounds over all plans and the model's own cache.
 
     Attributes:
@@ -78,15 +77,35 @@ class Speed(Task):
 
     name: ClassVar[str] = "speed"
     version: ClassVar[int] = 3
+    order: ClassVar[int] = 4
+    usual: ClassVar[bool] = True
+    reads_text: ClassVar[bool] = True
+    of_cost: ClassVar[bool] = True
+    own_cache: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(name="tokens_per_second", unit="tokens per second", higher_is_better=True),
+        Metric(name="flops_prefill", unit="FLOP"),
+        Metric(name="flops_token", unit="FLOP"),
+        Metric(name="flops_method_prefill", unit="FLOP", higher_is_better=False),
+        Metric(name="flops_method_token", unit="FLOP", higher_is_better=False),
+        Metric(name="achieved_gflops_prefill", unit="GFLOP per second", higher_is_better=True),
+        Metric(name="achieved_gflops_token", unit="GFLOP per second", higher_is_better=True),
+        Metric(name="floor_ttft_seconds", unit="seconds"),
+    )
+    values: ClassVar[tuple[str, ...]] = ("ttft", "tpot", "ttft_processor")
+    timings: ClassVar[tuple[str, ...]] = ("ttft", "tpot")
     text: str
     source: str
-    context: int = 512
-    tokens: int = 32
-    batch: int = 1
-    rounds: int = 10
-    warmup: int = 3
-    patience: int = 2
-    graphs: bool = False
+    context: int = setting(512, option=CONTEXTS, each=True, counts_tokens=True)
+    batch: int = setting(1, option=BATCHES, each=True)
+    tokens: int = setting(32, option=NEW_TOKENS, each=True, counts_tokens=True)
+    rounds: int = setting(10, option=ROUNDS)
+    warmup: int = setting(3)
+    patience: int = setting(2)
+    graphs: bool = setting(
+        False,
+        option=Option(flag="--graphs", type=bool, help="Plans decode by CUDA graphs in speed, which they must allow."),
+    )
 
     def __post_init__(self) -> None:
         if self.tokens < 2 or min(self.rounds, self.context, self.batch, self.patience) < 1 or self.warmup < 0:
@@ -96,49 +115,40 @@ class Speed(Task):
                 "least 1 and at least 2 tokens"
             )
 
-    def cells(self, contestants: int) -> int:
-        return contestants + 1
+    def steps(self) -> int:
+        return self.patience * self.rounds + self.warmup + 1
 
-    def units(self, contestants: int) -> int:
-        return (self.patience * self.rounds + self.warmup + 1) * (contestants + 1)
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
+        prompt = self._prompt(subject)
+        names = ("context", "tokens", "batch", "rounds", "warmup")
+        point: dict[str, object] = {name: getattr(self, name) for name in names}
+        if self.graphs:
+            point["graphs"] = True
+        yield Sample(point=point, text=self.source, text_hash=hash_of(prompt), steps=self.steps(), data=prompt)
 
-    def measure(self, given: Given) -> Iterator[Record]:
-        begin = time.perf_counter()
-        prompt = self._prompt(given.subject)
-        contestants = [OWN, *given.contestants]
-        together = given.known_together([self._blank(given, contestant, prompt) for contestant in contestants])
-        if together:
-            for _ in range(self.units(len(given.contestants))):
-                given.advance("speed")
-            yield from together
-            return
+    def score_all(
+        self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
+    ) -> Mapping[str, Scored]:
+        prompt = sample.data
         samples = {contestant.hash: _Samples() for contestant in contestants}
         meter = Neighbours()
-        left = self.units(len(given.contestants))
         for index in range(-self.warmup, self.patience * self.rounds):
-            if index >= self.rounds and all(
-                s.error is not None or len(s.clean("tpot")) >= self.rounds for s in samples.values()
-            ):
+            live = [samples[contestant.hash] for contestant in contestants if turns.live(contestant)]
+            if index >= self.rounds and all(len(each.clean("tpot")) >= self.rounds for each in live):
                 break
-            turn = index % len(contestants)
-            for contestant in contestants[turn:] + contestants[:turn]:
-                found = samples[contestant.hash]
-                if found.error is None:
-                    try:
-                        self._sample(given.subject, contestant, prompt, meter, found, counts=index >= 0)
-                    except (KvtailorError, ValueError) as error:
-                        found.error = str(error)
-                given.advance(f"speed · {contestant.label}")
-                left -= 1
+            first = index % len(contestants)
+            for contestant in [*contestants[first:], *contestants[:first]]:
+                with turns(contestant) as going:
+                    if going:
+                        self._sample(subject, contestant, prompt, meter, samples[contestant.hash], counts=index >= 0)
+        found = {}
         for contestant in contestants:
-            found = samples[contestant.hash]
-            if found.error is None:
-                found.work = count(given.subject, contestant, prompt, self.tokens)
-            given.advance(f"speed · {contestant.label}")
-        for _ in range(left - len(contestants)):
-            given.advance("speed")
-        for contestant in contestants:
-            yield self._record(given, contestant, samples[contestant.hash], prompt, meter, time.perf_counter() - begin)
+            with turns(contestant) as going:
+                if going:
+                    mine = samples[contestant.hash]
+                    mine.work = count(subject, contestant, prompt, self.tokens)
+                    found[contestant.hash] = mine
+        return {plan: self._scored(subject, mine, turns.machine, meter) for plan, mine in found.items()}
 
     def _prompt(self, subject: Subject) -> Tensor:
         if subject.positions is not None and self.context + self.tokens > subject.positions:
@@ -174,7 +184,7 @@ class Speed(Task):
         token = logits[:, -1:].argmax(-1)
         subject.wait()
         first, ran = time.perf_counter(), time.process_time() - ran
-        cache = subject.decode(token, cache, self.tokens - 1, graphs=self.graphs and contestant.plan is not None)
+        cache = subject.decode(token, cache, self.tokens - 1, graphs=self.graphs and not contestant.is_own)
         last = time.perf_counter()
         if counts:
             found.ttft.append(first - begin)
@@ -188,31 +198,20 @@ class Speed(Task):
                 # A floor must not count what nobody reads; what chooses the tokens is left out.
                 found.bytes_read = int(found.bytes_read * min(1.0, read / held))
 
-    def _blank(self, given: Given, contestant: Contestant, prompt: Tensor) -> Record:
-        names = ("context", "tokens", "batch", "rounds", "warmup")
-        point = {name: getattr(self, name) for name in names}
-        if self.graphs:
-            point["graphs"] = True
-        return replace(given.blank(contestant), point=point, text=self.source, text_hash=hash_of(prompt))
-
-    def _record(
-        self, given: Given, contestant: Contestant, found: _Samples, prompt: Tensor, meter: Neighbours, wall: float
-    ) -> Record:
-        blank = self._blank(given, contestant, prompt)
-        if found.error is not None:
-            return replace(blank, error=found.error)
+    def _scored(
+        self, subject: Subject, found: _Samples, machine: Mapping[str, object], meter: Neighbours
+    ) -> Scored:  # fmt: skip
         notes = meter.notes()
-        if blank.machine.get("probes_disturbed"):
+        if machine.get("probes_disturbed"):
             notes.append("Other programs ran while bandwidth and arithmetic were measured: the floors may be too high.")
-        floors = {"tpot": _floor_of_token(given.subject, blank, found.bytes_read),
-                  "ttft": _floor_of_prefill(given.subject, blank, found.work)}  # fmt: skip
+        floors = {"tpot": _floor_of_token(subject, machine, found.bytes_read),
+                  "ttft": _floor_of_prefill(subject, machine, found.work)}  # fmt: skip
         timings = timings_of({"ttft": found.ttft, "tpot": found.tpot}, found.disturbed, self.rounds)
         for name, floor in floors.items():
             if floor is not None and found.clean(name) and floor > min(found.clean(name)):
                 floors[name] = None
                 notes.append(f"No floor of {name.upper()}: this run was faster than what the machine was measured at.")
-        return replace(
-            blank,
+        return Scored(
             samples=found.disturbed.count(False),
             values={
                 "ttft": tuple(found.ttft),
@@ -223,9 +222,8 @@ class Speed(Task):
             metrics={**self._metrics(found.work, timings), "floor_ttft_seconds": floors["ttft"]},
             timings=timings,
             floor_seconds=floors["tpot"],
-            wall_seconds=wall,
-            notes=tuple(notes),
-            **found.weight,
+            notes=notes,
+            held=found.weight,
         )
 
     def _metrics(self, work: Work | None, timings: Mapping[str, Mapping[str, float | None]]) -> dict[str, float | None]:
@@ -242,16 +240,16 @@ class Speed(Task):
         return found
 
 
-def _floor_of_prefill(subject: Subject, blank: Record, work: Work | None) -> float | None:
-    bandwidth, peak = (blank.machine.get(name) for name in ("read_bandwidth", "matmul_flops"))
+def _floor_of_prefill(subject: Subject, machine: Mapping[str, object], work: Work | None) -> float | None:
+    bandwidth, peak = (machine.get(name) for name in ("read_bandwidth", "matmul_flops"))
     weights = subject.weights()
     if not isinstance(bandwidth, float) or not isinstance(peak, float) or weights is None or work is None:
         return None
     return max(weights[2] / bandwidth, work.prefill / peak)
 
 
-def _floor_of_token(subject: Subject, blank: Record, cache: int | None) -> float | None:
-    bandwidth, weights = blank.machine.get("read_bandwidth"), subject.weights()
+def _floor_of_token(subject: Subject, machine: Mapping[str, object], cache: int | None) -> float | None:
+    bandwidth, weights = machine.get("read_bandwidth"), subject.weights()
     if not isinstance(bandwidth, float) or weights is None or cache is None:
         return None
     return (weights[2] + cache) / bandwidth

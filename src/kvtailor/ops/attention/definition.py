@@ -31,6 +31,7 @@ def reference(
     b, q, t, d = query.shape
     h, n = keys.shape[1:3]
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    # Query heads of one kv head follow each other: query head j reads kv head j // g.
     grouped = query.to(exact).reshape(b, h, q // h, t, d)
     logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.to(exact)) * scaling
     if log_weight is not None:
@@ -38,6 +39,7 @@ def reference(
     if mask is not None:
         logits = logits.masked_fill(~mask.expand(b, h, t, n)[:, :, None], -torch.inf)
     lse = logits.logsumexp(-1)
+    # exp(logit - lse) is the softmax. A row of -inf alone has that log-sum-exp too; less 0 its weights are 0, not NaN.
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     out = torch.einsum("bhgtn,bhnd->bhgtd", weights, values.to(exact))
     return out.reshape(b, q, t, -1), lse.reshape(b, q, t), weights

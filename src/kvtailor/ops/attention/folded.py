@@ -50,6 +50,8 @@ def merge(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over the union of what disjoint parts saw, from each part's out (..., dv) and lse (...)."""
     if len(found) == 1:
         return found[0]
+    # Softmax over a union: part i counts exp(lse_i - lse). Where no part sees anything all are -inf; with 0 in place of
+    # the sum the shares are exp(-inf) = 0, and not NaN.
     lses = torch.stack([lse for _, lse in found])
     lse = lses.logsumexp(0)
     shares = (lses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
@@ -71,6 +73,7 @@ def over_owners(outs: Tensor, lses: Tensor, owner: Tensor, owners: int) -> tuple
         owner: (m,) int64 of each lane.
         owners: n.
     """
+    # The same as `merge`, where the parts are an owner's lanes: how many there are differs, so they meet by scatter.
     top = lses.new_full((owners, *lses.shape[1:]), -torch.inf)
     top.scatter_reduce_(0, owner[:, None, None].expand_as(lses), lses, "amax")
     shift = top.masked_fill(top == -torch.inf, 0.0)
@@ -86,6 +89,8 @@ def _fused(query: Tensor, part: Lanes, scaling: float) -> tuple[Tensor, Tensor]:
         seen = part.visible.expand(query.shape[0], 1, part.keys.shape[1])[:, None]
         bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
         blind = ~seen.any(-1)
+    # Each lane is a row of the kernel's batch with one head, whose g "tokens" are the query heads of the group: they
+    # read the same keys, which the kernel then loads once and not g times.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query.transpose(1, 2), part.keys[:, None], part.values[:, None], attn_mask=bias, scale=scaling
     )

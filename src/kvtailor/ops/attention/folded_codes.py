@@ -65,6 +65,7 @@ def attend_coded(
     assert isinstance(keys, TokenCodes | ChannelCodes) and isinstance(values, TokenCodes | ChannelCodes)
     owners, group, new, size = query.shape
     rows = (query.float() * scaling).reshape(owners, group * new, size)
+    # Each lane is read as if it were alone, with the queries of its owner; lanes of one owner are merged in the end.
     logits = _logits(rows if owner is None else rows.index_select(0, owner), keys)
     lanes, _, slots = logits.shape
     if log_weight is not None:
@@ -110,6 +111,9 @@ def _token_logits(rows: Tensor, codes: Tensor, keys: TokenCodes, lane: slice, sl
 
 def _with_scales(products: Tensor, rows: Tensor, keys: TokenCodes, group: int, offset: int) -> Tensor:
     """Logits (m, r, s) of products with codes less `offset`, of one group of channels."""
+    # A key is (code - zero) * step, or code * step + low, the same for all channels of a group. So a row r gives
+    # (sum r * code - zero * sum r) * step, and (sum r * code) * step + low * sum r: scales enter after the product.
+    # `products` are of codes less `offset`, which puts offset * sum r back.
     whole = rows.sum(-1, keepdim=True)
     step = keys.step[:, None, :, group].float()
     if keys.low is None:
@@ -125,6 +129,8 @@ def _channel_logits(rows: Tensor, codes: Tensor, keys: ChannelCodes, lane: slice
     # Products of single runs with queries of their own would be thousands of tiny ones.
     for first, count, run in _runs(codes, keys.group):
         run.unflatten(1, (count, -1)).mul_(step[:, first : first + count, None])
+    # Scales of a channel differ from run to run of tokens, so they go into the codes; minima need one product for each
+    # run (l, r, runs), which all tokens of the run get. The last run may be longer than what is there.
     bias = _dot(rows, low).repeat_interleave(keys.group, -1)
     return _dot(rows, codes) + bias[..., : codes.shape[1]]
 
@@ -145,6 +151,8 @@ def _sums(weights: Tensor, values: TokenCodes | ChannelCodes) -> Tensor:
             out[lane] += _channel_sums(weights[lane, :, slot], floats, values, lane, slot)
         return out
     groups, by_bytes = values.step.shape[-1], _multiplies_bytes(values)
+    # As in `_with_scales`, from the other side: a token's step enters its weight before the product with its codes, and
+    # its minimum, times its weight, is added to every channel of the group.
     scaled = [weights * values.step[:, None, :, group].float() for group in range(groups)]
     offset = _offset(values) if by_bytes else 0
     for group, (each, part) in enumerate(zip(scaled, out.chunk(groups, -1), strict=True)):
@@ -240,16 +248,21 @@ def _by_bytes(rows: Tensor, codes: Tensor, *, across: bool) -> Tensor:
     Args:
         codes: (k, x), or with `across` (x, k), of which each is multiplied with sixteen columns at once.
     """
+    # row = unit * (digit_0 + digit_1 / 128 + digit_2 / 128**2), with |digit_0| <= 127: each digit is what the one
+    # before left over, times the base. So three products of bytes, exact in int32, make one of float32 and codes.
     unit = rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / (_BASE - 1)
     rest, digits = rows / unit, []
     for _ in range(_DIGITS):
         digit = rest.round()
         digits.append(digit.to(torch.int8))
         rest = (rest - digit).mul_(_BASE)
+    # All digits of all rows in one product: digits (3 r, k), and `places` (3 r, r) adds the three of each row up again,
+    # each at the value of its place.
     together = torch.cat(digits)
     places = torch.cat([torch.eye(len(rows)) * _BASE**-i for i in range(_DIGITS)]) * unit[:, 0]
     if not across:
         return places.T @ torch._int_mm(together, codes).float()
+    # The kernel for bytes wants columns in sixteens.
     missing = -len(together) % 16
     columns, places = (torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (together, places))
     return (torch._int_mm(codes, columns.T.contiguous()).float() @ places).T

@@ -22,12 +22,16 @@ def members(layout: Layout, joined: int) -> Tensor | None:
         found = torch.arange(layout.lanes).view(-1, joined)
     else:
         owner = layout.owners(cpu)
+        # The number of a lane among its owner's, as in `ops.lanes.ragged`.
         page = torch.arange(layout.lanes) - torch.searchsorted(owner, owner)
         group, member = torch.div(owner, joined, rounding_mode="floor"), owner % joined
+        # One number to sort lanes by (group, page, member): page is below lanes + 1, member below joined. Heads that
+        # stand side by side then follow each other, page by page.
         place = (group * (layout.lanes + 1) + page) * joined + member
         if layout.lanes % joined:
             return None
         found = place.argsort().view(-1, joined)
+        # A group is whole where its `joined` places agree on (group, page) and are the members 0, 1, ... in order.
         ordered = place[found]
         whole = torch.div(ordered, joined, rounding_mode="floor")
         if not bool((whole == whole[:, :1]).all() and (ordered % joined == torch.arange(joined)).all()):
@@ -60,6 +64,7 @@ def group_layout(layout: Layout, lanes: Tensor) -> Layout:
 
 def together(states: Tensor, lanes: Tensor) -> Tensor:
     """States (m, s, c) as (m', s, joined * c)."""
+    # (m', joined, s, c) -> (m', s, joined, c) -> (m', s, joined * c).
     return states[lanes.to(states.device)].transpose(1, 2).flatten(2)
 
 

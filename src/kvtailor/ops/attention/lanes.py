@@ -32,10 +32,10 @@ class Lanes:
 
     Attributes:
         keys: (m, s, d), any strides between lanes.
-        values: (m', s, r); see `Reading`.
+        values: (m', s, r); see `SegmentView`.
         owner: (m,) int64 row * h + head of each lane; None where lane i belongs to owner i.
         visible: bool that broadcasts to (m, t, s); None where every query sees every slot.
-        log_weight, lift, shared: see `Reading`.
+        log_weight, lift, shared: see `SegmentView`.
     """
 
     keys: Tensor
@@ -67,9 +67,13 @@ def joint(
         out (n, g, t, dv) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there; and for each
         part the column mass (m, s) float32, or None.
     """
+    # A group's query heads and its new tokens are one axis of rows, g * t long, token innermost: all of them read the
+    # same keys, so one product with the keys serves them all.
     owners, group, new, size = query.shape
     rows = (query.float() * scaling).reshape(owners, group * new, size)
     scores = [_scores(rows, part, new) for part in parts]
+    # (n, g * t): each row's greatest logit over all parts. Lanes of one owner meet by scatter, since an owner has
+    # several where heads hold different numbers of tokens.
     top = rows.new_full((owners, group * new), -torch.inf)
     for part, score in zip(parts, scores, strict=True):
         highest = score.amax(-1)
@@ -77,26 +81,31 @@ def joint(
             top = torch.maximum(top, highest)
         else:
             top.scatter_reduce_(0, part.owner[:, None].expand_as(highest), highest, "amax")
+    # A row that sees nothing has the greatest logit -inf; shifted by 0 its weights are exp(-inf) = 0 and not NaN.
     shift = top.masked_fill(top == -torch.inf, 0.0)
     total = torch.zeros_like(top)
     width = parts[0].values.shape[-1] if parts[0].lift is None else parts[0].lift.matrix.shape[-1]
     out = rows.new_zeros((owners, group * new, width))
     for part, score in zip(parts, scores, strict=True):
+        # In place: from here on the scores (m, g * t, s) are weights, which the mass below reads again.
         score.sub_(_of(shift, part.owner)[..., None]).exp_()
         share, sums = score.sum(-1), _mix(score, part.values, part.shared)
         if part.owner is not None and part.lift is None:
             total.index_add_(0, part.owner, share)
             out.index_add_(0, part.owner, sums)
             continue
+        # A lift is one matrix for each kv head, so sums are lifted once for each owner and not for each of its lanes.
         if part.owner is not None:
             share = torch.zeros_like(total).index_add_(0, part.owner, share)
             sums = out.new_zeros((*out.shape[:2], sums.shape[-1])).index_add_(0, part.owner, sums)
         total += share
         out += sums if part.lift is None else part.lift.of_sums(sums, share)
+    # Where nothing is seen both are 0, and the clamp makes the quotient 0.
     out /= total.clamp_min(_TINY)[..., None]
     lse = shift + total.log()
     mass = None
     if weight is not None:
+        # (n, t) becomes (n, g * t), in the order of the rows: the tokens of the first query head, then of the next.
         share = weight.repeat(1, group) / total.clamp_min(_TINY)
         mass = [
             torch.bmm(_of(share, part.owner)[:, None], score)[:, 0] for part, score in zip(parts, scores, strict=True)
@@ -124,6 +133,7 @@ def _scores(rows: Tensor, part: Lanes, new: int) -> Tensor:
     if part.log_weight is not None:
         score += part.log_weight[:, None]
     if part.visible is not None:
+        # Rows apart as (g, t) again, since what is visible depends on the token and not on the query head.
         score.view(lanes, -1, new, slots).masked_fill_(~part.visible[:, None], -torch.inf)
     return score
 
@@ -140,6 +150,7 @@ def _product(rows: Tensor, keys: Tensor, out: Tensor) -> None:
 def _mix(weights: Tensor, values: Tensor, shared: Tensor | None = None) -> Tensor:
     """(m, g * t, r) float32: values (m', s, r) weighted with (m, g * t, s) float32."""
     if shared is not None:
+        # The c kv heads that share a lane of values: their weights (m', c, g * t, s) as c * g * t rows of one product.
         together = _mix(weights[shared].flatten(1, 2), values).unflatten(1, (shared.shape[1], -1))
         out = weights.new_empty((*weights.shape[:2], values.shape[-1]))
         out[shared] = together
@@ -158,6 +169,7 @@ def _mix(weights: Tensor, values: Tensor, shared: Tensor | None = None) -> Tenso
 def _widened(states: Tensor) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor]]:
     """Pieces of states (m, s, d) as float32 in one scratch: their lanes (first, end), their slots (first, end)."""
     lanes, slots, size = states.shape
+    # A piece has at least one whole slot, and so up to d elements more than the limit where d is larger than that.
     scratch = torch.empty(min(lanes * slots * size, _SCRATCH + size), dtype=torch.float32, device=states.device)
     for lane, slot in pieces(lanes, slots, size, _SCRATCH):
         piece = states[lane, slot]

@@ -34,11 +34,13 @@ def lane_attention(
         (g, m, n) float32; rows sum to 1, those of a query that sees no key are zeros.
     """
     group, count, size = queries.shape
+    # (g * m, d) times (d, n), since all heads of a group read the same keys.
     rows = (queries.float() * scaling).reshape(group * count, size)
     given = (rows @ keys.float().t()).view(group, count, keys.shape[0])
     if log_weight is not None:
         given += log_weight
     unseen = positions > columns[:, None]
+    # (m, n) beside (g, m, n). A finite fill, whose softmax over nothing else is even and not NaN; those rows end as 0.
     given.masked_fill_(unseen, torch.finfo(torch.float32).min)
     torch.softmax(given, -1, out=given)
     return given.masked_fill_(unseen.all(-1)[:, None], 0.0)

@@ -57,6 +57,8 @@ def read_all(
         read = _as_stored(query, parts, visible, scaling, weight)
         if read is not None:
             return read
+    # torch's own kernel reads one part with one mask for all heads; lanes with owners, free slots, weights or lifts
+    # need more than that.
     readings = [part.view() for part in parts]
     plain = len(parts) == 1 and layout.owner is None and layout.lengths is None and readings[0].plain
     if plain and query.shape[2] >= _PROMPT and (weight is not None or visible.causal_only or layout.start is not None):
@@ -85,10 +87,12 @@ def _prompt(
 
     def sees(first: int, end: int) -> Tensor:
         if visible.causal_only:
+            # Query `first` stands at column n - t + first of the part, whose last t columns are the new tokens.
             return torch.ones((1, end - first, n), dtype=torch.bool, device=device).tril(n - t + first)
         return visible.at(torch.arange(b, device=device), columns, first, end).expand(-1, end - first, n)
 
     def row_sees(row: int, first: int, end: int) -> Tensor:
+        # (1, n) where all lanes hold the same columns, else those of the row's kv heads, (h, n).
         mine = columns if layout.start is not None else columns[row * h : (row + 1) * h]
         rows = torch.full((mine.shape[0],), row, device=device)
         return visible.at(rows, mine, first, end).expand(-1, end - first, n)
@@ -123,6 +127,8 @@ def _as_stored(
     h, device = parts[-1].layout.heads, query.device
     grouped, mass = query.reshape(b * h, q // h, t, d), weight is not None
     stored = [_stored(part) for part in parts]
+    # Asked of every part before anything is computed: where no part can be read as it is stored, all are decoded
+    # together, and one softmax goes over them.
     kernels = [None if sides is None else dispatch.coded_attention(grouped, *sides, mass=mass) for sides in stored]
     if not any(kernels):
         return None
@@ -132,6 +138,7 @@ def _as_stored(
         layout, reading = part.layout, None
         if attend is None:
             reading = part.view()
+            # Decoded states are read by the kernels as well, unless several kv heads share a lane of values.
             if reading.shared is None:
                 sides = Whole(states=reading.keys), Whole(states=reading.values)
                 attend = dispatch.coded_attention(grouped, *sides, mass=mass)
@@ -148,12 +155,14 @@ def _as_stored(
             "visible": _rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
             "log_weight": None if reading is None else reading.log_weight,
         }
+        # Several parts in one launch; a lift has to be applied to one part's sums, so that such a part goes alone.
         unlifted = reading is None or reading.lift is None
         if unlifted and jointly is not None and attend is jointly.attend_coded:
             together.append(jointly.Part(keys=sides[0], values=sides[1], **how))
             continue
         out, lse, *weights = attend(grouped, *sides, scaling=scaling, **how)
         if reading is not None and reading.lift is not None:
+            # The kernel gave normalised sums (n, g, t, r), whose weights add up to 1, or to 0 where nothing is seen.
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
             out = reading.lift.of_sums(out.flatten(1, 2), seen).unflatten(1, (q // h, t))
         found.append((out, lse))
@@ -165,6 +174,7 @@ def _as_stored(
     out, lse = merge(found)
     if weight is None:
         return _by_heads(query, out, lse)
+    # Each part kept its weights relative to what it saw itself; only the log-sum-exp over all parts makes them shares.
     counts = weight.repeat_interleave(h, 0)
     return _by_heads(query, out, lse, [each.mass(lse, counts) for each in kept])
 
@@ -188,6 +198,7 @@ def _few(
             newest = index == len(layouts) - 1
             mask = lane_sees(layout, visible, first, end, newest=newest, device=device)
             # The new tokens close the last part, so its slots past these queries are still to come.
+            # Pages of ragged heads end at different columns, so there nothing can be cut off.
             cut = newest and visible.causal_only and layout.owner is None
             lanes.append(lanes_of(layout, reading, mask, layout.size - t + end if cut else layout.size))
         read = read_lanes(query[:, :, first:end], h, lanes, scaling, None if weight is None else weight[:, first:end])
@@ -253,6 +264,7 @@ def read_lanes(
                 for p, each, attend in zip(lanes, sides, kernels, strict=True)
             ]
             return _by_heads(query, *merge([*found, *stored]))
+    # The fused kernel gives no probabilities, so that with a weight everything goes through `joint`.
     fused = [part for part in lanes if weight is None and suits(grouped, part)]
     if fused or found:
         rest = [part for part in lanes if not suits(grouped, part)]

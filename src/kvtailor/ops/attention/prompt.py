@@ -45,7 +45,9 @@ def masked(query: Tensor, keys: Tensor, values: Tensor, scaling: float, sees: Ca
         (b, q, t, dv) in the query's dtype; zeros where a query sees nothing.
     """
     b, q, t, _ = query.shape
+    # Laid out as (b, t, q, dv), in which order the model joins the heads of a token.
     out = query.new_empty((b, t, q, values.shape[-1])).transpose(1, 2)
+    # A mask has b * n elements for each query of a block.
     for first, end in query_blocks(t, b * keys.shape[2], most=256):
         mask = sees(first, end)
         some = mask.any(-1)
@@ -91,9 +93,11 @@ def with_mass(
     lowest = torch.finfo(torch.float32).min
     for first, end in query_blocks(t, group * n, most=128):
         new = end - first
+        # Among the block's own columns, those above the diagonal are still to come; all older columns are seen.
         future = torch.ones((new, new), dtype=torch.bool, device=query.device).triu(1)
         for row in range(b):
             mask = None if sees is None else sees(row, first, end)
+            # Slots past the block's last query are seen by none of it.
             reach = n - t + end if mask is None else _reach(mask)
             if reach == 0:
                 out[row, :, first:end] = 0
@@ -101,6 +105,7 @@ def with_mass(
             some = None if mask is None else mask.any(-1)
             for head in range(h):
                 mine = slice(head * group, (head + 1) * group)
+                # (g, new, d) as g * new rows; the weights of a block, (g, new, reach) float32, are all that is held.
                 rows = (query[row, mine, first:end].float() * scaling).reshape(group * new, d)
                 weights = torch.mm(rows, keys[row, head, :reach].float().t()).view(group, new, reach)
                 share = weight[row, first:end]
@@ -110,7 +115,9 @@ def with_mass(
                     # A query that sees nothing would share itself out evenly; it counts for nothing instead.
                     weights.masked_fill_(~mask[head % mask.shape[0], :, :reach], lowest)
                     share = share * some[head % mask.shape[0]]
+                # `lowest` and not -inf, whose softmax over a row of nothing else would be NaN.
                 weights = torch.softmax(weights, -1, out=weights).view(group * new, reach)
+                # (1, g * new) times (g * new, reach): each query counts as often as the group has heads.
                 mass[row, head, :reach] += torch.mm(share.repeat(group)[None], weights)[0]
                 block = _mixed(weights, values[row, head, :reach]).view(group, new, dv)
                 if some is not None:

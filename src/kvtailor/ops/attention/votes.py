@@ -34,6 +34,7 @@ def window_votes(
         (b, g, n) float32, 0 where `valid` is False for a query that sees anything. Scratch: (b, g * w, n) float32.
     """
     rows, _, window, _ = queries.shape
+    # The group's heads and the window's queries are one axis of rows, (b, g * w, d) times (b, d, n): same keys for all.
     logits = (queries.float().flatten(1, 2) * scaling) @ keys.float().transpose(1, 2)
     logits = logits.view(rows, -1, window, keys.shape[1])
     if log_weight is not None:

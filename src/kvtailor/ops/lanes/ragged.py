@@ -31,6 +31,7 @@ class Cut:
 
     def layout(self, rows: int, heads: int, positions: Tensor) -> Layout:
         """The layout of these lanes, given the (b, h, n) columns of the tokens that were cut from."""
+        # (m, 1) owners beside (m, s) indices: for each slot of each lane the column of the token that fills it.
         columns = positions.reshape(rows * heads, -1)[self.owners[:, None], self.index].to(torch.int32)
         return Layout(
             rows=rows, heads=heads, size=self.index.shape[1], positions=columns, owner=self.owner, lengths=self.lengths
@@ -71,10 +72,14 @@ def cut_lanes(keep: Tensor, multiple: int = 1) -> Cut | None:
     owners = torch.arange(flat.shape[0], device=keep.device)
     if most == least:
         return Cut(index=order, owner=None, lengths=None, owners=owners)
+    # Ragged: owner o gets ceil(counts[o] / page) lanes, one after the other.
     page = page_size(float(on_host.float().mean()), multiple)
     pages = (counts + page - 1) // page
     owner = torch.repeat_interleave(owners, pages)
+    # (m,) the number of a lane among its owner's: its place among all, less the lanes of the owners before.
     first = torch.arange(owner.shape[0], device=keep.device) - torch.repeat_interleave(pages.cumsum(0) - pages, pages)
+    # (m, page) the number of each slot's token among the kept ones of its owner; past the last it is filler, which
+    # repeats that last token, so that it holds finite numbers of the same head.
     slot = first[:, None] * page + torch.arange(page, device=keep.device)
     lengths = (counts[owner] - first * page).clamp(max=page)
     index = order[owner[:, None], torch.minimum(slot, counts[owner][:, None] - 1)]
@@ -97,6 +102,7 @@ def slots_of_part(layout: Layout, before: Tensor) -> Tensor:
     if layout.owner is None:
         return before[:, None] + slot
     lane = torch.arange(owners.shape[0], device=before.device)
+    # Owners ascend, so the first place at which an owner could stand is its first lane.
     first_lane = torch.searchsorted(owners, owners)
     return before[owners][:, None] + (lane - first_lane)[:, None] * layout.size + slot
 
@@ -120,6 +126,8 @@ def tokens_of_part(layout: Layout, slots: Tensor, keep: Tensor) -> tuple[Tensor,
     filled = torch.ones_like(slots, dtype=torch.bool) if filled is None else filled
     lane = torch.arange(layout.lanes, device=flat.device)[:, None].expand_as(slots)
     place = torch.arange(layout.size, device=flat.device)[None].expand_as(slots)
+    # The inverse of `slots`: from (lane, slot of the part) to (owner, index along n). Filler is left out, since its
+    # indices run past the owner's tokens in this part and would name those of the next.
     at = owner[filled], slots[filled]
     mine[at], lane_of[at], slot_of[at] = True, lane[filled], place[filled]
     return (mine & flat).view_as(keep), lane_of, slot_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtailor.bench.report import Summary
-from kvtailor.bench.report.rows import FULL, OWN
+from kvtailor.bench.report.rows import OWN
 from kvtailor.errors import KvtailorError
 
 __all__ = ["plot"]
@@ -33,7 +33,7 @@ def plot(summary: Summary, path: Path) -> Path:
         assert row.loss is not None and row.ratio is not None
         low, high = row.loss.low, row.loss.high
         bars = None if low is None or high is None else [[row.loss.value - low], [high - row.loss.value]]
-        colour = "0.3" if row.label == FULL else f"C{index % 10}"
+        colour = "0.3" if row.is_full else f"C{index % 10}"
         marker = _MARKERS[index // 10 % len(_MARKERS)]
         place, loss = [100 * row.ratio], [row.loss.value]
         axes.errorbar(place, loss, yerr=bars, fmt=marker, color=colour, capsize=3, label=row.label)

@@ -6,14 +6,13 @@ import csv
 import io
 import json
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from kvtailor.bench.kinds import KINDS, metric_of
 from kvtailor.bench.measure.paired_hits import share
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report.points import series_of
-from kvtailor.bench.report.rows import FULL
 from kvtailor.bench.report.tables.grid import csv_cell
 from kvtailor.bench.report.tables.quality import NATS, Measure, difference, documents_of
 from kvtailor.bench.schema import Record
@@ -22,25 +21,6 @@ __all__ = ["COLUMNS", "long_table"]
 
 COLUMNS = ("model", "text", "point", "plan", "metric", "unit", "value", "low", "high", "n")
 
-_UNITS = (
-    (r"perplexity", "perplexity"),
-    (r"bits_per_byte", "bits per byte"),
-    (r"(answer_)?nll|kl(_p99)?", "nats per token"),
-    (r"accuracy|recall|top1|ece|distinct_8grams|acceptance|inner_acceptance|identical|retained_mass", "share"),
-    (r".*_error|attention_cosine", "relative"),
-    (r".*tokens_per_second", "tokens per second"),
-    (r"achieved_gflops_.*", "GFLOP per second"),
-    (r"flops_.*", "FLOP"),
-    (r"bytes_per_token", "bytes per token"),
-    (r".*bytes.*", "bytes"),
-    (r".*_seconds", "seconds"),
-    (r"speed_up.*", "ratio"),
-    (r"largest_batch", "sequences"),
-    (r"longest_context", "tokens"),
-    (r".*_verified", "1 where it was run"),
-    (r"emitted_per_verification", "tokens"),
-    (r"resident_hits", "share"),
-)
 _FIELDS = {
     "tokens_seen": "tokens", "tokens_held": "tokens", "tokens_read": "tokens", "bytes_held": "bytes",
     "bytes_full": "bytes", "bytes_resident": "bytes", "bytes_peak": "bytes", "bytes_peak_decode": "bytes",
@@ -82,16 +62,16 @@ _Place = tuple[str, str | None, str, str]
 
 def _all(records: Sequence[Record], measures: Sequence[Measure]) -> Iterator[tuple[_Place, Iterator[_Line]]]:
     there = [record for record in records if record.error is None and not record.missing]
-    labels = {record.plan_hash: record.label for record in there}
+    by_plan = {record.plan_hash: record for record in there}
     for task in dict.fromkeys(record.task for record in there):
         for series in series_of(there, task):
-            full = next((record for record in series.records.values() if record.label == FULL), None)
+            full = next((record for record in series.records.values() if record.is_full), None)
             for record in series.records.values():
                 place = record.model, record.text, json.dumps(series.point, sort_keys=True), record.label
                 yield place, _of_record(record, full)
     if there:
         for measure in (measure for measure in measures if measure.task == "needle"):
-            yield from _over_points(there[0].model, measure, labels)
+            yield from _over_points(there[0].model, measure, by_plan)
 
 
 def _of_record(record: Record, full: Record | None) -> Iterator[_Line]:
@@ -139,20 +119,24 @@ def _differences(record: Record, full: Record) -> Iterator[_Line]:
             yield _Line("perplexity.perplexity_over_full", "ratio", math.exp(found.value), low, high, found.count)
 
 
-def _over_points(model: str, measure: Measure, labels: dict[str, str]) -> Iterator[tuple[_Place, Iterator[_Line]]]:
+def _over_points(
+    model: str, measure: Measure, by_plan: Mapping[str, Record]
+) -> Iterator[tuple[_Place, Iterator[_Line]]]:
     """Right answers over all lengths and depths, as the pages have them."""
     for plan, score in measure.scores.items():
         name = "recall" if measure.name.split(",")[1].strip() == "recall" else "accuracy"
         lines = [_Line(f"needle.{name}", "share", score.value / 100, None, None, score.samples)]
         found = score.difference
-        if found is not None and labels[plan] != FULL:
+        if found is not None and not by_plan[plan].is_full:
             low, high = (None if end is None else end / 100 for end in (found.low, found.high))
             lines.append(_Line(f"needle.{name}_over_full", "share", found.value / 100, low, high, found.count))
         point = json.dumps({"all points of": measure.name})
-        yield (model, "generated documents", point, labels[plan]), iter(lines)
+        yield (model, "generated documents", point, by_plan[plan].label), iter(lines)
 
 
 def _unit(task: str, name: str) -> str:
-    stem = re.sub(r"_\d+$", "", name)
-    return next((unit for pattern, unit in _UNITS if re.fullmatch(pattern, stem)), "score" if task in (
-        "harness", "longcontext") else "")  # fmt: skip
+    """The unit that the task declares; of a task whose metrics are known only when it has run, its own score."""
+    metric = metric_of(task, name)
+    if metric is not None:
+        return metric.unit
+    return "score" if task in KINDS and KINDS[task].metrics is None else ""

@@ -14,7 +14,7 @@ from kvtailor.bench.report.machines import hardware_text, versions_text
 from kvtailor.bench.report.pages.html import quoted, records_table, table
 from kvtailor.bench.report.pages.style import SCRIPT, STYLE
 from kvtailor.bench.report.points import of_one_model
-from kvtailor.bench.report.rows import FULL, OWN, Row
+from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.suite.pages import SuitePages
 from kvtailor.bench.report.tables.costs import grids
 from kvtailor.bench.report.tables.tables import main_grid, quality_grid
@@ -108,9 +108,9 @@ _BARS = (
 
 
 def _kinds(plans: Sequence[Row]) -> dict[str, str]:
-    others = [row for row in plans if row.label != FULL]
+    others = [row for row in plans if not row.is_full]
     return {row.plan_hash: colour(index) for index, row in enumerate(others)} | {
-        row.plan_hash: "pf" for row in plans if row.label == FULL
+        row.plan_hash: "pf" for row in plans if row.is_full
     }
 
 
@@ -133,7 +133,7 @@ def _missing(summary: Summary) -> Iterator[str]:
 
 def _tables(summary: Summary, drawn: Drawn) -> Iterator[str]:
     best = {row.plan_hash: "on the front" for row in pareto(drawn.plans)}
-    full = {row.plan_hash: "full" for row in drawn.plans if row.label == FULL}
+    full = {row.plan_hash: "full" for row in drawn.plans if row.is_full}
     grid = main_grid(summary.rows)
     yield "<h2>Plans</h2>"
     yield table(grid, drawn.by_key, drawn.numbers, drawn.kinds, tags=best, classes=full)

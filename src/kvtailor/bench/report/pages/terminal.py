@@ -15,8 +15,10 @@ from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report import Row, Summary
 from kvtailor.bench.report.machines import hardware_text, versions_text
-from kvtailor.bench.report.rows import FULL, OWN
+from kvtailor.bench.report.rows import OWN
 from kvtailor.bench.report.tables.quality import POINTS, Measure
+from kvtailor.bench.report.tables.tables import Column as TableColumn
+from kvtailor.bench.report.tables.tables import declared_columns
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 
 __all__ = ["Column", "byte_text", "fit", "show"]
@@ -42,7 +44,7 @@ def show(summary: Summary, console: Console) -> None:
     narrow = console.width < _NARROW
     if narrow:
         for number, row in enumerate(_plans(summary), 1):
-            console.print(Text(f" {number}  {row.label}", style="bold" if row.label == FULL else ""))
+            console.print(Text(f" {number}  {row.label}", style="bold" if row.is_full else ""))
         console.print()
     for table in _tables(summary, console, narrow=narrow):
         console.print(table)
@@ -73,15 +75,15 @@ def _plans(summary: Summary) -> list[Row]:
 def _tables(summary: Summary, console: Console, *, narrow: bool) -> Iterator[Table]:
     """The main table's columns and those of cost."""
     rows = _plans(summary)
-    yield from _split(_columns(_naming(rows, narrow), "\n" if narrow else "  ", summary.margins), rows, console)
+    yield from _split(_columns(_naming(rows, narrow), "\n" if narrow else "  ", summary.margins, rows), rows, console)
 
 
 def _naming(rows: list[Row], narrow: bool) -> Rendering:
     names = {row.plan_hash: str(number) if narrow else row.label for number, row in enumerate(rows, 1)}
-    return "plan", "left", lambda row: Text(names[row.plan_hash], style="bold" if row.label == FULL else "")
+    return "plan", "left", lambda row: Text(names[row.plan_hash], style="bold" if row.is_full else "")
 
 
-def _columns(naming: Rendering, joint: str, margins: Margins) -> list[Rendering]:
+def _columns(naming: Rendering, joint: str, margins: Margins, rows: list[Row]) -> list[Rendering]:
     return [
         naming,
         ("held/seen", "right", _tokens),
@@ -105,7 +107,13 @@ def _columns(naming: Rendering, joint: str, margins: Margins) -> list[Rendering]
         ("decode", "right", lambda row: _plain(row.bytes_peak_decode, byte_text)),
         ("batch fits", "right", lambda row: _fits(row.largest_batch, row.largest_batch_verified)),
         ("context fits", "right", lambda row: _fits(row.longest_context, row.longest_context_verified)),
+        *((column.name, "right", partial(_declared, column)) for column in declared_columns(rows)),
     ]
+
+
+def _declared(column: TableColumn, row: Row) -> Text:
+    text = column.cell(row).text
+    return _missing() if text is None else Text(text)
 
 
 def _says_more(summary: Summary) -> bool:
@@ -129,7 +137,7 @@ def _score(measure: Measure, row: Row) -> Text:
     digits = 1 if measure.unit == "%" else 3
     text = Text(f"{score.value:.{digits}f}")
     found = score.difference
-    if found is not None and found.low is not None and found.high is not None and row.label != FULL:
+    if found is not None and found.low is not None and found.high is not None and not row.is_full:
         fine = 1 if measure.difference_unit == POINTS else 3
         text.append(f"\n{found.low:+.{fine}f} … {found.high:+.{fine}f}", style="dim")
     return text
@@ -186,7 +194,7 @@ def _bytes(row: Row) -> Text:
 def _loss(row: Row, joint: str, margins: Margins) -> Text:
     if row.loss is None:
         return _missing()
-    if row.label == FULL:
+    if row.is_full:
         return Text("0")
     text = Text(f"{row.loss.value:+.3f}", style=_colour(row, margins))
     if row.loss.low is not None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import GENERATED, KINDS, TEXTS
 from kvtailor.bench.report.machines import hardware_text, machines_of, versions_text
-from kvtailor.bench.report.rows import FULL
 from kvtailor.bench.report.suite.numbers import measured
 from kvtailor.bench.report.suite.records import alike, behind, by_task
 from kvtailor.bench.schema import Record
@@ -205,7 +204,7 @@ def _said(cell: Cell, asked: Asked, record: Record) -> Iterable[tuple[str, str]]
         yield f"{asked.kind}: {record.error}", f"`{cell.plan}`"
     elif KINDS[asked.kind].timings and not record.timings:
         yield f"{asked.kind}: no time, since other programs disturbed too many samples.", f"`{cell.plan}`"
-    elif record.label == FULL and KINDS[asked.kind].timings and record.floor_seconds is not None:
+    elif record.is_full and KINDS[asked.kind].timings and record.floor_seconds is not None:
         first = record.metrics.get("floor_ttft_seconds")
         least = f"{1e3 * first:.1f} ms to the first token and " if first is not None else ""
         yield (

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean
+from kvtailor.bench.report.declared import declared_tasks, heading
 from kvtailor.bench.report.points import series_of
 from kvtailor.bench.report.rows import Row
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid
@@ -28,6 +30,13 @@ def grids(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Grid]:
         ("fidelity", "Fidelity", _FIDELITY_NOTE, _FIDELITY),
     ):
         found = _grid(records, order, task, title, note, columns)
+        if found is not None:
+            yield found
+    for task in declared_tasks(records):
+        told = KINDS[task].told
+        note = "; ".join(f"{metric.name}: {metric.meaning}" for metric in told if metric.meaning)
+        columns = {heading(metric): _metric(metric.name) for metric in told}
+        found = _grid(records, order, task, task.capitalize(), f"{note}." if note else "", columns)
         if found is not None:
             yield found
 
@@ -60,7 +69,7 @@ def _grid(
     return Grid(
         name=task,
         title=title,
-        note=f"{note} All at {throughout}." if throughout else note,
+        note=f"{note} All at {throughout}.".lstrip() if throughout else note,
         heads=heads,
         rows=tuple(body),
         plans=tuple(plans),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvtailor.bench.report.declared import compared_tasks
 from kvtailor.bench.report.points import series_of
-from kvtailor.bench.report.rows import FULL, OWN
+from kvtailor.bench.report.rows import OWN
 from kvtailor.bench.schema import Record
+from kvtailor.presets import FULL
 
 __all__ = ["idle_plans", "unequal_samples"]
 
 _AS_MUCH = 0.99
-_COMPARED = ("perplexity", "fidelity", "needle", "longcontext", "harness")
 
 
 def unequal_samples(records: Sequence[Record]) -> Iterator[str]:
@@ -23,7 +24,7 @@ def unequal_samples(records: Sequence[Record]) -> Iterator[str]:
         records: of one model.
     """
     failed = {(r.task, r.plan_hash) for r in records if r.error is not None}
-    for task in _COMPARED:
+    for task in compared_tasks():
         series = series_of(records, task)
         plans = {h: r.label for each in series for h, r in each.records.items() if h != OWN and (task, h) not in failed}
         counts = {
@@ -53,13 +54,13 @@ def idle_plans(records: Sequence[Record]) -> Iterator[str]:
         records: of one model.
     """
     pairs: dict[str, list[tuple[Record, Record]]] = {}
-    for task in _COMPARED:
+    for task in compared_tasks():
         for each in series_of(records, task):
-            full = next((r for r in each.records.values() if r.label == FULL), None)
+            full = next((r for r in each.records.values() if r.is_full), None)
             if full is None or not full.values:
                 continue
             for record in each.records.values():
-                if record.label != FULL and record.plan_hash != OWN:
+                if not record.is_full and record.plan_hash != OWN:
                     pairs.setdefault(record.label, []).append((record, full))
     for label, found in pairs.items():
         if all(_is_idle(record, full) for record, full in found):

@@ -8,7 +8,7 @@ from itertools import groupby
 from kvtailor.bench import checks
 from kvtailor.bench.measure.statistics import FEWEST
 from kvtailor.bench.report.points import Series, base, named, series_of
-from kvtailor.bench.report.rows import FULL, OWN, Row, asked_of_both
+from kvtailor.bench.report.rows import OWN, Row, asked_of_both
 from kvtailor.bench.report.tables.counts import idle_plans, unequal_samples
 from kvtailor.bench.report.tables.quality import Measure, documents_of, official_is_mean
 from kvtailor.bench.report.verdict.verdict import beats_full, beyond_the_model
@@ -51,7 +51,7 @@ def footnotes(
         yield from _which_point(series_of(records, task))
     needles = [r for r in records if r.task == "needle" and r.error is None]
     if needles:
-        full = next((row for row in rows if row.label == FULL), None)
+        full = next((row for row in rows if row.is_full), None)
         lengths = sorted({int(str(r.point["length"])) for r in needles})
         kinds = ", ".join(dict.fromkeys(str(r.point["kind"]) for r in needles))
         places = {bool(r.point.get("question_outside")) for r in needles}
@@ -70,7 +70,7 @@ def footnotes(
         yield "recall: of answers with several parts, the share that the greedy continuation contains, in any order."
     yield from _asked_less(records, rows)
     yield from _about_sets(records)
-    full_row = next((row for row in rows if row.label == FULL), None)
+    full_row = next((row for row in rows if row.is_full), None)
     hard = [measure.name for measure in measures if full_row is not None and beyond_the_model(measure, full_row)]
     if hard:
         yield f"'full' itself gets next to nothing right in {'; '.join(hard)}: that decides nothing about the plans."
@@ -85,7 +85,7 @@ def footnotes(
     yield from _about_memory(records)
     yield from _about_reading(records)
     yield from _about_time(records)
-    surprising = [row.label for row in rows if row.label != FULL and beats_full(row)]
+    surprising = [row.label for row in rows if not row.is_full and beats_full(row)]
     if surprising:
         yield (
             f"Better than 'full' beyond chance: {', '.join(surprising)}. Compression should not do that: look "
@@ -157,7 +157,7 @@ def _set(record: Record) -> str:
 
 
 def _asked_less(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[str]:
-    full = next((row.plan_hash for row in rows if row.label == FULL), None)
+    full = next((row.plan_hash for row in rows if row.is_full), None)
     if full is None:
         return
     points = series_of(records, "needle")
@@ -218,7 +218,7 @@ def _about_time(records: Sequence[Record]) -> Iterator[str]:
     if busy:
         whom = "any plan" if not timed else ", ".join(busy)
         yield f"No times for {whom}: other programs disturbed too many of the rounds. Try again on a quiet machine."
-    full = next((r for r in timed if r.label == FULL), None)
+    full = next((r for r in timed if r.is_full), None)
     if full is None:
         return
     left_out = sum(int(r.timings["tpot"]["left_out"] or 0) for r in timed)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
 
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.equivalence import Losses, losses_of
 from kvtailor.bench.measure.paired_hits import share_difference
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
+from kvtailor.bench.report.declared import declared_tasks
 from kvtailor.bench.report.points import Series, base, named, series_of
 from kvtailor.bench.schema import Record
 
@@ -72,13 +74,14 @@ class Measure:
 
 
 def measures_of(records: Sequence[Record], full: str | None) -> list[Measure]:
-    """Perplexity by text and point, needles by kind, and long-context and harness tasks by their names.
+    """Perplexity by text and point, needles by kind, long-context and harness tasks by their names, and of other tasks
+    that judge answers each declared metric that is a mean over samples.
 
     Args:
         records: of one model.
         full: plan hash of 'full'; None where it was not measured.
     """
-    return [*_perplexities(records, full), *_needles(records, full), *_sets(records, full)]
+    return [*_perplexities(records, full), *_needles(records, full), *_sets(records, full), *_declared(records, full)]
 
 
 @lru_cache(maxsize=4096)
@@ -196,6 +199,33 @@ def _sets(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
                         name=name if len(members) == 1 else f"{name}, {further}",
                         task=task,
                         unit="%" if share else "score",
+                        difference_unit=POINTS if share else "score",
+                        lower_is_better=lower,
+                        is_base=each is base(members),
+                        scores=scores,
+                    )
+
+
+def _declared(records: Sequence[Record], full: str | None) -> Iterator[Measure]:
+    for task in declared_tasks(records):
+        if KINDS[task].of_cost:
+            continue
+        members = series_of(records, task)
+        for metric in KINDS[task].told:
+            if metric.mean_of is None or metric.higher_is_better is None:
+                continue
+            for each, further in zip(members, named(members), strict=True):
+                lower = not metric.higher_is_better
+                values = [x for r in each.records.values() for x in r.values.get(metric.mean_of, ())]
+                share = metric.unit == "share" and not lower and all(0.0 <= x <= 1.0 for x in values)
+                top = 1.0 if share else None
+                scores = _joined([each], full, metric.mean_of, top=top, lower_is_better=lower)
+                if scores:
+                    name = f"{task} {metric.name}".replace("_", " ")
+                    yield Measure(
+                        name=name if len(members) == 1 else f"{name}, {further}",
+                        task=task,
+                        unit="%" if share else metric.unit or "score",
                         difference_unit=POINTS if share else "score",
                         lower_is_better=lower,
                         is_base=each is base(members),

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtailor.bench.measure.statistics import Estimate
-from kvtailor.bench.report.rows import FULL, OWN, Row
+from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid, as_latex, as_markdown, interval
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
-from kvtailor.bench.report.words import byte_text
+from kvtailor.bench.report.words import byte_text, significant
 
-__all__ = ["COLUMNS", "Column", "latex", "main_grid", "markdown", "measured", "quality_grid"]
+__all__ = ["COLUMNS", "Column", "declared_columns", "latex", "main_grid", "markdown", "measured", "quality_grid"]
 
 
 class Column(NamedTuple):
@@ -35,7 +35,7 @@ def _signed(of: Callable[[Row], Estimate | None], digits: int) -> Callable[[Row]
         found = of(row)
         if found is None:
             return EMPTY
-        if row.label == FULL:
+        if row.is_full:
             return Cell(text="0", value=0.0)
         ends = interval((found.low, found.high), digits, signed=True)
         return Cell(text=f"{found.value:+.{digits}f}", value=found.value, interval=ends)
@@ -84,7 +84,22 @@ COLUMNS: tuple[Column, ...] = (
 def measured(rows: Sequence[Row]) -> tuple[list[Row], list[Column]]:
     """The plans, and the columns in which at least one of them has a number."""
     plans = [row for row in rows if row.plan_hash != OWN]
-    return plans, [column for column in COLUMNS if any(column.cell(row).text is not None for row in plans)]
+    columns = (*COLUMNS, *declared_columns(plans))
+    return plans, [column for column in columns if any(column.cell(row).text is not None for row in plans)]
+
+
+def declared_columns(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns of `Row.metrics`, in the order in which they come."""
+
+    def column(head: str, task: str) -> Column:
+        def cell(row: Row) -> Cell:
+            value = row.metrics.get(head)
+            return EMPTY if value is None else Cell(text=significant(value, 4), value=value)
+
+        return Column(head, cell, task)
+
+    tasks = {head: task for row in rows for head, task in row.metric_tasks.items()}
+    return [column(head, task) for head, task in tasks.items()]
 
 
 def main_grid(rows: Sequence[Row]) -> Grid:
@@ -113,7 +128,7 @@ def quality_grid(measures: Sequence[Measure], rows: Sequence[Row]) -> Grid:
     body = []
     for row in plans:
         cells = [Cell(text=row.label, value=row.label)]
-        cells += [_score(m, m.scores.get(row.plan_hash), is_full=row.label == FULL) for m in measures]
+        cells += [_score(m, m.scores.get(row.plan_hash), is_full=row.is_full) for m in measures]
         body.append(tuple(cells))
     return Grid(
         name="quality",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtailor.bench.measure.equivalence import ERROR, Margins, least_samples, outcome
-from kvtailor.bench.report.rows import FULL, OWN, Row
+from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.tables.quality import NATS, POINTS, Measure, Score
 from kvtailor.bench.report.verdict.judged import Judged, fell
 from kvtailor.bench.report.verdict.words import how_sure, limits, loss_words, never, share_of_bytes, to_show, too_few
@@ -29,7 +29,7 @@ def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins 
         margins: what counts as no loss; None: the usual ones.
     """
     margins = margins or Margins()
-    full = next((row for row in rows if row.label == FULL), None)
+    full = next((row for row in rows if row.is_full), None)
     smaller = _smaller(rows)
     if full is None:
         return (
@@ -86,7 +86,7 @@ def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], ma
 
 def how_judged(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins) -> str | None:
     """By which rule the headline was found, whole sentences; None where there was nothing to judge."""
-    full = next((row for row in rows if row.label == FULL), None)
+    full = next((row for row in rows if row.is_full), None)
     smaller = _smaller(rows)
     asked = _asked(full, measures) if full is not None else []
     if full is None or not smaller or not asked:

@@ -1,0 +1,196 @@
+"""The loop over the samples of a task and the plans: what is known, what fails, how far it is, and the records."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from kvtailor.bench import checks
+from kvtailor.bench.checks import Fraud
+from kvtailor.bench.contestant import OWN, Contestant
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Subject
+from kvtailor.bench.tasks.contract import AllAtOnce, PlanByPlan, Sample, Scored, Task
+from kvtailor.errors import KvtailorError, suggest
+
+__all__ = ["Given", "records_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a task is measured with.
+
+    Attributes:
+        subject: the model.
+        contestants: the plans, the null plan first.
+        blank: a record of one plan with all that does not depend on the task.
+        advance: called after each unit of work with the label of what runs.
+        known: the finished record of an earlier run that measured exactly this, by the record that would be written but
+            for its results; None where there is none. Such a record is given back in place of measuring again.
+    """
+
+    subject: Subject
+    contestants: Sequence[Contestant]
+    blank: Callable[[Contestant], Record]
+    advance: Callable[[str], None]
+    known: Callable[[Record], Record | None] = lambda blank: None
+
+
+def records_of(task: Task, given: Given) -> Iterator[Record]:
+    """Yield the records of all plans, sample by sample. A plan that fails gives a record with `error`.
+
+    Raises:
+        KvtailorError: the task itself cannot be done, or it gives a metric that it does not declare.
+        Fraud: a sanity check failed.
+    """
+    calibrations, failed = _Calibrations(), dict[str, str]()
+    contestants = [OWN, *given.contestants] if task.own_cache else list(given.contestants)
+    for sample in task.samples(given.subject, given.contestants):
+        calibrations.check(given.contestants, sample)
+        cells = [_Cell(task, sample, given, contestant) for contestant in contestants]
+        if isinstance(task, AllAtOnce):
+            yield from _all_at_once(task, sample, given, cells)
+        elif isinstance(task, PlanByPlan):
+            for cell in cells:
+                yield _of_one(task, sample, given, cell, failed)
+        else:
+            raise TypeError(f"the task {task.name!r} is neither PlanByPlan nor AllAtOnce: derive it from one of them")
+
+
+def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed: dict[str, str]) -> Record:
+    if cell.known is not None:
+        task.recall(cell.contestant, sample, cell.known.values)
+        cell.finish()
+        return cell.known
+    if cell.contestant.hash in failed:
+        return replace(cell.blank, error=failed[cell.contestant.hash])
+    begin = time.perf_counter()
+    try:
+        scored = task.score(given.subject, cell.contestant, sample, cell.advance)
+    except Fraud:
+        raise
+    except (KvtailorError, ValueError) as error:
+        failed[cell.contestant.hash] = str(error)
+        cell.finish()
+        return replace(cell.blank, error=str(error))
+    cell.finish()
+    return _filled(task, cell.blank, scored, time.perf_counter() - begin)
+
+
+def _all_at_once(task: AllAtOnce, sample: Sample, given: Given, cells: Sequence[_Cell]) -> Iterator[Record]:
+    known = [cell.known for cell in cells]
+    if task.of_one_run and not (all(known) and len({record.run for record in known if record is not None}) == 1):
+        known = [None] * len(cells)
+    turns = _Turns({cell.contestant.hash: cell for cell in cells}, cells[0].blank.machine if cells else {})
+    missing = [cell.contestant for cell, record in zip(cells, known, strict=True) if record is None]
+    begin = time.perf_counter()
+    scored = task.score_all(given.subject, missing, sample, turns) if missing else {}
+    wall = time.perf_counter() - begin
+    for cell, record in zip(cells, known, strict=True):
+        cell.finish()
+        if record is not None:
+            yield record
+        elif cell.contestant.hash in turns.errors:
+            yield replace(cell.blank, error=turns.errors[cell.contestant.hash])
+        else:
+            yield _filled(task, cell.blank, scored[cell.contestant.hash], wall)
+
+
+class _Cell:
+    """One plan on one sample: its blank record, what is known of it, and its steps."""
+
+    def __init__(self, task: Task, sample: Sample, given: Given, contestant: Contestant):
+        self.contestant = contestant
+        self.blank = replace(
+            given.blank(contestant),
+            point=dict(sample.point),
+            text=sample.text,
+            text_hash=sample.text_hash,
+            state=sample.state,
+            notes=sample.notes,
+        )
+        self.known = given.known(self.blank)
+        self._tell, self._left = given.advance, sample.steps
+        self._label = f"{sample.label or task.name} · {contestant.label}"
+
+    def advance(self) -> None:
+        """Tell one step."""
+        self._left -= 1
+        self._tell(self._label)
+
+    def finish(self) -> None:
+        """Tell the steps that were promised and not taken."""
+        while self._left > 0:
+            self.advance()
+
+
+@dataclass
+class _Turns:
+    """See `tasks.contract.Turns`."""
+
+    cells: dict[str, _Cell]
+    machine: Mapping[str, object]
+    errors: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, contestant: Contestant) -> Iterator[bool]:
+        try:
+            yield self.live(contestant)
+        except Fraud:
+            raise
+        except (KvtailorError, ValueError) as error:
+            self.errors[contestant.hash] = str(error)
+        self.cells[contestant.hash].advance()
+
+    def live(self, contestant: Contestant) -> bool:
+        return contestant.hash not in self.errors
+
+
+class _Calibrations:
+    """Holds what plans were calibrated on against the scored texts, each pair once."""
+
+    def __init__(self) -> None:
+        # The functions themselves are kept: the identity of one that is gone may come again.
+        self._checked: list[tuple[str, object]] = []
+
+    def check(self, contestants: Sequence[Contestant], sample: Sample) -> None:
+        """Compare every plan with a sample.
+
+        Raises:
+            Fraud: "calibration on the evaluated text".
+        """
+        if sample.scored is None:
+            return
+        for contestant in contestants:
+            done = any(plan == contestant.hash and of is sample.scored for plan, of in self._checked)
+            if contestant.calibration and not done:
+                self._checked.append((contestant.hash, sample.scored))
+                checks.check_calibration(
+                    contestant.calibration, sample.scored(), str(sample.text), whole=sample.whole
+                )  # fmt: skip
+
+
+def _filled(task: Task, blank: Record, scored: Scored, wall: float) -> Record:
+    if task.metrics is not None:
+        names = [metric.name for metric in task.metrics]
+        for name in scored.metrics:
+            if name not in names and re.sub(r"_\d+$", "", name) not in names:
+                raise KvtailorError(
+                    f"the task {task.name!r} gives the metric {name!r}, which it does not declare"
+                    f"{suggest(name, names)}: add it to `metrics` of {type(task).__name__}"
+                )
+    return replace(
+        blank,
+        samples=scored.samples,
+        tokens_scored=scored.tokens_scored,
+        metrics=dict(scored.metrics),
+        values={name: tuple(each) for name, each in scored.values.items()},
+        timings=dict(scored.timings),
+        floor_seconds=scored.floor_seconds,
+        notes=(*blank.notes, *scored.notes),
+        wall_seconds=wall,
+        **scored.held,
+    )

@@ -1,0 +1,238 @@
+"""What a task is: samples of the model's text, and how a plan is scored on one of them.
+
+A task is a frozen, keyword-only dataclass of its settings, in a file of its own in this folder. Most tasks score plan
+by plan (`PlanByPlan`). Those whose plans must take turns within one process are `AllAtOnce`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from kvtailor.bench.tasks.settings import Metric
+
+if TYPE_CHECKING:
+    from kvtailor.bench.contestant import Contestant
+    from kvtailor.bench.subject import Subject
+
+__all__ = ["AllAtOnce", "PlanByPlan", "Sample", "Scored", "Task", "Turns"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What one record of each plan is about: the same tokens for every plan.
+
+    Attributes:
+        point: the task's coordinates, JSON values only; in every record.
+        text: name of the text or generator.
+        text_hash: of all token ids that the model is given, see `bench.subject.hash_of`.
+        state: random state of what was generated; None where nothing is random.
+        steps: how often scoring one plan calls `advance` at most.
+        notes: what a reader must know of the sample, for every plan's record; whole sentences.
+        label: what progress calls it; empty: the task's name.
+        scored: the scored texts, for the check that no plan was calibrated on them; None: there is no text to compare.
+            One function for several samples is called once for each plan.
+        whole: the text that `scored` are pieces of, where it is known.
+        data: whatever the task needs to score it. It may remember what several plans share, such as a reference.
+    """
+
+    point: Mapping[str, object] = field(default_factory=dict)
+    text: str | None = None
+    text_hash: str | None = None
+    state: int | None = None
+    steps: int = 1
+    notes: tuple[str, ...] = ()
+    label: str = ""
+    scored: Callable[[], Sequence[str]] | None = None
+    whole: str | None = None
+    data: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What one plan did on one sample. What was not measured is None, or is left out.
+
+    Attributes:
+        samples: windows, documents or rounds behind the numbers.
+        tokens_scored: tokens whose log-probability entered a metric.
+        metrics: by the names that the task declares.
+        values: the same by window, document or round, in an order that is equal for all plans.
+        timings: see `Record.timings`.
+        floor_seconds: see `Record.floor_seconds`.
+        notes: whole sentences about this plan's numbers.
+        held: what the cache held, as fields of a `Record`, see `bench.measure.cache_fields.weigh`; and other fields
+            that were read from the machine.
+    """
+
+    samples: int | None = None
+    tokens_scored: int | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    timings: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    floor_seconds: float | None = None
+    notes: Sequence[str] = ()
+    held: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Turns(Protocol):
+    """How plans take turns on one sample, for `AllAtOnce.score_all`.
+
+    Attributes:
+        machine: what is known of the machine, see `bench.measure.machine.describe`.
+    """
+
+    @property
+    def machine(self) -> Mapping[str, object]:
+        """See the class."""
+
+    def __call__(self, contestant: Contestant) -> AbstractContextManager[bool]:
+        """Return the context of one turn, which gives whether the plan is still in the run.
+
+        An error within it is the plan's: it goes into its record, and the plan is out. The turn counts as a step.
+        """
+
+    def live(self, contestant: Contestant) -> bool:
+        """Return whether the plan has had no error."""
+
+
+class Task(ABC):
+    """One question asked of all plans. A task derives from `PlanByPlan` or `AllAtOnce`, not from this class.
+
+    Declarations (class variables) are made of literals and of names of `bench.tasks.settings`.
+
+    Attributes:
+        name: its name in records, suites and the command line; that of its file.
+        version: raised whenever its numbers may change for the same model and plan.
+        metrics: the numbers of its records; None: they are known only when it has run.
+        values: names in `Record.values` that every record without an error has.
+        timings: names in `Record.timings`.
+        by_sample: every list in `Record.values` has one number for each of `Record.samples`.
+        of_cost: it times and weighs, and judges no answer, so that an untrained model will do.
+        own_cache: it also measures the model's own cache, without kvtailor.
+        reads_text: it has fields `text` and `source`; the setting `text` names a corpus, a file, or 'generated'.
+        of_each_text: of several texts it is asked once for each; else of the first alone.
+        reads_data: it has a field `data`, the folder of data sets.
+        generates: tokens that it generates besides its settings that count tokens.
+        sets: where it is asked as SET:NAME, the settings that each SET stands for.
+        set_name: the setting that NAME becomes.
+        order: its place in lists; tasks with the same stand in the order of their names.
+        usual: `kvtailor bench` measures it where no task is named.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    metrics: ClassVar[Sequence[Metric] | None] = ()
+    values: ClassVar[tuple[str, ...]] = ()
+    timings: ClassVar[tuple[str, ...]] = ()
+    by_sample: ClassVar[bool] = False
+    of_cost: ClassVar[bool] = False
+    own_cache: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
+    of_each_text: ClassVar[bool] = False
+    reads_data: ClassVar[bool] = False
+    generates: ClassVar[int] = 0
+    sets: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    set_name: ClassVar[str] = ""
+    order: ClassVar[int] = 100
+    usual: ClassVar[bool] = False
+
+    @classmethod
+    def generated(cls, settings: Mapping[str, object]) -> int:
+        """Return how many tokens it generates with these settings, which may be incomplete.
+
+        Raises:
+            UnknownName: a setting names something that there is not.
+        """
+        return cls.generates
+
+    def texts(self) -> dict[str, str]:
+        """Return the texts that it scores, by the names under which they are reported; none where they are made."""
+        return {}
+
+    def points(self) -> int:
+        """Return how many samples it has."""
+        return 1
+
+    def steps(self) -> int:
+        """Return how often scoring one plan on all samples calls `advance` at most."""
+        return self.points()
+
+    def cells(self, contestants: int) -> int:
+        """Return how many records it gives."""
+        return self.points() * (contestants + self.own_cache)
+
+    def units(self, contestants: int) -> int:
+        """Return how often `advance` is going to be called at most."""
+        return self.steps() * (contestants + self.own_cache)
+
+    @abstractmethod
+    def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterable[Sample]:
+        """Yield the samples, each of which all plans are scored on before the next one is asked for.
+
+        Args:
+            subject: the model.
+            contestants: the plans, the null plan first; without the model's own cache.
+
+        Raises:
+            KvtailorError: the task cannot be done at all (a text too short, say), or a sanity check failed.
+        """
+
+
+class PlanByPlan(Task):
+    """A task that scores one plan after the other. A plan that failed is not tried on the samples that follow."""
+
+    @abstractmethod
+    def score(
+        self, subject: Subject, contestant: Contestant, sample: Sample, advance: Callable[[], None]
+    ) -> Scored:  # fmt: skip
+        """Return what a plan does on a sample.
+
+        Args:
+            subject: the model.
+            contestant: the plan.
+            sample: one of `samples`.
+            advance: to be called after each step, see `Sample.steps`.
+
+        Raises:
+            Fraud: a sanity check failed, and the run ends.
+            KvtailorError, ValueError: this plan cannot be scored. Its record says so, and the others go on.
+        """
+
+    def recall(self, contestant: Contestant, sample: Sample, values: Mapping[str, Sequence[float]]) -> None:
+        """Take note of a plan whose record is known from an earlier run, so that `score` is not called for it.
+
+        Args:
+            contestant: the plan.
+            sample: what it was scored on.
+            values: those of its record.
+        """
+
+
+class AllAtOnce(Task):
+    """A task that scores all plans of a sample together, such as in interleaved rounds.
+
+    Attributes:
+        of_one_run: numbers of several runs cannot be compared, so that all records are known from one run, or none is.
+    """
+
+    of_one_run: ClassVar[bool] = True
+
+    @abstractmethod
+    def score_all(
+        self, subject: Subject, contestants: Sequence[Contestant], sample: Sample, turns: Turns
+    ) -> Mapping[str, Scored]:
+        """Return what each plan did on a sample, by plan hash; those whose turn had an error may be left out.
+
+        Args:
+            subject: the model.
+            contestants: those to be measured; the model's own cache first where the task declares `own_cache`.
+            sample: one of `samples`.
+            turns: around each piece of work of one plan.
+
+        Raises:
+            Fraud: a sanity check failed, and the run ends.
+            KvtailorError: no plan can be scored.
+        """
