@@ -18,15 +18,20 @@ WRITTEN = sorted(
 )
 NOW = [path for path in WRITTEN if not path.relative_to(REPOSITORY).as_posix().startswith(HISTORY)]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
-# Examples of what a reader may write, and what commands make.
-MADE_UP = {"src/kvtailor/score/loudest.py", "tests/score/test_loudest.py"}
+EXAMPLE = re.compile(r"<!-- file: (\S+) -->")
+PLACEHOLDERS = ("NAME", "KIND")
 
 
 def unknown(text: str, folder: Path) -> list[str]:
-    """Paths in backticks that exist neither in the package, nor in the repository, nor beside the document."""
+    """Paths in backticks that exist neither in the package, nor in the repository, nor beside the document.
+
+    Left out are the files that a document shows as an example, and names with a placeholder.
+    """
     roots = (PACKAGE, REPOSITORY, folder)
     known = {path.name for path in folder.glob("*")}
-    candidates = {name for name in named_paths(text) if "/" in name and not name.startswith("/")} - MADE_UP - known
+    candidates = {name for name in named_paths(text) if "/" in name and not name.startswith("/")} - known
+    candidates -= set(EXAMPLE.findall(text))
+    candidates = {name for name in candidates if not any(each in name for each in PLACEHOLDERS)}
     return sorted(name for name in candidates if not any((root / name).exists() for root in roots))
 
 
@@ -97,9 +102,9 @@ def test_the_log_has_an_index_of_its_months() -> None:
 
 def test_what_leads_nowhere_is_seen() -> None:
     page = REPOSITORY / "docs" / "route.md"
-    assert unknown("`engine/walk.py` and `engine/evict.py`, `docs/route.md`, `tests/seam/`", page.parent) == [
-        "engine/walk.py"
-    ]
+    there = "`engine/evict.py`, `docs/route.md`, `tests/seam/`, `bench/tasks/NAME.py`, `score/x.py`"
+    there += "\n<!-- file: score/x.py -->"
+    assert unknown(f"{there} `engine/walk.py`", page.parent) == ["engine/walk.py"]
     run = "Run `kvtailor fly`:\n\n    kvtailor ls score\n    python -m kvtailor.bench.foundation --threads 2\n"
     assert commands(run) == {"cli/fly.py", "cli/ls.py", "bench/foundation.py"}
     long = "word " * 25
