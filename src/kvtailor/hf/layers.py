@@ -264,9 +264,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
     """A layer with the model's own sliding window: transformers' layer, less the prompt that its views keep alive.
 
     Attributes:
-        guard: of the cache, whose phase says what new tokens are. In `Reconstructing` they see the window and each
-            other, and it stays what it was. In `Recording` and `Speculating` what leaves the window stays until a crop
-            or `settle`.
+        guard: of the cache, whose phase is what new tokens are. In `Reconstructing` they see the window and each other,
+            and it stays what it was. In `Recording` and `Speculating` what leaves the window stays until a crop or
+            `settle`.
     """
 
     keys: Tensor

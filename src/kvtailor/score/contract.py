@@ -43,7 +43,7 @@ class Scorer(Method, ABC):
 
     @property
     def heads_alike(self) -> bool:
-        """False only for a control that tells kv heads apart by their number, breaking the last promise above."""
+        """False only for a control whose scores depend on a kv head's number, breaking the last promise above."""
         return True
 
     @property

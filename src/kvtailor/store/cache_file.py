@@ -133,7 +133,7 @@ def _read(path: Path, file: int) -> CacheFile:
     start = _bytes_at(file, 0, min(8, size))
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= size - 8:
-        _damaged(path, f"it has {size} bytes, and its header says that it is {length} bytes long itself")
+        _damaged(path, f"it has {size} bytes, and its header gives {length} as its own length")
     text = _bytes_at(file, 8, length)
     try:
         header = json.loads(text)
@@ -148,7 +148,7 @@ def _read(path: Path, file: int) -> CacheFile:
     if checked and not _has_digest(start + text, about.get(_DIGEST)):
         _damaged(path, "its header does not have the checksum that it was written with")
     if not checked and (_DIGEST in about or _CHECKSUMS in about):
-        _damaged(path, "it says that it is of a format without checksums, and has some")
+        _damaged(path, "its format is one without checksums, and it has some")
     try:
         digits = about[_CHECKSUMS] if checked else ""
         checksums = {name: digits[8 * i : 8 * i + 8] for i, name in enumerate(header)}

@@ -2,8 +2,8 @@
 
 A *lane* is a run of `s` slots that belong to one (row, kv head). A uniform cache is `m = b * h` lanes, one for each
 (row, head), in that order. A ragged cache, in which each (row, head) holds its own number of tokens, is cut into lanes
-of equal size (pages), and `owner` says to which `row * h + head` each lane belongs. Everything that is stored, encoded
-and attended is lanes, so no stage depends on whether a cache is ragged.
+of equal size (pages), and `owner` has the `row * h + head` that each lane belongs to. Everything that is stored,
+encoded and attended is lanes, so no stage depends on whether a cache is ragged.
 """
 
 from __future__ import annotations

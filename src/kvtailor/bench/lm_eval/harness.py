@@ -2,7 +2,7 @@
 
 lm_eval 0.4.13 looks for no plugins: what is not in its own package is there only after a caller has put it into its
 registry. So its command line is started from here, unchanged but for two things: `--model kvtailor` is known, and
-`--data FOLDER` takes the data sets of the tasks from a local folder (see `harness_data`).
+`--data FOLDER` takes the data sets of the tasks from a local folder (see `bench.lm_eval.local_data`).
 
     python -m kvtailor.bench.lm_eval.harness --model kvtailor --model_args "pretrained=demo,plan=snapkv @ keep=0.25" \\
         --tasks arc_easy --data FOLDER

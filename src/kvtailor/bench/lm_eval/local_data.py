@@ -2,7 +2,7 @@
 
 For each task a YAML file is written that includes the harness's own and names local files instead of a hub data set;
 the harness's `--include_path` takes the folder of such files, so that its other models run on the same data as well.
-The files keep their original layouts, see `harness_layouts`.
+The files keep their original layouts, see `bench.lm_eval.layouts`.
 
 A file's name gives its split by its first word of train, val, valid, validation, dev, test: `test.dev.jsonl` is test,
 `fewshot_dev.jsonl` is dev.

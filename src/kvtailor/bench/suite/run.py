@@ -53,7 +53,7 @@ class Prepared:
         return plan_run(self.jobs)
 
     def run(self, **options: Any) -> list[Record]:
-        """The records; `options` are those of `runner.run`, which says what is raised."""
+        """The records; `options` are those of `runner.run`, which raises the same errors."""
         return run(self.subject, self.contestants, self.jobs, **options)
 
 

@@ -18,11 +18,11 @@
     columns = [{ label = "PPL", task = "ppl", value = "metrics.perplexity", digits = 2, scale = 1.0 }]
     rows = [{ Method = "snapkv", plan = "snapkv @ tokens={budget}" }]
 
-`{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as `suite_lists` finds them.
-A cell is what its column and its row say together (the row goes before): `plan`, `task`, `value`, and where it compares
-`shows` ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). `value` is what
-`suite_cells.Cell.measure` says. Other keys of a row are variables. One run measures every task once, for the plans of
-the cells that show it.
+`{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as `bench.suite.lists` finds
+them. A cell takes its keys from its column and its row (the row goes before): `plan`, `task`, `value`, and where it
+compares `shows` ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). For `value`
+see `bench.suite.cells.Cell.measure`. Other keys of a row are variables. One run measures every task once, for the plans
+of the cells that show it.
 """
 
 from __future__ import annotations
