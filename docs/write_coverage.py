@@ -141,7 +141,7 @@ def _of_headlines(runs: int = 6000, plans: int = 8) -> Iterator[str]:
     counts = (5, 10, 20, 30, 50, 100)
     yield (
         f"Percent of {runs:,} runs whose headline names one of {plans} plans, all of which lose {2 * MARGIN:g} nats "
-        "per token in truth, twice the margin:"
+        "per token in truth,\ntwice the margin:"
     )
     yield from _runs(counts, dict.fromkeys(DRAWS, 2 * MARGIN), runs, plans)
     yield ""

@@ -1,6 +1,6 @@
 """Calibration files: what was measured on a model beforehand, for the methods that need it, and where it came from.
 
-One safetensors file holds the tensors of one kind (`qfilters`, say), stacked over the layers that a plan compresses,
+One safetensors file holds the tensors of one kind (such as `qfilters`), stacked over the layers that a plan compresses,
 and in its head the kind, the model with the fingerprints of its weights, its shapes, the texts, and how it was made.
 The files shipped with the package lie in `calibrations/MODEL/KIND.safetensors`.
 """
@@ -252,6 +252,6 @@ def _check(made: Calibration, found: str) -> None:
     wrong = sorted(name for name, tensor in made.tensors.items() if tensor.shape[:1] != (shapes.layers,))
     if wrong or not made.tensors:
         raise ValueError(
-            f"{found}, which is damaged: it says {shapes.layers} layers, and {', '.join(wrong) or 'the file'} has "
+            f"{found}, which is damaged: its head has {shapes.layers} layers, and {', '.join(wrong) or 'the file'} has "
             f"other ones: {how_to(made.kind)}"
         )

@@ -1,4 +1,4 @@
-"""Every error that kvtailor raises on purpose: what was asked, what was found, what to do."""
+"""Every error that kvtailor raises on purpose: what was asked for, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KvtailorError(Exception):
 class PlanError(KvtailorError, ValueError):
     """A plan that cannot be run. Holds all of its faults at once, each a whole sentence.
 
-    The message tells the first 50, and the beginning of one that is very long.
+    The message has the first 50, and the beginning of one that is very long.
 
     Attributes:
         faults: the sentences, in the order in which a reader of the plan meets them.
@@ -48,7 +48,7 @@ class PlanError(KvtailorError, ValueError):
 
 
 class UnknownName(KvtailorError, LookupError):
-    """A name that no stage knows; carries the nearest names that exist."""
+    """A name that does not exist; carries the nearest names that do."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]):
         self.name = name
@@ -60,7 +60,7 @@ class UnsupportedModel(KvtailorError, ValueError):
 
 
 class CalibrationError(KvtailorError, ValueError):
-    """A calibration file that is not there, is something else than was asked for, or was made for another model."""
+    """A calibration file that is not there, is of another kind, or was made for another model."""
 
 
 class CacheMisuse(KvtailorError, RuntimeError):

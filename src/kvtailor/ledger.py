@@ -24,7 +24,7 @@ class Entry:
 
     Attributes:
         layer: layer of the model.
-        stage: "tail", "encode", "store", "window", "observe", "attend": who keeps them.
+        stage: "tail", "encode", "store", "window", "observe", "attend": what they are for.
         tier: "device", "host" or "disk".
         tensors: by name.
         stored: bytes that are no tensors of this process: files, as the file system counts them.
@@ -45,10 +45,10 @@ class Ledger:
 
     Attributes:
         total: all unique storages, and files on a tier.
-        by_stage: the same split by who keeps them: "tail" (full precision), "encode" (segments), "store" (copies on the
-            device of segments that are on another tier: resident, or on their way), "window" (layers on which the model
-            itself has a sliding window), "observe" (evidence for the scorer), "attend" (what the attention carries
-            along).
+        by_stage: the same split by what they are for: "tail" (full precision), "encode" (segments), "store" (copies on
+            the device of segments that are on another tier: resident, or on their way), "window" (layers on which the
+            model itself has a sliding window), "observe" (evidence for the scorer), "attend" (what the attention
+            carries along).
         by_tier: split by where they live.
         by_layer: split by layer of the model.
         closed_form: `total` as it must be by arithmetic; None if some part has no closed form.
@@ -105,7 +105,7 @@ class Ledger:
 
 
 def _charge(tensors: Iterable[Tensor], charged: set[tuple[str, int]]) -> int:
-    """Bytes of the storages that nobody was charged for yet; they are added to `charged`."""
+    """Bytes of the storages that were not charged yet; they are added to `charged`."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()

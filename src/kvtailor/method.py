@@ -17,7 +17,7 @@ class Method:
     """What a plan can name: a frozen, keyword-only dataclass of its own arguments. Every stage's contract is one.
 
     A field that is annotated with a contract takes a method of that contract's stage. With `of: Allocator` a plan may
-    say `inverse(of=pyramid(beta=10))`; what is said about the inner method's arguments is the same as outside.
+    have `inverse(of=pyramid(beta=10))`; faults of the inner method's arguments are worded as outside.
 
     Attributes:
         examples: some of these as a plan writes them, where the name alone is not enough. A stage's promises are tested

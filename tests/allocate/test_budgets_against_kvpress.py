@@ -22,7 +22,7 @@ POOLED = (
     Pairing(case="kvzip all layers c2048", plan="kvzip(sinks=4) + pooled(floor=0)"),
     Pairing(case="kvzip all layers c100", plan="kvzip(sinks=4, chunk=100) + pooled(floor=0)"),
     Pairing(case="kvzip per layer c2048", plan="kvzip(sinks=4) + adakv(floor=0)"),
-    # Two heads that keep all 200 tokens, two that keep 4 sinks and 16 recent.
+    # Two heads that keep all 200 tokens, two that keep 4 sinks and 16 recent tokens.
     Pairing(case="duo half", plan="position(sinks=4) + table(weights=[[200, 20], [200, 20]])", tokens={0: 110}),
     # kvpress's line runs from 120 to 40 tokens with the window inside, ours from 112 to 32 and the window on top.
     Pairing(case="pyramid snapkv", plan="snapkv(window=8, kernel=5) + pyramid(beta=2.25)"),

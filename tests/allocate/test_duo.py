@@ -66,7 +66,7 @@ def test_a_share_of_the_heads_holds_everything_at_the_budget_that_the_docstring_
 
 
 def test_a_layer_alone_gets_what_it_gets_among_all() -> None:
-    """Others were cut before, but it cannot know; so all count as holding what the row has seen, now and later."""
+    """Others were cut before, which it cannot see; so all count as having what the row has seen, now and later."""
     duo = Duo(gates=((0.9, 0.1), (0.2, 0.5), (0.5, 0.4)), streaming=10)
     held = duo.allocate(asked(190, [70] * 3, heads=2))
     assert held[0].tolist() == [[70, 10], [10, 45], [45, 10]]

@@ -68,7 +68,7 @@ def given(budgets: Tensor, *, even: bool = False) -> Given:
 
 
 def asked(inner: Allocator, seed: int) -> BudgetRequest:
-    """Alike heads and layers, half of what there is, and recent."""
+    """Alike heads and layers, half of what there is, and recent tokens."""
     shape = fitting(inner, (3, 6, 4))
     capacity, floor = bounds(shape, 63, 4, seed, equal=True)
     scores = scores_for(capacity, floor, seed) if inner.needs_scores else None

@@ -12,7 +12,7 @@ from kvtailor.allocate.pooled import Pooled
 
 
 def naive_pool(lanes: list[list[float]], recent: list[int], total: int, floor: float) -> list[int]:
-    """Each lane's recent, then equal turns until the floor is spent, then the best of what is left, one by one."""
+    """Each lane's recent window, then equal turns until the floor is spent, then the best of the rest, one by one."""
     lanes = [sorted((x for x in lane if x > -torch.inf), reverse=True) for lane in lanes]
     counts = list(recent)
     total = min(max(total, sum(counts)), sum(len(lane) for lane in lanes))

@@ -42,7 +42,7 @@ def test_layers_sum_to_the_nominal_budget(mean: int, heads: int) -> None:
 
 
 def test_both_ends_are_reached() -> None:
-    # History 224 on average: 224 / 20 = 11.2 in the last layer, 448 - 11.2 = 436.8 in the first, and 32 recent.
+    # History 224 on average: 224 / 20 = 11.2 in the last layer, 448 - 11.2 = 436.8 in the first, and 32 recent tokens.
     budgets = layer_by_layer(256, 8000, 32)
     assert budgets[0] == 469 and budgets[-1] == 43
     line = [436.8 - i * (436.8 - 11.2) / 31 + 32 for i in range(32)]

@@ -68,8 +68,8 @@ def test_without_a_terminal_each_finished_cell_is_a_line():
 def test_a_cell_that_failed_says_why_in_its_line():
     screen, console = shown(terminal=False)
     with watch(1, 0, console) as seen:
-        seen.finish(record("one", "perplexity", error="There is [no] stage."))
-    assert screen.getvalue() == "[1 of 1, 0:00 so far] perplexity · one: failed: There is [no] stage.\n"
+        seen.finish(record("one", "perplexity", error="There is [no] space."))
+    assert screen.getvalue() == "[1 of 1, 0:00 so far] perplexity · one: failed: There is [no] space.\n"
 
 
 def test_as_many_cells_come_as_were_announced():

@@ -129,7 +129,7 @@ def test_what_cannot_be_read_names_its_file_and_line(records, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [("cuda", "'cuda', but torch .* finds 0 CUDA devices here: give cpu"), ("cuda:7", "'cuda:7', but"),
-     ("gpu", "'gpu', which torch does not know")],
+     ("gpu", "'gpu', which torch does not have")],
 )  # fmt: skip
 def test_a_device_that_is_not_there_is_a_sentence_before_anything_is_loaded(device, message) -> None:
     for name in ("demo", "random-llama", "no/such-model"):

@@ -36,7 +36,7 @@ def tasks():
 
 @pytest.fixture(autouse=True)
 def same_versions(monkeypatch):
-    """A checkout in which somebody works is dirty, and then nothing is reused."""
+    """A checkout with changed files is dirty, and then nothing is reused."""
     monkeypatch.setattr(machine, "versions", lambda: dict(VERSIONS))
 
 

@@ -7,7 +7,7 @@ from kvtailor.bench.runner import run
 from kvtailor.bench.tasks.perplexity import Perplexity
 
 
-def test_warnings_of_the_tripwires_are_read_below_the_table():
+def test_warnings_of_the_checks_are_read_below_the_table():
     plans = {"one": DummyCache(keep=20), "other": DummyCache(keep=20)}
     task = Perplexity(text=generated_text(4000), source="text", context=100, continuation=20, windows=6)
     records = run(subject(CountingModel(), **plans), [FULL, contestant("one"), contestant("other")], [task],

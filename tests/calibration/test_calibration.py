@@ -52,7 +52,7 @@ def test_what_is_no_calibration_of_the_kind_is_refused(tmp_path: Path) -> None:
         (noise, "damaged or no safetensors file"),
         (foreign, r"no calibration file of this kvtailor \(format None"),
         (other, "of kind 'duo'"),
-        (fewer, "it says 3 layers, and filters has other ones"),
+        (fewer, "its head has 3 layers, and filters has other ones"),
         (head, "whose head cannot be read"),
     ):
         with pytest.raises(PlanError, match=f"qfilters: file is .*{Path(path).name}.*{reason}") as refused:

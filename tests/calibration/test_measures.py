@@ -134,7 +134,7 @@ def test_passages_have_their_length_and_lie_all_over_the_texts() -> None:
     assert starts[0] == 0 and all(abs(start - 780 * i) < 200 for i, start in enumerate(starts))
     with pytest.raises(KvtailorError, match="give at least 128 tokens"):
         cut(subject, texts, tokens=100, context=64)
-    with pytest.raises(KvtailorError, match="40 passages of 64 tokens of short, but its 70 characters have no room"):
+    with pytest.raises(KvtailorError, match="40 passages of 64 tokens of short, but its 70 characters are too few"):
         cut(subject, {"short": "x" * 70}, tokens=2560, context=64)
 
 

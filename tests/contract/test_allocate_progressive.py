@@ -1,4 +1,4 @@
-"""What the stage `allocate` promises of the scope "progressive", asked of every method that has it."""
+"""What the stage `allocate` promises of the scope "progressive", tested on every method that has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stage `encode` promises, asked of every codec in its folder."""
+"""What the stage `encode` promises, tested on every codec in its folder."""
 
 from __future__ import annotations
 

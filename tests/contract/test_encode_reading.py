@@ -1,4 +1,4 @@
-"""What the stage `encode` promises to attention, asked of every codec in its folder."""
+"""What the stage `encode` promises to attention, tested on every codec in its folder."""
 
 from __future__ import annotations
 

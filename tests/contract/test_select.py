@@ -1,4 +1,4 @@
-"""What the stage `select` promises, asked of every method in its folder."""
+"""What the stage `select` promises, tested on every method in its folder."""
 
 from __future__ import annotations
 

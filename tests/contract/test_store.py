@@ -1,4 +1,4 @@
-"""What the stage `store` promises, asked of every placement in its folder and with segments of every codec."""
+"""What the stage `store` promises, tested on every placement in its folder and with segments of every codec."""
 
 from __future__ import annotations
 

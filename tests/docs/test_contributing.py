@@ -56,4 +56,4 @@ def test_the_worked_example_is_two_files_and_passes(tmp_path: Path) -> None:
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert "tests/score/test_loudest.py" in found.stdout
-    assert "tests/contract/test_score.py::" in found.stdout, "the stage's contract is asked of the new method"
+    assert "tests/contract/test_score.py::" in found.stdout, "the stage's contract is tested on the new method"

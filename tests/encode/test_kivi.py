@@ -102,7 +102,7 @@ def test_bad_numbers_say_what_to_write(options: dict[str, int], message: str) ->
         Kivi(**options)
 
 
-def test_without_a_residual_all_of_a_prompt_is_encoded_and_then_whole_groups() -> None:
+def test_without_a_recent_window_all_of_a_prompt_is_encoded_and_then_whole_groups() -> None:
     model = build("llama")
     cache = cache_for(model, "kivi(bits=8, group=8, recent=0)")
     exact = cache_for(model, "full")

@@ -180,7 +180,7 @@ def test_bytes_of_a_token_and_head_in_sixteen_bits(codec: LowRank, size: int, he
         ("lowrank(block_size=0)", "block_size 1 or more, found 0 and 0"),
         ("lowrank(of=unrotated(of=vector))", r"write unrotated\(of=lowrank\(...\)\)"),
         ("lowrank(only=values, of=vector(only=keys))", "only=values leaves Vector in `of` nothing to code"),
-        ("kvplugin(bits=8, of=vector)", "bits and of both say"),
+        ("kvplugin(bits=8, of=vector)", "bits and of both set"),
         ("kvplugin(bits=9)", "vector: bits must be 2 to 8, found 9"),
     ],
 )

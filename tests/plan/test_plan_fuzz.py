@@ -1,4 +1,4 @@
-"""Texts that nobody means as a plan: each is a plan, or a PlanError that ends soon and is short."""
+"""Random texts as plans: each is a plan, or a PlanError that ends soon and is short."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def status(line: str) -> int:
 def resident() -> int:
     """Without pages of files: a fork has those of the code that it has run."""
     gc.collect()
-    # glibc keeps freed pages of its heap until asked; what it keeps is nobody's cache.
+    # glibc keeps freed pages of its heap until they are trimmed; what it keeps belongs to no cache.
     ctypes.CDLL(None).malloc_trim(0)
     return status("RssAnon")
 

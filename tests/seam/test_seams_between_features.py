@@ -165,7 +165,7 @@ def test_an_attention_that_was_not_ours_is_said_once_and_then_forgiven(family: s
         cache = s.prefill(ids)
     same, whole = copy.deepcopy(cache), torch.cat([ids, prompts((5,), state=2)[0]], 1)
     assert model.config._attn_implementation == "sdpa"
-    with pytest.raises(CacheMisuse, match="its attention never asked for it"):
+    with pytest.raises(CacheMisuse, match="its attention never used it"):
         model.generate(whole, past_key_values=cache, **GREEDY)
     model.set_attn_implementation("kvtailor")
     found = model.generate(whole, past_key_values=cache, **GREEDY)

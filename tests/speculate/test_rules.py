@@ -54,7 +54,7 @@ def test_sampling_is_the_targets_own(hierarchy: bool) -> None:
     torch.manual_seed(1)
     rule = Sampling(temperature=0.9)
     target, ids, statistics = run(rule, 2_500 if hierarchy else 1_500, hierarchy=hierarchy)
-    found = chi_square(transitions(ids[0], V), rule.said(target.logits).flatten(0, 1))
+    found = chi_square(transitions(ids[0], V), rule.prediction(target.logits).flatten(0, 1))
     assert found > 1e-3
     assert 0.2 < statistics.acceptance < 0.9 and 1 < statistics.emitted_per_verification < 4
 
@@ -63,7 +63,7 @@ def test_the_chi_square_sees_the_published_error_of_an_inner_rejection() -> None
     torch.manual_seed(1)
     rule = Sampling(temperature=0.9)
     target, ids, _ = run(rule, 2_500, inner=DrawsFromTarget(temperature=0.9))
-    assert chi_square(transitions(ids[0], V), rule.said(target.logits).flatten(0, 1)) < 1e-4
+    assert chi_square(transitions(ids[0], V), rule.prediction(target.logits).flatten(0, 1)) < 1e-4
 
 
 def test_small_batches_that_go_in_step_are_the_targets_own() -> None:
@@ -71,7 +71,7 @@ def test_small_batches_that_go_in_step_are_the_targets_own() -> None:
     rule = Sampling()
     target, ids, _ = run(rule, 1_000, rows=3)
     counts = sum(transitions(row, V) for row in ids)
-    assert chi_square(counts, rule.said(target.logits).flatten(0, 1)) > 1e-3
+    assert chi_square(counts, rule.prediction(target.logits).flatten(0, 1)) > 1e-3
 
 
 def test_one_judgement_of_random_distributions() -> None:
@@ -80,9 +80,9 @@ def test_one_judgement_of_random_distributions() -> None:
     p = torch.randn((2, 11), generator=generator).softmax(-1)
     q = torch.randn((11,), generator=generator).softmax(-1)
     rule, rows = Sampling(generator=generator), 60_000
-    said = q.expand(rows, 1, 11)
-    tokens = rule.pick(said)
-    judged = rule.judge(p.expand(rows, 2, 11), Proposal(tokens=tokens, said=said))
+    prediction = q.expand(rows, 1, 11)
+    tokens = rule.pick(prediction)
+    judged = rule.judge(p.expand(rows, 2, 11), Proposal(tokens=tokens, prediction=prediction))
     first = torch.where(judged.accepted > 0, tokens[:, 0], judged.following)
     assert chi_square(torch.bincount(first, minlength=11)[None].double(), p[:1]) > 1e-3
     # The one more after an accepted token comes from the target's next distribution.
@@ -94,15 +94,15 @@ def test_one_judgement_of_random_distributions() -> None:
 def test_a_draft_that_says_what_the_target_says_is_never_rejected() -> None:
     p = torch.rand(5, 4, 9).softmax(-1)
     rule = Sampling()
-    judged = rule.judge(p, Proposal(tokens=rule.pick(p[:, :3]), said=p[:, :3]))
+    judged = rule.judge(p, Proposal(tokens=rule.pick(p[:, :3]), prediction=p[:, :3]))
     assert judged.accepted.tolist() == [3] * 5
 
 
 def test_greedy_by_hand() -> None:
     """The target says 4 7 2 9; the drafts agree on none, one, and all three places."""
-    said = torch.tensor([[4, 7, 2, 9]] * 3)
+    prediction = torch.tensor([[4, 7, 2, 9]] * 3)
     tokens = torch.tensor([[5, 7, 2], [4, 6, 2], [4, 7, 2]])
-    judged = Greedy().judge(said, Proposal(tokens=tokens, said=tokens))
+    judged = Greedy().judge(prediction, Proposal(tokens=tokens, prediction=tokens))
     assert judged.accepted.tolist() == [0, 1, 3]
     assert judged.following.tolist() == [4, 7, 9]
 
@@ -115,7 +115,7 @@ def test_cuts_as_transformers_does(top_k: int | None, top_p: float) -> None:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    found = Sampling(temperature=0.7, top_k=top_k, top_p=top_p).said(logits)
+    found = Sampling(temperature=0.7, top_k=top_k, top_p=top_p).prediction(logits)
     torch.testing.assert_close(found, expected.softmax(-1))
 
 

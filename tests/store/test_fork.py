@@ -77,11 +77,11 @@ def test_a_fork_while_a_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.M
     expected = step(model, copy.deepcopy(cache), 2)
     reading, go_on = threading.Event(), threading.Event()
 
-    def read(file: SegmentFile, *stage):
+    def read(file: SegmentFile, *arguments):
         if os.getpid() == parent:
             reading.set()
             go_on.wait(SECONDS)
-        return real(file, *stage)
+        return real(file, *arguments)
 
     monkeypatch.setattr(SegmentFile, "read", read)
     cache.engine.offload.prefetch(0)

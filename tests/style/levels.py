@@ -60,7 +60,9 @@ def breaches(root: Path) -> list[str]:
         home, name = parts[0], "/".join(parts)
         package = ".".join(["kvtailor", *parts[:-1]])
         if home not in LEVELS:
-            found.append(f"{name} belongs to no level: give it one in {Path(__file__).name}, and in docs/architecture")
+            found.append(
+                f"{name} belongs to no level: give it one in {Path(__file__).name} and in docs/architecture.md"
+            )
             continue
         for module, line in imports_of(ast.parse(path.read_text(encoding="utf-8")), package):
             reason = _breach(home, parts, module.split("."))

@@ -9,8 +9,8 @@ is the number of winners it has; every head is sure of a part of the equal share
 *Source*: the paper and our own knowledge of two public implementations; nothing was taken.
 
 *Departs*: the safeguard is a floor: a head's best `floor * equal share` tokens always stay and the rest is pooled; the
-paper's formula mixes pooled counts and equal shares in that proportion. The recent window that a scorer asks for lie
-below the floor and are not pooled.
+paper's formula mixes pooled counts and equal shares in that proportion. The recent window of a scorer lies below the
+floor and is not pooled.
 
 *Cost*: the scores of one layer; two selections in linear time, and one copy of the scores.
 """

@@ -42,7 +42,7 @@ class Cake(Allocator):
     """Layers by preference, equal for the heads of a layer.
 
     Attributes:
-        window: newest queries that are asked.
+        window: newest queries whose attention is measured.
         tau1: temperature of the entropy; large: it counts for little.
         tau2: temperature of the variance.
     """
@@ -84,9 +84,9 @@ class Cake(Allocator):
         Raises:
             ValueError: a layer before the last present one is absent, or none was measured.
         """
-        weights, stage = request.numbers("cake"), request.capacity - request.floor
+        weights, free = request.numbers("cake"), request.capacity - request.floor
         so_far = tuple(range(len(request.layers)))
-        return request.floor + even_shares(weights, request.history, torch.zeros_like(stage), stage, so_far)
+        return request.floor + even_shares(weights, request.history, torch.zeros_like(free), free, so_far)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """g w n (2 d + 9): for each query and token 2 d for the logit, 4 for the softmax, 2 for p ln p, 3 for the

@@ -19,7 +19,7 @@ __all__ = ["Allocator", "BudgetRequest", "LayersReordered"]
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetRequest:
-    """What an allocator is asked.
+    """What an allocator gets: a total, and what the present layers hold.
 
     Attributes:
         total: (b,) int64 on the CPU: tokens for each row, over all `num_layers` layers and all kv heads.
@@ -31,7 +31,7 @@ class BudgetRequest:
         num_layers: layers that the plan compresses.
         scores: for each present layer (b, h, n) float32, -inf where no token is, +inf for tokens that must stay; None
             where not needed.
-        measured: for each present layer what `Allocator.measure` said of it; None where the allocator measures nothing.
+        measured: for each present layer what `Allocator.measure` gave; None where the allocator measures nothing.
         row_tokens: (b,) int64 on the CPU: real tokens that each row has seen, the most that a head of an absent layer
             can hold. None: absent layers hold what a present one does, which is so at prefill.
         calibration: the tensors of the allocator's calibration file, stacked over the `num_layers` layers; None where
@@ -58,8 +58,8 @@ class BudgetRequest:
         """(b, l, ...) float64 on the CPU: what the allocator measured of the present layers.
 
         Args:
-            name: of the allocator, for the sentences of errors.
-            every_layer: whether it must know all layers, and not the first so many.
+            name: of the allocator, for error messages.
+            every_layer: whether it needs all layers, and not only the first so many.
 
         Raises:
             ValueError: nothing was measured, or a layer is absent.
@@ -73,7 +73,7 @@ class BudgetRequest:
         if self.measured is None:
             raise ValueError(
                 f"{name} splits by what it measured, but the request holds no measurements; pass what its `measure` "
-                "says of each present layer"
+                "gives for each present layer"
             )
         return torch.stack([each.detach().to("cpu", torch.float64) for each in self.measured], 1)
 
@@ -85,17 +85,16 @@ class Allocator(Method, ABC):
     (all of `total` when all layers are present) whenever floors and capacities allow that sum; what a clamp cuts off
     goes to others; more total never gives a smaller sum.
 
-    What is a property here may be a class attribute of a method that knows it beforehand (`even_heads: ClassVar[bool]
-    = True`); an allocator of another allocator asks that one.
+    A property of this class may be a class attribute of a method for which it is constant (`even_heads: ClassVar[bool]
+    = True`). An allocator that takes another allocator takes it from that one.
     """
 
     @property
     def scope(self) -> str:
         """ "layer" or "prompt", as for scorers; or "progressive".
 
-        Progressive: asked after each layer for the budgets of all layers so far, of which those that were cut before
-        hold what they were left. Their scores stay what they were. The sum is that of all layers once the last is
-        present.
+        Progressive: called after each layer for the budgets of all layers so far. Layers that were cut before hold what
+        was left to them, and their scores stay the same. The sum is that of all layers once the last is present.
         """
         return "layer"
 
@@ -118,7 +117,7 @@ class Allocator(Method, ABC):
         return Needs()
 
     def measure(self, held: Held) -> Tensor | None:
-        """A number, or several, that this allocator wants to know of each layer: (b, ...) float on any device.
+        """Return one number or several that this allocator needs of each layer: (b, ...) float on any device.
 
         Given back in `BudgetRequest.measured`. None: it measures nothing.
         """

@@ -8,9 +8,9 @@ its attention, and budgets are split by the mean of these counts.
 
 *Source*: our own; the question that budgets by rank or by entropy answer indirectly.
 
-*Departs*: nothing known. Counts are averaged over queries as they are, so a query that looks everywhere counts for
-more than one that stares. The budget that is split includes what a scorer always keeps. When tokens are evicted again,
-counts are of the attention to what is held.
+*Departs*: nothing known. Counts are averaged over queries as they are, so a query that attends to many tokens counts
+for more than one that attends to few. The budget that is split includes what a scorer always keeps. When tokens are
+evicted again, counts are of the attention to what is held.
 
 *Cost*: the last `window` queries, and waiting for all layers; time O(q * window * n * (d + log n)), scratch float32
 (g * window, n), one row and kv head at a time.
@@ -37,7 +37,7 @@ class Coverage(Allocator):
 
     Attributes:
         mass: share of each query's attention that is to be covered.
-        window: newest queries that are asked.
+        window: newest queries whose attention is measured.
         per_head: each kv head gets its own budget by its own counts; else the heads of a layer get the same.
     """
 

@@ -1,8 +1,8 @@
 """Duo: retrieval heads hold what they can, streaming heads a few tokens each.
 
-*Idea*: some heads fetch what was said anywhere before, the others look at the first tokens and the newest. Gates say
-which is which. Every head is sure of `streaming` tokens, enough for sinks and the recent window, and the rest of the
-budget fills up one head after the other, that of the highest gate first.
+*Idea*: some heads attend to relevant text anywhere before, the others to the first tokens and the newest. A gate for
+each head tells which kind it is. Every head is sure of `streaming` tokens, enough for sinks and the recent window, and
+the rest of the budget fills up one head after the other, that of the highest gate first.
 
 *Paper*: "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", arXiv 2410.10819,
 section 2; our gates = its alpha, our `streaming` = its sinks and the recent window, 64 and 256 as its repository gives
@@ -10,12 +10,13 @@ them.
 
 *Source*: the paper and its repository's description (MIT).
 
-*Departs*: the budget says how many heads are retrieval heads, and not a threshold or a share of heads: a share r of the
-heads holds everything at keep = r + (1 - r) * streaming / n. The last head that is filled may hold a part, and heads of
-one gate fill up alike. With the score `position` streaming heads hold what the paper's do; with another score they
-hold their best tokens. The paper learns its gates by gradient descent; `kvtailor calibrate duo` measures how much each
-head looks at where a text was said before. Prompts are attended in full, where the paper's streaming heads see sinks
-and recent only. Where the budget has less than `streaming` tokens for each head, all get the same.
+*Departs*: the budget decides how many heads are retrieval heads, and not a threshold or a share of heads: a share r of
+the heads holds everything at keep = r + (1 - r) * streaming / n. The last head that is filled may hold a part, and
+heads of one gate fill up alike. With the score `position` streaming heads hold what the paper's do; with another score
+they hold their best tokens. The paper learns its gates by gradient descent; `kvtailor calibrate duo` measures how much
+each head attends to an earlier occurrence of the same text. Prompts are attended in full, where the paper's streaming
+heads see sinks and the recent window only. Where the budget has less than `streaming` tokens for each head, all get the
+same.
 
 *Cost*: none; each layer is cut as soon as it is done. Heads hold different numbers of tokens.
 """
@@ -102,7 +103,7 @@ class Duo(CalibratedMethod, Allocator):
         shares = []
         for i, layer in enumerate(request.layers):
             own = request.capacity[:, i : i + 1]
-            # A layer that is asked alone takes the others to hold all that a head can hold.
+            # For a layer alone, the other layers are taken to hold all that a head can hold.
             others = own if request.row_tokens is None else torch.maximum(request.row_tokens[:, None, None], own)
             shape = (-1, request.num_layers, heads)
             due = self._filled(gates, request.total, request.floor[:, i : i + 1].expand(shape), others.expand(shape))

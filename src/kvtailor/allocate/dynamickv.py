@@ -1,8 +1,9 @@
 """DynamicKV: every few layers the best tokens of all layers so far are counted, and layers share by that count.
 
-*Idea*: which layers need many tokens depends on the task, and a layer's scores tell once it has run. A layer that has
-just run keeps a generous share. Every `interval` layers, the tokens of all layers so far compete in one pool, and each
-layer's part of the winners is its part of the whole budget. Layers only shrink, so nothing has to be kept for later.
+*Idea*: which layers need many tokens depends on the task, and a layer's scores show it once the layer has run. A layer
+that has just run keeps a generous share. Every `interval` layers, the tokens of all layers so far compete in one pool,
+and each layer's part of the winners is its part of the whole budget. Layers only shrink, so nothing has to be kept for
+later.
 
 *Paper*: "DynamicKV: Task-Aware Adaptive KV Cache Compression for Long Context LLMs", arXiv 2412.14838, section 4; our
 `interval` = m = 4, our `most` = r_max = 10. Window 8, kernel 7 and the pooling belong to the score: the preset
@@ -73,9 +74,9 @@ class DynamicKV(Allocator):
             raise ValueError(
                 f"dynamickv needs layers 0 to {count - 1} at once, found {request.layers}; its scope is 'progressive'"
             )
-        stage = request.capacity - request.floor
-        mean = request.history.double() / (every * stage.shape[-1])
-        bounded = torch.minimum(stage, (self.most * mean).to(torch.int64)[:, None, None])
+        free = request.capacity - request.floor
+        mean = request.history.double() / (every * free.shape[-1])
+        bounded = torch.minimum(free, (self.most * mean).to(torch.int64)[:, None, None])
         if count % self.interval and count < every:
             return request.floor + bounded
         weights = self._winners(request.scores, bounded, request.history * count // every)
@@ -84,8 +85,8 @@ class DynamicKV(Allocator):
             # Layers of a later eviction may hold less than their share: then no bound may keep the sum from being
             # exact.
             short = bounded.sum((1, 2)) < request.history
-            high = torch.where(short[:, None, None], stage, bounded)
-        return request.floor + even_shares(weights, request.history, torch.zeros_like(stage), high, request.layers)
+            high = torch.where(short[:, None, None], free, bounded)
+        return request.floor + even_shares(weights, request.history, torch.zeros_like(free), high, request.layers)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: scores are compared, never computed with."""

@@ -1,8 +1,8 @@
 """Entropy: layers share the budget by how many tokens their newest queries look at.
 
-*Idea*: a query whose attention has the entropy H looks at exp(H) tokens in effect: at one if it stares, at n if it
-looks around. The mean of that number over the window's queries and all heads says how many tokens a layer needs for
-the answer that is about to begin, and the budget is split by it.
+*Idea*: a query whose attention has the entropy H attends to exp(H) tokens in effect: to one if all attention is on one
+token, to n if it is even. The mean of that number over the window's queries and all heads estimates how many tokens a
+layer needs for the answer that is about to begin, and the budget is split by it.
 
 *Paper*: none. The effective number exp(H) is the perplexity of a distribution. CAKE (arXiv 2503.12491) takes the
 entropy H itself as one of two factors; Roy and Vetterli take the same exponential for singular values (`erank`).
@@ -39,7 +39,7 @@ class Entropy(Allocator):
     """Layers by the perplexity of their attention rows, equal for the heads of a layer.
 
     Attributes:
-        window: newest queries that are asked.
+        window: newest queries whose attention is measured.
     """
 
     window: int = 32

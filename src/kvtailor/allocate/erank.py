@@ -1,7 +1,7 @@
 """Erank: layers share the budget by the effective rank of their attention (RankKV).
 
-*Idea*: a layer whose attention rows all say the same is served by few tokens, one whose rows all differ needs many. The
-effective rank counts how many directions the rows span, and the budget is split in proportion.
+*Idea*: a layer whose attention rows are all alike needs few tokens, one whose rows all differ needs many. The effective
+rank counts how many directions the rows span, and the budget is split in proportion.
 
 *Paper*: RankKV has none. The effective rank: Roy and Vetterli, "The effective rank: a measure of effective
 dimensionality", EUSIPCO 2007, of the causal attention matrix averaged over heads.
@@ -10,16 +10,16 @@ dimensionality", EUSIPCO 2007, of the causal attention matrix averaged over head
 `least` = its minimal budget, 4 in its class and 32, the window, in its benchmarks.
 
 *Departs*: the rank is that of the newest `rows` rows: RankKV's own where the prompt has no more, else smaller, since no
-matrix has more rank than rows. Neighbouring rows keep what layers are told apart by: on the demo model, shares by 128
+matrix has more rank than rows. Neighbouring rows keep the differences between layers: on the demo model, shares by 128
 of 2048 rows lie within 0.03 of those by all, where as many rows spread over the prompt are independent in every layer
 and make all shares alike. It is the rank of the prompt itself, as in RankKV's dynamic variant, without running the
 prompt twice and without the tokens that follow. Integers by largest remainder, at most what a layer holds, what that
-cuts off going to the others; RankKV gives layers more than the prompt has, and so spends less than it says. `least`
+cuts off going to the others; RankKV gives layers more than the prompt has, and so spends less than its budget. `least`
 gives way where the budget is too small for it. When tokens are evicted again, the matrix has columns for what is held.
 RankKV's static variant is `static`: ranks of whole matrices, averaged over texts that `kvtailor calibrate erank` was
 given, where RankKV took the test text.
 
-A high rank does not say that many tokens matter: a head that looks at the newest token alone has the highest rank of
+A high rank does not mean that many tokens matter: a head that looks at the newest token alone has the highest rank of
 all and needs one, and one that looks at all tokens alike has rank 1. Compare with `entropy` and `coverage`.
 
 *Cost*: waiting for all layers; where not `static`, `rows` queries of every query head until the first token is decoded,

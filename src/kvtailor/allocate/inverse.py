@@ -1,8 +1,7 @@
 """Inverse: another allocator's layer budgets, the smallest for the layer that had the largest.
 
-*Idea*: if a way to tell layers apart is worth something, turning it round must cost something. The layers change
-places in the order of their budgets, largest with smallest, so that the budgets are the same and only who gets them is
-not.
+*Idea*: if a way to tell layers apart is worth something, turning it round must cost something. The layers change places
+in the order of their budgets, largest with smallest, so that the budgets stay the same and only their layers change.
 
 *Paper*: none; the ablation "inverse" of RankKV's report, for any allocator.
 

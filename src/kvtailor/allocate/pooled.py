@@ -9,7 +9,7 @@ every layer, a control for methods that decide across layers.
 
 *Departs*: nothing known. Scores of different layers are compared as they are, so layers with flat attention lose.
 
-*Cost*: the scores of all layers at once, so no layer can let go of its tokens before the last has run.
+*Cost*: the scores of all layers at once, so no layer can drop tokens before the last has run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PyramidKV: many tokens for the first layers, few for the last, in equal steps.
 
 *Idea*: attention is spread wide in the first layers and gathers on few tokens in the last. So the history budget falls
-along a straight line from layer to layer, while its mean stays what was asked.
+along a straight line from layer to layer, while its mean stays the budget's.
 
 *Paper*: "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling", arXiv 2406.02069, section
 4.2; our `beta` = its beta = 20; the last layer's history is mean / beta, the first layer's is 2 * mean - mean / beta.
@@ -9,11 +9,10 @@ along a straight line from layer to layer, while its mean stays what was asked.
 *Source*: the paper and a description of its repository (MIT).
 
 *Departs*: integers by largest remainder, so that layers sum to the total exactly, where the copies in use round down or
-divide by L in place of L - 1 and so hold up to 3 % more than they say. Where the first layer's share exceeds the prompt
-the line is flattened about its mean (the official code does that only for long prompts and else falls back to equal
-shares). A small last layer may keep no more than its recent window. The selection that the paper pairs with it is
-SnapKV with
-window 8, kernel 7, max pooling: a preset, not this file.
+divide by L in place of L - 1 and so hold up to 3 % more than the budget. Where the first layer's share exceeds the
+prompt the line is flattened about its mean (the official code does that only for long prompts and else falls back to
+equal shares). A small last layer may keep no more than its recent window. The selection that the paper pairs with it is
+SnapKV with window 8, kernel 7, max pooling: a preset, not this file.
 
 *Cost*: none.
 """
@@ -50,17 +49,17 @@ class Pyramid(Allocator):
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU."""
         count = request.num_layers
-        stage = request.capacity - request.floor
-        widest, floors = stage.sum(-1).amax(-1), request.floor.sum((1, 2))
+        free = request.capacity - request.floor
+        widest, floors = free.sum(-1).amax(-1), request.floor.sum((1, 2))
         others = None
         if request.layers != tuple(range(count)):
             floors = floors * count // len(request.layers)
             if request.row_tokens is not None:
                 others = (request.row_tokens - request.floor.amax((1, 2))).clamp_min(0)
-                widest = torch.maximum(widest, others * stage.shape[-1])
+                widest = torch.maximum(widest, others * free.shape[-1])
         history = (request.total - floors).clamp_min(0)
         weights = self._line(history.double() / count, widest.double(), count)
-        return request.floor + even_shares(weights, history, torch.zeros_like(stage), stage, request.layers, others)
+        return request.floor + even_shares(weights, history, torch.zeros_like(free), free, request.layers, others)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """0: the line is a few numbers for each layer."""

@@ -1,15 +1,15 @@
 """Shuffled: another allocator's layer budgets, each for a layer drawn at random. A control.
 
-*Idea*: what is left of an allocator when the layers do not know which budget is theirs. Budgets that are better than
-their shuffles are so because of where they lie, and not because they are unequal.
+*Idea*: what an allocator is worth when its budgets go to random layers. Budgets that are better than their shuffles are
+so because of where they lie, and not because they are unequal.
 
 *Paper*: none; the ablation "random" of RankKV's report, for any allocator.
 
 *Source*: our own.
 
-*Departs*: the report drew one order; here each `state` is another, and one says little. The order is that of the
-layers' sha256, so it is the same on every machine and with every torch; it is one order for all rows and evictions. A
-budget that its new layer cannot hold is cut, and goes to the other layers by their budgets.
+*Departs*: the report drew one order; here each `state` is another, and a single one is little evidence. The order is
+that of the layers' sha256, so it is the same on every machine and with every torch; it is one order for all rows and
+evictions. A budget that its new layer cannot hold is cut, and goes to the other layers by their budgets.
 
 *Cost*: the inner allocator's, and waiting for all layers.
 """

@@ -38,7 +38,7 @@ Weights = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Allocator):
-    """Shares by weight. Exactly one of the two is given; what a file says is read when the table is made.
+    """Shares by weight. Exactly one of the two is given; a file is read when the table is made.
 
     Attributes:
         file: JSON (a list, or a list of lists), TOML (`weights = [...]`) or safetensors (a tensor `weights`).
@@ -106,7 +106,7 @@ class Table(Allocator):
 
 
 def _read(content: FileContent) -> object:
-    """What a file says in its own format."""
+    """Return the content of a file in its own format."""
     kind = content.name.rpartition(".")[2].lower()
     try:
         if kind == "json":

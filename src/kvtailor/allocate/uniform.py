@@ -1,6 +1,6 @@
 """Uniform: every layer and kv head gets the same.
 
-*Idea*: nothing is known about who needs more, so all get the same number of tokens.
+*Idea*: it is not known which layer or head needs more, so all get the same number of tokens.
 
 *Paper*: none; the null object, and what StreamingLLM, H2O and SnapKV do.
 

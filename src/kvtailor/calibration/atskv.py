@@ -1,7 +1,7 @@
-"""Networks for `score/atskv.py`: for each kv head one that predicts which tokens the queries to come look at.
+"""Networks for `score/atskv.py`: for each kv head one that predicts which tokens the queries to come attend to.
 
 Learned from the texts' passages, cut in their middle and before their end, and from as many generated documents whose
-facts stand among sentences of those passages. A quarter of both is held out: it says how good the networks are, and
+facts stand among sentences of those passages. A quarter of both is held out: it shows how good the networks are, and
 whether they beat the SnapKV score among their own features.
 """
 
@@ -42,7 +42,7 @@ class ATSKV(Calibrator):
         return 2 * passages + self.steps // _TOLD + 2 * len(KEEPS) * (1 + len(RIVALS))
 
     def measure(self, job: Job) -> Made:
-        """Networks, and what the held-out quarter says of them."""
+        """Networks, and how good they are on the held-out quarter."""
         if len(job.passages) < _FEWEST:
             raise KvtailorError(
                 f"asked to learn from {len(job.passages)} passages: ask for at least {_FEWEST * job.context} tokens"

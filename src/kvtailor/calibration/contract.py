@@ -32,7 +32,7 @@ class Job:
         subject: the model and its tokenizer.
         passages: of the texts, each of `context` tokens, spread evenly over them; none where the kind reads no text.
         context: tokens of a passage.
-        count: how many passages were asked for.
+        count: how many passages the run takes.
         state: random state of all that is drawn.
         advance: called after each of `Calibrator.units`, with what runs.
         draft: writes tensors to a file of the kind that lives as long as the run, and gives its path, so that a
@@ -55,7 +55,7 @@ class Made:
     Attributes:
         tensors: by name, stacked over the compressed layers.
         facts: what it found out about them, JSON-able.
-        texts: what it made up itself and measured on, by name; the check for overlap knows them too.
+        texts: what it made up itself and measured on, by name; the check for overlap covers them too.
     """
 
     tensors: Mapping[str, Tensor]
@@ -69,8 +69,8 @@ class Calibrator(ABC):
     Attributes:
         summary: what it measures, in one line.
         reads_text: whether it needs texts at all.
-        tokens: of text that it uses where nobody says.
-        context: tokens of a passage where nobody says.
+        tokens: of text that it uses by default.
+        context: tokens of a passage by default.
     """
 
     summary: ClassVar[str]

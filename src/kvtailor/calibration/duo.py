@@ -1,11 +1,11 @@
-"""Gates of retrieval heads: how much of its attention each kv head gives to where a text was said before.
+"""Gates of retrieval heads: how much of its attention each kv head gives to an earlier occurrence of the same text.
 
-Random tokens are said twice. A query in the second copy stands at a token that was there before; a head that retrieves
+Random tokens are fed twice. A query in the second copy stands at a token that was there before; a head that retrieves
 looks at that token's place in the first copy, or at what followed it there (an induction head: Olsson et al.,
 "In-context Learning and Induction Heads", arXiv 2209.11895). The gate of a kv head is the share of attention that goes
 to those two places, averaged over queries, of its query head with the largest. Both places lie a whole copy back, so
-that neither sinks nor recent count. DuoAttention (arXiv 2410.10819) learns its gates by gradient descent on passkeys
-instead, which is dearer, and sees more than copying.
+that neither sinks nor the recent window count. DuoAttention (arXiv 2410.10819) learns its gates by gradient descent on
+passkeys instead, which is dearer, and sees more than copying.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SINKS = 4
 class Duo(Calibrator):
     """Attention from the second copy of random tokens to the first."""
 
-    summary = "how much each kv head looks at where a text was said before"
+    summary = "how much each kv head attends to an earlier occurrence of the same text"
     reads_text: ClassVar[bool] = False
     tokens: ClassVar[int] = 16_384
 

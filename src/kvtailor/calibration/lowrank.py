@@ -122,8 +122,8 @@ def _wanting(model: Any, weights: list[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, wants in before:
-            each.requires_grad_(wants)
+        for each, needed_grad in before:
+            each.requires_grad_(needed_grad)
 
 
 def _projection(module: torch.nn.Module, names: tuple[str, ...]) -> Tensor | None:

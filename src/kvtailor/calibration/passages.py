@@ -23,7 +23,7 @@ class Passage:
 
     Attributes:
         ids: (n,) int64, the tokenizer's beginning tokens included.
-        text: what the ids say.
+        text: the passage as text.
         source: the name of its text.
     """
 
@@ -67,8 +67,8 @@ def _of_text(subject: Subject, name: str, text: str, count: int, context: int) -
         coded = subject.tokens(text[begin : min(begin + _WIDEST * wanted, (index + 1) * stride)])
         if coded.ids.numel() < wanted:
             raise KvtailorError(
-                f"asked for {count} passages of {context} tokens of {name}, but its {len(text)} characters have no "
-                "room for them: ask for fewer tokens, or give more text"
+                f"asked for {count} passages of {context} tokens of {name}, but its {len(text)} characters are "
+                "too few for them: ask for fewer tokens, or give more text"
             )
         found.append(Passage(torch.cat([start, coded.ids[:wanted]]), _prefix(coded, wanted), name))
     return found

@@ -70,7 +70,7 @@ def cut_passage(passage: Passage) -> Text:
 def documents_of(subject: Subject, passages: Sequence[Passage], context: int, state: int) -> list[Document]:
     """As many generated documents as there are passages: facts among the passages' own sentences, and a question.
 
-    Of the split "calibration", so that no instance is ever asked in an evaluation. A document that does not fit into
+    Of the split "calibration", so that no instance is ever part of an evaluation. A document that does not fit into
     `context` tokens is left out.
     """
     sentences = [

@@ -26,8 +26,9 @@ __all__ = ["KEEPS", "RIVALS", "kept_mass", "of_attention", "of_models", "rank_co
 
 KEEPS = (0.25, 0.1)
 RIVALS = {"snapkv": 2, "snapkv(kernel=21)": 3}
-"""Plans that score by one of the features, and which one. The first is SnapKV's own, the other says how much of a gain
-is no more than a wider average."""
+"""Plans that score by one of the features, and which one. The first is SnapKV's own, the other shows how much of a gain
+is no more than a wider average.
+"""
 _OWN = "atskv"
 
 
@@ -142,7 +143,7 @@ def _beats(rival: str, attention: Mapping[str, Any], models: Mapping[str, Any]) 
 
 
 def _word(gains: Sequence[Sequence[float]], wanted: int) -> str:
-    """What intervals of gains say together."""
+    """Return the verdict that intervals of gains give together."""
     if any(high < 0 for _, high in gains):
         return "no"
     return "yes" if len(gains) == wanted and all(low > 0 for low, _ in gains) else "not told apart"

@@ -59,7 +59,7 @@ def calibrate(
     Args:
         kind: one of `kvtailor.calibration.contract.kinds()`.
         model: "demo", a folder, a hub name, a model, or a `bench.subject.Subject`. Use the dtype that will be
-            compressed; the file also knows the same weights rounded to bfloat16 and to float16.
+            compressed; the file also has the fingerprints of the same weights rounded to bfloat16 and to float16.
         texts: by name; what a plan is evaluated on later must not be among them, and the bench sees to that.
         out: the file to write.
         tokenizer: of a model that is given as such.
@@ -67,7 +67,7 @@ def calibrate(
         context: tokens of a passage; None: what the kind uses, or the model's positions where they are fewer.
         state: random state of what the kind draws.
         again: replace a file that is there.
-        name: of the model, for the file; None: what it was asked for by.
+        name: of the model, for the file; None: the name that it was loaded by.
         progress: from a number of units of work to a context that gives what is called after each with its label.
 
     Raises:

@@ -17,7 +17,7 @@ __all__ = ["LayerStates", "watched"]
 
 @dataclass(frozen=True)
 class LayerStates:
-    """What one layer's attention is asked in one forward of one row.
+    """Queries, keys and values of one layer in one forward of one row.
 
     Attributes:
         layer: 0-based among the compressed ones.

@@ -1,4 +1,4 @@
-"""The command line: one file per verb, each imported only when it is asked for.
+"""The command line: one file per verb, each imported only when it is called.
 
 A file of this folder that defines `command` is the verb of its name. What the user did wrong ends with one message on
 standard error and exit code 2.

@@ -1,4 +1,4 @@
-"""`kvtailor calibrate`: measure on a model what a method needs to know of it, once, and keep it in a file."""
+"""`kvtailor calibrate`: measure once on a model what a method needs, and keep it in a file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def command(
     kvtailor calibrate qfilters --model NAME --text mine.txt --out filters.safetensors
     kvtailor run --model NAME --plan "qfilters(file=filters.safetensors) @ keep=0.25" ...
 
-    "kvtailor calibrate list" says which kinds there are. The bench refuses to score a plan on the text that its file
+    "kvtailor calibrate list" prints the kinds. The bench refuses to score a plan on the text that its file
     was made from.
     """
     if kind == "list":

@@ -34,8 +34,8 @@ __all__ = ["command"]
 def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens: int | None, as_json: bool) -> None:
     """Check PLAN, a line or a TOML file. Exit code 0: no fault; 2: faults, each a sentence on standard error.
 
-    Also says where a budget does nothing, or leaves nothing to the score. A model's weights are not loaded, only its
-    configuration. Also says which kernels run on this machine, and why.
+    Also reports where a budget does nothing, or leaves nothing to the score. A model's weights are not loaded, only its
+    configuration. Also reports which kernels run on this machine, and why.
     """
     import torch
 

@@ -31,7 +31,7 @@ def command(words: tuple[str, ...]) -> None:
     if words and words[0] not in ("-h", "--help"):
         main(list(words))
         return
-    click.echo(f"{inspect.cleandoc(command.help or '')}\n\nWhat lm_eval says of itself:\n".replace("\b\n", ""))
+    click.echo(f"{inspect.cleandoc(command.help or '')}\n\nThe help of lm_eval itself:\n".replace("\b\n", ""))
     try:
         main(list(words))
     except KvtailorError as error:

@@ -1,4 +1,4 @@
-"""What the program asks of the machine before torch is loaded: cores that it may use, and waiting that costs nothing.
+"""What the program sets before torch is loaded: the cores that it may use, and threads that sleep while they wait.
 
 OpenMP's threads wait for each other at the end of every operation. By default they spin, each on a core. Where another
 program keeps one of the cores busy, a spinning thread holds the core that the thread it waits for needs, and each of

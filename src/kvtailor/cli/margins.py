@@ -1,4 +1,4 @@
-"""The options that say what counts as no loss in a headline, the same for every command that prints one."""
+"""The options that set what counts as no loss in a headline, the same for every command that prints one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def margin_options(command: Command) -> Command:
 
 
 def margins_of(nats: float, points: float) -> Margins:
-    """What the options say."""
+    """Return the margins that the options set."""
     from kvtailor.bench.measure.equivalence import Margins
 
     return Margins(nats=nats, points=points)

@@ -50,7 +50,7 @@ def _first_word(args: Sequence[str]) -> int | None:
 
 
 class _OneBench(click.Command):
-    """A command that says which options it has, where it is given another's."""
+    """A command whose error lists its options where it gets another command's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:

@@ -41,7 +41,7 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
     Raises:
         RecordError: the folder holds no records, or they do not fit together.
         SuiteError: a suite's file beside them has faults.
-        Fraud: the records cannot be what they say.
+        Fraud: the records contradict themselves or each other.
         KvtailorError: `to` cannot be written.
     """
     from kvtailor.bench import checks
@@ -58,7 +58,7 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
     try:
         checks.check_records(records)
         pages = texts(records, suites, margins, cut)
-    # Each field is of its type, but no type says that a measure has its samples, or a name its number.
+    # Each field is of its type, but types do not ensure that a measure has its samples, or a name its number.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, KvtailorError):
             raise

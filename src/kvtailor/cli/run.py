@@ -1,4 +1,4 @@
-"""`kvtailor run`: generate text on a compressed cache, and say what the cache held."""
+"""`kvtailor run`: generate text on a compressed cache, and print what the cache held."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def _prompt_text(prompt: str | None, prompt_file: Any) -> str:
 
 
 def _positions_left(subject: Subject, prompt: int) -> int | None:
-    """Tokens that fit behind the prompt; None where the model does not say."""
+    """Tokens that fit behind the prompt; None where the model's limit is not known."""
     from kvtailor.errors import KvtailorError
 
     if subject.positions is None:

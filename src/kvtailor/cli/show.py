@@ -35,7 +35,7 @@ _LAYERS = 32
     "--tokens", type=click.IntRange(1), help="Length of a prompt: what is held of it, and what comes in a step."
 )
 @click.option(
-    "--link", help="Bytes per second that can come, as you measured them; says what the link takes in a step."
+    "--link", help="Bytes per second that can come, as you measured them; prints what the link takes in a step."
 )
 @click.option(
     "--step-ms", type=float, help="A step with nothing away, as you measured it; with --link predicts a step."
@@ -67,7 +67,7 @@ def command(
         geometry, known = _sizes_of(model, dtype)
         sizes |= known
     if tokens is None and not (link is None and step_ms is None):
-        raise click.UsageError("--link and --step-ms need --tokens, the length at which a step is asked")
+        raise click.UsageError("--link and --step-ms need --tokens, the length at which the step is computed")
     if tokens is not None and geometry is None:
         raise click.UsageError("--tokens needs the sizes of a model: give --model as well")
     stages, cost, files = _stages(parsed), _cost(parsed, sizes), read_by(parsed, model)
@@ -137,7 +137,7 @@ def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     """Closed-form bytes of a token, indices of ragged caches not counted."""
     element, size = ELEMENT_SIZES[sizes["dtype"]], sizes["head_size"]
     full = 2.0 * size * element
-    # Bits may differ between layers, so somebody has to say how many there are.
+    # Bits may differ between layers, so the number of layers must be given.
     layers = sizes.get("compressed_layers") or _LAYERS
     encoded = plan.encode.mean_bytes_per_token(layers, size, size, element, heads=sizes.get("kv_heads"))
     copies = sizes["kv_heads"] * sizes["compressed_layers"] if "kv_heads" in sizes else None

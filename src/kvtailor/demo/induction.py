@@ -33,13 +33,13 @@ def start_with_copying(model: Any, first_length: int = 300) -> None:
     turns = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
     basis = torch.linalg.qr(torch.randn(hidden, hidden))[0].T
     common, carried, copied = basis[0], basis[1 : 1 + size], basis[1 + size : 1 + 2 * size]
-    stage = basis[1 + 2 * size : 1 + 3 * size]
+    previous = basis[1 + 2 * size : 1 + 3 * size]
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         embedding *= EMBEDDING_SCALE
         model.model.norm.weight /= EMBEDDING_SCALE
         length = embedding.norm(dim=1).mean()
-        free = torch.cat([common[None], stage])
+        free = torch.cat([common[None], previous])
         embedding -= embedding @ free.T @ free
         embedding *= length / embedding.norm(dim=1, keepdim=True).clamp_min(1e-6)
         embedding += 0.5 * length * common
@@ -54,7 +54,7 @@ def start_with_copying(model: Any, first_length: int = 300) -> None:
         first.k_proj.weight[:size] = key[:, None] * common / common_share
         first.q_proj.weight[:size] = query[:, None] * common / common_share
         first.v_proj.weight[:size] = carried * length / (token_share * math.sqrt(size / hidden))
-        first.o_proj.weight[:, :size] = stage.T
+        first.o_proj.weight[:, :size] = previous.T
 
         second = model.model.layers[1].self_attn
         slow = turns * first_length < 1.0
@@ -63,6 +63,6 @@ def start_with_copying(model: Any, first_length: int = 300) -> None:
         overlap = norm**2 * math.sqrt(size / hidden) * kept.mean().item()
         gain = math.sqrt(MATCH_SHARPNESS * math.sqrt(size) / overlap)
         second.q_proj.weight[:size] = carried * kept * gain
-        second.k_proj.weight[:size] = stage * kept * gain
+        second.k_proj.weight[:size] = previous * kept * gain
         second.v_proj.weight[:size] = copied * length / (norm * math.sqrt(size / hidden))
         second.o_proj.weight[:, :size] = copied.T * 4

@@ -68,8 +68,8 @@ def recall(model: Any, tokenizer: Any, document: Document) -> float:
     if len(document.parts) == 1:
         return float(continues_with(model, tokenizer, document.prompt, document.answer))
     inputs = tokenizer(document.prompt, return_tensors="pt").to(model.device)
-    stage = len(tokenizer(document.answer, add_special_tokens=False)["input_ids"]) + 4
-    made = model.generate(**inputs, max_new_tokens=stage, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    most = len(tokenizer(document.answer, add_special_tokens=False)["input_ids"]) + 4
+    made = model.generate(**inputs, max_new_tokens=most, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(made, skip_special_tokens=True)
     return sum(part in text for part in document.parts) / len(document.parts)
 

@@ -73,9 +73,9 @@ class Mixture:
         kind = (rng.random() - natural) / max(1e-9, 1.0 - natural)
         if kind >= 1 / 6:
             while len(tokens) < length + 1 - 40:
-                stage = length + 1 - len(tokens)
+                left = length + 1 - len(tokens)
                 wanted = max(120, int(length * rng.uniform(0.3, 1.1)))
-                self._append(tokens, weights, self._document(rng, min(stage, wanted), length >= LONG))
+                self._append(tokens, weights, self._document(rng, min(left, wanted), length >= LONG))
         elif kind >= 0:
             self._append(tokens, weights, self._repeats(rng, length))
         if len(tokens) <= length:
@@ -114,17 +114,17 @@ class Mixture:
             left -= len(span)
         return parts
 
-    def _list(self, rng: random.Random, stage: int) -> list[tuple[list[int], float]]:
+    def _list(self, rng: random.Random, length: int) -> list[tuple[list[int], float]]:
         """A list of words and the question for the most common ones."""
         per_word = 2.5
         if rng.random() < 0.6:
             common, times = rng.choice((1, 1, 2, 3)), rng.randint(6, 20)
-            count = int(min(stage / per_word, common * times * rng.uniform(2, 8)))
+            count = int(min(length / per_word, common * times * rng.uniform(2, 8)))
             listed = word_lists.common_words(rng, max(word_lists.shortest(common), count), common=common, times=times)
         else:
             asked, kinds = rng.randint(1, 3), rng.randint(10, 40)
             least = word_lists.shortest(asked)
-            count = int(min(stage / (2 * per_word), rng.randint(least, 300)))
+            count = int(min(length / (2 * per_word), rng.randint(least, 300)))
             listed = word_lists.frequent_words(rng, max(least, count), asked=asked, kinds=kinds)
         return [
             (self._ids(listed.context), CONTEXT_WEIGHT),
@@ -133,17 +133,17 @@ class Mixture:
             (self._ids("."), QUESTION_WEIGHT),
         ]
 
-    def _document(self, rng: random.Random, stage: int, long: bool) -> list[tuple[list[int], float]]:
-        """A document of about ``stage`` tokens: facts among prose (or bare records), then questions about them."""
+    def _document(self, rng: random.Random, length: int, long: bool) -> list[tuple[list[int], float]]:
+        """A document of about ``length`` tokens: facts among prose (or bare records), then questions about them."""
         if rng.random() < LIST_SHARE:
-            return self._list(rng, stage)
-        facts, prose = _facts(rng, stage, LONG_KINDS if long else KINDS)
+            return self._list(rng, length)
+        facts, prose = _facts(rng, length, LONG_KINDS if long else KINDS)
         asked = list({fact.question: fact for fact in facts if fact.question}.values())
         rng.shuffle(asked)
         separator = " " if prose else "\n"
         statements = [fact.sentence for fact in facts]
         questions: list[tuple[list[int], float]] = []
-        left = stage - 2 - len(self._ids(separator.join(statements)))
+        left = length - 2 - len(self._ids(separator.join(statements)))
         for fact in asked:
             question, answer = self._ids(fact.question), self._ids(fact.answer)
             left -= len(question) + len(answer) + 1
@@ -184,13 +184,13 @@ LONG_KINDS = {**KINDS, "multi_value": 9}
 """The same for rows of `LONG` tokens and more: after 1,900 steps several values of one key were still half right."""
 
 
-def _facts(rng: random.Random, stage: int, kinds: Mapping[str, float]) -> tuple[list[Fact], bool]:
-    """Facts that take a random share of ``stage`` tokens, and whether they stand in prose."""
+def _facts(rng: random.Random, length: int, kinds: Mapping[str, float]) -> tuple[list[Fact], bool]:
+    """Facts that take a random share of ``length`` tokens, and whether they stand in prose."""
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     if kind == "records":
-        count = max(2, int(stage * rng.uniform(0.1, 0.6) / 10))
+        count = max(2, int(length * rng.uniform(0.1, 0.6) / 10))
         return [hidden_facts.record_fact(rng, rng.choice((3, 4, 4, 5))) for _ in range(count)], rng.random() < 0.25
-    share = rng.choice((0.02, 0.1, 0.2, 0.35)) * stage
+    share = rng.choice((0.02, 0.1, 0.2, 0.35)) * length
     facts: list[Fact] = []
     while not facts or share > 0:
         one = rng.choice(("needle", "characters", "copy_span", "variables", "first_names")) if kind == "all" else kind

@@ -248,7 +248,7 @@ def train(given: argparse.Namespace, rank: int = 0) -> None:
         sums = backward(
             model, tokens[mine].to(given.device), weights[mine].to(given.device), teacher, total=weights.sum()
         )
-        # Every process must end at the same step, so that its clock is asked for together with the sums.
+        # Every process must end at the same step, so that its clock is exchanged together with the sums.
         late = torch.tensor([float(given.minutes is not None and time.perf_counter() - begun > 60 * given.minutes)])
         if given.processes > 1:
             _sum_over_processes(model, sums, late)

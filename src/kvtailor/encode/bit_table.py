@@ -6,7 +6,7 @@ layers get the high bits, all others the low ones.
 *Paper* `tao2025asymkv` (arXiv 2410.13212), section 4; keys = l_k, values = l_v, around `kivi`.
 *Source* The paper; kvtailor's own code.
 *Departs* Any codec with `key_bits` and `value_bits` may be inside. l_k and l_v may be shares of the layers, and a whole
-table may be given. The paper finds l_k and l_v by trying; here they are said.
+table may be given. The paper finds l_k and l_v by trying; here they are arguments.
 *Cost* That of the inner codec at these bits.
 """
 
@@ -64,7 +64,7 @@ class BitTable(Around, Codec):
                 )
             if isinstance(given, int) and given < 0:
                 raise ValueError(f"bit_table: {name} must be 0 layers or more, found {given}")
-        # What the codec says of bits that it cannot have.
+        # Raises the codec's own error for bits that it cannot have.
         given = [each if isinstance(each, tuple) else (self.high, self.low) for each in (self.keys, self.values)]
         for bits in sorted({*given[0], *given[1]}):
             self._with(key_bits=bits, value_bits=bits)
@@ -88,7 +88,7 @@ class BitTable(Around, Codec):
         return self.of.segment_type()
 
     def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> Segment:
-        """Refuses: only `for_layer` knows the bits.
+        """Refuses: the bits depend on the layer, see `for_layer`.
 
         Raises:
             ValueError: always.
@@ -124,4 +124,4 @@ class BitTable(Around, Codec):
         return tuple(self.high if layer < count else self.low for layer in range(layers))
 
     def _unbound(self) -> ValueError:
-        return ValueError("bit_table: the bits depend on the layer; ask for_layer first")
+        return ValueError("bit_table: the bits depend on the layer; call for_layer first")

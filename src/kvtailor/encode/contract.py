@@ -22,14 +22,14 @@ Sides = Literal["both", "keys", "values"]
 
 @dataclass(frozen=True, kw_only=True)
 class CodecContext:
-    """What a codec may know of the layer whose tokens it stores.
+    """What a codec gets of the layer whose tokens it stores.
 
     Attributes:
         layer: 0-based among the layers that the plan compresses.
         layers: how many the plan compresses.
         rotation: the layer's rotary embedding; None where the codec does not need it, or where only its bytes are
-            asked for.
-        heads: h, kv heads; None where nobody knows.
+            needed.
+        heads: h, kv heads; None where it is not known yet.
         evicts: tokens leave the layer, each head's for itself.
         calibration: the tensors of the plan's calibration files, stacked over the layers; None where it has none.
         unrotated: keys come as they were before the rotary embedding.
@@ -47,7 +47,7 @@ class CodecContext:
 class Codec(Method, ABC):
     """One way to store tokens. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
 
-    A codec is asked `for_layer` once for each layer, and what that gives encodes and restores this layer's tokens. All
+    `for_layer` is called once for each layer, and the codec that it gives encodes and restores this layer's tokens. All
     else (`tail`, `block`, `lane_multiple`, `exact`) is the same for all layers but those that are given `plain`.
 
     Attributes:
@@ -89,7 +89,7 @@ class Codec(Method, ABC):
         return Needs()
 
     def seeing(self, queries: Tensor, heads: int, valid: Tensor | None) -> Codec:
-        """This codec with the newest queries (b, q, w, d), of so many kv heads; asked where `needs` has a window.
+        """This codec with the newest queries (b, q, w, d), of so many kv heads; called where `needs` has a window.
 
         `valid` (b, w) bool is False for queries of padding; None: there are none.
         """
@@ -158,7 +158,7 @@ class Codec(Method, ABC):
     def encode_group(
         self, layout: Layout, states: Sequence[tuple[Tensor, Tensor]], first: Tensor | None = None
     ) -> Sequence[Segment]:
-        """The segments of a group of layers, of the same tokens; asked of the codec of the group's last layer.
+        """The segments of a group of layers, of the same tokens; called on the codec of the group's last layer.
 
         Args:
             layout, first: as for `encode`.
@@ -175,7 +175,7 @@ class Codec(Method, ABC):
 
     @abstractmethod
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Segment:
-        """The segment of a saved cache, as `encode` gave it, from its layout and what `Segment.state` said."""
+        """The segment of a saved cache, as `encode` gave it, from its layout and what `Segment.state` gave."""
 
     @abstractmethod
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:

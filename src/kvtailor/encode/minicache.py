@@ -190,7 +190,7 @@ class MiniCache(Around, Codec):
         Raises:
             ValueError: always.
         """
-        raise ValueError("minicache: two layers are encoded at once; ask encode_group")
+        raise ValueError("minicache: two layers are encoded at once; call encode_group")
 
     def encode_group(
         self, layout: Layout, states: Sequence[tuple[Tensor, Tensor]], first: Tensor | None = None
@@ -261,7 +261,7 @@ class MiniCache(Around, Codec):
 
     @property
     def _of(self) -> Codec:
-        """The inner codec, of which a side that is not merged asks nothing."""
+        """The inner codec; a side that is not merged does not use it."""
         return self.of if self.only == "both" else self.of.one_sided(self.only, "minicache")
 
     def _sizes(self, key_size: int, value_size: int) -> tuple[int, int]:

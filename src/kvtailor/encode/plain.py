@@ -1,7 +1,7 @@
 """Plain: tokens stay as the model made them.
 
-*Idea* The null object of the stage: nothing is encoded, so nothing leaves the tail, unless blocks are asked for, so
-that tokens can live elsewhere.
+*Idea* The null object of the stage: nothing is encoded, so nothing leaves the tail, unless it has a block size, so that
+tokens can live elsewhere.
 *Paper* None.
 *Source* None.
 *Departs* Nothing known.

@@ -7,7 +7,7 @@ encoded, and turned again when they are decoded.
 *Source* The paper; kvtailor's own code.
 *Departs* The paper never rotates the keys that it stores; here the model has rotated them, and turning back costs a
 rounding to the cache's dtype. Positions count from each row's first real token, as models do that get an attention
-mask; a model that is told other positions has its keys turned by the difference, which decoding takes back.
+mask; where a model gets other positions, its keys are turned by the difference, and decoding takes that back.
 *Cost* 8 bytes for each lane in padded batches, else nothing in memory; a sine, a cosine and 3 operations for each
 turned channel, at every step again.
 """
@@ -123,7 +123,7 @@ class Unrotated(Around, Codec):
 
     def _bound(self) -> Rotation:
         if self._rotation is None:
-            raise ValueError("unrotated: no rotary embedding was given; ask for_layer first, with the layer's rotation")
+            raise ValueError("unrotated: no rotary embedding was given; call for_layer first, with the rotation")
         return self._rotation
 
 

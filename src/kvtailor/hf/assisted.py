@@ -1,8 +1,8 @@
 """Where the prompt ends under transformers' prompt lookup and assisted decoding.
 
-Their first forward brings the prompt and the first draft at once, and nothing that reaches a cache says where one ends
-and the other begins. A plan must know: the prompt is compressed, and a drafted token is judged on the compressed
-prompt, as it would be in plain decoding. The loop's own frame knows it, and is read, never written. Where it cannot be
+Their first forward brings the prompt and the first draft at once, and nothing that reaches a cache tells where one ends
+and the other begins. A plan needs that place: the prompt is compressed, and a drafted token is judged on the compressed
+prompt, as it would be in plain decoding. The loop's own frame has it, and is read, never written. Where it cannot be
 read, plans for which it matters are refused. docs/decisions/0013-assisted-decoding.md has the alternatives.
 """
 
@@ -47,7 +47,7 @@ def ids_of_caller() -> tuple[Tensor, Tensor | None] | None:
 
 
 def _loop() -> dict[str, Any] | None:
-    """What transformers' assisted decoding, now running in this thread, knows; None outside of it."""
+    """Return the facts of transformers' assisted decoding that now runs in this thread; None outside of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == _LOOP and frame.f_globals.get("__name__") == utils.__name__:

@@ -1,8 +1,8 @@
 """The attention function that every layer of the model calls, and how it finds the cache.
 
 `past_key_values` never reaches an attention function. So a compressed layer's `update` gives the model, in place of
-keys, an object that carries the layer as an attribute; the function reads it and asks the layer. The values in it are
-NaN: where some other attention runs on it after all, the output says so at once instead of being silently wrong.
+keys, an object that carries the layer as an attribute; the function reads it and calls the layer. The values in it are
+NaN: where some other attention runs on it after all, the output is NaN instead of silently wrong.
 """
 
 from __future__ import annotations
@@ -137,6 +137,6 @@ def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
 
 
 def register() -> None:
-    """Makes the name "kvtailor" known to transformers. Nothing changes for models that do not ask for it."""
+    """Registers the name "kvtailor" with transformers. Nothing changes for models that do not use it."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, forward_mask)

@@ -89,7 +89,7 @@ class KvCache(Cache):
     def check_ids(self, input_ids: Tensor) -> None:
         """Raises where a conversation is not one whose beginning this cache has seen.
 
-        `generate()` and sessions ask this by themselves. Of what plain forwards fed, the cache knows the length alone.
+        `generate()` and sessions call this by themselves. Of what plain forwards fed, the cache has the length alone.
 
         Args:
             input_ids: (b, n) token ids of the whole conversation, the tokens seen included.
@@ -154,13 +154,13 @@ class KvCache(Cache):
         save(path, self.layers, self.guard, self.conversation)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled: a pickle would say nothing of the model, nor notice damage."""
+        """Refuse to be pickled: a pickle would have no marks of the model and no checksums."""
         raise CacheMisuse(
             "a cache cannot be pickled; write it with cache.save(path), and read it with "
             "kvtailor.load_cache(path, model), which other processes can do as well"
         )
 
-    # What copies would otherwise ask `__reduce_ex__` for.
+    # What copies would otherwise get from `__reduce_ex__`.
     def __copy__(self) -> KvCache:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)

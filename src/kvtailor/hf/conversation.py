@@ -1,8 +1,8 @@
-"""Which conversation a cache has seen: hashes of its token ids, as far as kvtailor was shown them.
+"""Which conversation a cache has seen: hashes of its token ids, as far as kvtailor got them.
 
 A cache gets keys and values, never token ids. Where ids pass through kvtailor (`prefill`, a session, `generate`), or
-transformers' `generate()` asks the cache how many of them it has seen, the cache remembers a rolling hash of each row,
-and refuses a conversation that begins otherwise. Plain forwards show it nothing.
+transformers' `generate()` reads from the cache how many of them it has seen, the cache keeps a rolling hash of each
+row, and refuses a conversation that begins otherwise. Plain forwards give it no ids.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Conversation:
     Attributes:
         known: its beginnings, each longer than the one before; the last reaches as far as ids were shown without a gap.
         reordered: rows were put in another order after tokens that were not shown, as beam search does.
-        real: (b, columns) bool on the CPU, False for padding, whose ids say nothing; None: no padding.
+        real: (b, columns) bool on the CPU, False for padding, whose ids do not matter; None: no padding.
     """
 
     def __init__(self, known: Sequence[Known] = (), real: Tensor | None = None):
@@ -143,7 +143,7 @@ class Conversation:
             self.real = self.real[:, : self.columns] if self.known else None
 
     def check_rows(self, *, seen: int) -> None:
-        """Raises where no one can tell which row of the cache has seen which text."""
+        """Raises where it is not known which row of the cache has seen which text."""
         if self.reordered and seen:
             raise CacheMisuse(
                 f"beam search has left its beams in this cache, which has seen {seen} tokens, in an order that the "
@@ -195,9 +195,9 @@ class Shown:
 
 
 def shown_to_generate(frame: FrameType | None) -> Shown | None:
-    """What `generate()` was given, where `frame` is that in which it asks a cache how much of it to cut off; else None.
+    """What `generate()` was given, where `frame` is that in which it reads from a cache how much to cut off; else None.
 
-    Nothing but the length of the cache is asked there, and no later call brings the ids: so they are read from the
+    Nothing but the length of the cache is read there, and no later call brings the ids: so they are read from the
     frame. It is never written. Of a transformers whose `_prefill` has another form nothing is read.
     """
     if frame is None or frame.f_code.co_name != "_prefill" or frame.f_globals.get("__name__") != utils.__name__:

@@ -1,7 +1,7 @@
 """What a cache and its layers check together: one user at a time, whole forwards, padding that stays padding.
 
-The layers know this object and not their cache, so that nothing refers in a circle: a cache that is dropped is freed at
-once, without the garbage collector.
+The layers refer to this object and not to their cache, so that nothing refers in a circle: a cache that is dropped is
+freed at once, without the garbage collector.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _Progress(NamedTuple):
 class _Alone:
     """Lets one thread at a time read and replace the progress, unless the cache is refused.
 
-    Never waits: who finds another thread there is a second user, and an interrupt on the way out of a `with` may leave
-    a lock taken for good.
+    Never waits: a thread that finds another one there is a second user, and an interrupt on the way out of a `with` may
+    leave a lock taken for good.
 
     Attributes:
         refusal: why the cache is refused, a sentence; None while it is not.
@@ -295,7 +295,7 @@ class CacheGuard:
             raise CacheMisuse(self._alone.refusal)
 
     def _out_of_order(self, layer: int) -> NoReturn:
-        raise CacheMisuse(f"the attention of layer {layer} asked for its cache twice, or without an update")
+        raise CacheMisuse(f"the attention of layer {layer} used its cache twice, or without an update")
 
     def _check_thread(self, now: _Progress, me: int) -> None:
         if now.thread != me:
@@ -305,7 +305,7 @@ class CacheGuard:
         if now.stage == "updated":
             self._forget_forward(now.layer)
             raise CacheMisuse(
-                f"layer {now.layer} updated this cache, but its attention never asked for it, so its output is "
+                f"layer {now.layer} updated this cache, but its attention never used it, so its output is "
                 f"not to be trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for "
                 f"sets and something has changed since. If the forward was interrupted, {_START_OVER}"
             )
@@ -330,7 +330,8 @@ class CacheGuard:
         )
 
     def end_stale_recording(self) -> None:
-        """transformers' assisted decoding never says that it has ended; the first use outside of it does.
+        """Ends a recording that assisted decoding left: transformers gives no sign of its end, so the first use outside
+        does.
 
         Raises:
             CacheMisuse: it was broken off between a forward and the crop that would have taken back wrong drafts.

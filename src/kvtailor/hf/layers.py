@@ -164,7 +164,7 @@ class CompressedLayer(CacheLayerMixin):
         return attended.output
 
     def _visible(self, query: Tensor, mask: LazyMask | Tensor | None) -> Visibility:
-        """What the new tokens may see, as the model's mask says; raises where that does not fit what was seen."""
+        """What the new tokens may see, by the model's mask; raises where that does not fit what was seen."""
         new = query.shape[2]
         seen = self.state.stored.seen + new
         visible: Visibility
@@ -264,9 +264,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
     """A layer with the model's own sliding window: transformers' layer, less the prompt that its views keep alive.
 
     Attributes:
-        guard: of the cache, whose phase says what new tokens are. In `Reconstructing` they see the window and each
-            other, and it stays what it was. In `Recording` and `Speculating` what leaves the window stays until a crop
-            or `settle`.
+        guard: of the cache, whose phase is what new tokens are. In `Reconstructing` they see the window and each other,
+            and it stays what it was. In `Recording` and `Speculating` what leaves the window stays until a crop or
+            `settle`.
     """
 
     keys: Tensor

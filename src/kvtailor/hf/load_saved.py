@@ -23,7 +23,7 @@ from kvtailor.store.cache_file import CacheFile, read_cache_file
 
 __all__ = ["load_cache"]
 
-# What a file that says something else than it should raises while a cache is made from it.
+# What a file with wrong content raises while a cache is made from it.
 _MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -32,7 +32,7 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
 
     Every checksum is compared, all layouts are checked, and the model must have the weights, the dtype and the
     configuration that the file names; comparing weights costs what it does in `save`. A file of kvtailor 0.1.0 has
-    neither checksums nor a fingerprint, and a warning says so.
+    neither checksums nor a fingerprint, and a warning is given.
 
     Args:
         path: of a file that `KvCache.save` wrote.
@@ -110,14 +110,14 @@ def _warn_of_what_it_lacks(name: str, file: CacheFile, model: Mapping[str, Any] 
         )
     elif model is None or model.get("weights") is None:
         warnings.warn(
-            f"{name!r} does not say which weights it was made with, since they could not be read when it was saved; "
+            f"{name!r} has no fingerprint of its model's weights, since they could not be read when it was saved; "
             "another model of the same shapes would not be noticed",
             stacklevel=3,
         )
 
 
 def _fill(cache: KvCache, layers: list[Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Make an empty cache what the fields of its layers and the tensors say.
+    """Fill an empty cache from the fields of its layers and the tensors.
 
     Raises:
         Any of `_MALFORMED`: they do not fit together.

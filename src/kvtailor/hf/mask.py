@@ -1,7 +1,8 @@
-"""The lazy mask: what transformers would have built as a (b, 1, t, n) tensor, kept as a rule and evaluated where asked.
+"""The lazy mask: what transformers would have built as a (b, 1, t, n) tensor, kept as a rule and evaluated where it is
+needed.
 
-The model builds one for each forward and layer type and hands it to every layer. A compressed layer asks it about the
-columns that it still holds, so each row, layer and head may hold other tokens; a layer of the model's own kind asks for
+The model builds one for each forward and layer type and hands it to every layer. A compressed layer evaluates it at the
+columns that it still holds, so each row, layer and head may hold other tokens. A layer of the model's own kind takes
 the whole tensor.
 """
 
@@ -42,16 +43,16 @@ class LazyMask:
     local_size: int | None
     device: torch.device
     options: dict[str, Any] = field(default_factory=dict)
-    # transformers asks a mask for its number of dimensions before it hands it on; this one is no 4-D tensor.
+    # transformers reads a mask's number of dimensions before it hands it on; this one is no 4-D tensor.
     shape: tuple[int, ...] = ()
     ndim: int = 0
     _dense: Tensor | None = None
     _is_dense: bool = False
 
     def __getattr__(self, name: str) -> Any:
-        """Says why a model that computes with its mask cannot use this one."""
+        """Raise an error with the reason why a model that computes with its mask cannot use this one."""
         raise AttributeError(
-            f"this model asks its attention mask for {name!r}, so it computes with the mask itself; kvtailor's mask is "
+            f"this model reads {name!r} of its attention mask, so it computes with the mask itself; kvtailor's mask is "
             "a rule and no tensor, and kvtailor does not support such a model"
         )
 
@@ -134,7 +135,7 @@ class LazyMask:
         return self._dense
 
     def contiguous(self) -> LazyMask:
-        """Some models ask for a contiguous mask before they hand it on."""
+        """Some models call this before they hand the mask on."""
         return self
 
     def view(self, *_: int) -> LazyMask:
@@ -189,7 +190,7 @@ class TensorMask:
         return replace(self, allowed=self.allowed[:, count:], new_tokens=new, first_column=first)
 
     def with_earlier(self, count: int) -> TensorMask:
-        """Refused: this mask says nothing of the forward before it."""
+        """Refused: this mask does not cover the forward before it."""
         raise CacheMisuse(
             f"a 4-D attention_mask is for one forward, and {count} tokens of the one before it may still be taken "
             "back; pass a 2-D mask"
@@ -214,7 +215,7 @@ def lazy_mask(
     if isinstance(attention_mask, LazyMask):
         return attention_mask
     padding = None if attention_mask is None else attention_mask.to(torch.bool)
-    # An all-ones mask says nothing; without it, decoding needs no mask at all. (transformers' own sdpa asks the same.)
+    # An all-ones mask hides nothing; without it, decoding needs no mask at all. (transformers' own sdpa does the same.)
     if padding is not None and padding.shape[1] == kv_length + kv_offset and bool(padding.all()):
         padding = None
     return LazyMask(

@@ -1,4 +1,4 @@
-"""What a saved cache says of the model that it was made with, and in what another model differs from it."""
+"""What a saved cache records of the model that it was made with, and in what another model differs from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def said_of_model(model: Any) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Clauses on all in which two models differ, of what both say; none where they are the same.
+    """Clauses on all in which two models differ, of what both record; none where they are the same.
 
     Args:
         saved, found: by name; what `said_of_geometry` or `said_of_model` gave. Entries of `config` that only one has

@@ -1,6 +1,6 @@
 """A compressed cache as one file: what is held, encoded as it is, the plan that goes on with it, and the model's marks.
 
-What a file looks like is `store.cache_file`; what it says of the model, `hf.saved_model`; `hf.load_saved` reads it.
+What a file looks like is `store.cache_file`; what it has about the model, `hf.saved_model`; `hf.load_saved` reads it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _model_of(guard: CacheGuard) -> dict[str, Any] | None:
     model = None if guard.model is None else guard.model()
     if model is None:
         warnings.warn(
-            "the model of this cache is gone, so the saved file does not say which weights it was made with, and a "
+            "the model of this cache is gone, so the saved file cannot have a fingerprint of its weights, and a "
             "model of other weights would be taken for it; save the cache while its model exists",
             stacklevel=4,
         )

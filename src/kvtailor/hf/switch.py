@@ -23,7 +23,7 @@ class _Turn:
     """One thread at a time reads and changes the record of switched configurations.
 
     An interrupt on the way out of a `with` may leave a lock taken for good. What is done under it takes far less than a
-    second, so whoever has waited that long takes a new one.
+    second, so a thread that has waited that long takes a new one.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ from kvtailor.types import Held, Needs
 __all__ = ["AsymKV"]
 
 _BLOCK = 2048
-# A token that nobody looked at weighs as much as the others that nobody looked at.
+# Tokens that received no attention all weigh the same.
 _UNSEEN = 1e-30
 
 
@@ -49,7 +49,7 @@ class AsymKV(Merger):
     """Merges neighbours.
 
     Attributes:
-        window: newest queries that say how much the output depends on a key.
+        window: newest queries, from which it is computed how much the output depends on a key.
         turned: keys are turned to the position of the kept token before they are averaged; else they are averaged as
             they are stored, so that stored keys that are equal merge without loss.
     """

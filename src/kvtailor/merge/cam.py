@@ -7,7 +7,7 @@ those of the next kept tokens, the more certainly the more attention it had besi
 values each get p / m of the dropped one, p the attention that the dropped token received over the mean of what those
 m received, at most 1.
 
-*Source*: the paper, and what kvpress (Apache-2.0) says of its CAMPress.
+*Source*: the paper, and the description of CAMPress in kvpress (Apache-2.0).
 
 *Departs*: the paper draws from a Bernoulli distribution of p; here p itself is the factor, which is the mean of
 that draw, and the same on every machine. The attention is the mean over the newest `window` queries, where the paper

@@ -34,12 +34,13 @@ class Merged:
 class Merger(Method, ABC):
     """One way to fold tokens that are not kept into kept ones. A subclass is a frozen, keyword-only dataclass.
 
-    Pure: inputs are never changed, nothing is remembered between calls, rows and kv heads never meet, and permuting the
-    kv heads (with their groups) permutes the result. Which tokens are kept is decided before, and stays so.
+    Pure: inputs are never changed, nothing is remembered between calls, rows and kv heads are never mixed, and
+    permuting the kv heads (with their groups) permutes the result. Which tokens are kept is decided before and does not
+    change.
 
     Attributes:
-        weighted: kept tokens get a weight in the softmax. The tokens of a tail have none, so those that stay in it are
-            never open, and every other kept token is stored with its weight.
+        weighted: kept tokens get a weight in the softmax. The tokens of a tail have none, so those that stay in it
+            take nothing in, and every other kept token is stored with its weight.
     """
 
     weighted: ClassVar[bool] = False

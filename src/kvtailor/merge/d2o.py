@@ -1,8 +1,7 @@
 """D2O: each dropped token goes into the kept one whose key is most like its own.
 
-*Idea*: a token that is not kept may still have something to say. It is averaged into the kept token of its head with
-the most similar key, keys and values alike, and the more the more similar it is; a token that resembles none is better
-forgotten than mixed in.
+*Idea*: a token that is not kept may still matter. It is averaged into the kept token of its head with the most similar
+key, keys and values alike, and the more the more similar it is; a token that resembles none is dropped.
 
 *Paper*: wan2025d2o, "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
 Models", arXiv 2406.13035, the token-level operation. Similarity is the cosine u of the keys; a dropped token
@@ -12,9 +11,9 @@ similarities are taken in.
 *Source*: the paper.
 
 *Departs*: while decoding the paper drops one token at a time and moves its threshold as a running average; a merger
-remembers nothing, so every cut takes the mean over the tokens that it drops, which is the paper's threshold of a
-prompt. Which tokens are kept, and how many on each layer, is the plan's business (the preset takes H2O and equal
-budgets). Keys are compared and averaged as they are stored, turned by their positions.
+keeps nothing between cuts, so every cut takes the mean over the tokens that it drops, which is the paper's threshold of
+a prompt. Which tokens are kept, and how many on each layer, is decided by the rest of the plan (the preset takes H2O
+and equal budgets). Keys are compared and averaged as they are stored, turned by their positions.
 
 *Cost*: no evidence. n k d multiply-adds for each head that keeps k of n, in blocks of 8 MiB.
 """

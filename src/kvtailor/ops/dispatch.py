@@ -1,10 +1,9 @@
-"""Which form of an operation runs: the one place where device, dtype, layout and what is installed are looked at.
+"""Which form of an operation runs: the one place that depends on device, dtype, layout and on what is installed.
 
 Each operation has a plain form in torch, the reference of its tests, and may have faster ones.
-`KVTAILOR_IMPLEMENTATION=reference`, or `using("reference")`, leaves the plain form alone in use. `triton` asks for the
-kernels
-of GPUs: they agree with the reference in Triton's interpreter and compile for sm_80 and sm_90, but have not been timed
-on a GPU, and until they have "auto" does not take them. In the interpreter the CPU counts as a GPU.
+`KVTAILOR_IMPLEMENTATION=reference`, or `using("reference")`, leaves the plain form alone in use. `triton` selects the
+kernels of GPUs: they agree with the reference in Triton's interpreter and compile for sm_80 and sm_90, but have not
+been timed on a GPU, and until they have "auto" does not take them. In the interpreter the CPU counts as a GPU.
 """
 
 from __future__ import annotations
@@ -117,10 +116,10 @@ def coded_attention(
     """What reads these sides as they are stored; None: they must be decoded.
 
     Args:
-        query: (n, g, t, d) new tokens; the devices and dtypes of all are looked at.
+        query: (n, g, t, d) new tokens; the devices and dtypes of all count.
         keys, values: the two sides of a part.
-        mass: whether the attention that each slot receives is asked for: an `attend_keeping` does that, which Triton
-            has for plain keys alone, and otherwise an `attend_coded`.
+        mass: whether the attention that each slot receives is needed: an `attend_keeping` gives it, which Triton has
+            for plain keys alone, and otherwise an `attend_coded`.
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
@@ -217,7 +216,7 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     if device.type == "cuda":
         why = (
             missing()
-            or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_IMPLEMENTATION=triton asks for them"
+            or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_IMPLEMENTATION=triton selects them"
         )
         return [Choice(operation=few, implementation="torch, decoded parts", why=why), prompt]
     if device.type != "cpu":
@@ -248,7 +247,7 @@ def _why_not_quantised(built: Library) -> str | None:
 
 
 def _on_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels were asked for and can run on tensors of this device."""
+    """Whether Triton's kernels were selected and can run on tensors of this device."""
     if forced() != "triton" or missing() is not None:
         return False
     return device.type == "cuda" or (device.type == "cpu" and interpreting())

@@ -15,7 +15,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 
 def bytes_of(text: str) -> int:
-    """The number of bytes that `64MiB`, `1.5G` or `4096` says: K, M, G are powers of 1000, KiB, MiB, GiB of 1024.
+    """The number of bytes that `64MiB`, `1.5G` or `4096` stands for: K, M, G are powers of 1000, KiB, MiB, GiB of 1024.
 
     Raises:
         ValueError: not a size, or not a whole number of bytes.
@@ -36,7 +36,7 @@ def write_bytes(count: int) -> str:
 
 
 def asked_bytes(asked: int | str | None, what: str) -> int | None:
-    """The number that an argument of a method says; None: it was not given.
+    """The number of bytes of a method's argument; None: it was not given.
 
     Args:
         asked: a number, or text for `bytes_of`.

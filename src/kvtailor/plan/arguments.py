@@ -1,4 +1,4 @@
-"""The arguments of a method, from what a text gives to what its annotations want, and back.
+"""The arguments of a method, from the values of a text to the types of its annotations, and back.
 
 A field annotated with a contract takes a method of that contract's stage. A text names it as it names any method, so a
 bare word or a word with arguments becomes a method there, and stays what it is everywhere else.
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Broken:
-    """Stands for a part of which only the faults are known, so that nothing more is said about it.
+    """Stands for a part of which only the faults are known, so that no further fault is reported for it.
 
     Attributes:
         named: a text names a method here; else there is an unknown word that may or may not belong here.
@@ -108,7 +108,7 @@ def samples_of(kind: type[Method]) -> list[Method]:
 
 
 def fit(value: object, hint: object) -> object:
-    """The value as the annotation wants it: an int may stand for a float, a list for a tuple.
+    """The value in the type of the annotation: an int may stand for a float, a list for a tuple.
 
     Raises:
         TypeError: it does not fit.
@@ -148,14 +148,14 @@ def defaults_of(kind: type) -> dict[str, object]:
 
 
 def given_of(method: object, *, everything: bool = False) -> dict[str, object]:
-    """The arguments of a method that differ from its defaults (or all of them), typed as its annotations say."""
+    """The arguments of a method that differ from its defaults (or all of them), in the types of its annotations."""
     kind, values = type(method), _values(method)
     defaults = {} if everything else defaults_of(kind)
     return _fitted(kind, {k: v for k, v in values.items() if k not in defaults or v != defaults[k]})
 
 
 def word_of(method: object, *, everything: bool = False) -> Word:
-    """The word of a text that says this method, and the methods among its arguments."""
+    """The word of a text that names this method, and the methods among its arguments."""
     given = given_of(method, everything=everything)
     return Word(
         name=registry.name_of(method), arguments={key: _worded(value, everything) for key, value in given.items()}
@@ -205,7 +205,9 @@ def _values(method: object) -> dict[str, object]:
 
 @functools.cache
 def _hints(kind: type) -> Mapping[str, object]:
-    """Found once: they are strings that are evaluated again at each asking, most of what a plan took to be made."""
+    """Return the annotations, evaluated once: they are strings, and evaluating them took most of the time of making a
+    plan.
+    """
     return types.MappingProxyType(typing.get_type_hints(kind))
 
 
@@ -216,7 +218,7 @@ def _worded(value: object, everything: bool) -> object:
 
 
 def _methods_in(value: object, hint: object, where: str, faults: list[str]) -> object:
-    """The value with its words made into methods, if methods are what the annotation wants."""
+    """The value with its words made into methods, if the annotation is that of a method."""
     stages = _stages_in(hint)
     if stages and isinstance(value, tuple | list):
         return tuple(_methods_in(each, hint, where, faults) for each in value)
@@ -243,7 +245,7 @@ def _is_broken(value: object) -> bool:
 
 
 def _fitted(kind: type, values: Mapping[str, object]) -> dict[str, object]:
-    """The values as the annotations want them; what does not fit stays as it is."""
+    """The values in the types of the annotations; what does not fit stays as it is."""
     hints, found = _hints(kind), dict(values)
     for key, value in values.items():
         with contextlib.suppress(TypeError):

@@ -33,7 +33,7 @@ def all_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> l
 
 
 def _settings_faults(settings: Mapping[str, object], evicts: bool | None, splits: bool) -> list[str]:
-    """`evicts`: whether a scorer is there, None where nobody can say; `splits`: the attention brings a budget."""
+    """`evicts`: whether a scorer is there, None where that is not known; `splits`: the attention brings a budget."""
     faults = []
     tokens, keep, size, slack = (settings.get(name) for name in SETTINGS)
     if tokens is not None and not (_whole(tokens) and tokens >= 1):

@@ -8,9 +8,9 @@
               | name "(" [ settings ] ")"
 
 A string stands in double or single quotes; a bare word is a string without them (`pooling=max`), and one with settings
-is a word again (`of=pyramid(beta=10)`). `( )` may stand for `[ ]`; both give a tuple. Nothing here knows which methods
-exist, nor which strings name one. Readers never stop at the first mistake: each is a sentence added to `faults`, and
-reading goes on behind it.
+is a word again (`of=pyramid(beta=10)`). `( )` may stand for `[ ]`; both give a tuple. Nothing here depends on which
+methods exist, nor which strings name one. Readers never stop at the first mistake: each is a sentence added to
+`faults`, and reading goes on behind it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Line:
 
 
 class _Unreadable(Exception):
-    """A value that the grammar does not know."""
+    """A value that the grammar does not have."""
 
 
 def read_line(text: str, faults: list[str]) -> Line:
@@ -122,7 +122,7 @@ def read_line(text: str, faults: list[str]) -> Line:
 
 
 def too_much(text: str) -> str | None:
-    """Why a text cannot be a plan, whatever it says: its length, its bytes, how deep its brackets go; None: it can."""
+    """Why a text cannot be a plan, whatever its words: its length, bytes, how deep brackets go; None: it can."""
     if len(text) > MOST_CHARACTERS:
         return f"it has {len(text)} characters, and a plan has at most {MOST_CHARACTERS}"
     if not _is_unicode(text):

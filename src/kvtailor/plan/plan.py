@@ -1,11 +1,12 @@
-"""A plan: which method does the work in each stage, under which budget. Python, TOML and one line say the same.
+"""A plan: which method does the work in each stage, under which budget. Python, TOML and one line are three forms of
+it.
 
     Plan(score=SnapKV(window=16), allocate=AdaKV(), encode=Kivi(bits=4), tokens=1024)
     snapkv(window=16) + adakv + kivi(bits=4) @ tokens=1024
 
-A line names methods in any order, since each belongs to one stage, and presets, which bring several methods at once;
-a method written beside a preset takes that stage over. A plan is checked when it is made, and all of its faults are
-said at once.
+A line names methods in any order, since each belongs to one stage, and presets, which bring several methods at once; a
+method written beside a preset takes that stage over. A plan is checked when it is made, and all of its faults are
+reported together.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Plan:
     """One way to hold a cache.
 
     Attributes:
-        score: says which tokens matter; None: nothing is ever evicted.
+        score: ranks tokens by how much they matter; None: nothing is ever evicted.
         allocate: splits the budget over layers and kv heads.
         select: turns scores and budget into the kept set.
         merge: what becomes of tokens that are not kept.
@@ -49,8 +50,8 @@ class Plan:
         tokens: budget: tokens per kv head, on average over heads and layers, an observation window included.
         keep: budget: fraction of each row's tokens, above 0 and at most 1.
         bytes: budget: bytes for the whole cache.
-        slack: tokens past the budget after which a decoding cache is cut back to it. None: what the scorer says;
-            "never": nothing is evicted while decoding, even where the scorer would.
+        slack: tokens past the budget after which a decoding cache is cut back to it. None: the scorer's own; "never":
+            nothing is evicted while decoding, even where the scorer would.
 
     A scorer needs exactly one of the three budgets, and no scorer allows none.
 
@@ -103,7 +104,7 @@ class Plan:
         return {stage: getattr(self, stage) for stage in registry.stages()}
 
     def misfits(self, *, layers: int, heads: int, size: int) -> list[str]:
-        """Why a model cannot be served, a sentence for each method that says so; see `Method.misfit`."""
+        """Why a model cannot be served, a sentence for each method that does not fit it; see `Method.misfit`."""
         inside = [each for part in self.parts.values() for each in with_nested(part)]
         found = [each.misfit(layers=layers, heads=heads, size=size) for each in inside]
         return [sentence for sentence in found if sentence is not None]

@@ -1,4 +1,4 @@
-"""From the text of a plan, a line or TOML, to the methods and settings that it asks for; presets are resolved here."""
+"""From the text of a plan, a line or TOML, to the methods and settings that it names; presets are resolved here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_KEYS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a text asks for.
+    """What a text names.
 
     Attributes:
         parts: the method of each stage.
@@ -35,7 +35,7 @@ class Asked:
 
 
 def line_parts(text: str) -> Asked:
-    """What the one-line form asks for."""
+    """Return what the one-line form names."""
     chosen, known = _Chosen(), registry.presets()
     line = read_line(text, chosen.faults)
     chosen.unsure = bool(chosen.faults)
@@ -53,13 +53,13 @@ def line_parts(text: str) -> Asked:
 
 
 def toml_parts(text: str) -> Asked:
-    """What the TOML form asks for."""
+    """Return what the TOML form names."""
     chosen, known = _Chosen(), registry.presets()
     try:
         if (why := too_much(text)) is not None:
             raise ValueError(why)
         table = tomllib.loads(text)
-    # Beside its own error, a ValueError, tomllib lets through what Python says of a number of thousands of digits.
+    # Beside its own error, a ValueError, tomllib lets through Python's error for a number of thousands of digits.
     except (ValueError, RecursionError) as error:
         why = "it goes too deep" if isinstance(error, RecursionError) else str(error)
         why = "it holds a number of thousands of digits" if "integer string conversion" in why else why
@@ -81,7 +81,7 @@ def toml_parts(text: str) -> Asked:
 
 @dataclass
 class _Chosen:
-    """What a text asks for, gathered stage by stage, and the faults met on the way.
+    """What a text names, gathered stage by stage, and the faults met on the way.
 
     Attributes:
         faults: the sentences so far.

@@ -71,7 +71,7 @@ _HOME = Path(__file__).parents[1]
 
 @dataclass(frozen=True, kw_only=True)
 class MethodInfo:
-    """One method, as far as its source text or its entry point tells.
+    """One method, as far as its source text or its entry point describes it.
 
     Attributes:
         name: what a plan calls it.
@@ -94,7 +94,7 @@ class MethodInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A plan with a name, as its TOML file tells.
+    """A plan with a name, as its TOML file has it.
 
     Attributes:
         name: the file's name.

@@ -1,12 +1,11 @@
-"""ATSKV: the tokens that a small trained network expects the queries still to come to look at.
+"""ATSKV: the tokens that queries still to come will attend to, as a small trained network predicts.
 
-*Idea*: what the last queries look at is a good guess at what the next ones will look at, and a better one where it is
-learned how to read it. For each kv head a network of one hidden layer reads a few numbers of each token and says its
-relevance: how much attention it is going to get, beside an even share. Relevance is smoothed along the text, so that a
-token stays with its neighbours, and averaged over evictions, so that one window of queries does not decide alone.
-Measured
-on the embedded model, the guess is better, but not worth its price: `snapkv(kernel=21)`, one of the features alone,
-does as well end to end. docs/calibration.md has the numbers.
+*Idea*: what the last queries attend to is a good prediction of what the next ones will attend to, and a trained network
+can improve it. For each kv head a network of one hidden layer maps a few numbers of each token to its relevance: how
+much attention it is going to get, relative to an even share. Relevance is smoothed along the text, so that a token
+stays with its neighbours, and averaged over evictions, so that one window of queries does not decide alone. On the
+embedded model the prediction is better, but not worth its cost: `snapkv(kernel=21)`, one of the features alone, does as
+well end to end. docs/calibration.md has the numbers.
 
 *Paper*: none. ATSKV is a generated project (chchenhui/mlrbench) that was never run; "Adaptive Token-Relevance Sparse
 KV-Cache" in its proposal.
@@ -14,21 +13,20 @@ KV-Cache" in its proposal.
 *Source*: a description of the proposal and its code (no licence); nothing was taken. From there: the network of hidden
 size 32 with a sigmoid, the mixing of relevance over time with `momentum` = 0.8, protected first tokens.
 
-*Departs*: in nearly everything, since the project's own form cannot work. The network is trained on what it is for,
-the attention of the tokens that follow, not on a column sum of the same text; for each kv head, not for a layer. Its
-features are what a cache knows: attention that the token got from the last `window` queries (mean and maximum, the mean
-smoothed over 5, 21 and 63 tokens, and that of the 8 tokens before it), lengths of key and value beside the head's
-average, place in the text. Hidden states, token types and special tokens are not seen. The kept share is exactly the
-budget's, where the project's threshold has the sign of its pressure wrong. What is averaged over evictions is
+*Departs*: in nearly everything, since the project's own form cannot work. The network is trained on what it is for, the
+attention of the tokens that follow, not on a column sum of the same text; for each kv head, not for a layer. Its
+features are what a cache can compute: attention that the token got from the last `window` queries (mean and maximum,
+the mean smoothed over 5, 21 and 63 tokens, and that of the 8 tokens before it), lengths of key and value beside the
+head's average, place in the text. Hidden states, token types and special tokens are not seen. The kept share is exactly
+the budget's, where the project's threshold has the sign of its pressure wrong. What is averaged over evictions is
 relevance, where averaging the kept set freezes it. Smoothing is SnapKV's; without it digits are lost in the middle of a
-number.
-Attention accumulated over all queries is left out: on the embedded model it adds less than half a point to the future
-attention that is kept, and every attention would have to give its column sums. Reinforcement learning and a second tier
-of evicted tokens are not there.
+number. Attention accumulated over all queries is left out: on the embedded model it adds less than half a point to the
+future attention that is kept, and every attention would have to give its column sums. Reinforcement learning and a
+second tier of evicted tokens are not there.
 
-*Cost*: the last `window` queries; 8 bytes for each held token and kv head between evictions (what was said of it and
-where it stands); as SnapKV's, plus 2 * 32 * (10 + 1) operations for each token and kv head. A file: 1540 bytes for each
-kv head, and what it says of itself.
+*Cost*: the last `window` queries; 8 bytes for each held token and kv head between evictions (its relevance and its
+column); as SnapKV's, plus 2 * 32 * (10 + 1) operations for each token and kv head. A file: 1540 bytes for each kv head,
+and its description.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ __all__ = ["Scorer"]
 
 
 class Scorer(Method, ABC):
-    """One way to say which tokens matter. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
+    """One way to rank tokens by how much they matter. A subclass is a frozen, keyword-only dataclass of its
+    hyper-parameters.
 
-    Pure: inputs are never changed, nothing is remembered between calls, rows never meet, and permuting the kv heads
-    (with their groups) permutes the result.
+    Pure: inputs are never changed, nothing is remembered between calls, rows are never mixed, and permuting the kv
+    heads (with their groups) permutes the result.
 
-    What is a property here may be a class attribute of a method that knows it beforehand (`slack: ClassVar[int | None]
-    = 32`); a method of another method asks that one.
+    A property of this class may be a class attribute of a method for which it is constant (`slack: ClassVar[int | None]
+    = 32`). A method that takes another method takes it from that one.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -42,7 +43,7 @@ class Scorer(Method, ABC):
 
     @property
     def heads_alike(self) -> bool:
-        """False only for a control that tells kv heads apart by their number, breaking the last promise above."""
+        """False only for a control whose scores depend on a kv head's number, breaking the last promise above."""
         return True
 
     @property
@@ -69,7 +70,7 @@ class Scorer(Method, ABC):
 
         A sum over w queries and g query heads has the scale w * g, a mean has 1. Published constants that stand beside
         an attention probability, as the epsilon of `critical`, are multiplied by it. Tokens that a scorer lifts above
-        all others (sinks, say) are left out of account.
+        all others (such as sinks) are not counted.
 
         Args:
             held: what `score` was given.
@@ -81,7 +82,7 @@ class Scorer(Method, ABC):
         return None
 
     def flops(self, *, tokens: int, group: int, size: int) -> int | None:
-        """What one call of `score` computes for one row and kv head; None: not known, which is no claim of zero.
+        """What one call of `score` computes for one row and kv head; None: not known, which does not mean zero.
 
         One addition, multiplication, division or exponential of floating-point numbers counts as one, and so a
         multiply-add as two. Comparisons, conversions, copies and integer arithmetic count as none, and neither does

@@ -1,8 +1,8 @@
 """CriticalKV: any score, weighed by how much a token's value can move the layer's output.
 
 *Idea*: evicting a token changes the output by its attention times its value as the output projection maps it. The first
-part of the budget goes to the tokens that the score itself wants; for the rest each score is multiplied by the L1 norm
-of the projected value.
+part of the budget goes to the tokens that rank highest by the score itself; for the rest each score is multiplied by
+the L1 norm of the projected value.
 
 *Paper*: "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective", arXiv 2502.03805,
 section 4; our `first` = its alpha, 0.5; our `epsilon` = what its code adds to a mean attention probability, 1e-4.
@@ -11,11 +11,11 @@ section 4; our `first` = its alpha, 0.5; our `epsilon` = what its code adds to a
 
 *Departs*: norms are averaged over a kv head's query heads, as in that implementation. The first part is a share of the
 mean budget per head, since a layer's own is not known when it is scored; the recent window counts for it. A score that
-can be
-negative is first raised by its least value in each head: the paper's are attention weights. Where the inner score is a
-sum of probabilities, `epsilon` is multiplied by the number of its terms, so it means what it means in the paper. Where
-the inner score is no probability (a norm, an age, a projection), the paper has no epsilon for it: ours is then that
-fraction of the sum of the raised scores that are weighed in the head, as the weights of one query sum to at most 1.
+can be negative is first raised by its least value in each head: the paper's are attention weights. Where the inner
+score is a sum of probabilities, `epsilon` is multiplied by the number of its terms, so it means what it means in the
+paper. Where the inner score is no probability (a norm, an age, a projection), the paper has no epsilon for it: ours is
+then that fraction of the sum of the raised scores that are weighed in the head, as the weights of one query sum to at
+most 1.
 
 *Cost*: that of the score, and one more output projection of all held values for each query head; float32 scratch of
 `block` tokens times the model's width.
@@ -76,7 +76,7 @@ class Critical(Scorer):
 
     @property
     def needs(self) -> Needs:
-        # What this scorer said at the eviction before is not what the inner one did.
+        # `previous` has this scorer's own scores, which are not those of the inner one.
         return replace(self.of.needs, output=True, previous=False)
 
     @property

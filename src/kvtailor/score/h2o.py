@@ -1,15 +1,15 @@
 """H2O: the tokens that all queries so far attended to most.
 
 *Idea*: few tokens collect most of the attention, and they go on collecting it. The sum of each token's column of the
-attention matrix, kept running while the model decodes, says which.
+attention matrix, kept running while the model decodes, shows which.
 
 *Paper*: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", arXiv 2306.14048,
 algorithm 1; our `mass` = its accumulated score, our `recent` = its recent budget.
 
 *Source*: the paper and a description of its repository (no licence: nothing was taken).
 
-*Departs*: the paper makes the recent window half of the budget; a scorer is asked before a budget is known, so `recent`
-is a number of tokens. The paper evicts after every token; here once the cache is `slack` tokens past the budget. Query
+*Departs*: the paper makes the recent window half of the budget; a scorer runs before a budget is known, so `recent` is
+a number of tokens. The paper evicts after every token; here once the cache is `slack` tokens past the budget. Query
 heads of one kv head are summed (the paper has no such groups). The plain sum favours early tokens, which more queries
 have seen; that is the paper's and stays the default, `normalise` divides by the number of queries that could see the
 token (columns from its own on).

@@ -1,16 +1,16 @@
 """KVzip: the tokens that the model looks at when it repeats its context.
 
-*Idea*: a cache from which the model can repeat its context has kept what the context says, whatever is asked later. So
-the full cache is asked to repeat it, piece by piece, with the right words fed: a token is worth the highest attention
-that any query of that repetition gives it.
+*Idea*: a cache from which the model can repeat its context serves any later question. So the model repeats the context
+from the full cache, piece by piece, with the right words fed: a token is worth the highest attention that any query of
+that repetition gives it.
 
 *Paper*: "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", arXiv 2505.23416, section 3; our
 `chunk` = its m, 2K, our `lead` = the last tokens of the piece before, 8.
 
 *Source*: the paper and its official code (MIT), for facts: the tokens of a system prompt share every softmax.
 
-*Departs*: `sinks` first tokens always stay and share every softmax, in place of a system prompt, which is not told
-apart here. The instruction's words are our own and no chat turn is opened around them. Pieces of a row are equally
+*Departs*: `sinks` first tokens always stay and share every softmax, in place of a system prompt, which is not
+recognised here. The instruction's words are our own and no chat turn is opened around them. Pieces of a row are equally
 long, where the paper's last one is shorter, and shorter than `chunk` where the model has no positions for more. A token
 that came after the context outranks it, the newest most, where a plan evicts while decoding (`slack`); by default
 nothing is evicted after the context, as published.

@@ -1,7 +1,7 @@
-"""Sinks and recent: the first tokens and the newest.
+"""Position: the first tokens (sinks) and the newest.
 
-*Idea*: attention parks what it does not need on the first few tokens, and most of the rest goes to the newest. So those
-two runs stay and the middle goes, whatever it says.
+*Idea*: attention that no token needs goes to the first few tokens, and most of the rest goes to the newest. So those
+two runs stay and the middle is dropped, whatever it holds.
 
 *Paper*: StreamingLLM, "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453, section 3.2; our
 `sinks` = its number of initial tokens, 4.

@@ -1,13 +1,13 @@
 """Random: the control that every score must beat.
 
-*Idea*: a number that knows nothing, drawn anew for each layer, kv head and token. It depends on these and on `state`
+*Idea*: a number that depends on no key, value or query. It follows from the layer, the kv head, the token and `state`
 alone, so the same tokens stay however the prompt is cut into chunks or batches.
 
 *Paper*: none; a control.
 
 *Source*: our own.
 
-*Departs*: nothing known. Heads are told apart by their number, so this one scorer is not indifferent to their order.
+*Departs*: nothing known. The draw depends on the head's number, so this scorer alone depends on the order of heads.
 
 *Cost*: no evidence, no extra memory, a few passes over the columns.
 """

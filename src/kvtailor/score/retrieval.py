@@ -40,7 +40,7 @@ class Retrieval(Scorer):
 
     Attributes:
         chunk: tokens of a chunk.
-        window: newest queries whose mean asks, and newest tokens that always stay.
+        window: newest queries, of which the mean is taken, and newest tokens that always stay.
     """
 
     chunk: int = 8
@@ -68,17 +68,17 @@ class Retrieval(Scorer):
         """
         queries, columns = observed_queries(held, "retrieval scores by", self.window)
         b, h, n, _ = held.keys.shape
-        asks = real_queries(held, columns).float()
+        real = real_queries(held, columns).float()
         mean = queries.float().unflatten(1, (h, -1)).mean(2)
-        asked = (mean * asks[:, None, :, None]).sum(2) / asks.sum(-1).clamp(min=1)[:, None, None]
-        # Each token's chunk; what is no token goes to one more, which nobody looks at.
+        query = (mean * real[:, None, :, None]).sum(2) / real.sum(-1).clamp(min=1)[:, None, None]
+        # Each token's chunk; filler goes to one chunk more, which is not read.
         last = -(-n // self.chunk)
         place = torch.div(held.valid.cumsum(-1) - 1, self.chunk, rounding_mode="floor").masked_fill(~held.valid, last)
         # The query times a mean of keys is the mean of its products with them, which need no float32 copy of all keys.
         products = held.keys.new_empty((b, h, n), dtype=torch.float32)
         for first in range(0, n, _BLOCK):
             part = slice(first, first + _BLOCK)
-            products[:, :, part] = (held.keys[:, :, part].float() @ asked[..., None])[..., 0]
+            products[:, :, part] = (held.keys[:, :, part].float() @ query[..., None])[..., 0]
         products.masked_fill_(~held.valid, 0.0)
         total = products.new_zeros((b, h, last + 1)).scatter_add(2, place, products)
         count = products.new_zeros((b, h, last + 1)).scatter_add(2, place, held.valid.float())

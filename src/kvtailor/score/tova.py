@@ -1,7 +1,8 @@
 """TOVA: the tokens that the newest query looks at, one set for all heads of a layer.
 
-*Idea*: a decoder with a bounded cache is a recurrent network with that many states, and the newest query says which
-state it can spare. Its attention probabilities are averaged over all query heads of the layer, and the lowest goes.
+*Idea*: a decoder with a bounded cache is a recurrent network with that many states, and the attention of the newest
+query shows which state it can spare. Its attention probabilities are averaged over all query heads of the layer, and
+the lowest goes.
 
 *Paper*: "Transformers are Multi-State RNNs", arXiv 2401.06104, the policy TOVA (Token Omission Via Attention).
 
@@ -10,7 +11,7 @@ state it can spare. Its attention probabilities are averaged over all query head
 *Departs*: the paper evicts after every token; here once the cache is `slack` tokens past the budget, by the query of
 that moment. The newest token always stays, which the paper leaves to its attention. An allocator may give heads
 different budgets: then a head that has dropped a token counts as giving it nothing. In a row whose newest query is
-padding nobody has a vote, and the newest tokens stay.
+padding no query votes, and the newest tokens stay.
 
 *Cost*: one query; O(q * n * d) time, one kv head at a time, so the scratch is float32 (b, n, d), and one number for
 each token seen.
@@ -54,7 +55,7 @@ class TOVA(Scorer):
             raise ValueError("tova scores by the newest query, but none was gathered; observe with Needs(window=1)")
         rows, query_heads = held.queries.shape[:2]
         heads = held.keys.shape[1]
-        # Heads may hold different tokens, which meet at their columns.
+        # Heads may hold different tokens, so probabilities are averaged by column.
         columns = held.positions.clamp(min=0)
         given = torch.zeros(rows, held.seen, dtype=torch.float32, device=held.keys.device)
         for head in range(heads):

@@ -16,8 +16,8 @@ class Selector(Method, ABC):
     """One way to turn scores into a kept set. A subclass is a frozen, keyword-only dataclass.
 
     Attributes:
-        exact: False where a budget is a bound only and fewer tokens may stay: it is then asked at every cut, even where
-            all tokens fit the budget.
+        exact: False where a budget is a bound only and fewer tokens may stay: it is then called at every cut, even
+            where all tokens fit the budget.
     """
 
     exact: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Threshold: as few tokens as the scores themselves ask for, within the budget.
+"""Threshold: the tokens whose scores reach a bar, within the budget.
 
 *Idea*: how many tokens matter differs from head to head and from text to text. So a token goes as soon as its score is
 below a bar, and the budget is a bound that nothing exceeds.

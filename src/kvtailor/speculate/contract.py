@@ -1,4 +1,4 @@
-"""The stage `speculate`: who drafts, how drafts are judged, and how many tokens are drafted at once.
+"""The stage `speculate`: what drafts, how drafts are judged, and how many tokens are drafted at once.
 
 Shape letters are those of `types`; `k` is the number of drafted tokens and `v` the size of the vocabulary. `ids` (b, n)
 are all columns of the text, padding included. Their last column was chosen but not read by any model yet, so a reader
@@ -44,16 +44,16 @@ class Reader(Protocol):
         ...
 
     def wait(self) -> None:
-        """Returns when the device has done what it was asked, so that clocks tell the truth."""
+        """Returns when the device has finished its work, so that times are right."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Drafted tokens (b, k), and what the draft said before it chose each, as its rule keeps it (b, k, ...)."""
+    """Drafted tokens (b, k), and the draft's prediction for each, as its rule keeps it (b, k, ...)."""
 
     tokens: Tensor
-    said: Tensor
+    prediction: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ class Rule(ABC):
     """How tokens are chosen, and drafted ones judged. A subclass is a frozen, keyword-only dataclass."""
 
     @abstractmethod
-    def said(self, logits: Tensor) -> Tensor:
-        """What is kept of logits (..., v) until a token is judged."""
+    def prediction(self, logits: Tensor) -> Tensor:
+        """Return what is kept of logits (..., v) until a token is judged."""
 
     @abstractmethod
-    def pick(self, said: Tensor) -> Tensor:
+    def pick(self, prediction: Tensor) -> Tensor:
         """(...) int64 a token for each."""
 
     @abstractmethod
@@ -80,21 +80,21 @@ class Rule(ABC):
         """Accepts a run of drafted tokens from the first on, so that what is emitted is distributed as the target's.
 
         Args:
-            target: (b, k + 1, ...) what the target says at each drafted token's place, and after all of them.
-            proposal: the k tokens, drawn from `proposal.said`.
+            target: (b, k + 1, ...) the target's prediction at each drafted token's place, and after all of them.
+            proposal: the k tokens, drawn from `proposal.prediction`.
         """
 
 
 class Draft(ABC):
-    """Somebody who guesses what comes next. It has a state: what it has read."""
+    """A source of drafted tokens. It has a state: what it has read."""
 
     @abstractmethod
     def propose(self, ids: Tensor, count: int) -> Proposal:
-        """At most `count` tokens, at least one, to follow the columns `ids`; each drawn from what it says."""
+        """At most `count` tokens, at least one, to follow the columns `ids`; each drawn from its prediction."""
 
     @abstractmethod
     def retract(self, length: int) -> None:
-        """So many columns are right of what it has read, and the rest is to be forgotten."""
+        """Forgets what it has read beyond the first so many columns, which were right."""
 
     @abstractmethod
     def settle(self) -> None:

@@ -43,7 +43,7 @@ class Controller:
     def measured(self) -> Measured:
         """The medians so far."""
         return Measured(
-            # The first plain token of a run warms up what all of them need, so the median of two says little.
+            # The first plain token of a run warms up what all of them need, so the median of two is unreliable.
             plain=median(self._plain) if len(self._plain) >= _TRIALS else None,
             draft=median(self._draft) if self._draft else None,
             verify=median(self._verify) if self._verify else None,

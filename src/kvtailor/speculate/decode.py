@@ -1,4 +1,4 @@
-"""The loop: rounds and plain tokens until enough was said."""
+"""The loop: rounds and plain tokens until there are enough."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Decoding:
         target: has read all columns of the prompt.
         draft: None: plain decoding.
         rule: chooses and judges.
-        controller: how many tokens to draft; asked only where there is a draft.
+        controller: how many tokens to draft; used only where there is a draft.
         levels: counts; the first of them is the target's. Empty without a draft.
         eos: tokens that end a row.
         pad: what ended rows emit; needed where there are several.

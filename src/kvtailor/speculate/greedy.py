@@ -24,13 +24,13 @@ __all__ = ["Greedy"]
 class Greedy(Rule):
     """Keeps (...) int64 token ids."""
 
-    def said(self, logits: Tensor) -> Tensor:
-        """See `Rule.said`."""
+    def prediction(self, logits: Tensor) -> Tensor:
+        """See `Rule.prediction`."""
         return logits.argmax(-1)
 
-    def pick(self, said: Tensor) -> Tensor:
+    def pick(self, prediction: Tensor) -> Tensor:
         """See `Rule.pick`."""
-        return said
+        return prediction
 
     def judge(self, target: Tensor, proposal: Proposal) -> Judged:
         """See `Rule.judge`."""

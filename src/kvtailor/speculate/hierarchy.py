@@ -1,11 +1,11 @@
 """Hierarchy: a draft whose tokens were themselves drafted, by a smaller one, and verified by its own cache.
 
-*Idea*: the smallest model guesses a few tokens, the target's weights over a part of the cache verify them, and what
-they let pass is the draft for the full cache, which is read least often.
+*Idea*: the smallest model guesses a few tokens, the target's weights over a part of the cache verify them, and the
+tokens that they accept are the draft for the full cache, which is read least often.
 *Paper*: Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical Speculative
 Decoding", arXiv 2404.11912, section 4.2 and algorithm 1.
 *Source*: the paper; and a description of two implementations, whose inner rejections draw from p instead of (p - q)+,
-so that what they emit is not distributed as they tell the outer test.
+so that what they emit is not distributed as the outer test assumes.
 *Departs*: the inner draft proposes `inner` tokens at once, where the implementations propose one. The last token of a
 proposal is never drafted, since one verification gives it anyway.
 *Cost*: a forward of the middle cache for each inner round.
@@ -40,7 +40,7 @@ class Hierarchy(Draft):
         self.reader, self.draft, self.rule, self.inner, self.level = reader, draft, rule, inner, level
 
     def propose(self, ids: Tensor, count: int) -> Proposal:
-        """See `Draft.propose`. Each token is distributed as the middle cache says."""
+        """See `Draft.propose`. Each token is distributed as the middle cache predicts."""
         found: list[Proposal] = []
         missing = count
         while missing:
@@ -52,7 +52,7 @@ class Hierarchy(Draft):
                 self.reader.retract(right)
                 self.draft.retract(right)
                 self.level.emitted += given.tokens.numel()
-                found.append(Proposal(tokens=given.tokens, said=given.said))
+                found.append(Proposal(tokens=given.tokens, prediction=given.prediction))
             else:
                 found.append(next_token(self.reader, self.rule, ids))
             ids = torch.cat([ids, found[-1].tokens], 1)

@@ -1,4 +1,4 @@
-"""One round: a draft proposes, a reader reads all of it at once, and the rule says how far it is right."""
+"""One round: a draft proposes, a reader reads all of it at once, and the rule decides how far it is right."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Round:
 
     Attributes:
         tokens: (b, m + 1), m the length of the shortest accepted run among the rows.
-        said: (b, m + 1, ...) what the reader said before each of them, as the rule keeps it.
+        prediction: (b, m + 1, ...) the reader's prediction for each of them, as the rule keeps it.
         accepted, judged: over the rows, drafted tokens that were accepted, and those that were judged.
     """
 
     tokens: Tensor
-    said: Tensor
+    prediction: Tensor
     accepted: int
     judged: int
 
@@ -42,8 +42,8 @@ def verified(reader: Reader, rule: Rule, ids: Tensor, proposal: Proposal, live: 
     """
     count = proposal.tokens.shape[1]
     block = torch.cat([ids[:, reader.seen :], proposal.tokens], 1)
-    said = rule.said(reader.read(block, count + 1))
-    judged = rule.judge(said, proposal)
+    prediction = rule.prediction(reader.read(block, count + 1))
+    judged = rule.judge(prediction, proposal)
     alone = torch.ones_like(judged.accepted, dtype=torch.bool) if live is None else live
     runs = judged.accepted[alone].tolist()
     shortest = min(runs)
@@ -56,20 +56,21 @@ def verified(reader: Reader, rule: Rule, ids: Tensor, proposal: Proposal, live: 
     level.verifications += len(runs)
     return Round(
         tokens=torch.cat([proposal.tokens[:, :shortest], following[:, None]], 1),
-        said=said[:, : shortest + 1],
+        prediction=prediction[:, : shortest + 1],
         accepted=accepted,
         judged=tried,
     )
 
 
 def next_token(reader: Reader, rule: Rule, ids: Tensor) -> Proposal:
-    """The one token (b, 1) that follows the columns `ids` (b, n), and what the reader said before it."""
-    said = rule.said(reader.read(ids[:, reader.seen :], 1)[:, 0])
-    return Proposal(tokens=rule.pick(said)[:, None], said=said[:, None])
+    """The one token (b, 1) that follows the columns `ids` (b, n), and the reader's prediction for it."""
+    prediction = rule.prediction(reader.read(ids[:, reader.seen :], 1)[:, 0])
+    return Proposal(tokens=rule.pick(prediction)[:, None], prediction=prediction[:, None])
 
 
 def joined(proposals: list[Proposal]) -> Proposal:
     """Proposals that follow each other, as one."""
     return Proposal(
-        tokens=torch.cat([each.tokens for each in proposals], 1), said=torch.cat([each.said for each in proposals], 1)
+        tokens=torch.cat([each.tokens for each in proposals], 1),
+        prediction=torch.cat([each.prediction for each in proposals], 1),
     )

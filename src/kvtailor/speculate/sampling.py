@@ -1,8 +1,8 @@
 """Sampling: a drafted token is accepted with probability min(1, p / q), and else replaced from what q lacks of p.
 
-*Idea*: where the draft says q and the target p, accepting x ~ q with min(1, p(x) / q(x)) gives min(p, q), and drawing
-from (p - q)+ otherwise gives the rest of p: together exactly p. After a run that was accepted whole, one more token
-comes from the target's own next distribution.
+*Idea*: where the draft's distribution is q and the target's p, accepting x ~ q with min(1, p(x) / q(x)) gives min(p,
+q), and drawing from (p - q)+ otherwise gives the rest of p: together exactly p. After a run that was accepted whole,
+one more token comes from the target's own next distribution.
 *Paper*: Leviathan et al., arXiv 2211.17192, section 2.3 and appendix A.1; Chen et al., arXiv 2302.01318, algorithm 2.
 *Source*: the papers.
 *Departs*: nothing known. Temperature, then top-k, then top-p cut both p and q, as transformers orders them. Where
@@ -46,8 +46,8 @@ class Sampling(Rule):
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"sampling: top_k must be at least 1 token, found {self.top_k}; leave it out for all")
 
-    def said(self, logits: Tensor) -> Tensor:
-        """See `Rule.said`."""
+    def prediction(self, logits: Tensor) -> Tensor:
+        """See `Rule.prediction`."""
         scaled = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < scaled.shape[-1]:
             least = scaled.topk(self.top_k, -1).values[..., -1:]
@@ -62,24 +62,24 @@ class Sampling(Rule):
             scaled = scaled.masked_fill(cut, -torch.inf)
         return scaled.softmax(-1)
 
-    def pick(self, said: Tensor) -> Tensor:
+    def pick(self, prediction: Tensor) -> Tensor:
         """See `Rule.pick`. Weights need not sum to 1."""
-        below = said.double().cumsum(-1)
+        below = prediction.double().cumsum(-1)
         total = below[..., -1:]
-        drawn = total * torch.rand(total.shape, generator=self.generator, device=said.device, dtype=torch.float64)
+        drawn = total * torch.rand(total.shape, generator=self.generator, device=prediction.device, dtype=torch.float64)
         # A product that is rounded up to the total still stops at the last token that has a probability.
         return ((below <= drawn) & (below < total)).sum(-1)
 
     def judge(self, target: Tensor, proposal: Proposal) -> Judged:
         """See `Rule.judge`."""
-        tokens, draft = proposal.tokens[..., None], proposal.said
+        tokens, draft = proposal.tokens[..., None], proposal.prediction
         p, q = target[:, :-1].gather(-1, tokens)[..., 0], draft.gather(-1, tokens)[..., 0]
         chance = torch.rand(p.shape, generator=self.generator, device=p.device, dtype=p.dtype)
         accepted = (chance * q < p).to(torch.int64).cumprod(1).sum(1)
         rows = torch.arange(target.shape[0], device=target.device)
         whole = target[rows, accepted]
         rejected = (accepted < draft.shape[1])[:, None]
-        said = draft[rows, accepted.clamp(max=draft.shape[1] - 1)]
-        lacking = (whole - said).clamp(min=0)
+        prediction = draft[rows, accepted.clamp(max=draft.shape[1] - 1)]
+        lacking = (whole - prediction).clamp(min=0)
         some = lacking.sum(-1, keepdim=True) > 0
         return Judged(accepted=accepted, following=self.pick(torch.where(rejected & some, lacking, whole)))

@@ -9,7 +9,7 @@ __all__ = ["Level", "Statistics"]
 
 @dataclass(kw_only=True)
 class Level:
-    """One draft and who verifies it, summed over rows.
+    """One draft and what verifies it, summed over rows.
 
     Attributes:
         proposed: drafted tokens that were judged: up to and including the first rejection of each round.

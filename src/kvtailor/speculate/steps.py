@@ -1,7 +1,7 @@
 """Steps: a draft that decodes token by token, from a smaller model or from the target's own over a smaller cache.
 
-*Idea*: the same weights over a compressed cache guess most of what they say over the full one, and a small model
-guesses much of what a large one says.
+*Idea*: the same weights over a compressed cache predict most of the tokens that they give over the full one, and a
+small model predicts much of what a large one gives.
 *Paper*: Leviathan et al., arXiv 2211.17192 (a draft model); Sun et al., arXiv 2404.11912, section 4.1 (the same weights
 over a retrieved part of the cache).
 *Source*: the papers.

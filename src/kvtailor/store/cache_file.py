@@ -2,13 +2,13 @@
 
 The file has the layout of safetensors (https://huggingface.co/docs/safetensors), so that other tools open it: the
 length of the header (8 bytes, little-endian), the header as JSON, the tensors without gaps. `__metadata__` holds,
-beside what the caller says, `format`, `crc32` (8 hex digits for each tensor's bytes, in the order of the header), and
+beside the caller's texts, `format`, `crc32` (8 hex digits for each tensor's bytes, in the order of the header), and
 `header_sha256`, over the length and the header with zeros in the place of this digest. Files of format 1, which
 kvtailor 0.1.0 wrote, have no checksums.
 
 It is not read by the safetensors package: that maps the file into memory, where bytes can change after they were
-checked, and where a file that is cut while it is in use ends the process. Nor is it written by it: what a process that
-is killed leaves has a name there that nobody can tell from a file of the user.
+checked, and where a file that is cut while it is in use ends the process. Nor is it written by it: a process that is
+killed leaves a file there whose name could be that of a user's file.
 
 A file is written beside its place as `.kvtailor-PROCESS-RANDOM.partial`, synced and renamed. The writer holds a lock on
 it. A lock ends with its process, so a partial file whose lock is free is a leftover: the next writing or reading in the
@@ -133,7 +133,7 @@ def _read(path: Path, file: int) -> CacheFile:
     start = _bytes_at(file, 0, min(8, size))
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= size - 8:
-        _damaged(path, f"it has {size} bytes, and its header says that it is {length} bytes long itself")
+        _damaged(path, f"it has {size} bytes, and its header gives {length} as its own length")
     text = _bytes_at(file, 8, length)
     try:
         header = json.loads(text)
@@ -148,7 +148,7 @@ def _read(path: Path, file: int) -> CacheFile:
     if checked and not _has_digest(start + text, about.get(_DIGEST)):
         _damaged(path, "its header does not have the checksum that it was written with")
     if not checked and (_DIGEST in about or _CHECKSUMS in about):
-        _damaged(path, "it says that it is of a format without checksums, and has some")
+        _damaged(path, "its format is one without checksums, and it has some")
     try:
         digits = about[_CHECKSUMS] if checked else ""
         checksums = {name: digits[8 * i : 8 * i + 8] for i, name in enumerate(header)}
@@ -251,7 +251,7 @@ def _partial_beside(path: Path) -> Iterator[tuple[int, Path]]:
         partial = path.parent / f".kvtailor-{os.getpid()}-{secrets.token_hex(8)}.partial"
         file = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
-            # Where a file system has no locks a leftover stays, since nobody can lock it to remove it.
+            # Where a file system has no locks a leftover stays, since it cannot be locked to be removed.
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             if not _is_at(file, partial):

@@ -1,8 +1,8 @@
-"""The stage `store`: where segments live between two looks at them.
+"""The stage `store`: where segments live between two readings.
 
-A `Placement` is what a plan names; it holds nothing. For each cache it opens `OffloadStore`, which hold that cache's
-segments. Layers put their segments away when a forward is done with them, and get them when the next one comes: what a
-layer keeps in between is a `Placed` segment, which knows its layout and nothing else.
+A `Placement` is what a plan names; it holds nothing. For each cache it opens an `OffloadStore`, which holds that
+cache's segments. Layers put their segments away when a forward is done with them, and get them back when the next
+forward comes. In between a layer keeps a `Placed` segment, which has the layout alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Traffic:
     """What has moved since a cache was made.
 
     Attributes:
-        hits: looks at a layer (or at layers that are encoded together) all of whose segments were resident.
-        misses: looks at one of which something had to come.
+        hits: readings of a layer (or of layers that are encoded together) all of whose segments were resident.
+        misses: readings for which something had to come from the tier.
         bytes_read: that came from the tier.
         bytes_written: that went there.
         seconds_waited: that the computation waited for what came.
@@ -49,7 +49,7 @@ class Traffic:
 
 
 class Placed(Segment):
-    """A segment that is offloaded: it says which tokens it has, and nothing of what they are."""
+    """A segment that is offloaded: it has the layout of its tokens, but not their keys and values."""
 
     def __init__(self, layout: Layout, codec: str):
         self.layout, self.codec = layout, codec
@@ -109,10 +109,10 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def rest(self) -> None:
-        """Nobody reads now: what does not stay on the device leaves it."""
+        """End of reading: what does not stay on the device leaves it."""
 
     def keep(self, layer: int, segments: Sequence[Segment]) -> None:  # noqa: B027
-        """These segments of a layer may be asked for again, whatever is put away meanwhile. None of them: no longer."""
+        """These segments of a layer may be read again, whatever is put away meanwhile. An empty sequence ends this."""
 
     def entries(self, layer: int) -> list[Entry]:
         """What the ledger lists for a layer's `Placed` segments, their layouts left out."""

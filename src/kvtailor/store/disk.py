@@ -53,7 +53,7 @@ class _Coming(Arrival):
         self._files, self._read, self._process = files, read, os.getpid()
 
     def result(self) -> list[Tensor]:
-        # The lock inside of the future may be held by the thread that the child lacks, so it is not even asked.
+        # The lock inside of the future may be held by the thread that the child lacks, so the future is not used.
         return self._read.result() if os.getpid() == self._process else [file.read() for file in self._files]
 
 

@@ -49,7 +49,7 @@ class _Pinned(Stored):
 
 
 class _Copied(Arrival):
-    """Runs that a stream is copying; whoever asks for them waits on the device and not here."""
+    """Runs that a stream is copying; a caller of `result` waits on the device and not here."""
 
     def __init__(self, runs: Sequence[Tensor], done: torch.cuda.Event):
         self._runs, self._done = runs, done

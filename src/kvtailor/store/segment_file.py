@@ -1,11 +1,11 @@
 """Tensors in one flat file: written whole or not at all, read with their checksum, and gone with the last reader.
 
 The file is `KVTSEG01`, the header's length and CRC-32 (little-endian, 4 bytes each), the header as JSON (a random id,
-name, dtype, shape and first byte of each tensor, the size and CRC-32 of what follows, and what the writer says of it),
-zeros up to a multiple of 4096 bytes, and the tensors. It is written under another name, synced, and renamed.
+name, dtype, shape and first byte of each tensor, the size and CRC-32 of what follows, and what the writer adds), zeros
+up to a multiple of 4096 bytes, and the tensors. It is written under another name, synced, and renamed.
 
-Its bytes shall not stay in memory a second time, so the kernel is told to drop them from its page cache
-(`POSIX_FADV_DONTNEED`) after writing and after each reading.
+Its bytes shall not stay in memory a second time, so the kernel drops them from its page cache (`POSIX_FADV_DONTNEED`)
+after writing and after each reading.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _PAGE = 4096
 
 
 class SegmentFile:
-    """One such file, which is removed when nobody refers to it any more.
+    """One such file, which is removed when the last reference to it is gone.
 
     Args:
         folder: where it is made.
         tensors: by name.
-        about: what else the header says, JSON-able.
+        about: what else the header has, JSON-able.
 
     Attributes:
         path: of the file.
@@ -74,7 +74,7 @@ class SegmentFile:
         self._end = weakref.finalize(self, _unlink, self.path, os.getpid())
 
     def size(self) -> int:
-        """Bytes of the file, as the file system says now; 0 where it is gone."""
+        """Bytes of the file, as the file system has it now; 0 where it is gone."""
         try:
             return self.path.stat().st_size
         except OSError:

@@ -61,14 +61,14 @@ class Tail:
     def reserve(self, tokens: int) -> None:
         """Slots for so many more than it holds, all zero: a masked slot that is read all the same must be finite."""
         if self._keys is None or self._values is None:
-            raise ValueError("an empty tail does not know yet what it will hold")
+            raise ValueError("an empty tail has no buffer to reserve slots in; append tokens first")
         if self._keys.shape[1] < self.length + tokens or not self._writable:
             self._grow(self.length + tokens, self._keys, self._values)
         for buffer in (self._keys, self._values):
             buffer[:, self.length :].zero_()
 
     def filled(self, tokens: int, column: int) -> None:
-        """Takes note of tokens that somebody wrote into its free slots, at the columns from `column` on."""
+        """Counts tokens that were written into its free slots from outside, at the columns from `column` on."""
         self._comes(column)
         self._came(tokens, column)
 
@@ -180,7 +180,7 @@ class Tail:
             self._positions = positions
 
     def _comes(self, column: int) -> None:
-        """Says columns one by one where the next token is not at the column after the last."""
+        """Stores columns one by one where the next token is not at the column after the last."""
         if self._keys is None or self.length == 0:
             self.start, self._positions = column, None
         elif self.start is not None and column != self.start + self.length:

@@ -25,7 +25,7 @@ def sync_folder(path: Path) -> None:
 
 
 def free_space(folder: Path) -> str:
-    """A clause on the bytes that the file system of a folder has free now; empty where it does not say."""
+    """A clause on the bytes that the file system of a folder has free now; empty where that is not known."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -16,7 +16,7 @@ __all__ = ["Evidence", "Held", "Moments", "Needs", "Repetition", "Rotation"]
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """How the model repeats its context, for a scorer that asks what a repetition looks at.
+    """How the model repeats its context, for a scorer that needs the attention of a repetition.
 
     Attributes:
         chunk: at most so many tokens of a row are repeated in one pass.
@@ -40,7 +40,7 @@ class Needs:
         rows: at most so many queries spread evenly over all real tokens of a row (0: none).
         moments: mean and covariance of all real queries before their rotation.
         moments_skip: the first tokens of each row that the moments leave out.
-        previous: what the scorer itself said of each token at the eviction before.
+        previous: the scorer's own scores of the eviction before.
         reconstruction: how the model is to repeat the whole context, for the most attention that each token receives
             meanwhile; None: not needed.
         output: the layer's own output projection.
@@ -95,7 +95,7 @@ class Moments:
     """Mean and covariance of queries as they were before their rotation.
 
     A query of column c is turned back by c positions. Where a row's positions do not count from its column 0 (left
-    padding), all of its moments are turned by the same angle, and so are the keys that they will meet.
+    padding), all of its moments are turned by the same angle, and so are the keys that they are multiplied with.
 
     Attributes:
         count: (b,) float32 queries.
@@ -136,7 +136,7 @@ class Evidence:
 
     @property
     def moments(self) -> Moments | None:
-        """What the three tensors say together."""
+        """Return the three tensors as one value."""
         if self.moments_count is None or self.moments_mean is None or self.moments_spread is None:
             return None
         return Moments(count=self.moments_count, mean=self.moments_mean, spread=self.moments_spread)
@@ -166,7 +166,7 @@ class Evidence:
         return replace(self, mass=tuple(mass), **picked)
 
     def without_queries(self) -> Evidence:
-        """The evidence once no later eviction needs for its queries."""
+        """Return the evidence without queries, for when no later eviction needs them."""
         return Evidence(mass=self.mass)
 
 
@@ -185,7 +185,7 @@ class Held:
         layers: how many layers the plan compresses.
         scaling: the model's own factor before the softmax.
         budget: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average over heads and layers; None
-            where nobody asked for one.
+            where the caller gave none.
         queries: (b, q, w, d) the newest w <= needs.window post-RoPE queries; None if not needed.
         query_columns: (w,) int64 their columns; None with `queries`.
         mass: (b, h, n) float32, see `Needs.mass`; None if not needed.
@@ -248,7 +248,8 @@ class Held:
         return self.valid & (self.positions >= self.seen - count)
 
     def looked_back(self, positions: Tensor, values: Tensor) -> Tensor:
-        """(b, h, n) float32: for each held token what `values` (b, h, k) says at its column; NaN where it does not.
+        """(b, h, n) float32: for each held token the number of `values` (b, h, k) at its column; NaN where there is
+        none.
 
         Args:
             positions: (b, h, k) columns, ascending.

@@ -1,9 +1,9 @@
 """Lanes: which token sits in which slot.
 
 A *lane* is a run of `s` slots that belong to one (row, kv head). A uniform cache is `m = b * h` lanes, one for each
-(row, head), in that order. A ragged cache, in which each (row, head) holds its own number of tokens, is cut into
-lanes of equal size (pages), and `owner` says to which `row * h + head` each lane belongs. Everything that is stored,
-encoded and attended is lanes, so no stage knows whether a cache is ragged.
+(row, head), in that order. A ragged cache, in which each (row, head) holds its own number of tokens, is cut into lanes
+of equal size (pages), and `owner` has the `row * h + head` that each lane belongs to. Everything that is stored,
+encoded and attended is lanes, so no stage depends on whether a cache is ragged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Layout:
         rows: b, batch rows.
         heads: h, kv heads.
         size: s, slots of each lane.
-        start: column of slot 0 where every lane holds the columns start, start + 1, ...; None where `positions` says.
+        start: column of slot 0 where every lane holds the columns start, start + 1, ...; None where `positions` has the
+            columns.
         positions: (m, s) int32 column of each slot, counted from 0 with padding included; None with `start`.
             Columns grow along a lane, and along the lanes of one owner.
         owner: (m,) int64 row * heads + head of each lane, ascending; None where lane i belongs to owner i.

@@ -28,7 +28,7 @@ class Segment(ABC):
         """Keys (m, s, d) and values (m, s, dv) in the cache's dtype. Filler slots hold finite numbers."""
 
     def view(self) -> SegmentView:
-        """What attention reads: the same keys, and values that say the same once they are lifted."""
+        """What attention reads: the same keys, and values that are the same once they are lifted."""
         keys, values = self.decode()
         return SegmentView(keys=keys, values=values)
 

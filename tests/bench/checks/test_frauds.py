@@ -1,4 +1,4 @@
-"""Every classic fraud is fed to the bench and caught by name, and its honest twin passes."""
+"""Every classic fraud is fed to the bench and caught by name, and its honest counterpart passes."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.errors import UnknownName
 
 
-def test_every_tripwire_has_its_fraud():
+def test_every_sanity_check_has_its_fraud():
     assert set(FRAUDS) == set(CHECKS) and len(set(CHECKS)) == len(CHECKS)
 
 
@@ -105,7 +105,7 @@ def test_a_mask_over_a_real_cache_frees_nothing():
     ids = torch.randint(3, model.config.vocab_size, (6 * 80,), generator=torch.Generator().manual_seed(0))
     given = Subject(name="tiny", model=model, tokenizer=Numbers(ids.tolist()), make_cache=masked)
     asked = [Perplexity(text="n " * 480, source="numbers", context=64, continuation=16, windows=6, least_distinct=0.0)]
-    with pytest.raises(Fraud, match="nothing freed: plan 'mask' says that it holds 12 of 64 tokens"):
+    with pytest.raises(Fraud, match="nothing freed: plan 'mask' claims to hold 12 of 64 tokens"):
         run(given, [FULL, contestant("mask")], asked, bandwidth=False)
     honest = Subject(name="tiny", model=model, tokenizer=Numbers(ids.tolist()))
     plans = [FULL, contestant("sliding_window @ tokens=12")]

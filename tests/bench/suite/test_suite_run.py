@@ -25,7 +25,7 @@ class Watched(CountingModel):
 
 @pytest.fixture(autouse=True)
 def same_versions(monkeypatch):
-    """A checkout in which somebody works is dirty, and then nothing is reused."""
+    """A checkout with changed files is dirty, and then nothing is reused."""
     monkeypatch.setattr(machine, "versions", lambda: dict(VERSIONS))
     build._read.cache_clear()
 

@@ -73,7 +73,7 @@ def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str) -> N
     state = torch.Generator().manual_seed(5)
     query, counts = torch.randn((4, 2, 3, 64), generator=state), torch.rand((4, 3), generator=state)
     visible, log_weight = torch.rand((4, 3, 700), generator=state) < 0.2, torch.rand((4, 700), generator=state) * 3
-    # A block that nobody sees, a query that sees nothing, and a lane that no query sees.
+    # A block that no query sees, a query that sees nothing, and a lane that no query sees.
     visible[1, :, 256:512] = visible[0, 0] = visible[2] = False
     _, lse, kept = attend_keeping(
         query, keys, values, scaling=0.1, visible=visible, log_weight=log_weight, using=library

@@ -195,7 +195,7 @@ def test_hits_misses_and_bytes_are_what_arithmetic_says(
 @pytest.mark.parametrize("policy", ["fixed", "mru", "lru"])
 @torch.no_grad()
 def test_hits_are_the_same_where_forwards_may_be_taken_back(policy: str, tmp_path: Path) -> None:
-    """`kvtailor.generate` puts every layer away once more when a round has settled, and nobody has read it then."""
+    """`kvtailor.generate` puts every layer away once more when a round has settled, and it has not been read then."""
     model, ids = build("llama", layers=6), prompts((40,))[0]
     plan = on_disk("vector(bits=8, block_size=40)", tmp_path, f"resident_layers=3, policy={policy}")
     cache = kvtailor.cache_for(model, plan)

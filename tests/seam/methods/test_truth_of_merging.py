@@ -131,7 +131,7 @@ def differences(family: str, plan: str, steps: int = 14) -> tuple[float, float, 
         logits_of(ids, cache)
     reference(ids, mask, {})
     worst = plain = 0.0
-    # Greedy tokens would repeat themselves, and which of two equal keys is the most similar one is for nobody to say.
+    # Greedy tokens would repeat themselves, and which of two equal keys is the most similar one is not determined.
     for token in prompts((steps,) * 3, state=2)[0].split(1, 1):
         reference.hold(held_columns(caches[0]))
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)

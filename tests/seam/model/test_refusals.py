@@ -140,7 +140,7 @@ def test_a_mask_that_a_model_computes_with_says_so() -> None:
     """A family that we do not know of: no attribute error without a reason."""
     mask = lazy_mask(1, 4, 4)
     assert not hasattr(mask, "dtype")
-    with pytest.raises(AttributeError, match="asks its attention mask for 'dtype'"):
+    with pytest.raises(AttributeError, match="reads 'dtype' of its attention mask"):
         _ = mask.dtype
 
 

@@ -28,7 +28,7 @@ PLANS = [
     ("plan", "family"), [*((plan, "llama") for plan in PLANS), (PLANS[0], "gemma3"), (PLANS[4], "gemma3")]
 )
 @torch.no_grad()
-def test_what_is_overheard_is_what_is_read(plan: str, family: str) -> None:
+def test_a_shared_prefill_is_as_if_each_cache_had_read_it(plan: str, family: str) -> None:
     model = build(family)
     ids, mask = prompts((50, 33))
     source, mine, own = (kvtailor.cache_for(model, each) for each in ("vector(bits=8)", plan, plan))

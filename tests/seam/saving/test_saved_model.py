@@ -178,7 +178,7 @@ def test_a_model_that_is_gone_or_not_in_memory_is_warned_of(tmp_path) -> None:
     gc.collect()
     with pytest.warns(UserWarning, match="model of this cache is gone"):
         cache.save(path)
-    with pytest.warns(UserWarning, match="does not say which weights"):
+    with pytest.warns(UserWarning, match="has no fingerprint of its model"):
         kvtailor.load_cache(path, build("llama"))
     with pytest.raises(CacheMisuse, match="model_type"):
         kvtailor.load_cache(path, build("qwen2"))

@@ -1,4 +1,4 @@
-"""The classic frauds, each with its honest twin: FRAUDS[name](True) and FRAUDS[name](False)."""
+"""The classic frauds, each with its honest counterpart: FRAUDS[name](True) and FRAUDS[name](False)."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The names of the sanity checks, and what one of them says when it fails."""
+"""The names of the sanity checks, and the error that a failed one raises."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MEANINGS = {
     "repeated text": "too few different runs of 8 words: any cache looks good on it",
     "calibration on the evaluated text": "a plan was tuned on the text that scores it",
     "one text under two names": "two data sets of a run are the same text",
-    "different data": "a plan was asked something else than 'full'",
+    "different data": "a plan was measured on something else than 'full'",
     "same results on other data": "a plan gives the same values on different tokens",
-    "untouched cache": "a plan says that it holds less, yet nothing differs from 'full', or what it holds is not read",
+    "untouched cache": "a plan claims to hold less, yet nothing differs from 'full', or what it holds is not read",
     "equal results": "two plans hold different things, yet all of their results are equal",
     "better than full": "a plan that holds less beats 'full' beyond chance",
     "full that holds less": "the reference itself does not hold every token",
-    "nothing freed": "a plan says that it holds fewer tokens, yet its storages are those of all",
-    "hidden bytes": "tensors, or a fresh process, grew by more than the ledger says",
+    "nothing freed": "a plan claims to hold fewer tokens, yet its storages are those of all",
+    "hidden bytes": "tensors, or a fresh process, grew by more than the ledger has",
     "nominal bytes": "bytes that do not follow from the tensors: a constant, or parts that do not add up",
     "impossible bytes": "more than the device has",
     "impossible peak": "a peak below what was held then",
@@ -41,7 +41,7 @@ _ALLOWANCE = "Allowed by the user: "
 
 
 class Fraud(KvtailorError, RuntimeError):
-    """Results that cannot be what they say they are.
+    """Results that cannot be true.
 
     Attributes:
         name: the sanity check, one of `CHECKS`; the message begins with it and a colon.
@@ -70,7 +70,7 @@ class Finding:
 
     @property
     def allowed(self) -> bool:
-        """Whether the user allowed this for all of the records, which then say so in their notes."""
+        """Whether the user allowed this for all of the records, which then have it in their notes."""
         return all(_note(self.name) in record.notes for record in self.records)
 
 

@@ -21,7 +21,7 @@ _TOKENS_FACTOR = 1.25
 
 
 def of_holdings(records: Sequence[Record]) -> Iterator[Finding]:
-    """What each record says that it holds, against its tokens, its peak, a fresh process, and the device."""
+    """The bytes held in each record, against its tokens, its peak, a fresh process, and the device."""
     for record in records:
         for name, sentence in itertools.chain(_bytes(record), _peak(record), _tokens(record)):
             yield Finding(name, sentence, (record,))
@@ -60,18 +60,18 @@ def _bytes(record: Record) -> Iterator[tuple[str, str]]:
         parts["layer"] = sum(record.bytes_by_layer)
     for name, total in parts.items():
         if total != held:
-            yield "nominal bytes", f"{plan} says that it holds {held} bytes, yet by {name} they add up to {total}"
+            yield "nominal bytes", f"{plan} claims to hold {held} bytes, yet by {name} they add up to {total}"
     if record.bytes_resident is not None and record.bytes_resident > _RESIDENT_FACTOR * held + _NOISE:
         yield (
             "hidden bytes",
-            f"{plan} says that its cache holds {held} bytes, yet a fresh process grew by {record.bytes_resident} for "
+            f"{plan} claims that its cache holds {held} bytes, yet a fresh process grew by {record.bytes_resident} for "
             "each such cache: something is kept that the ledger does not see",
         )
     here = _in_memory(record)
     if record.bytes_alive is not None and record.bytes_alive > _ALIVE_FACTOR * here + _ALIVE_NOISE:
         yield (
             "hidden bytes",
-            f"{plan} says that its cache holds {here} bytes in memory, yet one more such cache leaves "
+            f"{plan} claims that its cache holds {here} bytes in memory, yet one more such cache leaves "
             f"{record.bytes_alive} bytes of tensors alive: something is kept that the ledger does not list",
         )
     on_cpu = str(record.device).startswith("cpu")
@@ -112,7 +112,7 @@ def _in_memory(record: Record) -> int:
 
 def _tokens(record: Record) -> Iterator[tuple[str, str]]:
     held, seen, taken, full = record.tokens_held, record.tokens_seen, record.bytes_held, record.bytes_full
-    # An observation window's queries are no tokens of anybody, and go with the first one that is decoded.
+    # An observation window's queries are no tokens, and are freed when the first token is decoded.
     observed = (record.bytes_by_stage or {}).get("observe", 0)
     if record.is_full and (
         (held is not None and seen is not None and held < seen) or (taken is not None and full and taken < full)
@@ -125,7 +125,7 @@ def _tokens(record: Record) -> Iterator[tuple[str, str]]:
     elif held is not None and seen and taken and full and held <= seen / 2 and taken - observed >= full:
         yield (
             "nothing freed",
-            f"plan {record.label!r} says that it holds {held:.0f} of {seen} tokens, yet they take {taken - observed} "
+            f"plan {record.label!r} claims to hold {held:.0f} of {seen} tokens, yet they take {taken - observed} "
             f"bytes and those of all tokens {full}: the others are hidden by a mask and not dropped",
         )
 

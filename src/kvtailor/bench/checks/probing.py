@@ -1,8 +1,8 @@
 """Two experiments on one more cache of a plan: is what it lists read, and is what it lists all that it keeps?
 
 *Read*: all that its segments hold is set to zero after the prefill, and the same targets are scored again. An attention
-that reads what is held then gives other scores. One that reads something else (a copy of the full keys, say) gives the
-same ones, but for rounding.
+that reads what is held then gives other scores. One that reads something else (such as a copy of the full keys) gives
+the same ones, but for rounding.
 
 *All*: the tensors of this process are counted before the cache is made and after its prefill. What came to life and is
 still there is the cache's, whether its ledger lists it or not. Files, and memory that no tensor of Python stands for,
@@ -57,7 +57,7 @@ def rounding_of(
         subject: the model.
         full: the null plan.
         context: (n,) int64. targets: (t,) int64.
-        scores: (t,) of the targets under 'full', the context fed at once and the targets as `chunk` says.
+        scores: (t,) of the targets under 'full', the context fed at once and the targets in pieces of `chunk`.
         chunk: see `fed_scores`.
     """
     cache, half = subject.new_cache(full), max(1, context.numel() // 2)
@@ -91,7 +91,7 @@ def probe(
     """
     gc.collect(0)
     collecting = gc.isenabled()
-    # What is new stays in the youngest generation, so that its garbage can be told from what is kept.
+    # What is new stays in the youngest generation, so that its garbage is distinguished from what is kept.
     gc.disable()
     try:
         before = _alive()
@@ -128,7 +128,7 @@ def probe(
 
 
 def _alive() -> int:
-    """Bytes of the unique storages of all tensors that Python knows of."""
+    """Bytes of the unique storages of all tensors that Python's garbage collector finds."""
     kinds, charged = set(_kinds(Tensor)), {}
     for each in gc.get_objects():
         # Asking an arbitrary object for its class may run its code; its type does not.

@@ -34,7 +34,7 @@ def of_results(records: Sequence[Record]) -> Iterator[Finding]:
                 record = found.first
                 yield Finding(
                     "untouched cache",
-                    f"plan {record.label!r} says that it holds {record.tokens_held:.0f} of {record.tokens_seen} tokens "
+                    f"plan {record.label!r} claims to hold {record.tokens_held:.0f} of {record.tokens_seen} tokens "
                     f"in {record.bytes_held} of {record.bytes_full} bytes, yet {why}: the compressed cache was never "
                     "read",
                     found.records,
@@ -44,7 +44,7 @@ def of_results(records: Sequence[Record]) -> Iterator[Finding]:
                 yield Finding(
                     "equal results",
                     f"plans {one.first.label!r} and {other.first.label!r} hold different things, yet all of their "
-                    f"{len(one.values)} samples are equal to the last bit: one of them is not what it says",
+                    f"{len(one.values)} samples are equal to the last bit: one of them is not what its name claims",
                     (*one.records, *other.records),
                 )
     yield from _better(records)
@@ -88,11 +88,11 @@ def same_doings(records: Sequence[Record]) -> Iterator[str]:
 def _better(records: Sequence[Record]) -> Iterator[Finding]:
     """Plans that hold less and are better than 'full' beyond chance.
 
-    A wrong alarm fails a whole run, and a run asks this of every plan in every task, so the 95 % of the report's
+    A wrong alarm fails a whole run, and a run checks this for every plan in every task, so the 95 % of the report's
     intervals is no level for it. All questions of one run together are wrong with a chance of 0.001 (Bonferroni): for
     perplexity by Student's one-sided test of the paired windows, and only if the gain is above 0.005 nats too; for
     answers and scores, which are mostly ties, by the exact one-sided sign test of the pairs that differ. The nats of a
-    needle's answer are not asked: who does not know it may guess more or less boldly.
+    needle's answer are not compared: a plan that has lost the answer may spread its probability more or less widely.
     """
     questions: list[tuple[_Result, _Result]] = []
     for name in ("nll", "hit", "score"):
@@ -103,7 +103,7 @@ def _better(records: Sequence[Record]) -> Iterator[Finding]:
     for ours, full in questions:
         level = _FALSE_ALARMS / len(questions)
         of_text = ours.name == "nll"
-        # So the harness says of a task's main metric.
+        # As the harness declares it for a task's main metric.
         lower = of_text or any(note.endswith("lower is better.") for note in ours.first.notes)
         gains = [(b - a) if lower else (a - b) for a, b in zip(ours.values, full.values, strict=True)]
         beyond = _mean_is_above(gains, level, _LEAST_GAIN) if of_text else _wins_are_more(gains, level)
@@ -113,8 +113,8 @@ def _better(records: Sequence[Record]) -> Iterator[Finding]:
                 "better than full",
                 f"plan {ours.first.label!r} holds less than 'full' and is better in task {ours.first.task!r} by "
                 f"{fmean(gains):.3f} {unit} in the mean of {len(gains)} samples, which chance does not give: the model "
-                "makes no use of this context, or the plan knows the answers; take another text or model, or allow "
-                "'better than full' if that is what you want to show",
+                "makes no use of this context, or the plan was tuned on the answers; take another text or "
+                "model, or allow 'better than full' if that is what you want to show",
                 (*ours.records, *full.records),
             )
 
@@ -179,7 +179,7 @@ def _is_smaller(record: Record) -> bool:
 
 
 def is_smaller(sizes: Mapping[str, Any]) -> bool:
-    """Whether these fields of a record say that the plan holds less than 'full'."""
+    """Whether the plan holds less than 'full' by these fields of a record."""
     held, seen, taken, full = (sizes.get(name) for name in _SIZES)
     if held is None or seen is None or not taken or not full:
         return False

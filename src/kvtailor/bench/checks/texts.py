@@ -1,4 +1,4 @@
-"""Texts on which a score would say nothing: repeated, known before, or the same under two names."""
+"""Texts on which a score would mean nothing: repeated, known before, or the same under two names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def distinct_8grams(texts: Iterable[str]) -> float | None:
 
 
 def check_repetition(texts: Sequence[str], least: float, what: str) -> float | None:
-    """The text is no sentence said again and again. Returns `distinct_8grams`.
+    """Check that the text is no sentence repeated over and over. Returns `distinct_8grams`.
 
     Raises:
         Fraud: "repeated text", where too few of the runs of 8 words are different.
@@ -149,7 +149,7 @@ def _asked_otherwise(records: Sequence[Record]) -> Iterator[Finding]:
             yield Finding(
                 "different data",
                 f"plan {record.label!r} was given other tokens than 'full' in task {record.task!r} on {record.text} at "
-                f"{dict(record.point)}: their difference says nothing about the cache; measure both again",
+                f"{dict(record.point)}: their difference is not due to the cache; measure both again",
                 (*full.values(), record),
             )
 

@@ -19,7 +19,7 @@ class WholeBudgets:
     """Tries plans at their whole budget on one sample, each once.
 
     Args:
-        subject: the model; its `whole_budget` says what a plan becomes.
+        subject: the model; its `whole_budget` gives what a plan becomes.
         full: what they must equal.
         score: the log-probabilities (t,) of the sample's targets under a plan.
         what: name of the sample, for the sentence of a failure.

@@ -76,7 +76,7 @@ def corpus(name: str, *, data: Path | None = None, characters: int | None = None
 
     Raises:
         UnknownName: there is no such corpus.
-        KvtailorError: it cannot be found or read, is not what it says, or has fewer characters than wanted.
+        KvtailorError: it cannot be found or read, is not the named corpus, or has fewer characters than needed.
     """
     if name not in CORPORA:
         raise UnknownName("corpus", name, CORPORA)

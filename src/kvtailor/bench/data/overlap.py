@@ -2,7 +2,7 @@
 
 A text becomes the 64-bit hashes of its runs of 13 words (letters and digits, case folded; a shorter text is one run),
 and of these the sketch keeps the least ones, `Sketch.LARGEST` at most: the bottom-k sketch of Broder, "On the
-resemblance and containment of documents", 1997. Below the smaller of two sketches' highest hash, both know all runs of
+resemblance and containment of documents", 1997. Below the smaller of two sketches' highest hash, both have all runs of
 their texts, so the shares there are those of a random sample of the runs: exact where both texts were kept whole, else
 with a standard error of sqrt(p (1 - p) / m) for the share p of m sampled runs (0.2 points at 1 % of 3000).
 """

@@ -25,7 +25,7 @@ class HubRows:
     """Rows from the hub.
 
     Attributes:
-        rows: one mapping for each, in the data set's order; they come as they are asked for.
+        rows: one mapping for each, in the data set's order; they are read as they are needed.
         origin: `hub:NAME@REVISION`, the revision being the commit that was read.
     """
 

@@ -46,9 +46,9 @@ def starts_of(documents: Sequence[str]) -> tuple[int, ...]:
 def generated_documents(characters: int, state: int = 0) -> list[str]:
     """At least so many characters of generated documents of all kinds, each with its question and answer.
 
-    Evaluation split, the same on every machine; another `state` has other documents. It is plain prose with
-    facts that come back later: what a cache forgets shows, but no model was made for it, so its perplexity says nothing
-    about English.
+    Evaluation split, the same on every machine; another `state` has other documents. It is plain prose with facts that
+    come back later: what a cache forgets shows, but no model was made for it, so its perplexity means nothing about
+    English.
     """
     if not 0 <= state < STATES:
         raise KvtailorError(f"asked for the generated text of state {state}: give 0 to {STATES - 1}")

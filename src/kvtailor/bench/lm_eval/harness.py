@@ -1,8 +1,8 @@
 """The lm-evaluation-harness with kvtailor's model in it: its tasks, its own command line, local data.
 
-lm_eval 0.4.13 looks for no plugins: what is not in its own package is there only after somebody put it into its
+lm_eval 0.4.13 looks for no plugins: what is not in its own package is there only after a caller has put it into its
 registry. So its command line is started from here, unchanged but for two things: `--model kvtailor` is known, and
-`--data FOLDER` takes the data sets of the tasks from a local folder (see `harness_data`).
+`--data FOLDER` takes the data sets of the tasks from a local folder (see `bench.lm_eval.local_data`).
 
     python -m kvtailor.bench.lm_eval.harness --model kvtailor --model_args "pretrained=demo,plan=snapkv @ keep=0.25" \\
         --tasks arc_easy --data FOLDER
@@ -48,7 +48,7 @@ def version() -> str:
 
 
 def register() -> None:
-    """Puts the model `kvtailor` into the registry of lm_eval, to be imported when it is asked for.
+    """Puts the model `kvtailor` into the registry of lm_eval, to be imported when it is used.
 
     Raises:
         KvtailorError: lm_eval is not installed.
@@ -68,9 +68,9 @@ def load_tasks(
 
     Args:
         task: a task or a group of the harness, or the path of a YAML file.
-        data: folder of local data sets; None: as the task says.
+        data: folder of local data sets; None: those that the task names.
         into: an empty folder for what local tasks need; it must stay while they are used. Only with `data`.
-        fewshot: examples before each question, where the task does not forbid it; None: as the task says.
+        fewshot: examples before each question, where the task does not forbid it; None: as many as the task has.
 
     Raises:
         KvtailorError: no such task, or its data cannot be had.

@@ -1,4 +1,4 @@
-"""What the compressed caches of one run of the harness held, and whether anybody read them."""
+"""What the compressed caches of one run of the harness held, and whether they were read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Held:
         read: those of the compressed ones from which something was scored or generated. The first token after a
             prefill is not: it comes from the prefill's own logits.
         truncated: requests that were longer than the model's positions and lost their beginning, as `hf` cuts them.
-        scored: tokens whose log-probability was asked for.
+        scored: tokens whose log-probability was requested.
         heaviest: fields of a `Record` of the heaviest cache, see `weigh`.
     """
 

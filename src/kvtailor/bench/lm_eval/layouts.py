@@ -38,7 +38,7 @@ class LocalSet:
 
     Attributes:
         folder: its name in the data folder.
-        expects: the layouts that `convert` knows, in words.
+        expects: the layouts that `convert` takes, in words.
         convert: row -> the task's row, None for one that belongs to another task; KeyError, ValueError and TypeError
             stand for another layout.
         splits: for each split that a task names, the splits of files that may stand for it, best first.

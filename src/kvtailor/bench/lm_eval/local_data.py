@@ -2,9 +2,9 @@
 
 For each task a YAML file is written that includes the harness's own and names local files instead of a hub data set;
 the harness's `--include_path` takes the folder of such files, so that its other models run on the same data as well.
-The files keep their original layouts, see `harness_layouts`.
+The files keep their original layouts, see `bench.lm_eval.layouts`.
 
-A file's name says its split with its first word of train, val, valid, validation, dev, test: `test.dev.jsonl` is test,
+A file's name gives its split by its first word of train, val, valid, validation, dev, test: `test.dev.jsonl` is test,
 `fewshot_dev.jsonl` is dev.
 """
 
@@ -33,10 +33,10 @@ def write_task(
     Args:
         task: name of one task.
         yaml: the harness's file of it.
-        config: what that file says, its includes merged in.
+        config: the content of that file, its includes merged in.
         data: folder that holds a folder for each data set.
         into: where to write.
-        fewshot: examples before each question; None: what the task says.
+        fewshot: examples before each question; None: as many as the task has.
 
     Raises:
         KvtailorError: files are missing, or have another layout.

@@ -1,7 +1,7 @@
 """The model `kvtailor` of the lm-evaluation-harness: every request is answered from a compressed cache.
 
 It derives from the harness's own `hf` model, so that texts are cut into tokens, truncated, templated and stopped in
-exactly its way. What `hf` asks of the model in one forward over context and continuation is replaced here:
+exactly its way. What `hf` computes in one forward over context and continuation is replaced here:
 
 - *loglikelihood*: the context is prefilled and compressed under the plan; its last logits score the first token of the
   continuation, and the compressed cache all others. Requests with the same context share one prefill, each going on
@@ -86,7 +86,7 @@ class HarnessModel(HFLM):
         Args:
             pretrained: "demo", "demo-draft", a folder, a hub name, or a `Subject`.
             plan: one line, or the path of a TOML file.
-            dtype: of the weights, such as "bfloat16"; None or "auto": what the checkpoint says.
+            dtype: of the weights, such as "bfloat16"; None or "auto": that of the checkpoint.
             device: such as "cuda:0"; None: the first accelerator if there is one, as `hf` does.
             batch_size: of `generate_until`; contexts of log-likelihoods are prefilled one at a time.
             max_batch_size: for the harness, which always gives it; has no effect.
@@ -284,7 +284,7 @@ class HarnessModel(HFLM):
 
 
 def _device(asked: str | None) -> str:
-    """The device for a model. The harness's command line asks for "cuda:0" when nobody said anything."""
+    """The device for a model. The harness's command line takes "cuda:0" by default."""
     if asked is not None and not asked.startswith("cuda"):
         return asked
     if torch.cuda.is_available():

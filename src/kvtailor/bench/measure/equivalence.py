@@ -3,7 +3,7 @@
 A plan passes only where the upper end of its loss's interval is below the margin, so noise never helps it. Three
 things keep a sentence about the best of several plans true in 95 % of runs:
 
-- *Several plans*: each is asked at the share `ERROR / plans` (Bonferroni). Of several texts and tasks every one must
+- *Several plans*: each is tested at the share `ERROR / plans` (Bonferroni). Of several texts and tasks every one must
   pass, which needs no further share (an intersection-union test).
 - *Rare losses*: below `least_samples` windows there is no verdict, since a loss that falls on one window in ten might
   not have been met at all. From there on Student's bound also holds up on skewed losses: docs/write_coverage.py.
@@ -60,7 +60,7 @@ class Losses:
         deviation: standard error of the mean, over documents where windows share some; None with fewer than `FEWEST`.
         freedom: degrees of freedom behind it.
         design: how many times more windows this takes than independent ones would, at least 1.
-        documents: how many the windows come from; None where the record does not say, or where they count as one each.
+        documents: how many the windows come from; None where the record lacks it, or where they count as one each.
         lost, gained: of hits, how many each side alone got right; None for what is no hit.
         scale: what a hit counts.
     """

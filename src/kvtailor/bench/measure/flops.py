@@ -8,8 +8,8 @@ looked up are none), d the size of a head and q the query heads:
   causal half of 4 q d n**2; on a layer with a window of w < n tokens 2 q d (n**2 - (n - w)**2).
 
 Norms, activations, rotations and the model's own softmax are left out, as is usual: they are small, and no method
-changes them. What a method adds is counted apart, by what its parts say of themselves (`Scorer.flops` and its like),
-over the tokens that a real cache held at each step. Where a part does not say, the sum is None.
+changes them. What a method adds is counted apart, by what its parts declare (`Scorer.flops` and its like), over the
+tokens that a real cache held at each step. Where a part declares nothing, the sum is None.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Work:
     Attributes:
         prefill: of the model, for all rows.
         token: of the model, for one token of one row, mean over rows and decoded tokens.
-        method_prefill, method_token: what the plan adds to them; None where a part of it does not say.
+        method_prefill, method_token: what the plan adds to them; None where a part of it declares nothing.
     """
 
     prefill: int
@@ -81,7 +81,7 @@ def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int)
         tokens: tokens decoded, the first, which comes from the prefill, included; at least 2.
 
     Returns:
-        None where the model is no transformers model, or not of a kind whose arithmetic we know.
+        None where the model is no transformers model, or not of a kind whose arithmetic is known.
 
     Raises:
         KvtailorError: what the plan itself raises.

@@ -1,7 +1,7 @@
 """What a compressed cache holds, laid out densely beside the full one, and what attention makes of it.
 
 The queries are the full model's own, and every layer is compared on its own: errors do not add up over layers here, so
-the numbers say where a plan loses something, and the task's logits say what that costs in the end.
+the numbers show where a plan loses something, and the task's logits show what that costs in the end.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["Neighbours", "describe", "matmul_flops", "read_bandwidth", "resident_bytes", "versions"]
 
 _PROBE_BYTES = 256 * 2**20
-# An accelerator reads 256 MiB in less time than it takes to ask it for that.
+# An accelerator reads 256 MiB in less time than a kernel launch takes.
 _PROBE_BYTES_OF_ACCELERATOR = 4 * 2**30
 _PROBE_SECONDS = 0.4
 
@@ -132,7 +132,8 @@ class Neighbours:
     """Tells whether other programs took processor time that a measurement needed.
 
     Other programs may use the cores that our threads leave free; what they use beyond that, as a share of the elapsed
-    time, disturbs. Where the system does not say (no /proc/stat), nothing is called disturbed and `metered` is False.
+    time, disturbs. Where the system does not report it (no /proc/stat), nothing is called disturbed and `metered` is
+    False.
 
     Attributes:
         limit: share of one core above which a sample counts as disturbed.
@@ -149,8 +150,8 @@ class Neighbours:
         return self._last is not None
 
     def notes(self) -> list[str]:
-        """What a record says of samples that could not be looked at."""
-        return [] if self.metered else ["This system does not say what other programs do: no sample was checked."]
+        """Return the notes of a record about samples that could not be checked."""
+        return [] if self.metered else ["This system does not report what other programs do: no sample was checked."]
 
     def start(self) -> None:
         """Begins a sample."""
@@ -178,7 +179,7 @@ class Neighbours:
         for line in lines:
             name, *rest = line.split()
             if name in mine:
-                # user nice system idle iowait irq softirq steal: all but the two idle ones are somebody's work.
+                # user nice system idle iowait irq softirq steal: all but the two idle ones are work.
                 ticks = [int(value) for value in rest[:8]]
                 busy += sum(ticks) - ticks[3] - ticks[4]
         return time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()

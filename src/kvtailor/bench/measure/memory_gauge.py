@@ -1,7 +1,7 @@
 """How much memory a process has taken: the kernel's counters on the CPU, the allocator's on an accelerator.
 
 Both are read the same way: `now`, a `reset` of the high-water mark, `highest` since then, and `spilled`, a sentence
-where the counters do not tell the truth, because memory was moved to somewhere else behind their back.
+where the counters are wrong, because memory was moved to a place that they do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Gauge(ABC):
     """Counters of one process; made before the process loads anything.
 
     Attributes:
-        free: bytes that could be taken when the gauge was made; None where the system does not say.
+        free: bytes that could be taken when the gauge was made; None where the system has no such number.
         resets: whether `highest` is of the time since `reset`; without that there is no peak.
     """
 
@@ -56,12 +56,12 @@ class ResidentGauge(Gauge):
     """Resident memory of this process, of which weights and libraries are a part.
 
     Raises:
-        KvtailorError: the system does not say.
+        KvtailorError: the system has no such number.
     """
 
     def __init__(self) -> None:
         if resident_bytes() is None:
-            raise KvtailorError("This system does not tell a process its resident memory.")
+            raise KvtailorError("This system does not report a process's resident memory.")
         self.free = _kilobytes("/proc/meminfo", "MemAvailable")
         self.resets = os.access(_CLEAR, os.W_OK)
 
@@ -87,7 +87,7 @@ class ResidentGauge(Gauge):
         if not swapped:
             return None
         return (
-            f"The system moved {swapped} bytes of the measuring process to swap, so its resident memory does not say "
+            f"The system moved {swapped} bytes of the measuring process to swap, so its resident memory does not show "
             "what it took: free some memory and run again."
         )
 

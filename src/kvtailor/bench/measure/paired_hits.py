@@ -1,6 +1,6 @@
 """Shares of right answers: intervals that stay honest where every answer is right, or no pair differs.
 
-A bootstrap of samples that are all equal has no width, though twenty of twenty say no more than that about nine of ten
+A bootstrap of samples that are all equal has no width, though twenty of twenty show no more than that about nine of ten
 may be right. Both intervals here invert a score test, whose variance is that of the share that is being tested.
 
 A score between 0 and 1 (a recall, an F1) counts as that part of a hit. Its variance is at most that of a hit with the
@@ -17,8 +17,8 @@ from kvtailor.bench.measure.statistics import Estimate, mean_difference, wilson
 
 __all__ = ["hit_difference", "loss_bound", "pairs_for", "share", "share_difference"]
 
-# Score intervals of few hits cover less than they say (95 % is 92.6 % at worst). With so much of the nominal error they
-# cover 94.9 % or more for 5 to 200 pairs and losses of 0 to 10 points: docs/write_coverage.py.
+# Score intervals of few hits cover less than their nominal level (95 % is 92.6 % at worst). With so much of the nominal
+# error they cover 94.9 % or more for 5 to 200 pairs and losses of 0 to 10 points: docs/write_coverage.py.
 _INNER = 0.7
 _FEWEST_DIFFERING = 10
 _STEPS = 60
@@ -92,7 +92,7 @@ def share_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate
     """Mean of `ours - theirs` over paired hits or scores between 0 and 1.
 
     Hits, and scores of which fewer than 10 pairs differ, have the interval of `hit_difference`; others have that of
-    `mean_difference`, which knows how much they differ.
+    `mean_difference`, which uses how much they differ.
 
     Raises:
         ValueError: unequal counts, no samples, or a value outside of 0 to 1.

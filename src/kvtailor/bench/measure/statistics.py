@@ -95,7 +95,7 @@ def timings_of(
     Args:
         seconds: samples, by the name of what they time.
         disturbed: for each sample whether it does not count.
-        wanted: samples that were asked for. Where fewer than 3 of more are left, there are no timings.
+        wanted: samples that were requested. Where fewer than 3 of more are left, there are no timings.
     """
     left = disturbed.count(False)
     if not left or left < min(_LEAST_SAMPLES, wanted):

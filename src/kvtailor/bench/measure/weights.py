@@ -28,10 +28,10 @@ class Weights:
 
     @classmethod
     def of(cls, model: nn.Module) -> Weights | None:
-        """Counted from the model's own modules; None where it has matrices of which we cannot tell how they are used.
+        """Counted from the model's own modules; None where it has matrices whose use is not known.
 
         A linear layer counts by its sizes, so that packed (quantised) weights count as what they stand for. Of a
-        mixture of experts counts the share of experts that its config says a token is sent to.
+        mixture of experts counts the share of experts that a token is sent to, by its config.
         """
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if head is None or _size_of(head) is None:

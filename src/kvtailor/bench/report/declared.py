@@ -1,4 +1,4 @@
-"""What a report shows of a task that no page knows by name: the metrics that its file declares."""
+"""What a report shows of a task that has no page of its own: the metrics that its file declares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HAND_MADE = (
 
 
 def declared_tasks(records: Sequence[Record]) -> list[str]:
-    """Return the tasks of some records that are declared and that no page knows by name, as they come."""
+    """Return the tasks of some records that are declared and have no page of their own, as they come."""
     return [task for task in dict.fromkeys(r.task for r in records) if task in KINDS and task not in HAND_MADE]
 
 

@@ -14,9 +14,10 @@ _NAMES = ("system", "processor", "accelerator", "cores", "threads", "python", *_
 
 
 def machines_of(records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-    """The different values of what tells machines and versions apart, by the names of `bench.measure.machine.describe`.
+    """The different values of what distinguishes machines and versions, by the names of
+    `bench.measure.machine.describe`.
 
-    What no record says has no entry; what only some say has "unknown" among its values. The accelerator is of those
+    What no record has is left out; what only some have has "unknown" among its values. The accelerator is of those
     records only that ran on one.
     """
     found: dict[str, tuple[str, ...]] = {}

@@ -46,7 +46,7 @@ def base(series: Sequence[Series]) -> Series | None:
 
 
 def named(series: Sequence[Series], *, text: bool = False) -> list[str]:
-    """What tells these points apart, in words: texts where they differ, and coordinates that tell more apart.
+    """What distinguishes these points, in words: texts where they differ, and coordinates that distinguish more.
 
     Args:
         series: points of one task.

@@ -21,7 +21,7 @@ OWN = "own"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a report says about one plan. None: not measured.
+    """What a report has about one plan. None: not measured.
 
     Attributes:
         label: the plan as the user wrote it.
@@ -293,7 +293,7 @@ def _paired(pairs: Sequence[tuple[Record, Record]], name: str) -> Estimate | Non
     """Mean difference over the samples of both sides."""
     a = tuple(x for r, _ in pairs for x in r.values[name])
     b = tuple(x for _, r in pairs for x in r.values[name])
-    # A plan whose records have another number of samples is not paired: a footnote says so.
+    # A plan whose records have another number of samples is not paired: a footnote states it.
     if not a or len(a) != len(b) or not all(map(math.isfinite, a + b)):
         return None
     # Numbered apart in each record, so only one record's documents can be told from each other.

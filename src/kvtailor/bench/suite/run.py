@@ -32,7 +32,8 @@ class Prepared:
         subject: the model.
         jobs: its tasks, each for the plans of the cells that show it.
         contestants: all plans that this kvtailor has.
-        unavailable: tasks that cannot be done here, each a sentence; their records say so, and the others go on.
+        unavailable: tasks that cannot be done here, each a sentence; their records have the reason, and the others go
+            on.
     """
 
     suite: Suite
@@ -52,7 +53,7 @@ class Prepared:
         return plan_run(self.jobs)
 
     def run(self, **options: Any) -> list[Record]:
-        """The records; `options` are those of `runner.run`, which says what is raised."""
+        """The records; `options` are those of `runner.run`, which raises the same errors."""
         return run(self.subject, self.contestants, self.jobs, **options)
 
 

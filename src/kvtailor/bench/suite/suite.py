@@ -1,7 +1,7 @@
 """Suites: the tables of a published report, as TOML, with the plans, tasks and settings that fill them.
 
     title = "..."                        report = "where the tables come from"
-    awaits = ["rocketkv", "telepathy"] # names of plans and tasks that may be missing: then the table says so
+    awaits = ["rocketkv", "telepathy"] # names of plans and tasks that may be missing: then the table shows it
     [settings.default]                   # what {name} stands for, anywhere below
     budget = 256
     [settings.demo]                      # what differs for one model, found by the last part of its name
@@ -18,11 +18,11 @@
     columns = [{ label = "PPL", task = "ppl", value = "metrics.perplexity", digits = 2, scale = 1.0 }]
     rows = [{ Method = "snapkv", plan = "snapkv @ tokens={budget}" }]
 
-`{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as `suite_lists` finds them.
-A cell is what its column and its row say together (the row goes before): `plan`, `task`, `value`, and where it compares
-`shows` ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). `value` is what
-`suite_cells.Cell.measure` says. Other keys of a row are variables. One run measures every task once, for the plans of
-the cells that show it.
+`{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as `bench.suite.lists` finds
+them. A cell takes its keys from its column and its row (the row goes before): `plan`, `task`, `value`, and where it
+compares `shows` ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). For `value`
+see `bench.suite.cells.Cell.measure`. Other keys of a row are variables. One run measures every task once, for the plans
+of the cells that show it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Suite:
     Attributes:
         name: the file's name.
         title: what it is about.
-        report: where its tables come from; empty where they were not published.
+        report: where its tables come from; empty where they are not published.
         awaits: names that plans and tasks use and this kvtailor may not have yet: of methods and presets (`rocketkv`),
             of a method's argument (`kivi.only`), of a plan's setting (`@resident_layers`), of tasks (`telepathy`).
         settings: by model, the values of `{name}`; 'default' has all of them, a model those that differ.
@@ -175,7 +175,7 @@ def _check(suite: Suite, faults: list[str]) -> None:
         used |= set(contestant.missing) if contestant is not None else set()
     if faults:
         return
-    # What has arrived is no fault of a suite that an older kvtailor wrote; a test of ours asks for it.
+    # What has arrived is no fault of a suite that an older kvtailor wrote; a test of ours finds it.
     faults += [
         f"awaits names {name!r}, which no plan and no task uses: take it out"
         for name in suite.awaits
@@ -194,7 +194,7 @@ def _contestant(plan: str, awaits: Sequence[str], faults: list[str]) -> Contesta
     try:
         contestant = Contestant.of(plan)
     except PlanError as error:
-        # A fault that names what is awaited says no more than that it is awaited.
+        # A fault that names what is awaited adds nothing.
         found = [fault for fault in error.faults if not any(repr(short) in fault for short in missing.values())]
         contestant = Contestant.of(plan, may_be_missing=True)
     if found or (contestant.missing and not missing):

@@ -1,1 +1,1 @@
-"""What several verbs say of a plan, its budget, its tiers and its calibration files."""
+"""What several verbs print about a plan, its budget, its tiers and its calibration files."""

@@ -1,4 +1,4 @@
-"""What `show` and `check` say of a budget at a length: what is held then, and where it does nothing or little."""
+"""What `show` and `check` print about a budget at a length: what is held then, and where it does nothing or little."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Holding:
 
 
 def element_of(config: Any, dtype: str | None) -> str:
-    """The name of the cache's dtype: the asked one, else the model's own, else float32."""
+    """The name of the cache's dtype: the given one, else the model's own, else float32."""
     own = str(config.get_text_config(decoder=True).dtype or "").removeprefix("torch.")
     return dtype or (own if own in ELEMENT_SIZES else "float32")
 
 
 def _budget(plan: Plan, tokens: int, geometry: Geometry | None, element: int) -> int | None:
-    """Tokens per kv head that a row of `tokens` may hold, on average; None where the sizes of a model would say."""
+    """Tokens per kv head that a row of `tokens` may hold, on average; None where only a model's sizes tell."""
     import torch
 
     from kvtailor.engine.budget import CacheShape, total_tokens
@@ -135,7 +135,7 @@ def budget_notes(plan: Plan, geometry: Geometry | None, element: int, tokens: in
         plan: whose budget it is.
         geometry: of the model that was named; None: of none.
         element: bytes of an element of the cache's dtype.
-        tokens: the length that was asked; None: the model's positions, where it has a number of them.
+        tokens: the length that was given; None: the model's positions, where it has a number of them.
     """
     from kvtailor.engine.budget import only_recent
 

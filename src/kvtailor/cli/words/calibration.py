@@ -1,4 +1,4 @@
-"""What calibration files say of themselves, and which of them a plan reads, before any model is loaded."""
+"""What is printed about calibration files, and which of them a plan reads, before any model is loaded."""
 
 from __future__ import annotations
 

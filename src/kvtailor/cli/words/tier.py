@@ -1,4 +1,4 @@
-"""What `show` says of a plan whose layers live elsewhere: what comes in a step, and the arithmetic of its time."""
+"""What `show` prints about a plan whose layers live elsewhere: what comes in a step, and the arithmetic of its time."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ __all__ = ["KvPlugin"]
 
 @dataclass(frozen=True, kw_only=True)
 class KvPlugin(LowRank, Codec):
-    """Low rank as the KV Plugin has it; arguments that are not said here are those of `lowrank`.
+    """Low rank as the KV Plugin has it; arguments that are not listed here are those of `lowrank`.
 
     Attributes:
         rank: directions of a head, at most its channels; or a share of them if it has a decimal point.
@@ -44,8 +44,8 @@ class KvPlugin(LowRank, Codec):
     def __post_init__(self) -> None:
         if self.bits is not None:
             if self.of is not None:
-                raise ValueError("kvplugin: bits and of both say how coordinates are stored: give one of them")
-            # What the codec says of bits that it cannot have.
+                raise ValueError("kvplugin: bits and of both set how coordinates are stored: give one of them")
+            # Raises the codec's own error for bits that it cannot have.
             Vector(bits=self.bits)
         super().__post_init__()
 

@@ -55,8 +55,8 @@ class LowRank(CalibratedMethod, Codec):
         state: random state of these.
         allocation: "fisher" gives layers, and keys and values, ranks in proportion to the weights of the file, of the
             same sum.
-        recent: newest tokens that stay in full precision, or more where `of` says so.
-        block_size: tokens that are encoded at once where `of` says nothing.
+        recent: newest tokens that stay in full precision, or more where `of` has more.
+        block_size: tokens that are encoded at once where `of` has no block.
     """
 
     rank: int | float = 0.5
@@ -228,7 +228,7 @@ class LowRank(CalibratedMethod, Codec):
         return codec if codec is None or self._context is None else codec.for_layer(self._context)
 
     def _group(self, heads: int) -> int:
-        """Heads of a group that were asked for, of so many of a layer."""
+        """Heads of a group, as the plan has it, of so many of a layer."""
         return heads if self.heads == 0 else largest_divisor(heads, self.heads)
 
     def _joined(self, heads: int) -> int:
@@ -264,7 +264,7 @@ class LowRank(CalibratedMethod, Codec):
             drawn = 2 * (self.state * 10_007 + layer) + (side == "values")
             return random_directions(heads // joined, joined, joined * size, rank, drawn, shared=self.shared)
         if context is None or context.calibration is None:
-            raise ValueError("lowrank: no calibration was given; ask for_layer first, with the tensors of a file")
+            raise ValueError("lowrank: no calibration was given; call for_layer first, with the tensors of a file")
         name = "unrotated" if side == "keys" and context.unrotated else side
         tensors = {part: context.calibration[f"{name}_{part}"] for part in ("mean", "deviation", "correlation")}
         moments = Moments(**{part: tensor[context.layer] for part, tensor in tensors.items()})

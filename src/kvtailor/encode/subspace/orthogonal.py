@@ -2,7 +2,7 @@
 
 *Idea* Projecting on random directions keeps rank / width of the energy, whatever the states are. What a calibrated
 basis is worth is what it does better than this.
-*Paper* None; `orthogonal` of the KV Plugin (mcgrof/knlp), as it is where nobody calibrates it.
+*Paper* None; `orthogonal` of the KV Plugin (mcgrof/knlp), as it is without calibration.
 *Source* A description of its code; kvtailor's own code, that of `lowrank`.
 *Departs* The width is that of the kv heads, where the KV Plugin reckons with the query heads; on a model of few kv
 heads a rank of 128 may be all of it, and then nothing is lost and nothing is saved.
@@ -22,7 +22,7 @@ __all__ = ["Orthogonal"]
 
 @dataclass(frozen=True, kw_only=True)
 class Orthogonal(LowRank, Codec):
-    """Low rank in random directions; arguments that are not said here are those of `lowrank`.
+    """Low rank in random directions; arguments that are not listed here are those of `lowrank`.
 
     Attributes:
         rank: directions of all heads together, at most their channels; or a share of them.

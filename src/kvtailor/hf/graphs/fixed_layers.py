@@ -95,7 +95,7 @@ class FixedLayer(CacheLayerMixin):
         return int(self.layer.get_seq_length())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask that nobody asks."""
+        """Length and offset of a mask that is not used."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -124,7 +124,7 @@ class Ring:
         self.whole = PlainSegment(layout=layout, keys=sides[0], values=sides[1])
 
     def real(self, mask: Tensor | None) -> Tensor | None:
-        """(b, w) bool: this slot is a token, and not padding as `mask` (b, n) over all columns says; None: all are."""
+        """(b, w) bool: this slot is a token, and not padding by `mask` (b, n) over all columns; None: all are."""
         if mask is None or bool((real := mask[:, mask.shape[1] - self.held :].to(torch.bool)).all()):
             return None
         return torch.nn.functional.pad(real, (0, self.whole.layout.size - self.held), value=True)

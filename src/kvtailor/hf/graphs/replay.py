@@ -1,9 +1,9 @@
-"""Decoding in which a step is recorded once and replayed, so that a GPU waits for nobody who launches its kernels.
+"""Decoding in which a step is recorded once and replayed, so that a GPU need not wait for the host to launch kernels.
 
 Between two moments at which the plan evicts or encodes, nothing moves but the tails: a step of one token writes one
 slot of each and reads all that is held. So tails get free slots beforehand, and how far they are filled and where the
 tokens stand is counted on the device; then every step launches the same on the same addresses. When the plan acts
-again, the cache is told how many tokens have come, and the next step is recorded anew.
+again, the cache gets the number of tokens that have come, and the next step is recorded anew.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Replay:
         self._tokens = torch.zeros((self.rows, 1), dtype=torch.int64, device=self.device)
         real = torch.full((self.rows,), seen, device=self.device) if mask is None else mask.sum(-1).to(torch.int64)
         self._positions = real[:, None].clone()
-        # The layers know what may be seen; without any mask some models look through the tokens for padding.
+        # The layers have what may be seen; without any mask some models look through the tokens for padding.
         self._plain_rule = self._causal
         self._logits: Tensor | None = None
         self._replayed: Callable[[], None] | None = None
@@ -135,7 +135,7 @@ class Replay:
         return FixedLayer(layer, attention, parts, filled, whole.layout.size + 1, self._rule_of(parts))
 
     def _count(self, layers: Sequence[FixedLayer]) -> None:
-        """Gives the layers the counters by which they know how far they are filled."""
+        """Gives the layers the counters of how far they are filled."""
         self._turns = torch.tensor([each.turn for each in layers], dtype=torch.int32, device=self.device)[:, None]
         self._slots = torch.tensor([each.filled for each in layers], device=self.device)[:, None]
         self._lengths = self._slots.to(torch.int32).repeat(1, layers[0].growing.layout.lanes)
@@ -151,7 +151,7 @@ class Replay:
         return rule, real
 
     def _rule_of(self, parts: Sequence[Segment]) -> LazyMask:
-        """What all coming tokens may see of parts: what the last of them may, since nobody sees unfilled slots."""
+        """What all coming tokens may see of parts: what the last of them may, since no token sees unfilled slots."""
         rule = self._seen_by(self.cache.seen + self.left)
         for layout in (part.layout for part in parts if rule.padding is not None):
             rows = torch.div(layout.owners(self.device), layout.heads, rounding_mode="floor")

@@ -67,7 +67,7 @@ class Replays:
         now: the steps of now; None before the first, and between the plan's action and the next.
 
     Raises:
-        UnsupportedModel: steps of this model under this plan cannot be recorded; the message says why.
+        UnsupportedModel: steps of this model under this plan cannot be recorded; the message has the reason.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Replays:
         self.expected -= 1
         if self.now is None:
             if any(state.stored.tail is None or not state.stored.tail.length for state in self.cache.engine.states):
-                # An empty tail does not know yet what it will hold.
+                # An empty tail has no buffer yet whose slots could be filled.
                 mask = with_columns(self.mask, self.cache.seen + 1)
                 return fed(self.model, self.cache, tokens, mask, keep=1)[:, 0]
             mask = with_columns(self.mask, self.cache.seen)

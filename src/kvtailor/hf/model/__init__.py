@@ -1,1 +1,1 @@
-"""What kvtailor knows of a model: where it is found, its sizes, its modules, its fingerprint; and what is refused."""
+"""What kvtailor reads from a model: where it is found, its sizes, its modules, its fingerprint; and what is refused."""

@@ -84,7 +84,7 @@ def _for_model(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibr
     if own not in found.fingerprints:
         raise CalibrationError(
             f"{kind}: {found.name} was made for {found.model}, and this {geometry.model_type} has other weights of the "
-            f"same shapes, or weights in a dtype that the file does not know: {how_to(kind)}"
+            f"same shapes, or weights in a dtype that the file has no fingerprint of: {how_to(kind)}"
         )
     return found
 

@@ -20,7 +20,7 @@ _PATIENCE = 3.0
 RANDOM = "random-llama"
 """The name of a model that is not trained: for what a plan costs, where lengths matter and answers do not."""
 # What a head costs must stand to the rest of a prefill as in a real model: each query head has as many weights beside
-# it as one of Llama 3.2 1B's, 1.9 million in a layer. Two layers, since some methods tell them apart.
+# it as one of Llama 3.2 1B's, 1.9 million in a layer. Two layers, since some methods treat layers differently.
 RANDOM_SHAPE = {
     "hidden_size": 1024,
     "intermediate_size": 2304,
@@ -53,7 +53,7 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
 
 
 def source_of(model: str | Path) -> str:
-    """What transformers is asked for: the folder of an embedded model, a local folder, or a name on the hub.
+    """What is given to transformers: the folder of an embedded model, a local folder, or a name on the hub.
 
     Raises:
         FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
@@ -94,22 +94,22 @@ def is_local(source: str) -> bool:
 
 
 def check_hub(source: str) -> None:
-    """Asks the hub once whether it can be reached, before a library asks it again and again.
+    """Checks once whether the hub can be reached, before a library tries again and again.
 
     Raises:
-        ConnectionError: it does not answer, or the environment says not to ask.
+        ConnectionError: it does not answer, or the environment forbids to contact it.
     """
     asked = (
         f"asked for model {source!r}, which is not on this disk (no such folder, and not whole in "
         f"{constants.HF_HUB_CACHE}): check the name, or give 'demo' for the embedded model. It cannot be fetched"
     )
     if constants.HF_HUB_OFFLINE:
-        raise ConnectionError(f"{asked}: HF_HUB_OFFLINE forbids to ask {constants.ENDPOINT}")
+        raise ConnectionError(f"{asked}: HF_HUB_OFFLINE forbids to contact {constants.ENDPOINT}")
     request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=_PATIENCE).close()
     except urllib.error.HTTPError:
-        # Whatever it says, it is there.
+        # Any answer shows that it is there.
         return
     except OSError as error:
         raise ConnectionError(f"{asked}: {constants.ENDPOINT} does not answer ({error})") from error

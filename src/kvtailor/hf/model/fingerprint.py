@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = ["config_values", "exact_fingerprint", "fingerprint", "rotary_frequencies", "weight_fingerprint"]
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "_attn_implementation_internal")
-# Entries of a config that say how a model was trained, how it is asked and what it returns, and nothing of its states.
+# Entries of a config about how a model was trained, how it is called and what it returns. States do not depend on them.
 _NOT_THE_STATES = frozenset(
     {*_NOT_THE_MODEL, "architectures", "bos_token_id", "chunk_size_feed_forward", "eos_token_id", "id2label"}
     | {"initializer_range", "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states"}
@@ -44,8 +44,8 @@ def weight_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str:
 
     Args:
         model: of torch.
-        dtype: that the values are rounded to first; None: as they are. So a file can also name the same weights as
-            somebody else loads them.
+        dtype: that the values are rounded to first; None: as they are. So a file can also name the same weights as they
+            are loaded elsewhere.
     """
     return _digest(b"", _sampled(model, dtype))
 

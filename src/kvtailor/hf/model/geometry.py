@@ -1,4 +1,4 @@
-"""What kvtailor must know of a model, read from its configuration; and what it refuses, each in a sentence."""
+"""What kvtailor needs of a model, read from its configuration; and what it refuses, each in a sentence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Geometry:
         windows: for each layer the model's own sliding window in tokens, None where it sees all.
         q_heads, kv_heads: query heads and kv heads of each layer.
         head_dim: size of a key and of a value.
-        max_positions: the positions the model was made for; None if it does not say.
+        max_positions: the positions the model was made for; None if its configuration has no such number.
         model_type: transformers' name of the architecture.
         layer_types: transformers' name of each layer's kind of attention.
     """
@@ -57,7 +57,7 @@ class Geometry:
         """The geometry of a transformers configuration.
 
         Raises:
-            UnsupportedModel: for what kvtailor does not support; the message says which and why.
+            UnsupportedModel: for what kvtailor does not support; the message has what and why.
         """
         sentence = refusal(config)
         if sentence is not None:
@@ -168,7 +168,7 @@ def check(model: Any, own_name: str) -> None:
             f"({type(adapter).__name__}), which kvtailor's cache would not count; kvtailor supports adapters of weights"
         )
     text = config.get_text_config(decoder=True)
-    # Some prefixes are read in both directions by a decoder; an encoder says so itself.
+    # Some prefixes are read in both directions by a decoder; an encoder declares it itself.
     if getattr(text, "is_decoder", None) is False:
         for module in model.modules():
             own = getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)

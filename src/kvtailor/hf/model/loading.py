@@ -37,7 +37,7 @@ def load(
     Args:
         model: "demo" or "demo-draft" for the embedded models (nothing is downloaded), a local folder, or a name on the
             Hugging Face hub; or one of `hf.model.config.RANDOM_SHAPES`, such as "random-llama".
-        dtype: of the weights. None: what the checkpoint's own config says.
+        dtype: of the weights. None: that of the checkpoint's own config.
         device: to put the weights on. None: CPU.
 
     Returns:
@@ -103,7 +103,7 @@ def check_device(device: torch.device | str | None) -> torch.device:
         wanted = torch.device(device) if device is not None else torch.device("cpu")
     except RuntimeError as error:
         raise KvtailorError(
-            f"asked for the device {str(device)!r}, which torch does not know: give cpu or cuda"
+            f"asked for the device {str(device)!r}, which torch does not have: give cpu or cuda"
         ) from error
     here = torch.cuda.device_count() if wanted.type == "cuda" else 1
     if (wanted.index or 0) >= here:

@@ -23,7 +23,7 @@ from kvtailor.types import Rotation
 __all__ = ["attention_modules", "rotation_of"]
 
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
-# Whether an attention module turns its keys, asked once: the answer costs a forward of a few tokens.
+# Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
 _turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
@@ -92,7 +92,7 @@ def _does_not_turn(name: str, layer: int | None) -> UnsupportedModel:
 
 
 def _has_angles(model: Any, rotary: Any, layer: int | None, layer_type: str | None) -> bool:
-    """Whether the model gives this layer angles at all, as far as its configuration and its embedding say so."""
+    """Whether the model gives this layer angles at all, as far as its configuration and its embedding show."""
     bases = getattr(model.config.get_text_config(decoder=True), "layer_rope_theta", None)
     if bases is not None and layer is not None and not bases[layer]:
         return False
@@ -132,7 +132,7 @@ def _turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> bool
 
 
 def _rotary(model: Any, module: torch.nn.Module) -> Any:
-    # An adapter around the model calls what it wraps its base model; the method knows whose it is.
+    # An adapter has the model that it wraps as its base model; the method belongs to that one.
     model = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
     base = getattr(model, "base_model", model)
     for owner in (base, getattr(base, "decoder", None), getattr(base, "language_model", None), module):

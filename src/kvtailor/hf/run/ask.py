@@ -258,8 +258,8 @@ def _generation(model: Any, max_new_tokens: int, given: Mapping[str, Any]) -> di
             raise UnknownName("argument of generate", name, (*known, *config.to_dict()))
     if (config.num_return_sequences or 1) > 1:
         raise CacheMisuse(
-            f"the generation config says num_return_sequences={config.num_return_sequences}, and a question has one "
-            "answer: say num_return_sequences=1"
+            f"the generation config has num_return_sequences={config.num_return_sequences}, and a question has one "
+            "answer: give num_return_sequences=1"
         )
     if config.prompt_lookup_num_tokens or more.get("assistant_model") is not None:
         raise CacheMisuse("prompt lookup and assisted decoding need an empty cache: draft with kvtailor.generate")

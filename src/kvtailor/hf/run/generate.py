@@ -1,4 +1,4 @@
-"""`kvtailor.generate`: text under a plan, faster where somebody drafts it."""
+"""`kvtailor.generate`: text under a plan, faster where a draft helps."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def generate(
         attention_mask: (b, n) 0 for padding; None: no padding.
         plan: of the target's cache.
         draft: a smaller model with the same vocabulary, or its name or folder. None: the target's own weights.
-        draft_plan: of the draft's cache; "full" for a draft model where it is left out. With neither, nobody drafts.
+        draft_plan: of the draft's cache; "full" for a draft model where it is left out. With neither, there is no
+            draft.
         middle_plan: of another cache of the target's weights, which verifies the draft model's tokens before the
             target's own cache does.
         gamma: tokens drafted at once; "adaptive": as many as pay by the measured costs and acceptance, at most 16.
@@ -99,8 +100,8 @@ def generate(
         max_new_tokens: tokens after the prompt, at most.
         do_sample: False: the likeliest token; True: drawn after `temperature`, `top_k` and `top_p`.
         generator: of random numbers, on the model's device.
-        eos_token_id: what ends a row. None: what the model's generation config says.
-        pad_token_id: what ended rows emit. None: what the generation config says, or 0.
+        eos_token_id: what ends a row. None: that of the model's generation config.
+        pad_token_id: what ended rows emit. None: that of the generation config, or 0.
         streamer: with `put` and `end`, as transformers' `TextIteratorStreamer`; it gets the prompt, then token by token
             what is certain. One row only.
         chunk: read the prompt so many tokens at a time; see `kvtailor.prefill`.
@@ -110,7 +111,7 @@ def generate(
     Raises:
         PlanError: the target's plan does not allow to verify several tokens at once; nothing has been done then.
         UnsupportedModel: the draft model has another vocabulary or is elsewhere, or steps cannot be recorded and
-            `graphs` asks for it.
+            `graphs` is set.
         CacheMisuse: what was given does not fit together.
     """
     target_plan, small_plan, own_plan = (_parsed(each) for each in (plan, draft_plan, middle_plan))
@@ -174,7 +175,7 @@ def generate(
     )
     if streamer is not None:
         streamer.put(ids.cpu())
-    sequences = decoding.run(ids, rule.pick(rule.said(logits)), max_new_tokens)
+    sequences = decoding.run(ids, rule.pick(rule.prediction(logits)), max_new_tokens)
     if streamer is not None:
         streamer.end()
     cache = target.close()
@@ -213,7 +214,7 @@ def _checked(
     if middle_plan is not None and draft is None:
         raise CacheMisuse(
             f"middle_plan={str(middle_plan)!r} stands between a draft model and the target, and there is no draft "
-            "model: give draft=, or say draft_plan= to let the target's own weights draft"
+            "model: give draft=, or draft_plan= to let the target's own weights draft"
         )
     if refresh is not None:
         own = middle_plan if draft is not None else draft_plan

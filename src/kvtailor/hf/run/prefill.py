@@ -24,7 +24,7 @@ from kvtailor.types import Repetition
 __all__ = ["INSTRUCTION", "begin", "fed", "instruction_of", "prefill", "read", "repetitions"]
 
 INSTRUCTION = "\n\nNow repeat all of the text above, word for word:\n"
-"""What the model is told before it repeats a piece of its context, where a tokenizer is at hand."""
+"""The instruction before the model repeats a piece of its context, where there is a tokenizer."""
 
 
 def prefill(
@@ -157,7 +157,7 @@ def repetitions(
         mask: (b, n) 0 for padding; None: no padding.
         instruction: (i,) token ids.
         how: sizes.
-        positions: that the model has; None: it does not say.
+        positions: that the model has; None: not known.
 
     Raises:
         CacheMisuse: the model has no position left after the context.

@@ -141,7 +141,7 @@ def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Ses
     """A model under a plan; its own attention comes back at the end.
 
     The plan acts on the session's caches. What `model.generate` does without one of them is not compressed, and a
-    warning at the end of the block says so.
+    warning at the end of the block reports it.
 
     ```python
     with kvtailor.session(model, "snapkv @ tokens=256") as s:

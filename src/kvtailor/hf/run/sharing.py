@@ -39,7 +39,7 @@ def can_remake(source: Plan, plan: Plan) -> bool:
 
 
 def keep_queries(source: KvCache, plan: Plan) -> None:
-    """Lets a cache remember the newest queries that a plan will ask for when it is made anew."""
+    """Lets a cache keep the newest queries that another plan will need when its cache is made anew."""
     source.engine.keep_queries(plan.needs.window)
 
 
@@ -52,7 +52,7 @@ def forget_queries(source: KvCache) -> None:
 def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None]:
     """Inside, new caches of the same model take in what a new cache reads, each after its own plan."""
 
-    def hear(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+    def take_in(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         for other in others:
             other.layers[layer].prefill_shared(keys, values, query, visible, scaling)
 
@@ -60,7 +60,7 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
     with ExitStack() as changes:
         for other in others:
             changes.enter_context(other.guard.changing("a forward of another cache, taken in by this one,"))
-        source.guard.observers = (*before, hear)
+        source.guard.observers = (*before, take_in)
         try:
             yield
         finally:
@@ -84,7 +84,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
     for layer, state in zip(layers, source.engine.states, strict=True):
         held, _ = view_held(state, visible, Needs(), len(layers))
         source.engine.offload.rest()
-        # Padding was dropped when it was encoded; its columns are there, and nobody sees them.
+        # Padding was dropped when it was encoded; its columns are there, and no token sees them.
         place = held.positions.clamp(min=0).masked_fill(~held.valid, seen)[..., None]
         states = []
         for each in (held.keys, held.values):

@@ -1,4 +1,4 @@
-"""Attention as its definition says it: the yardstick of every faster form."""
+"""Attention as it is defined: the reference of every faster form."""
 
 from __future__ import annotations
 

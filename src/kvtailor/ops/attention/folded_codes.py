@@ -222,8 +222,8 @@ def _zero(side: TokenCodes) -> int:
 @cache
 def _byte_arithmetic() -> bool:
     """Whether this processor multiplies bytes, and torch makes use of it."""
-    asks = getattr(torch.cpu, "_is_vnni_supported", None)
-    return bool(asks is not None and asks() and torch.backends.mkldnn.is_available() and hasattr(torch, "_int_mm"))
+    vnni = getattr(torch.cpu, "_is_vnni_supported", None)
+    return bool(vnni is not None and vnni() and torch.backends.mkldnn.is_available() and hasattr(torch, "_int_mm"))
 
 
 def _multiplies_bytes(side: TokenCodes) -> bool:
@@ -262,7 +262,7 @@ def _by_bytes(rows: Tensor, codes: Tensor, *, across: bool) -> Tensor:
     places = torch.cat([torch.eye(len(rows)) * _BASE**-i for i in range(_DIGITS)]) * unit[:, 0]
     if not across:
         return places.T @ torch._int_mm(together, codes).float()
-    # The kernel for bytes wants columns in sixteens.
+    # The kernel for bytes takes columns in sixteens.
     missing = -len(together) % 16
     columns, places = (torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (together, places))
     return (torch._int_mm(codes, columns.T.contiguous()).float() @ places).T

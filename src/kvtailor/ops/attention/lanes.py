@@ -1,7 +1,7 @@
 """Attention of few queries over lanes: one float32 softmax over all parts, whatever their lanes are.
 
-The logits of every part are kept (they are small where queries are few), so the softmax is taken once over all of
-them, parts need no merge of their own, and the probabilities are at hand where somebody asks for their sums.
+The logits of every part are kept (they are small where queries are few), so the softmax is taken once over all of them,
+parts need no merge of their own, and the probabilities are at hand where their sums are needed.
 """
 
 from __future__ import annotations

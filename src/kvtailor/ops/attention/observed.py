@@ -105,7 +105,7 @@ def window_attention(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
 
 
 def window_means(held: Held, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a function says of each probability row of the window: its mean over the queries and the group.
+    """The mean of a function of each probability row of the window, over the queries and the group.
 
     Args:
         held: with `queries`.

@@ -1,7 +1,7 @@
 """Attention over segments: chooses the fast form for what is held, the number of new tokens and the dtype.
 
 Many queries on one uniform part go through `ops.attention.prompt`; few queries read each part as it is stored where
-`ops.dispatch` knows how; everything else is decoded lanes (`ops.attention.lanes`, `ops.attention.folded`).
+`ops.dispatch` has a form for it; everything else is decoded lanes (`ops.attention.lanes`, `ops.attention.folded`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _prompt(
 
 
 def _stored(part: Segment) -> tuple[Coded, Coded] | None:
-    """The two sides of a part as they are stored, where they say all that attention has to know."""
+    """The two sides of a part as they are stored, where they are all that attention needs."""
     if isinstance(part, PlainSegment):
         return Whole(states=part.keys), Whole(states=part.values)
     # A codec with a view of its own gives attention other values than those it decodes.

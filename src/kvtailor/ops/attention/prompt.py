@@ -70,7 +70,7 @@ def with_mass(
     weight: Tensor,
     sees: Callable[[int, int, int], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention that also says how much of it each slot received, in one pass.
+    """Attention that also gives how much of it each slot received, in one pass.
 
     Args:
         query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). All of one dtype; the last t slots are the
@@ -134,7 +134,7 @@ def query_blocks(count: int, width: int, *, most: int) -> Iterator[tuple[int, in
 
 
 def _reach(mask: Tensor) -> int:
-    """Slots up to the last one that anybody sees."""
+    """Slots up to the last one that any query sees."""
     seen = mask.flatten(0, -2).any(0).nonzero()
     return int(seen[-1]) + 1 if seen.shape[0] else 0
 

@@ -132,8 +132,8 @@ def packed_size(size: int, bits: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Bytes of codes (..., c) along the last dimension, so that rows (tokens) can still be gathered.
 
-    A code is cut into planes of 4, 2 and 1 bits, as the sum of powers of two says that its number of bits is: 3 bits
-    are a plane of the low 2 and, behind it, a plane of the third. So 8 codes of 3 bits take 3 bytes.
+    A code is cut into planes of 4, 2 and 1 bits, as its number of bits is a sum of powers of two: 3 bits are a plane of
+    the low 2 and, behind it, a plane of the third. So 8 codes of 3 bits take 3 bytes.
 
     Args:
         codes: uint8 below 2^bits.

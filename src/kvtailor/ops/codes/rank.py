@@ -15,8 +15,8 @@ _ZERO = 1e-10
 def effective_rank(matrix: Tensor) -> Tensor:
     """exp(-sum p ln p) of the singular values divided by their sum (Roy and Vetterli, EUSIPCO 2007).
 
-    Singular values are the roots of the eigenvalues of `matrix @ matrix^T` in float64, which tells them from rounding
-    down to about 1e-7 of the largest. Smaller ones, and those of at most 1e-10, count as none.
+    Singular values are the roots of the eigenvalues of `matrix @ matrix^T` in float64, which separates them from
+    rounding down to about 1e-7 of the largest. Smaller ones, and those of at most 1e-10, count as none.
 
     Args:
         matrix: (m, n) of any float dtype; time O(m**2 n + m**3), scratch O(m**2).

@@ -121,7 +121,7 @@ def _call(
     visible: Tensor | None = None,
     log_weight: Tensor | None = None,
 ) -> tuple[Call, list[Tensor]]:
-    """What is asked, and the tensors that it points to."""
+    """The arguments of a call, and the tensors that it points to."""
     owners, group, new, size = query.shape
     asked = query.reshape(owners, group * new, size).to(torch.float32).contiguous()
     held = [asked]

@@ -84,8 +84,8 @@ def layer_shares(
 ) -> Tensor:
     """The tokens of each present layer, of a total over all layers.
 
-    With all layers present this is `apportion`. A layer that is asked alone cannot know the others, so it takes them
-    to have its own bounds (or `absent_high`): layers asked one by one sum to the total where their bounds agree.
+    With all layers present this is `apportion`. Where only some layers are present, the others are taken to have their
+    bounds (or `absent_high`): layers that come one by one sum to the total where their bounds agree.
 
     Args:
         weights: (b, L) weight of each of the plan's layers.
@@ -180,7 +180,7 @@ def moved_shares(budgets: Tensor, source: Tensor, low: Tensor, high: Tensor, *, 
         source: (b, L) int64: whose budget each layer gets, a permutation for each row.
         low: (b, L, h) int64 bounds of the layers' heads.
         high: (b, L, h) int64.
-        even: heads of a layer get the same wherever their bounds are, as `even_shares` says.
+        even: heads of a layer get the same wherever their bounds are, as in `even_shares`.
 
     Returns:
         (b, L, h) int64 between `low` and `high`, of the same sum where the bounds allow it.

@@ -27,7 +27,7 @@ def keep_top(scores: Tensor, budgets: Tensor) -> Tensor:
         ValueError: a budget is negative or above the number of tokens.
     """
     if scores.shape[:-1] != budgets.shape:
-        raise ValueError(f"one budget per lane was asked: scores {tuple(scores.shape)}, budgets {tuple(budgets.shape)}")
+        raise ValueError(f"one budget per lane is needed: scores {tuple(scores.shape)}, budgets {tuple(budgets.shape)}")
     if bool(torch.isnan(scores).any()):
         raise CacheMisuse(
             f"scores of shape {tuple(scores.shape)} hold NaN, so no order exists; look for NaN in keys, queries or mass"
@@ -36,7 +36,7 @@ def keep_top(scores: Tensor, budgets: Tensor) -> Tensor:
     available = (scores > -torch.inf).sum(-1)
     if bool(((wanted < 0) | (wanted > available)).any()):
         raise ValueError(
-            f"budgets {budgets.tolist()} were asked where only {available.tolist()} tokens are; stay within capacity"
+            f"budgets {budgets.tolist()} were given where only {available.tolist()} tokens are; stay within capacity"
         )
     last = _lowest_kept(scores, wanted)[..., None]
     kept = scores > last

@@ -14,7 +14,7 @@ __all__ = ["AroundSegment"]
 
 @dataclass(frozen=True, kw_only=True)
 class AroundSegment(Segment):
-    """What a codec around another one gives; a subclass says how its states are changed back.
+    """What a codec around another one gives; a subclass defines how its states are changed back.
 
     Attributes:
         layout: the inner segment's.

@@ -1,7 +1,7 @@
 """One side of a segment, its keys or its values, in one encoding; and the segment that two sides make.
 
-A codec says how each side is encoded; what a segment has to do besides (rows, moves, bytes, saving) is done here, once
-for all of them.
+A codec decides how each side is encoded; what a segment has to do besides (rows, moves, bytes, saving) is done here,
+once for all of them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Whole(Coded):
 
 @dataclass(frozen=True, kw_only=True)
 class TimeGrouped(Coded):
-    """States of which runs of tokens share tables (scales, say).
+    """States of which runs of tokens share tables, such as scales.
 
     Attributes:
         shared: names of the tables (m, ceil(s / group), ...); with `row` (rows, ...).

@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["Packing"]
 
-# What vector loads want, and what torch gives a tensor of its own on the CPU.
+# The alignment of vector loads, and of torch's own tensors on the CPU.
 _ALIGNMENT = 64
 
 

@@ -51,7 +51,7 @@ def check_layout(layout: Layout, seen: int) -> None:
 
 
 def check_segment(segment: Segment) -> None:
-    """Raise unless the tensors of a segment, and of those inside it, have the shapes that its layout asks for.
+    """Raise unless the tensors of a segment, and of those inside it, have the shapes that its layout requires.
 
     Rows of tables are checked as well. The segment's own layout must have passed `check_layout`.
 

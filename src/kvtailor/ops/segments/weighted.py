@@ -1,4 +1,4 @@
-"""Segments whose tokens stand for several, and know for how many."""
+"""Segments whose tokens stand for several, and have the number for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention of few queries that can also say how much each slot received, once the log-sum-exp over all parts is known.
+"""Attention of few queries that can also give how much each slot received, once the log-sum-exp over all parts is
+known.
 
 No weights are written down: keys are read once more, and their logits made again.
 """
@@ -20,7 +21,7 @@ __all__ = ["Kept", "attend_keeping"]
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What was asked of one part; see `attend_coded`.
+    """The arguments of one part; see `attend_coded`.
 
     Attributes:
         query: (n, g, t, d) of the keys' dtype. keys: (m, s, d).

@@ -74,7 +74,7 @@ def plan_of(query: Tensor, parts: Sequence[Part], *, scaling: float, processors:
         query: (n, g, t, d).
         parts: at least one.
         scaling: factor before the softmax.
-        processors: of the device; None: asked of it.
+        processors: of the device; None: read from it.
     """
     owners, group, new, _ = query.shape
     rows = group * new

@@ -82,7 +82,7 @@ def column_mass(
         lse: (b, q, t) float32 log-sum-exp of each query's logits over the slots that it sees, -inf where there is none.
         scaling: factor before the softmax.
         weight: (b, t) float32 how much each query counts; None: all by 1.
-        start: (b,) int32 first slot of each row that anybody sees, for prompts padded on the left; None: 0.
+        start: (b,) int32 first slot of each row that any query sees, for prompts padded on the left; None: 0.
         causal: query i sees the slots up to n - t + i.
 
     Returns:

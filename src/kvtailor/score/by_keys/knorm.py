@@ -1,14 +1,14 @@
 """KNorm: the tokens whose keys are short.
 
 *Idea*: in trained models a token whose key has a small L2 norm tends to receive much attention. So the shortest keys
-stay, and neither a query nor the prompt's order is looked at.
+stay, and neither queries nor the order of tokens are used.
 
 *Paper*: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", arXiv 2406.11430; our score =
 minus its norm.
 
 *Source*: the paper and a reading of kvpress (Apache-2.0); nothing was taken.
 
-*Departs*: the paper leaves the first layers whole (the first two in its code, since their norms say little); here all
+*Departs*: the paper leaves the first layers whole (the first two in its code, since their norms tell little); here all
 layers that the plan compresses are cut. It cuts as soon as the cache is longer than its limit; here once it is `slack`
 tokens past the budget. `recent` is ours: the paper protects no newest tokens.
 

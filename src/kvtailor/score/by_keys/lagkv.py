@@ -1,8 +1,8 @@
-"""LagKV: the tokens that the partition behind them would not have expected.
+"""LagKV: the tokens that differ most from the partition behind them.
 
-*Idea*: tokens are cut into partitions of `lag`. The next partition's least and greatest number in each channel are a
-ruler for the tokens before it, and a token whose channels then disagree most among themselves carries information that
-later tokens do not repeat. Each partition keeps an equal share of its tokens; no query is looked at.
+*Idea*: tokens are cut into partitions of `lag`. Each token is scaled by the least and the greatest number of each
+channel in the next partition. A token whose scaled channels vary most carries information that later tokens do not
+repeat. Each partition keeps an equal share of its tokens; no query is used.
 
 *Paper*: "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important", arXiv 2504.04704; our
 `sinks` = its S, our `lag` = its L.
@@ -10,8 +10,8 @@ later tokens do not repeat. Each partition keeps an equal share of its tokens; n
 *Source*: the paper, and a reading of its repository (MIT) and of kvpress (Apache-2.0), whose defaults differ: 16 sinks
 and a lag of 1024, 4 and 128. Nothing was taken.
 
-*Departs*: the paper keeps a fixed fraction of each partition; here a budget says how much stays, and ranks within the
-partitions share it out. First the sinks stay, then the last full partition and what follows it, the newest first, then
+*Departs*: the paper keeps a fixed fraction of each partition; here a budget is given, and ranks within the partitions
+decide how it is shared. First the sinks stay, then the last full partition and what follows it, the newest first, then
 the best of all other partitions; so a budget below `sinks + lag` is sinks and the recent window. The paper cuts a
 partition once; here partitions run anew over what is held whenever the cache is cut, which while decoding is once it is
 `slack` tokens past the budget. A channel that does not vary in the next partition counts as 0.

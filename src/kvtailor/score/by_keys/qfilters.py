@@ -10,8 +10,8 @@ positive.
 *Source*: the paper and a description of its use in kvpress (Apache-2.0); nothing was taken. The filters that its
 authors released have the other sign, and are used there with a minus.
 
-*Departs*: the filters are measured on the queries after their rotation, as they meet the cached keys; the paper does
-not say. A group's filters are averaged, as in the paper. While decoding the paper cuts at each token past its budget;
+*Departs*: the filters are measured on the queries after their rotation, as they meet the cached keys; the paper leaves
+this open. A group's filters are averaged, as in the paper. While decoding the paper cuts at each token past its budget;
 here once the cache is `slack` tokens past it. `recent` newest tokens may be kept in any case; 0 is the plain method.
 
 *Cost*: no evidence; 4 d bytes for each kv head, and one product with the keys, one kv head at a time.

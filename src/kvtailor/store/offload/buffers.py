@@ -1,4 +1,4 @@
-"""Memory to read into, used again as soon as nobody looks at it: fresh pages cost more than the reading itself."""
+"""Memory to read into, used again as soon as no tensor refers to it: fresh pages cost more than the reading itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Buffers:
             at = next((i for i, each in enumerate(self._idle) if each.nbytes == size), None)
             own = numpy.empty(size, numpy.uint8) if at is None else self._idle.pop(at)
         # A tensor holds the array that it was made from, and so do all tensors over the same memory. What takes it back
-        # asks for no lock: the garbage collector may call it in the middle of `expect` or `take`.
+        # needs no lock: the garbage collector may call it in the middle of `expect` or `take`.
         lent = own[:]
         weakref.finalize(lent, self._idle.append, own).atexit = False
         return torch.from_numpy(lent)

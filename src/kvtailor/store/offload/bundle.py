@@ -38,7 +38,7 @@ class Arrival(Protocol):
     """What is on its way."""
 
     def result(self) -> Sequence[Tensor]:
-        """The runs of bytes (size,) uint8, in the order in which they were asked for."""
+        """The runs of bytes (size,) uint8, in the order in which they were requested."""
         ...
 
 
@@ -100,7 +100,7 @@ class Offloaded(Placed):
 
 
 class OnDevice:
-    """A bundle's tensors on the device: the segments themselves, or what they are made from again when asked for."""
+    """A bundle's tensors on the device: the segments themselves, or what they are made from again when read."""
 
     def __init__(self, segments: dict[int, Segment], run: Tensor | None = None, packing: Packing | None = None):
         self.segments, self._run = segments, run

@@ -1,8 +1,8 @@
-"""OffloadStore that keep segments on another tier, whatever that tier is: what travels when, and what stays.
+"""The store that keeps segments on another tier, whatever that tier is: what travels when, and what stays.
 
 A *unit* is a layer, or the layers that are encoded together. A *bundle* is what a unit puts away at one time: it goes
 to the tier at most once, when it first leaves the device, and never changes. While a unit is read its bundles are on
-the device; when the next one is read, or nobody reads, those leave that the residency does not let stay.
+the device; when the next one is read, or reading ends, those that are not resident leave it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TieredStore(OffloadStore):
             kept = [[s if isinstance(s, Placed) else next(offloaded) for s in own] for own in held]
         self._held[unit] = bundles
         if self._open != unit:
-            # Put away again as it was: nobody has used it, and a recency that counted this would be none.
+            # Put away again as it was: it was not read, so this must not count as a use.
             self._settle(unit if fresh else None)
         return kept
 
@@ -155,7 +155,7 @@ class TieredStore(OffloadStore):
         return self._traffic
 
     def _bundles(self, unit: int) -> list[Bundle]:
-        """What a unit holds, and what it may be asked for again."""
+        """What a unit holds, and what may be read of it again."""
         return list(dict.fromkeys([*self._held.get(unit, []), *self._kept.get(unit, [])]))
 
     def _absent(self, unit: int, bundles: Sequence[Bundle]) -> list[Bundle]:

@@ -57,13 +57,13 @@ def zeroscrolls_ids(subject: Subject, chosen: LongSet, example: Example, max_tok
         return _in_chat(subject, text) if chat else whole
     ending = str(example.fields["truncation_seperator"]) + text[query_at:]
     ending_ids = subject.prompt(ending)[subject.start().numel() :]
-    stage = max_tokens - ending_ids.numel()
-    if stage < 1:
+    left = max_tokens - ending_ids.numel()
+    if left < 1:
         raise KvtailorError(
             f"asked for at most {max_tokens} tokens, but the query of example {example.name} of {chosen.name} alone "
             f"has {ending_ids.numel()}: allow more"
         )
-    document = subject.prompt(text[:query_at])[:stage]
+    document = subject.prompt(text[:query_at])[:left]
     return _in_chat(subject, subject.text(document.tolist()) + ending) if chat else torch.cat([document, ending_ids])
 
 

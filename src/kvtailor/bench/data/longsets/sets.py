@@ -42,7 +42,7 @@ class Example:
 
     Attributes:
         name: its id in the data set, or its number.
-        fields: what the data set says of it.
+        fields: what the data set has of it.
         references: right answers.
         classes: names of all classes, where it is to be put into one.
     """

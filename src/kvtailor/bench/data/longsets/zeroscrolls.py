@@ -2,7 +2,7 @@
 
 Source: github.com/tau-nlp/zero_scrolls at c994676234c6, experiments/hf/run_hf_model.py (truncation),
 experiments/api/api.py (lengths of the answers, chat models) and openai_api.py, MIT licence. The examples of its data
-set come as whole prompts; the indices beside them say where document and query stand in one.
+set come as whole prompts; the indices beside them give where document and query stand in one.
 
 A prompt that is too long loses the end of its document: the separator of its set (a note that the rest is left out)
 and the query follow what stays. A chat model gets the prompt up to the end of the query, without the line that opens

@@ -2,7 +2,7 @@
 
 Pure standard library, offline, and a function of its arguments alone: the same ``(task, state, split, length, depth,
 options)`` gives the same document on every machine. The three splits draw from disjoint ranges of states, so that no
-instance that a model was trained or a method calibrated on is asked in an evaluation.
+instance that a model was trained or a method calibrated on is used in an evaluation.
 
 A document is a ``context``, a ``question`` that ends just before the answer, and the ``answer`` with its leading
 space::
@@ -44,8 +44,8 @@ class Document:
         task: one of `ALL_TASKS`.
         state: the random state that it was generated from.
         split: "evaluation", "calibration" or "train".
-        depth: where in the context the fact was asked to stand, 0.0 (start) to 1.0 (end).
-            Lists of words have no depth and ignore it.
+        depth: where in the context the fact was to stand, 0.0 (start) to 1.0 (end). Lists of words have no depth and
+            ignore it.
         meta: what the task adds; for tasks of `TASKS` also ``fact`` (the asked sentence), ``fact_at`` (its character
             offset in the context) and ``depth_found`` (``fact_at`` over the last offset at which it could stand).
         parts: the things that the answer consists of, for recall in any order; the stripped answer if it is one.
@@ -219,13 +219,13 @@ def _with_prose(
     plot: Plot, rng: random.Random, depth: float, length: int, size: Callable[[str], int], filler: Sequence[str] | None
 ) -> list[Fact | str]:
     """The facts among filler sentences, as many as ``length`` leaves room for."""
-    stage = length - size(" ".join(fact.sentence for fact in plot.facts) + plot.facts[plot.asked].question)
+    left = length - size(" ".join(fact.sentence for fact in plot.facts) + plot.facts[plot.asked].question)
     sentences: list[str] = []
     at = rng.randrange(len(filler)) if filler is not None else 0
-    while stage > 0:
+    while left > 0:
         text = filler[(at + len(sentences)) % len(filler)] if filler is not None else words.sentence(rng)
-        stage -= size(f" {text}")
-        if stage >= 0:
+        left -= size(f" {text}")
+        if left >= 0:
             sentences.append(text)
     while True:
         pieces = _interleave(plot, depth, sentences)

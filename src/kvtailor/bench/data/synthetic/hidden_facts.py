@@ -51,7 +51,7 @@ def needle_fact(rng: random.Random, digits: int = 5) -> Fact:
 
 
 def passkey_fact(rng: random.Random, digits: int = 5) -> Fact:
-    """A pass key of ``digits`` digits, said twice."""
+    """A pass key of ``digits`` digits, stated twice."""
     answer = number(rng, digits)
     sentence = f"The pass key is{answer}. Remember it:{answer} is the pass key."
     return Fact(sentence, "\nQuestion: What is the pass key? Answer: The pass key is", answer)
@@ -136,7 +136,7 @@ def inscription_fact(rng: random.Random, span: int = 12, cue: int = 4) -> Fact:
 def variable_facts(rng: random.Random, roots: int, hops: int, asked: int, digits: int = 5) -> list[Fact]:
     """``roots`` variables that hold numbers, then ``hops`` links that start at root ``asked``.
 
-    The question names the last link and the answer walks back to the number: ``c =`` asks for `` b = a = 48213``.
+    The question names the last link and the answer leads back to the number: ``c =`` asks for `` b = a = 48213``.
     """
     names = words.distinct(rng, roots + hops)
     numbers = [number(rng, digits) for _ in range(roots)]

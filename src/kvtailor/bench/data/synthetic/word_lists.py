@@ -50,7 +50,7 @@ class WordList:
 
 
 def shortest(asked: int) -> int:
-    """The fewest words in which ``asked`` most common ones can be told from the rest."""
+    """The fewest words in which ``asked`` most common ones are distinct from the rest."""
     return max(36, 4 * asked * asked)
 
 

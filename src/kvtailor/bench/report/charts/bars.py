@@ -48,21 +48,21 @@ def bars(drawn: Sequence[Bar], *, x: str, title: str, mark: float | None = None)
         title: what it shows.
         mark: where a dashed line stands, such as the value of 'full'.
     """
-    stage = 10 + max(width_of(bar.text) for bar in drawn)
+    margin = 10 + max(width_of(bar.text) for bar in drawn)
     ends = [end for bar in drawn for end in (bar.value, bar.low, bar.high, bar.goal) if end is not None]
     across = ticks(min(0.0, *ends), max(0.0, *ends), 4)
     height = _TOP + _STEP * len(drawn) + _BOTTOM
     foot = height - _BOTTOM
 
     def at(value: float) -> float:
-        return _LEFT + (value - across[0]) / (across[-1] - across[0]) * (WIDTH - _LEFT - stage)
+        return _LEFT + (value - across[0]) / (across[-1] - across[0]) * (WIDTH - _LEFT - margin)
 
     parts = [opened(WIDTH, height, title)]
     for value in across:
         kind = "zero" if value == 0 else "grid"
         parts.append(f'<line class="{kind}" x1="{at(value):.1f}" x2="{at(value):.1f}" y1="{_TOP}" y2="{foot}"/>')
         parts.append(label("tick", at(value), foot + 16, f"{value:g}"))
-    parts.append(label("axis", (_LEFT + WIDTH - stage) / 2, height - 6, x))
+    parts.append(label("axis", (_LEFT + WIDTH - margin) / 2, height - 6, x))
     texts = []
     for i, bar in enumerate(drawn):
         top, middle = _TOP + _STEP * i + 3, _TOP + _STEP * i + _STEP / 2

@@ -1,4 +1,4 @@
-"""Grids of shares as SVG text: darker is more, and a cell says its number on hover."""
+"""Grids of shares as SVG text: darker is more, and a cell shows its number on hover."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _READABLE = 10  # columns beyond which cells are too small for a text
 
 @dataclass(frozen=True, kw_only=True)
 class HeatCell:
-    """One cell: how dark it is from 0.0 to 1.0, what is written in it, and what it says on hover."""
+    """One cell: how dark it is from 0.0 to 1.0, what is written in it, and what it shows on hover."""
 
     share: float
     text: str
@@ -35,7 +35,7 @@ def heat_map(
         columns: labels under the grid.
         rows: labels on its left.
         title: what it shows.
-        across: what the columns are; empty: not said.
+        across: what the columns are; empty: no label.
     """
     readable = len(columns) <= _READABLE and len(rows) <= 4 * _READABLE
     wide, high = (_WIDE, _HIGH) if readable else (_SMALL_WIDE, _SMALL_HIGH)
@@ -69,5 +69,5 @@ def heat_map(
 
 
 def _named(index: int, count: int, size: int) -> bool:
-    """Every label where there is stage; else every fourth."""
+    """Every label where there is space; else every fourth."""
     return size > _SMALL_WIDE or index % 4 == 0 or count < 4

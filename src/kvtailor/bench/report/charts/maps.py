@@ -15,7 +15,7 @@ __all__ = ["budgets", "needles"]
 
 
 def needles(drawn: Drawn) -> Iterator[str]:
-    """A heat map for each plan and kind of document that was asked at several depths or lengths."""
+    """A heat map for each plan and kind of document that was measured at several depths or lengths."""
     found = [r for r in drawn.records if r.task == "needle"]
     for kind, outside in dict.fromkeys((str(r.point["kind"]), bool(r.point.get("question_outside"))) for r in found):
         mine = [r for r in found if (str(r.point["kind"]), bool(r.point.get("question_outside"))) == (kind, outside)]

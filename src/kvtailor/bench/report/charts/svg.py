@@ -1,4 +1,4 @@
-"""Pictures as SVG text, without any library: points with intervals, and lines. A mark says its numbers on hover."""
+"""Pictures as SVG text, without any library: points with intervals, and lines. A mark shows its numbers on hover."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Frame:
         )
 
     def number(self, at_x: float, at_y: float, text: str) -> tuple[float, float, str]:
-        """Where a number beside a point is in nobody's way: x, y of its baseline, and its anchor."""
+        """Where a number beside a point covers nothing: x, y of its baseline, and its anchor."""
         wide = width_of(text)
         places = [
             (at_x + 7, at_y - 4, "start"), (at_x + 7, at_y + 13, "start"), (at_x - 7, at_y - 4, "end"),
@@ -199,7 +199,7 @@ def opened(width: float, height: float, title: str) -> str:
 
 
 def _up(marks: Sequence[Mark], zero: bool) -> list[float]:
-    # Six figures: what stands above 1 by a rounding error asks for no tick above 1.
+    # Six figures: what stands above 1 by a rounding error needs no tick above 1.
     lows = [float(f"{mark.y if mark.low is None else mark.low:.6g}") for mark in marks]
     highs = [float(f"{mark.y if mark.high is None else mark.high:.6g}") for mark in marks]
     return ticks(min(0.0, *lows), max(0.0, *highs)) if zero else ticks(min(lows), max(highs))

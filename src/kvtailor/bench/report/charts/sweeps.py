@@ -44,7 +44,7 @@ def along(drawn: Drawn) -> Iterator[str]:
 
 
 def by_layer(drawn: Drawn) -> Iterator[str]:
-    """What fidelity says of each layer."""
+    """The measures of fidelity for each layer."""
     shown = base(series_of(drawn.records, "fidelity"))
     if shown is None:
         return

@@ -56,7 +56,7 @@ def texts(
 
 
 def markdown_page(records: Sequence[Record], summary: Summary, suites: Sequence[SuitePages] = ()) -> str:
-    """The headline, all tables, and what the numbers rest on. Nothing that a record says becomes HTML."""
+    """The headline, all tables, and what the numbers rest on. Text of a record never becomes HTML."""
     safe = safe_markdown
     parts = [f"**{safe(summary.headline)}**"]
     for pages in suites:

@@ -96,7 +96,7 @@ def _of_record(record: Record, full: Record | None) -> Iterator[_Line]:
 
 
 def _interval(record: Record, name: str, number: float) -> Estimate | None:
-    """Of shares, which know their own; other means have one of their difference to 'full'."""
+    """Of shares, which have their own; other means have one of their difference to 'full'."""
     values = record.values.get({"accuracy": "hit"}.get(name, name), ())
     if name not in ("accuracy", "recall") or not values or not all(0 <= value <= 1 for value in values):
         return None

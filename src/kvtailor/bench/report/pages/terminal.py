@@ -241,7 +241,7 @@ def _times(ratio: float | None) -> Text:
 
 
 def _colour(row: Row, margins: Margins) -> str:
-    """Green: the whole interval is below the margin. Yellow: all of it is above 0. No colour: cannot be told."""
+    """Green: the whole interval is below the margin. Yellow: all of it is above 0. No colour: neither."""
     if row.loss is None or row.loss.low is None or row.loss.high is None:
         return ""
     if row.loss.high < margins.nats:

@@ -61,7 +61,7 @@ def suite_pages(suite: Suite, records: Sequence[Record], *, only: Sequence[str] 
 
 
 def show_suite(pages: SuitePages, console: Console) -> None:
-    """Prints all tables, each in as many parts as the terminal's width asks for."""
+    """Prints all tables, each in as many parts as the terminal's width needs."""
     for grid in pages.grids:
         console.print()
         console.print(Text(grid.title, style="bold"))

@@ -25,11 +25,11 @@ class FilledCell:
 
     Attributes:
         text: as shown; a dash where it was not measured.
-        value: None where it was not measured; scaled as the table asks.
+        value: None where it was not measured; scaled as the table has it.
         low, high: its 95 % interval, where there is one.
         plan: the plan it belongs to.
         plan_hash: its content hash, as records have it.
-        samples: behind it, over all of its records; None where they do not say.
+        samples: behind it, over all of its records; None where they have no number of them.
         keys: of the records that it comes from.
     """
 
@@ -174,7 +174,7 @@ class _Filler:
         return self._contestants[plan]
 
     def _notes(self, table: Table) -> Iterable[str]:
-        """Rows that are one plan, what the records say, and why numbers are not there."""
+        """Rows that are one plan, the records' notes, and why numbers are not there."""
         names: dict[object, list[str]] = {}
         for row in table.rows:
             same = tuple((self._contestant(c.plan).hash, c.tasks, c.measure, c.against, c.shows) for c in row.cells)

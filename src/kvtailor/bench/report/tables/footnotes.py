@@ -113,7 +113,7 @@ def _interval_words(scored: Record) -> str:
 
 
 def _from_documents(scored: Record) -> str:
-    """What the windows were drawn by; nothing where the record does not say from which documents they are."""
+    """What the windows were drawn by; nothing where the record lacks the documents."""
     count, known = len(set(documents_of(scored))), documents_of(scored)
     if not known or count == len(known):
         return ""

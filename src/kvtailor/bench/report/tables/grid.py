@@ -1,4 +1,4 @@
-"""A table of numbers that know where they came from, and the same table as Markdown, LaTeX and CSV."""
+"""A table of numbers with the records that they came from, and the same table as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 

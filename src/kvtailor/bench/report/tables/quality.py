@@ -1,4 +1,4 @@
-"""Every question that was asked of the plans, each with the plans' scores and their paired differences to 'full'."""
+"""Every text and task of a run, each with the plans' scores and their paired differences to 'full'."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Measure:
     """One question, over the same samples for every plan.
 
     Attributes:
-        name: what tells it from the others, such as a text or the kind of document.
+        name: what distinguishes it from the others, such as a text or the kind of document.
         task: name of the task.
         unit: of the scores: "perplexity", "%", or "score" where they are on a scale of the task's own.
         difference_unit: of the differences: `NATS`, `POINTS` (of percent) or "score".
@@ -102,7 +102,7 @@ def difference(
         scale: what the result is multiplied by.
     """
     if top is None and ours == theirs and ours:
-        # Samples that are all equal do not say how far the next ones may be apart.
+        # Samples that are all equal do not show how far the next ones may be apart.
         return Estimate(0.0, None, None, len(ours))
     found = (
         mean_difference(ours, theirs, documents=documents)
@@ -115,7 +115,7 @@ def difference(
 
 
 def documents_of(record: Record) -> tuple[float, ...]:
-    """Which document each window is from; empty where the record does not say."""
+    """Which document each window is from; empty where the record lacks it."""
     return record.values.get("document", ())
 
 

@@ -19,9 +19,9 @@ LEAST_GAIN = 0.005
 def headline(rows: Sequence[Row], measures: Sequence[Measure], margins: Margins | None = None) -> str:
     """Which plan with the fewest bytes is shown to lose less than the margins; if none is, why.
 
-    A plan loses less than the margins only if it was asked all that 'full' was asked, and in each of it the upper end
-    of its loss's interval is below the margin, see `bench.measure.equivalence`. It is not named where another plan
-    beats it in bytes and in loss, shown or not.
+    A plan loses less than the margins only if it was measured in all that 'full' was measured in, and in each of it the
+    upper end of its loss's interval is below the margin, see `bench.measure.equivalence`. It is not named where another
+    plan beats it in bytes and in loss, shown or not.
 
     Args:
         rows: from `rows_of`.
@@ -58,7 +58,7 @@ def _headline(full: Row, smaller: Sequence[Row], measures: Sequence[Measure], ma
             f"No plan that holds less was measured in all {len(asked)} texts and tasks that 'full' was measured in, so "
             "none can be said to lose nothing."
         )
-    # Better beyond chance is no praise: it says that the text or the model is odd, and a footnote says so.
+    # Better beyond chance is no merit: it shows that the text or the model is unusual, and a footnote states it.
     fair = [each for each in complete if not beats_full(each.row)]
     if not fair:
         return (
@@ -129,12 +129,12 @@ def _smaller(rows: Sequence[Row]) -> list[Row]:
 
 
 def _paired(full: Row, measures: Sequence[Measure]) -> list[Measure]:
-    """Without numbers for single samples nothing can be told from chance: such a measure decides nothing."""
+    """Without numbers for single samples nothing can be distinguished from chance: such a measure decides nothing."""
     return [m for m in measures if full.plan_hash in m.scores and m.scores[full.plan_hash].losses is not None]
 
 
 def _without_full(full: Row, measures: Sequence[Measure]) -> list[str]:
-    """What plans were asked and 'full' was not, or failed at: nothing of it can be compared."""
+    """What plans were measured in and 'full' was not, or failed at: nothing of it can be compared."""
     return [f"{m.task} {m.name}" for m in measures if full.plan_hash not in m.scores]
 
 
@@ -193,7 +193,7 @@ def _no_verdict(
     mildest: Judged, undecided: Sequence[Judged], fair: Sequence[Judged], asked: Sequence[Measure], margins: Margins
 ) -> str:
     limit = limits(asked, margins)
-    # The plan that is nearest to a verdict says what is lacking.
+    # What is lacking is that of the plan that is nearest to a verdict.
     nearest = min(
         undecided,
         key=lambda each: (bool(never(each)), sum(not found.below for *_, found in each.scores), each.drop(NATS)),

@@ -15,7 +15,7 @@ Asked = tuple[Measure, Score, Score, Outcome]
 
 
 def limits(asked: Sequence[Measure], margins: Margins) -> str:
-    """The margins of the units that were asked, in words."""
+    """The margins of the units that were measured, in words."""
     units = {measure.difference_unit for measure in asked}
     parts = [f"{margins.nats:g} nats per token"] * (NATS in units)
     parts += [f"{margins.points:g} points of right answers"] * (POINTS in units)
@@ -125,7 +125,7 @@ def _answers(judged: Judged) -> list[str]:
 
 
 def _right_answers(shares: Sequence[Asked]) -> list[str]:
-    """In numbers where one kind of them was asked; else where most were lost."""
+    """In numbers where one kind of them was measured; else where most were lost."""
     if not shares:
         return []
     if len(shares) == 1 and shares[0][0].task == "needle" and shares[0][0].name.endswith("right"):

@@ -90,7 +90,7 @@ def split_kernel(
     first = split * share
     last = tl.minimum(first + share, end)
 
-    # Said here, since the compiler knows of no divisor of a stride below 16.
+    # Stated here, since the compiler finds no divisor of a stride below 16.
     k_start = tl.multiple_of(lane * k_lane, K_ALIGN)
     v_start = tl.multiple_of(lane * v_lane, V_ALIGN)
     k_tables = tl.multiple_of(lane * k_table, K_TABLE_ALIGN)

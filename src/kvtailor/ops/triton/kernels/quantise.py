@@ -7,7 +7,7 @@ import triton.language as tl
 
 __all__ = ["channel_kernel", "token_kernel"]
 
-# What `FLAT` of ops.codes.quant says.
+# The value of `FLAT` in ops.codes.quant.
 _FLAT = tl.constexpr(2.0**-14)
 
 

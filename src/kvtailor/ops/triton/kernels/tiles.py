@@ -1,4 +1,5 @@
-"""Tiles of one side of a segment, as the kernels read them: bytes, the scales that go with them, and what they say.
+"""Tiles of one side of a segment, as the kernels read them: bytes, the scales that go with them, and the numbers that
+they stand for.
 
 How scales enter the sums (`FOLD` below; `sides.fold_of` chooses):
 

@@ -1,6 +1,6 @@
 """Codes in bytes as float16 numbers, without a conversion: the bits of a code are the low mantissa bits of a float.
 
-A float16 from 2^(10 - i) on counts in steps of 2^-i, so the bits of code * 2^i below it say that number plus the code.
+A float16 from 2^(10 - i) on counts in steps of 2^-i, so the bits of code * 2^i below it make that number plus the code.
 A code that sits i bits up in its byte needs a mask and a constant high byte then, and no shift; what is added is taken
 off where sums are at hand.
 """

@@ -119,7 +119,7 @@ def test_a_gain_too_small_to_matter_is_no_fraud():
     check_records(answers(base[:4], [x - 1 - 0.01 * i for i, x in enumerate(base[:4])], "nll", "perplexity"))
 
 
-def test_uniform_logits_hide_nothing_from_the_tripwires():
+def test_uniform_logits_hide_nothing_from_the_checks():
     with pytest.raises(Fraud, match="untouched cache"):
         bench({"one": DummyCache(keep=20)}, model=UniformModel())
 

@@ -1,4 +1,4 @@
-"""Buffers are used again, and never while anybody looks."""
+"""Buffers are used again, and never while a tensor refers to them."""
 
 from __future__ import annotations
 
