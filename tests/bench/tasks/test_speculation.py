@@ -133,7 +133,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_what_makes_no_sense_is_refused_before_any_work():
     subject = Subject(name="tiny", model=build("llama"), tokenizer=DummyTokenizer())
     for settings, words in (
-        ({}, "nobody drafts"),
+        ({}, "there is no draft"),
         ({"draft_plan": "snapkw"}, "did you mean 'snapkv'"),
         ({"draft_plan": "full", "temperature": -1}, "temperature must be 0"),
         ({"draft_plan": "full", "tokens": 1}, "at least 2 tokens"),
