@@ -2,6 +2,8 @@
 
 import io
 import re
+import threading
+import time
 
 from rich.console import Console
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
@@ -83,3 +85,18 @@ def test_as_many_cells_come_as_were_announced():
     records = run(given, plans, tasks, bandwidth=False, advance=steps.append, finish=found.append)
     assert cells == len(records) == len(found) == 2 + 2 + 4 + 3
     assert found == records and len(steps) <= most
+
+
+def test_a_bar_that_does_not_tick_draws_only_between_samples() -> None:
+    """A thread that draws while a sample is taken would take part of its time."""
+    file, console = shown(True)
+    before = threading.active_count()
+    with bar(3, console, "[1 of 2] a table: preparing", ticking=False) as advance:
+        assert threading.active_count() == before and "[1 of 2] a table: preparing" in file.getvalue()
+        drawn = len(file.getvalue())
+        time.sleep(0.3)
+        assert len(file.getvalue()) == drawn
+        advance("[1 of 2] a table: a side")
+        assert "a side" in file.getvalue()[drawn:] and "1/3" in file.getvalue()[drawn:]
+    with bar(3, console):
+        assert threading.active_count() == before + 1

@@ -26,8 +26,8 @@ class Attended:
         mass: for each part (m, s) float32: attention probability that each slot received, summed over the group's query
             heads and over `AttentionRequest.real_queries`; None unless `AttentionRequest.want_mass`.
         tokens_read: tokens read by each (row, kv head) for the last query, (b, h) int64; None where all were.
-        carry: what this method wants to find in `AttentionContext.carry` at the layer's next call; batch rows first,
-            and in storages of their own. Lost where tokens are taken back outside of a recorded forward.
+        carry: what `AttentionContext.carry` holds at the layer's next call; batch rows first, and in storages of their
+            own. Lost where tokens are taken back outside of a recorded forward.
     """
 
     output: Tensor

@@ -21,11 +21,22 @@ _WIDTH = 48
 
 
 @contextmanager
-def bar(total: int, console: Console) -> Iterator[Callable[[str], None]]:
-    """Gives the function that counts one unit of work with the label of what runs. Silent without a terminal."""
-    with _progress(console, MofNCompleteColumn()) as progress:
-        work = progress.add_task("starting", total=total)
-        yield lambda label: progress.update(work, advance=1, description=_label(label))
+def bar(
+    total: int, console: Console, label: str = "starting", *, ticking: bool = True
+) -> Iterator[Callable[[str], None]]:
+    """Gives the function that counts one unit of work with the label of what runs. Silent without a terminal.
+
+    Args:
+        total: units that will come.
+        console: where to.
+        label: until the first unit is done.
+        ticking: a thread draws the time that passes; without, the line is drawn when a unit is done, and never while
+            work that is timed runs.
+    """
+    with _progress(console, MofNCompleteColumn(), ticking=ticking) as progress:
+        work = progress.add_task(_label(label), total=total)
+        progress.refresh()
+        yield lambda label: progress.update(work, advance=1, description=_label(label), refresh=not ticking)
 
 
 class Watch:
@@ -76,9 +87,9 @@ def watch(cells: int, steps: int, console: Console) -> Iterator[Watch]:
         yield Watch(cells, steps, console, progress)
 
 
-def _progress(console: Console, count: ProgressColumn) -> Progress:
+def _progress(console: Console, count: ProgressColumn, *, ticking: bool = True) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(24), count, TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=ticking)
 
 
 def _label(label: str) -> str:

@@ -232,13 +232,13 @@ def _run(make: Callable[[torch.device], Bench], *, device: str, threads: int | N
     if threads is not None:
         torch.set_num_threads(threads)
     console, begun = Console(stderr=True, highlight=False), time.monotonic()
-    with console.status("measuring this machine's bandwidth"):
-        bench = make(where)
+    bench = make(where)
     click.echo(f"{bench.about}\n{bench.machine}")
     tables: dict[str, Any] = {}
     for done, cell in enumerate(bench.cells, start=1):
         place = f"{done} of {len(bench.cells)}"
-        with bar(cell.samples, console) as advance:
+        # Nothing is drawn while a sample is taken: a thread that draws would take part of its time.
+        with bar(cell.samples, console, f"[{place}] {cell.name}: preparing", ticking=False) as advance:
             table = cell.measure(_labelled(advance, f"[{place}] {cell.name}: "))
         click.echo("\n".join(table.lines))
         _add(tables, table.rows)

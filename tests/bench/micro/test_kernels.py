@@ -72,14 +72,12 @@ def test_an_answer_that_is_not_a_number_is_wrong() -> None:
 
 
 @needs_cpu_kernels
-def test_samples_that_are_counted_are_no_more_than_were_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announced_samples_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "APART", 1)
     for cell in kernels.bench(contexts=[512], rounds=1, device=torch.device("cpu")).cells:
         said: list[str] = []
         cell.measure(said.append)
-        assert 0 < len(said) <= cell.samples, cell.name
-        # Where libraries of transformers are missing, their sides are.
-        assert "attention" in cell.name or "heads" in cell.name or "Quest" in cell.name or len(said) == cell.samples
+        assert len(said) == cell.samples, cell.name
 
 
 def test_without_kernels_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from kvtailor.bench.micro import timer
 from kvtailor.bench.micro.tables import compared
-from kvtailor.bench.micro.timer import Measured, Side, time_in_turns, turns
+from kvtailor.bench.micro.timer import Measured, Side, rounds_in_turns, time_in_turns
 
 
 class Ticks:
@@ -26,7 +26,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_turns_begin_with_another_side_each_round() -> None:
-    found = list(turns("abc", 3, warmup=1))
+    found = list(rounds_in_turns("abc", 3, warmup=1))
     assert found == [
         (-1, "c"), (-1, "a"), (-1, "b"),
         (0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b"),
@@ -35,11 +35,11 @@ def test_turns_begin_with_another_side_each_round() -> None:
 
 def test_rounds_are_added_until_all_have_enough_or_patience_ends() -> None:
     counts = {"a": 0, "b": 0}
-    for index, side in turns("ab", 2, warmup=1, patience=5, enough=lambda side: counts[side] >= 2):
+    for index, side in rounds_in_turns("ab", 2, warmup=1, patience=5, enough=lambda side: counts[side] >= 2):
         # Every other sample of b is no good.
         counts[side] += index >= 0 and (side == "a" or index % 2 == 1)
     assert counts == {"a": 4, "b": 2}
-    assert max(index for index, _ in turns("ab", 2, warmup=0, patience=3, enough=lambda side: False)) == 5
+    assert max(index for index, _ in rounds_in_turns("ab", 2, warmup=0, patience=3, enough=lambda side: False)) == 5
 
 
 def test_a_sample_on_a_cpu_is_the_next_layer_and_warm_ups_do_not_count(undisturbed: None) -> None:

@@ -13,17 +13,19 @@ from kvtailor.bench.data.texts import STATES, generated_text
 from kvtailor.bench.runner import run
 from kvtailor.bench.tasks.fidelity import Fidelity
 from kvtailor.bench.tasks.longcontext import LongContext
-from kvtailor.cli.asked import STATE_APART, settings_of
+from kvtailor.bench.tasks.settings import STATES_APART
+from kvtailor.cli.asked import OPTIONS, settings_of
 from kvtailor.errors import KvtailorError
 
 DUMMY = subject(CountingModel())
-ASKED = dict.fromkeys(
-    ("chunk", "windows", "memory_bytes", "examples", "draft", "draft_plan", "middle_plan", "graphs", "beyond"), None
-) | {
-    "texts": ["generated"], "context": 64, "continuation": 16, "lengths": (300,), "depths": (0.5,), "documents": 3,
-    "kinds": ["needle"], "question_outside": False, "contexts": (64,), "batches": (1,), "new_tokens": (8,), "rounds": 2,
-    "gamma": 4,
+ASKED = dict.fromkeys(OPTIONS) | {
+    "context": 64, "continuation": 16, "needles": (300,), "depths": (0.5,), "documents": 3, "kind": ("needle",),
+    "contexts": (64,), "batches": (1,), "new_tokens": (8,), "rounds": 2, "gamma": 4,
 }  # fmt: skip
+
+
+def asked_for(kind, which, state):
+    return settings_of([(kind, which)], {**ASKED, "state": state}, ["generated"], DUMMY)
 
 
 def measured(made):
@@ -73,20 +75,20 @@ def test_generated_texts_of_two_states_have_no_document_in_common():
 @pytest.mark.parametrize("kind", ["perplexity", "fidelity", "needle", "speculation", "longbench"])
 def test_the_option_reaches_every_task_that_it_is_about(kind):
     which = "qasper" if kind == "longbench" else None
-    [(_, first)] = settings_of([(kind, which)], state=0, **ASKED)
-    [(_, last)] = settings_of([(kind, which)], state=STATES - 1, **ASKED)
+    [(_, first)] = asked_for(kind, which, 0)
+    [(_, last)] = asked_for(kind, which, STATES - 1)
     assert first["state"] == 0 and last["state"] > 0
-    assert last["state"] + STATE_APART <= 500_000 < SPLITS["evaluation"].stop
+    assert last["state"] + STATES_APART <= 500_000 < SPLITS["evaluation"].stop
 
 
 def test_needles_of_two_states_share_no_document():
     hashes, states = set(), []
     for state in (0, 1):
-        [(kind, settings)] = settings_of([("needle", None)], state=state, **ASKED)
+        [(kind, settings)] = asked_for("needle", None, state)
         [found] = run(subject(RecallModel()), [FULL], [make_task(kind, settings, DUMMY, data=None)], bandwidth=False)
         hashes.add(found.text_hash)
         states.append(found.state)
-    assert len(hashes) == 2 and states == [0, STATE_APART]
+    assert len(hashes) == 2 and states == [0, STATES_APART]
 
 
 def test_some_examples_of_a_set_are_others_and_all_of_them_are_all(tmp_path):

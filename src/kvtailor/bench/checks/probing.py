@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
+from kvtailor.hf.cache import KvCache
 
 __all__ = ["fed_scores", "probe", "rounding_of"]
 
@@ -145,7 +146,7 @@ def _kinds(kind: type) -> Iterator[type]:
 
 
 def _can_be_emptied(cache: Any) -> bool:
-    return hasattr(cache, "engine") and hasattr(cache, "ledger")
+    return isinstance(cache, KvCache)
 
 
 def _is_placed(cache: Any) -> bool:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from kvtailor.ledger import storage_bytes
+from kvtailor.hf.cache import KvCache
+from kvtailor.ledger import Ledger, storage_bytes
 
-__all__ = ["bytes_of", "tokens_read", "weigh"]
+__all__ = ["Weighed", "bytes_of", "tokens_read", "weigh"]
+
+
+@runtime_checkable
+class Weighed(Protocol):
+    """A cache that says what it holds: ours, and the dummies that tests measure."""
+
+    seen: int
+
+    def held(self) -> Tensor:
+        """Return (b, l, h) int64: tokens held."""
+
+    def ledger(self) -> Ledger:
+        """Return the bytes that are held."""
+
+
+@runtime_checkable
+class _Layered(Protocol):
+    """A cache of transformers: its layers may have `keys` and `values`."""
+
+    layers: Sequence[Any]
 
 
 def weigh(cache: Any) -> dict[str, Any]:
-    """What a cache holds now, as fields of a `Record`; nothing for a cache that is not kvtailor's."""
-    if not hasattr(cache, "ledger"):
+    """Return what a cache holds now, as fields of a `Record`; nothing for a cache that does not say it."""
+    if not isinstance(cache, Weighed):
         return {}
     held, ledger = cache.held(), cache.ledger()
     return {
@@ -35,13 +57,13 @@ def weigh(cache: Any) -> dict[str, Any]:
 
 
 def _moved(cache: Any) -> dict[str, float] | None:
-    found: dict[str, float] = cache.traffic().as_dict() if hasattr(cache, "traffic") else {}
+    found: dict[str, float] = cache.traffic().as_dict() if isinstance(cache, KvCache) else {}
     return found if any(found.values()) else None
 
 
 def tokens_read(cache: Any) -> float | None:
     """`Record.tokens_read` of the forward before."""
-    states = cache.engine.states if hasattr(cache, "engine") else []
+    states = cache.engine.states if isinstance(cache, KvCache) else []
     if all(state.observed.tokens_read is None for state in states):
         return None
     each = [
@@ -52,9 +74,9 @@ def tokens_read(cache: Any) -> float | None:
 
 def bytes_of(cache: Any) -> int | None:
     """Unique storages of a cache, ours or transformers' own; None for any other."""
-    if hasattr(cache, "ledger"):
+    if isinstance(cache, Weighed):
         return int(cache.ledger().total)
-    if not hasattr(cache, "layers"):
+    if not isinstance(cache, _Layered):
         return None
     held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     return storage_bytes([each for each in held if isinstance(each, Tensor)])

@@ -28,6 +28,7 @@ from kvtailor.bench.measure.weights import Weights
 from kvtailor.bench.subject import Subject
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
 from kvtailor.types import Needs, Segment
@@ -146,7 +147,7 @@ class _Step:
 
     def __init__(self, cache: Any, geometry: Geometry, rows: int, *, seen: int):
         self.geometry, self.rows, self.seen = geometry, rows, seen
-        self.states: list[LayerState] = cache.engine.states if hasattr(cache, "engine") else []
+        self.states: list[LayerState] = cache.engine.states if isinstance(cache, KvCache) else []
         self.before = [_Before.of(state, rows, geometry.kv_heads) for state in self.states]
 
     def read(self, cache: Any) -> int:

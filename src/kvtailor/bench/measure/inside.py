@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvtailor.hf.cache import KvCache
+from kvtailor.types import Visibility
 
 __all__ = ["LAYERWISE", "Contents", "Queries", "compare_layers", "contents", "queries_of"]
 
@@ -47,7 +49,7 @@ class Queries:
     scaling: float
 
 
-def contents(cache: Any) -> list[Contents]:
+def contents(cache: KvCache) -> list[Contents]:
     """Every compressed layer of a `KvCache` of one row, decoded."""
     found = []
     for state in cache.engine.states:
@@ -69,27 +71,19 @@ def contents(cache: Any) -> list[Contents]:
 
 
 @contextmanager
-def queries_of(cache: Any) -> Iterator[list[Queries]]:
+def queries_of(cache: KvCache) -> Iterator[list[Queries]]:
     """While it is open, the queries that come to the compressed layers of a `KvCache` are kept, in layer order."""
     kept: list[Queries] = []
-    layers = [layer for layer in cache.layers if hasattr(layer, "attend")]
-    originals = [layer.attend for layer in layers]
 
-    def keeping(original: Any) -> Any:
-        def attend(query: Tensor, mask: Any, scaling: float) -> Tensor:
-            kept.append(Queries(query[0].float().cpu(), scaling))
-            result: Tensor = original(query, mask, scaling)
-            return result
+    def keep(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+        kept.append(Queries(query[0].float().cpu(), scaling))
 
-        return attend
-
-    for layer, original in zip(layers, originals, strict=True):
-        layer.attend = keeping(original)
+    before = cache.guard.observers
+    cache.guard.observers = (*before, keep)
     try:
         yield kept
     finally:
-        for layer in layers:
-            del layer.attend
+        cache.guard.observers = before
 
 
 def compare_layers(full: list[Contents], ours: list[Contents], queries: list[Queries]) -> dict[str, tuple[float, ...]]:

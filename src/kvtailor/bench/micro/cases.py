@@ -8,6 +8,7 @@ about quality.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ __all__ = [
     "ragged_owners",
     "random_llama",
     "states",
+    "stock_caches",
     "stock_steps",
     "torch_attention",
     "verdict",
@@ -235,6 +237,20 @@ def torch_attention(query: Tensor, half: Half, *, fold: bool) -> Attend:
     return attend
 
 
+def stock_caches() -> int:
+    """How many of transformers' own caches `stock_steps` can make here."""
+    found = 0
+    for make in _stock_makers().values():
+        with suppress(ImportError):
+            make()
+            found += 1
+    return found
+
+
+def _stock_makers() -> dict[str, Callable[[], Any]]:
+    return layer_makers(bits=4, group=GROUP, tail=128)
+
+
 def stock_steps(query: Tensor, half: Half, notes: list[str]) -> list[tuple[str, Attend]]:
     """Steps of transformers' own caches; those whose library is missing are left out, and named in `notes`.
 
@@ -244,7 +260,7 @@ def stock_steps(query: Tensor, half: Half, notes: list[str]) -> list[tuple[str, 
         notes: gets a line for each that is left out.
     """
     made: list[tuple[str, Attend]] = []
-    for name, make in layer_makers(bits=4, group=GROUP, tail=128).items():
+    for name, make in _stock_makers().items():
         try:
             caches = [make() for _ in half]
         except ImportError as missing_library:

@@ -50,9 +50,10 @@ of transformers' caches. Divided by: our own bfloat16 kernel. Beside it: a plain
 # Lanes whose answer is compared.
 _CHECKED = 8
 _PAGE, _BUDGET = 16, 2048
+_DECODED_FIRST = ("int4", "kivi 4 bits")
+_FOLDS = {"sdpa, heads folded": True, "sdpa as transformers calls it": False}
 _WARMUP = 2
-# Samples of a table are counted before its sides are known (one that is wrong, or lacks a library, has none).
-_MOST_SIDES = {"attention": 13, "quest": 3, "ragged": 2, "blocks": 6, "appending": 2, "packing": 5}
+CASES = ("attention", "quest", "ragged", "blocks", "appending", "packing")
 # Makes the sides of a case from kernels, tokens and layers.
 _Make = Callable[[Kernels, int, int], list[Side]]
 
@@ -90,22 +91,20 @@ def bench(
                 measure = partial(
                     _attention_table, kernels, which, name, rows * heads, group, tokens, rounds, bandwidth
                 )
-                cells.append(_cell(name, "attention", rounds, measure))
-        for case, (title, make, base) in _OF_ONE_ROW.items():
+                # A side whose answer is wrong gets no samples; all others are counted before they are made.
+                count = 1 + len(SIDES) + len(_DECODED_FIRST) + len(_FOLDS) + cases.stock_caches()
+                cells.append(Cell(name=name, samples=(rounds + _WARMUP) * count, measure=measure))
+        for case, (title, make, base, count) in _of_one_row(kernels).items():
             if not only or case in only:
                 name = f"{title}, {tokens} tokens"
                 measure = partial(_table, kernels, which, name, make, base, tokens, rounds, bandwidth)
-                cells.append(_cell(name, case, rounds, measure))
+                cells.append(Cell(name=name, samples=(rounds + _WARMUP) * count, measure=measure))
     return Bench(
         about=_ABOUT,
         machine=f"{kernels.name}; a plain read gives {bandwidth / 1e9:.1f} GB/s",
         cells=cells,
         found={"read_bandwidth": bandwidth, "variant": kernels.variant},
     )
-
-
-def _cell(name: str, case: str, rounds: int, measure: Callable[[Advance], Table]) -> Cell:
-    return Cell(name=name, samples=(rounds + _WARMUP) * _MOST_SIDES[case], measure=measure)
 
 
 @torch.no_grad()
@@ -198,9 +197,9 @@ def _attention(kernels: Kernels, lanes: int, group: int, tokens: int, layers: in
         exact = [cases.exact_side(side.rows(some)) for side in stored[0]]
         size = cases.bytes_of(stored)
         add(f"kvtailor {name}", kernels.ours(query, stored), exact[0], exact[1], size)
-        if name in ("int4", "kivi 4 bits"):
+        if name in _DECODED_FIRST:
             add(f"decoded first, {name}", kernels.decoded_first(query, stored), exact[0], exact[1], size)
-    for name, fold in (("sdpa, heads folded", True), ("sdpa as transformers calls it", False)):
+    for name, fold in _FOLDS.items():
         run = cases.torch_attention(query, half, fold=fold)
         add(name, run, half[0][0][some], half[0][1][some], plain)
     # A step of transformers' caches allocates, so that no graph can hold it.
@@ -291,15 +290,15 @@ def _packing(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
     return [Side(name=name, run=run, recorded=True, bytes_read=half[0].nbytes) for name, run in work.items()]
 
 
-# Title, what makes the sides, and the side that the others are divided by; all of 8 kv heads of 4 query heads.
-_OF_ONE_ROW: dict[str, tuple[str, _Make, str]] = {
-    "quest": ("Quest's pages", _quest, "everything, bfloat16"),
-    "ragged": ("ragged heads", _ragged, "uniform heads, bfloat16"),
-    "blocks": ("query blocks", _blocks, "bfloat16, 1 queries"),
-    "appending": ("appending", _appending, "attention, bfloat16"),
-    "packing": ("packing", _packing, "a copy of the states"),
-}
-CASES = ("attention", *_OF_ONE_ROW)
+def _of_one_row(kernels: Kernels) -> dict[str, tuple[str, _Make, str, int]]:
+    """Title, what makes the sides, the side that the others are divided by, and how many; 8 kv heads of 4 queries."""
+    return {
+        "quest": ("Quest's pages", _quest, "everything, bfloat16", 2 if kernels.attend_pages is None else 3),
+        "ragged": ("ragged heads", _ragged, "uniform heads, bfloat16", 2),
+        "blocks": ("query blocks", _blocks, "bfloat16, 1 queries", 2 * len(kernels.blocks)),
+        "appending": ("appending", _appending, "attention, bfloat16", 2),
+        "packing": ("packing", _packing, "a copy of the states", 5),
+    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 
 from kvtailor.bench.measure.machine import Neighbours
 
-__all__ = ["CPU", "Measured", "Side", "samples_of", "time_in_turns", "turns"]
+__all__ = ["CPU", "Measured", "Side", "rounds_in_turns", "time_in_turns"]
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ class Measured:
     cache_bytes: int | None = None
 
 
-def turns(
+def rounds_in_turns(
     sides: Sequence[_Each],
     rounds: int,
     *,
@@ -90,11 +90,6 @@ def turns(
         first = index % len(sides)
         for side in (*sides[first:], *sides[:first]):
             yield index, side
-
-
-def samples_of(sides: Sequence[Side], rounds: int, *, warmup: int) -> int:
-    """How many samples `time_in_turns` takes, those that warm up included: what a progress line counts to."""
-    return (rounds + warmup) * len(sides)
 
 
 def time_in_turns(
@@ -127,7 +122,7 @@ def time_in_turns(
     samplers = [_sampler(side, layers, device, clock or time.perf_counter, sweep=sweep) for side in sides]
     # A graph between two events is timed by the device, which other programs on the host do not slow down.
     by_device = [device.type == "cuda" and side.recorded and clock is None for side in sides]
-    for round_, at in turns(range(len(sides)), rounds, warmup=warmup):
+    for round_, at in rounds_in_turns(range(len(sides)), rounds, warmup=warmup):
         neighbours.start()
         seconds = samplers[at](round_)
         disturbed = clock is None and not by_device[at] and neighbours.disturbed()

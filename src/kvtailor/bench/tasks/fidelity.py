@@ -31,6 +31,7 @@ from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
 from kvtailor.bench.tasks.perplexity import Perplexity, Window, origin_notes, scored_pieces, whole_budgets
 from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Metric, setting
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.cache import KvCache
 
 __all__ = ["Fidelity"]
 
@@ -188,7 +189,7 @@ class _Run:
 def _run(subject: Subject, contestant: Contestant, window: Window) -> _Run:
     logits, cache = subject.prefill(window.context[None], subject.new_cache(contestant), last_only=True)
     weight = weigh(cache)
-    held = contents(cache) if hasattr(cache, "engine") else None
+    held = contents(cache) if isinstance(cache, KvCache) else None
     rows, queries = [logits[0, -1:]], []
     if window.targets.numel() > 1:
         if held is None:

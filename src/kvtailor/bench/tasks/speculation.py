@@ -35,6 +35,7 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.machine import Neighbours
+from kvtailor.bench.micro.timer import rounds_in_turns
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
 from kvtailor.bench.tasks.draft_rounds import DraftRounds
@@ -172,16 +173,17 @@ class Speculation(AllAtOnce):
         small = None if self.draft is None else load(self.draft, dtype=subject.dtype, device=str(subject.device))[0]
         sides = {contestant.hash: DraftRounds() for contestant in contestants}
         meter = Neighbours()
-        for index in range(-self.warmup, self.patience * self.rounds):
-            live = [sides[contestant.hash] for contestant in contestants if turns.live(contestant)]
-            if index >= self.rounds and all(side.clean >= self.rounds for side in live):
-                break
-            first = index % len(contestants)
-            for contestant in [*contestants[first:], *contestants[:first]]:
-                with turns(contestant) as going:
-                    if going:
-                        prompt, side = sample.data[index + self.warmup], sides[contestant.hash]
-                        self._sample(subject, contestant, small, prompt, meter, side, index)
+
+        def enough(contestant: Contestant) -> bool:
+            return not turns.live(contestant) or sides[contestant.hash].clean >= self.rounds
+
+        for index, contestant in rounds_in_turns(
+            contestants, self.rounds, warmup=self.warmup, patience=self.patience, enough=enough
+        ):
+            with turns(contestant) as going:
+                if going:
+                    prompt, side = sample.data[index + self.warmup], sides[contestant.hash]
+                    self._sample(subject, contestant, small, prompt, meter, side, index)
         own = sides[OWN.hash]
         return {
             contestant.hash: self._scored(sides[contestant.hash], own, small, meter)

@@ -35,6 +35,7 @@ from kvtailor.bench.measure.cache_fields import bytes_of, weigh
 from kvtailor.bench.measure.flops import Work, count
 from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.measure.statistics import timings_of
+from kvtailor.bench.micro.timer import rounds_in_turns
 from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
 from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, NEW_TOKENS, ROUNDS, Metric, Option, setting
@@ -132,15 +133,16 @@ class Speed(AllAtOnce):
         prompt = sample.data
         samples = {contestant.hash: _Samples() for contestant in contestants}
         meter = Neighbours()
-        for index in range(-self.warmup, self.patience * self.rounds):
-            live = [samples[contestant.hash] for contestant in contestants if turns.live(contestant)]
-            if index >= self.rounds and all(len(each.clean("tpot")) >= self.rounds for each in live):
-                break
-            first = index % len(contestants)
-            for contestant in [*contestants[first:], *contestants[:first]]:
-                with turns(contestant) as going:
-                    if going:
-                        self._sample(subject, contestant, prompt, meter, samples[contestant.hash], counts=index >= 0)
+
+        def enough(contestant: Contestant) -> bool:
+            return not turns.live(contestant) or len(samples[contestant.hash].clean("tpot")) >= self.rounds
+
+        for index, contestant in rounds_in_turns(
+            contestants, self.rounds, warmup=self.warmup, patience=self.patience, enough=enough
+        ):
+            with turns(contestant) as going:
+                if going:
+                    self._sample(subject, contestant, prompt, meter, samples[contestant.hash], counts=index >= 0)
         found = {}
         for contestant in contestants:
             with turns(contestant) as going:
