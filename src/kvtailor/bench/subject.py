@@ -52,7 +52,7 @@ class Subject:
         tokenizer: called as transformers' tokenizers are; None where no task needs text.
         make_cache: (model, plan in one line) -> cache; None: `kvtailor.cache_for`.
         whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole_budget`;
-            None: kvtailor's own, if `make_cache` is, else nobody can say.
+            None: kvtailor's own where `make_cache` is kvtailor's; else no plan is tried.
         loadable: another process can load the same model by `name`, dtype and device.
         trained: its answers mean something; the bench asks an untrained model for costs alone.
         stock_attention: the attention implementation under which the model's own cache is measured; found by itself.
@@ -295,8 +295,9 @@ def hash_of(*ids: Tensor) -> str:
 
 
 def _reads_twice(cache: Any) -> bool:
-    engine = getattr(cache, "engine", None)
-    return engine is not None and bool(engine.needs.reconstruction)
+    from kvtailor.hf.cache import KvCache
+
+    return isinstance(cache, KvCache) and bool(cache.engine.needs.reconstruction)
 
 
 def _cache_for(model: Any, plan: Plan) -> Any:

@@ -22,6 +22,7 @@ from kvtailor.calibration.contract import Calibrator, Job, Made
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.presets import FULL
 
 __all__ = ["Duo", "repeated"]
 
@@ -52,7 +53,7 @@ class Duo(Calibrator):
         for _ in range(job.count):
             said = allowed[torch.randint(len(allowed), (length,), generator=generator)]
             shares: list[Tensor] = []
-            cache = cache_for(job.subject.model, "full")
+            cache = cache_for(job.subject.model, FULL)
             with watched(cache, partial(_share, shares, length, start.numel())):
                 job.subject.forward(torch.cat([start, said, said])[None], cache, last_only=True)
             total.append(torch.stack(shares))

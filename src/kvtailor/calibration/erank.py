@@ -16,6 +16,7 @@ from kvtailor.calibration.contract import Calibrator, Job, Made
 from kvtailor.calibration.relevance_examples import held_before
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.presets import FULL
 
 __all__ = ["Erank"]
 
@@ -35,7 +36,7 @@ class Erank(Calibrator):
         found = []
         for passage in job.passages:
             ranks = _Ranks()
-            cache = cache_for(job.subject.model, "full")
+            cache = cache_for(job.subject.model, FULL)
             with watched(cache, ranks.add):
                 job.subject.forward(passage.ids[None], cache, last_only=True)
             found.append(torch.cat(ranks.by_layer))

@@ -24,6 +24,7 @@ from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.modules import attention_modules, rotation_of
 from kvtailor.ops.codes.subspace import Moments, principal
 from kvtailor.ops.lanes.rotate import turn
+from kvtailor.presets import FULL
 from kvtailor.types import Rotation
 
 __all__ = ["LowRank", "squared_gradients"]
@@ -43,7 +44,7 @@ class LowRank(Calibrator):
 
     def measure(self, job: Job) -> Made:
         """Mean, deviation and correlation for each of keys, unrotated (keys) and values; fisher_keys, fisher_values."""
-        cache = cache_for(job.subject.model, "full")
+        cache = cache_for(job.subject.model, FULL)
         modules, geometry = attention_modules(job.subject.model), cache.geometry
         rotations: list[Rotation | None] = []
         for layer in geometry.compressed:
@@ -55,7 +56,7 @@ class LowRank(Calibrator):
         sums = _Sums(rotations=rotations)
         with torch.inference_mode():
             for passage in job.passages:
-                cache = cache_for(job.subject.model, "full")
+                cache = cache_for(job.subject.model, FULL)
                 with watched(cache, sums.add):
                     job.subject.forward(passage.ids[None], cache, last_only=True)
                 job.advance("states")

@@ -17,6 +17,7 @@ from kvtailor.calibration.contract import Calibrator, Job, Made
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.presets import FULL
 
 __all__ = ["QFilters", "filters_of"]
 
@@ -35,7 +36,7 @@ class QFilters(Calibrator):
         """Filters (layers, h, d), and how much of the queries' energy lies along them."""
         sums = _Sums()
         for passage in job.passages:
-            cache = cache_for(job.subject.model, "full")
+            cache = cache_for(job.subject.model, FULL)
             with watched(cache, sums.add):
                 job.subject.forward(passage.ids[None], cache, last_only=True)
             job.advance("queries")

@@ -15,6 +15,7 @@ from kvtailor.bench.tasks.needle import code_document
 from kvtailor.calibration.passages import Passage
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.presets import FULL
 from kvtailor.score.atskv import ATSKV
 from kvtailor.types import Held
 
@@ -115,7 +116,7 @@ def examples_of(subject: Subject, text: Text, scorer: ATSKV) -> Iterator[Example
         for cut, layers in found.items():
             layers.append(_of_layer(states, cut, text.future, scorer))
 
-    cache = cache_for(subject.model, "full")
+    cache = cache_for(subject.model, FULL)
     with watched(cache, see):
         subject.forward(text.ids[None], cache, last_only=True)
     for cut, layers in found.items():

@@ -26,6 +26,7 @@ from kvtailor.cli.asked import (
 )
 from kvtailor.cli.margins import margin_options, margins_of
 from kvtailor.cli.micro import BenchOrMicro
+from kvtailor.presets import FULL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-DEFAULT_PLANS = ("full", "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
+DEFAULT_PLANS = (FULL, "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
 OF_ONE_RUN = {
     "plans": "--plans",
     "texts": "--text",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.presets import FULL
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 PLANS = (
-    "full",
+    FULL,
     "kivi(key_bits=8, value_bits=4, recent=32)",
     "snapkv(kernel=21) @ keep=0.25",
     "snapkv(kernel=21) + adakv + kivi(bits=4, recent=32) @ keep=0.25",

@@ -27,6 +27,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
+from kvtailor.presets import FULL
 
 __all__ = ["EXPECTED", "EVICTING", "KEEPS", "Order", "QUANTISED", "compare", "main", "samples", "tables"]
 
@@ -66,7 +67,7 @@ class Order:
 
 
 EXPECTED = (
-    Order("full", "snapkv @ keep={keep}", "needle"),
+    Order(FULL, "snapkv @ keep={keep}", "needle"),
     Order("snapkv @ keep={keep}", "streaming @ keep={keep}", "needle"),
     Order("snapkv(kernel=21) @ keep={keep}", "streaming @ keep={keep}", "needle"),
     Order("snapkv @ keep={keep}", "random @ keep={keep}", "needle"),
@@ -117,7 +118,7 @@ def tables(records: Sequence[Record]) -> str:
         ("Nats per token of novels", "perplexity", "nll", 3),
     ):
         scale = 100 if name == "hit" else 1
-        full = samples(records, "full", task, name)
+        full = samples(records, FULL, task, name)
         mean = scale * sum(full) / len(full)
         parts += ["", f"{title}; full cache {mean:.{digits}f}, {len(full)} samples", ""]
         parts.append("| plan | " + " | ".join(f"keep={keep}" for keep in KEEPS) + " |")

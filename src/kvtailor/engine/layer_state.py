@@ -120,7 +120,7 @@ class LayerState:
         self.clock.growth += keys.shape[2]
 
     def filled(self, tokens: int) -> None:
-        """Takes note of new tokens that somebody wrote into the tail's free slots."""
+        """Count new tokens that were written into the tail's free slots."""
         assert self.stored.tail is not None
         self.stored.tail.filled(tokens, self.stored.seen)
         self.stored.seen += tokens

@@ -1,6 +1,6 @@
 """One pass in which the model repeats a piece of its context: attention that leaves no trace, and what it looks at.
 
-The pass is a forward over the whole cache, with new tokens that nobody keeps. Each of the piece's tokens is told the
+The pass is a forward over the whole cache, with new tokens that are not kept. Each of the piece's tokens is told the
 highest attention probability that any of the new tokens, in any query head of the group, gives it. That probability is
 a softmax over the row's sinks, the piece and the new tokens alone, so that its cost does not grow with the context.
 """

@@ -34,6 +34,7 @@ from kvtailor.bench.lm_eval.held import AfterPrefill, Held
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError, suggest
 from kvtailor.hf.model.config import source_of
+from kvtailor.presets import FULL
 
 __all__ = ["HarnessModel"]
 
@@ -70,7 +71,7 @@ class HarnessModel(HFLM):
     def __init__(
         self,
         pretrained: str | Subject = "demo",
-        plan: str | Contestant = "full",
+        plan: str | Contestant = FULL,
         *,
         dtype: str | None = None,
         device: str | None = None,

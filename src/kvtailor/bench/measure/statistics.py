@@ -145,7 +145,8 @@ def mean_difference(
         ours, theirs: sample i of both is the same window, document or round.
         confidence: share of such intervals that cover the true mean.
         resamples: how often the samples are drawn again.
-        documents: which document each sample is from; empty where each is from one of its own, or that is not known.
+        documents: which document each sample is from; empty where each is from one of its own, or where
+            that is not known.
 
     Raises:
         ValueError: unequal counts, no samples, or a confidence outside of 0 to 1.

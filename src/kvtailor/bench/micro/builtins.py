@@ -37,6 +37,7 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.run.stock import fill, quantized_cache, static_cache
+from kvtailor.presets import FULL
 
 __all__ = ["BACKENDS", "bench", "decode", "lost", "packing"]
 
@@ -122,7 +123,7 @@ def decode(
     states, token = model_states(ours, context), torch.tensor([[7]], device=device)
     makers: dict[str, Callable[[Any], Any]] = {
         _STATIC: lambda model: static_cache(model, context + 2 * rounds + 16),
-        "full": lambda model: cache_for(model, "full"),
+        FULL: lambda model: cache_for(model, FULL),
         **_makers(backends, bits),
     }
     sides = []
@@ -163,7 +164,7 @@ def packing(
     def once(plan: str) -> Callable[[int], object]:
         return lambda _: model(ids, past_key_values=cache_for(model, plan), logits_to_keep=1)
 
-    sides = [Side(name=plan, run=once(plan)) for plan in ("full", *(_ours(b) for b in bits))]
+    sides = [Side(name=plan, run=once(plan)) for plan in (FULL, *(_ours(b) for b in bits))]
     # Processor time, which other programs hardly touch, where work is done by the processor.
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     full, *others = time_in_turns(sides, rounds, warmup=_PACKING_WARMUP, device=device, clock=clock, advance=advance)
@@ -193,7 +194,7 @@ def lost(
     size = context + continuation
     if len(ids) < windows * size:
         raise KvtailorError(f"{windows} windows of {size} tokens were asked for, and the text has {len(ids)} tokens")
-    makers = {"full": lambda model: cache_for(model, "full"), **_makers(backends, bits)}
+    makers = {FULL: lambda model: cache_for(model, FULL), **_makers(backends, bits)}
     found: dict[str, list[float]] = {name: [] for name in makers}
     for window in ids[: windows * size].view(windows, 1, size):
         for name, make in makers.items():
@@ -242,7 +243,7 @@ def _decode_table(
     for b in bits:
         for backend in backends:
             base = f"QuantizedCache {backend} {b} bits"
-            mine = [m for m in results if m.name in (_STATIC, "full", base, _ours(b))]
+            mine = [m for m in results if m.name in (_STATIC, FULL, base, _ours(b))]
             title = f"decode, {name}, {context} tokens of context"
             more, tables[f"decode {context} {backend} {b}"] = compared(title, mine, base, bandwidth=bandwidth)
             lines += more
@@ -280,7 +281,7 @@ def _lost_table(
     nats = lost(text, context, continuation, windows, backends, bits, device=device, advance=advance)
     lines = ["", f"nats per token of {continuation} after {context} tokens, {windows} windows"]
     for name, values in nats.items():
-        own = mean_difference(values, nats["full"])
+        own = mean_difference(values, nats[FULL])
         lines.append(f"  {name:34s} {sum(values) / len(values):.4f}  to full {_said(own)}")
     for b in bits:
         for backend in backends:

@@ -37,6 +37,7 @@ from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
 from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import dynamic_cache, fill, static_cache
+from kvtailor.presets import FULL
 
 __all__ = ["bench", "decode", "prefill"]
 
@@ -53,7 +54,7 @@ _SMALLER = (
     "kivi(bits=4, group=64, recent=128)",
 )
 _STOCK_SIDES = 2
-_SCORED = ("full", "snapkv @ tokens={budget}", "h2o @ tokens={budget}")
+_SCORED = (FULL, "snapkv @ tokens={budget}", "h2o @ tokens={budget}")
 _WARMUP, _PREFILL_WARMUP = 3, 1
 
 
@@ -132,9 +133,9 @@ def decode(
         fill(cache, states)
     add(_BASE, stock, static)
     add("DynamicCache + sdpa", stock, dynamic)
-    full = cache_for(model, "full")
+    full = cache_for(model, FULL)
     fill(full, states)
-    add("full", model, full)
+    add(FULL, model, full)
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCABULARY, (1, _QUESTION), generator=generator).to(device)
     for line in _SMALLER:
@@ -145,7 +146,7 @@ def decode(
         model(token, past_key_values=cache)
         add(plan, model, cache)
     del states
-    empty = cache_for(model, "full")
+    empty = cache_for(model, FULL)
     model(token, past_key_values=empty)
     add("full after one token", model, empty)
     return time_in_turns(sides, rounds, warmup=_WARMUP, device=device, advance=advance)
@@ -180,7 +181,7 @@ def _prefill_table(
     name: str, dtype: torch.dtype, context: int, rounds: int, device: torch.device, advance: Advance
 ) -> Table:
     results = prefill(dtype, context, rounds, device=device, advance=advance)
-    lines, rows = compared(f"prefill, {name}, {context} tokens", results, "full")
+    lines, rows = compared(f"prefill, {name}, {context} tokens", results, FULL)
     return Table(lines=lines, rows={f"prefill {name} {context}": rows})
 
 

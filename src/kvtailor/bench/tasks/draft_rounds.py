@@ -44,7 +44,7 @@ class DraftRounds:
 
     @property
     def clean(self) -> int:
-        """Rounds that nobody disturbed."""
+        """Rounds that were not disturbed."""
         return self.disturbed.count(False)
 
     def add(self, plain: Generated, drafted: Generated, disturbed: bool) -> None:
@@ -106,7 +106,7 @@ class DraftRounds:
         return found
 
     def _ratios(self, own: DraftRounds) -> dict[str, list[float]]:
-        """What plain decoding took over what this took, in each round that nobody disturbed on either side."""
+        """What plain decoding took over what this took, in each round that was undisturbed on both sides."""
         found = {}
         for name, base in (("speed_up", self), ("speed_up_own", own)):
             rounds = zip(base.plain, self.drafted, base.disturbed, self.disturbed, strict=False)

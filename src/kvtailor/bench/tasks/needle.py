@@ -63,7 +63,7 @@ class Needle(PlanByPlan):
         documents: how many for each length and depth.
         kind: which documents, see `bench.data.synthetic.documents.ALL_TASKS`.
         question_outside: the question is not in the compressed context but comes after it, as on a cache that is kept
-            for questions nobody knows yet. Methods that look at the end of the prompt then lose what helps them.
+            for questions that come later. Methods that look at the end of the prompt then lose what helps them.
         state: the first random state; each document takes the next.
     """
 

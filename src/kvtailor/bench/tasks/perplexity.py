@@ -88,7 +88,7 @@ class Perplexity(PlanByPlan):
         text: the text itself.
         source: its name in records and reports.
         origin: where a corpus was read from, for a note; None: the name says it.
-        starts: where the documents of the text begin, in characters; empty where nobody says.
+        starts: where the documents of the text begin, in characters; empty where that is not known.
         context: tokens that are prefilled and compressed.
         continuation: tokens that are scored.
         chunk: tokens of the continuation that are fed at once; None: all of them, so that they see each other exactly.

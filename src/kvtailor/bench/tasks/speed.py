@@ -197,7 +197,7 @@ class Speed(AllAtOnce):
             found.weight, found.bytes_read = weigh(cache), bytes_of(cache)
             read, held = found.weight.get("tokens_read"), found.weight.get("tokens_held")
             if read and held and found.bytes_read is not None:
-                # A floor must not count what nobody reads; what chooses the tokens is left out.
+                # A floor must not count bytes that are not read; the work of choosing the tokens is left out.
                 found.bytes_read = int(found.bytes_read * min(1.0, read / held))
 
     def _scored(
