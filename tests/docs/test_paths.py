@@ -55,7 +55,7 @@ def commands(text: str) -> set[str]:
     """The modules that a document runs, `python -m kvtailor.a.b` or `kvtailor verb`, as files of the package."""
     modules = {f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m kvtailor\.([\w.]+)", text)}
     verbs = re.findall(r"(?:^ +|`|\bbin/)kvtailor (?:--\w+ \w+ )?([a-z]+)\b", text, re.MULTILINE)
-    return modules | {f"cli/{verb}.py" for verb in verbs}
+    return {name for name in modules if Path(name).stem not in PLACEHOLDERS} | {f"cli/{verb}.py" for verb in verbs}
 
 
 def too_long(text: str) -> list[str]:
