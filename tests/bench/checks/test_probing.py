@@ -201,3 +201,14 @@ def test_tensors_that_outlive_the_ledger_are_a_finding_and_what_files_hold_is_no
     check_records([record("one", "perplexity", bytes_alive=44_000, **held, **placed)])
     with pytest.raises(Fraud, match="hidden bytes.*40000 bytes in memory"):
         check_records([record("one", "perplexity", bytes_alive=45_000, **held, **placed)])
+
+
+@pytest.mark.parametrize("plan", ["kivi(bits=4)", "snapkv(window=8) @ tokens=40, slack=4"])
+def test_bytes_alive_are_of_the_moment_at_which_a_cache_was_weighed(whole, plan):
+    """Fed in chunks, a cache is weighed after the targets: by then a codec has encoded a block of its tail."""
+    task = Perplexity(
+        text=generated_text(30_000), source="generated text", context=128, continuation=16, windows=3, chunk=4
+    )
+    _, mine = run(whole, contestants_of([plan]), [task], bandwidth=False)
+    assert mine.error is None and mine.tokens_seen == 128 + 15 and mine.bytes_held < mine.bytes_full
+    assert mine.bytes_alive == pytest.approx(mine.bytes_held, rel=0.02)

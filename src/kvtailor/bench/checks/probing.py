@@ -96,6 +96,9 @@ def probe(
     try:
         before = _alive()
         logits, cache = subject.prefill(context[None], subject.new_cache(contestant), last_only=True)
+        if chunk is not None:
+            # The record's bytes were weighed after the targets, of which a codec may have encoded some by then.
+            fed_scores(subject, logits[0, -1:], cache, targets, chunk)
         row = logits[0, -1:].tolist()
         dtype = logits.dtype
         del logits
@@ -106,8 +109,8 @@ def probe(
     finally:
         if collecting:
             gc.enable()
-    if _is_placed(cache):
-        cache = subject.new_cache(_unplaced(contestant))
+    if chunk is not None or _is_placed(cache):
+        cache = subject.new_cache(_unplaced(contestant) if _is_placed(cache) else contestant)
         subject.prefill(context[None], cache, last_only=True)
     found: dict[str, Any] = {"rounding": rounding, "reads_held": None, "bytes_alive": alive}
     stored = list(_held_storages(cache)) if _can_be_emptied(cache) and not _is_placed(cache) else []
