@@ -139,7 +139,9 @@ class Speculation(AllAtOnce):
                 "and at least 2 tokens"
             )
         if self.draft is None and self.draft_plan is None:
-            raise ValueError("there is no draft: give draft (a model) or draft_plan (the same weights over another cache)")
+            raise ValueError(
+                "there is no draft: give draft (a model) or draft_plan (the same weights over another cache)"
+            )
         if self.temperature < 0:
             raise ValueError(f"temperature must be 0, which is greedy, or more, found {self.temperature}")
         for name in ("draft_plan", "middle_plan"):
