@@ -5,6 +5,7 @@ Without a GPU Triton's kernels run in its interpreter, which must be said before
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,12 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what was imported: it would look at millions of objects at every round."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -83,6 +83,10 @@ def assert_like_plain(family: str, plan: str, how: str, ids) -> None:
     assert cache.ledger().total == cache.ledger().closed_form
 
 
+FAMILIES = ["gpt_neox", "gemma3", "qwen3", "gpt2"]
+OF_FAMILIES = [plan for plan in PLANS if "rolling" not in plan][:8]
+
+
 @pytest.mark.parametrize(("how", "plan"), crossed(["lookup", "always", "sometimes", "never"], PLANS))
 def test_text_held_tokens_and_logits_are_those_of_plain_decoding(how: str, plan: str) -> None:
     assert_like_plain("llama", plan, how, prompts((20,))[0].repeat(1, 3))
@@ -90,7 +94,10 @@ def test_text_held_tokens_and_logits_are_those_of_plain_decoding(how: str, plan:
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    crossed(["gpt_neox", "gemma3", "qwen3", "gpt2"], [plan for plan in PLANS if "rolling" not in plan][:8]),
+    [
+        *crossed(FAMILIES, OF_FAMILIES[:4]),
+        *(pytest.param(family, plan, marks=pytest.mark.long) for family in FAMILIES for plan in OF_FAMILIES[4:]),
+    ],
 )
 def test_other_families(family: str, plan: str) -> None:
     if family == "gpt2" and Plan.parse(plan).needs.rotation:

@@ -16,6 +16,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from tests.support.crossed import crossed
 from tests.support.seam.zoo import build, error, prompts
 
 OURS = str(Path(kvtailor.__file__).parent)
@@ -249,8 +250,10 @@ def test_threads_may_take_turns() -> None:
         assert torch.equal(found[-1], model(piece, past_key_values=alone).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("plan", [*PLANS, "kivi(bits=4, group=8) + disk(folder='{tmp}', resident_layers=0)"])
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    crossed(["llama", "gemma3"], [*PLANS, "kivi(bits=4, group=8) + disk(folder='{tmp}', resident_layers=0)"]),
+)
 def test_a_dropped_cache_is_freed_at_once(plan: str, family: str, tmp_path: Path) -> None:
     """Without the garbage collector, which may come long after memory is short."""
     model, (ids, mask) = build(family), prompts((40, 31))

@@ -133,7 +133,7 @@ def test_a_lost_handle_gives_nan_and_then_raises() -> None:
     model.set_attn_implementation("sdpa")
     ids = torch.randint(0, 64, (1, 12))
     assert model(ids, past_key_values=cache).logits.isnan().any()
-    with pytest.raises(CacheMisuse, match="never asked"):
+    with pytest.raises(CacheMisuse, match="never used it"):
         model(ids, past_key_values=cache)
 
 

@@ -23,18 +23,20 @@ PACK = {"token_kernel", "channel_kernel"}
 PAGED = "quest(tokens=12, least=1, dense_layers=1) + indexed(page=4, block_size=8)"
 # The plan below that has both asks the same of them.
 BOTH = pytest.mark.long
+# The interpreter takes seconds for each; `tests/ops/gpu` asks the same of the kernels alone.
+SLOW = pytest.mark.long
 # A plan, lengths of prompts, what must have run, and how far the logits may be off: where codes are read, queries and
 # weights are rounded.
 CASES = [
     ("full", (33, 20), READ, 1e-5),
     ("kivi(bits=4, group=16, recent=16)", (33, 20), {*READ, *PACK}, 1e-2),
-    ("vector(bits=8, recent=4, block_size=8)", (33,), {*READ, "token_kernel"}, 1e-2),
+    pytest.param("vector(bits=8, recent=4, block_size=8)", (33,), {*READ, "token_kernel"}, 1e-2, marks=SLOW),
     pytest.param(PAGED, (33, 20), {*READ, "pages"}, 1e-5, marks=BOTH),
     pytest.param("snapkv(window=6) + adakv @ tokens=24", (33, 20), READ, 1e-5, marks=BOTH),
     (f"snapkv(window=6) + adakv + {PAGED} @ tokens=24", (33, 29), {*READ, "pages"}, 1e-5),
     # The mass of a long prompt has a kernel where nothing is padded, and so has that of a few tokens.
-    ("h2o(recent=4) + adakv @ tokens=24", (66,), {*READ, "mass_kernel", "prompt"}, 1e-5),
-    ("h2o(recent=4) + adakv @ tokens=24", (66, 64), {*READ, "mass_kernel"}, 1e-5),
+    pytest.param("h2o(recent=4) + adakv @ tokens=24", (66,), {*READ, "mass_kernel", "prompt"}, 1e-5, marks=SLOW),
+    pytest.param("h2o(recent=4) + adakv @ tokens=24", (66, 64), {*READ, "mass_kernel"}, 1e-5, marks=SLOW),
     ("h2o(recent=4) + kivi(bits=4, group=16, recent=16) @ tokens=40", (33,), {*READ, *PACK, "mass_kernel"}, 1e-2),
 ]
 

@@ -46,6 +46,7 @@ def measured(*only: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
     return tables, "\n".join(lines)
 
 
+@pytest.mark.long
 def test_all_of_it_runs(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtailor.ops.triton import attend
 

@@ -99,7 +99,7 @@ def test_equals_attention_over_what_the_bytes_say(keys: str, values: str, head: 
     check(query, ENCODINGS[keys](k), ENCODINGS[values](v), bar(keys, values))
 
 
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("uneven", [pytest.param(False, marks=pytest.mark.long), True])
 def test_several_parts_have_one_softmax(uneven: bool) -> None:
     """Codes, plain states and another number of splits for each; with lanes of several owners, an owner has none."""
     from kvtailor.ops.triton.attend import Part, attend_parts

@@ -111,7 +111,11 @@ def test_so_with_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> N
 @needs_triton
 @pytest.mark.parametrize(
     ("plan", "kernels"),
-    [(KIVI, 3), ("snapkv(window=6) + adakv + vector(bits=8, recent=4) @ tokens=16", 4), ("full", 2)],
+    [
+        (KIVI, 3),
+        pytest.param("snapkv(window=6) + adakv + vector(bits=8, recent=4) @ tokens=16", 4, marks=pytest.mark.long),
+        pytest.param("full", 2, marks=pytest.mark.long),
+    ],
 )
 def test_so_with_kernels_of_gpus(plan: str, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer launches what reads each of its parts, and one kernel that adds them up."""
