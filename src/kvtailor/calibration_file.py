@@ -2,7 +2,7 @@
 
 One safetensors file holds the tensors of one kind (such as `qfilters`), stacked over the layers that a plan compresses,
 and in its head the kind, the model with the fingerprints of its weights, its shapes, the texts, and how it was made.
-The files shipped with the package lie in `calibrations/MODEL/KIND.safetensors`.
+The files shipped with the package lie in `calibration/shipped/MODEL/KIND.safetensors`.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-__all__ = ["Method", "adopt_old_names", "renamed"]
+__all__ = ["Method", "refuse_old_names", "renamed"]
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -30,6 +30,14 @@ class Method:
     examples: ClassVar[tuple[str, ...]] = ()
     added: ClassVar[tuple[str, ...]] = ()
     old_names: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if old := [name for name in cls.old_names if name in vars(cls).get("__annotations__", {})]:
+            raise TypeError(
+                f"{cls.__qualname__} declares {', '.join(old)}, which is now called "
+                f"{', '.join(cls.old_names[name] for name in old)} (CHANGELOG.md): rename it"
+            )
 
     @property
     def content_hash(self) -> str | None:
@@ -65,7 +73,9 @@ def renamed(**now: str) -> Callable[[_Kind], _Kind]:
         @functools.wraps(made)
         def init(self: Any, *args: Any, **given: Any) -> None:
             for old in [name for name in given if name in now]:
-                if now[old] in given:
+                # `dataclasses.replace` gives every field, and beside them what is to change.
+                replaced = sys._getframe(1).f_globals.get("__name__") == "dataclasses"
+                if now[old] in given and not replaced:
                     raise TypeError(f"{old} is the old name of {now[old]}, and both were given: leave {old} out")
                 given[now[old]] = given.pop(old)
             made(self, *args, **given)
@@ -79,18 +89,16 @@ def renamed(**now: str) -> Callable[[_Kind], _Kind]:
     return of
 
 
-def adopt_old_names(kind: type, now: Mapping[str, str]) -> None:
-    """Let a class of another package implement what a contract has renamed by the old name, with a warning.
+def refuse_old_names(kind: type, now: Mapping[str, str]) -> None:
+    """Refuse a class that still implements what its contract has renamed: the old name would be passed over in silence.
 
     Args:
-        kind: the class.
+        kind: a class that derives from the contract.
         now: the present name of each member, by its old one.
+
+    Raises:
+        TypeError: the class, or one that it derives from, has a member or a field of an old name.
     """
     for old, name in now.items():
-        if old in vars(kind) and name not in vars(kind):
-            setattr(kind, name, vars(kind)[old])
-            warnings.warn(
-                f"{kind.__qualname__}.{old} is now called {name}: rename it, since the old name will go",
-                DeprecationWarning,
-                stacklevel=4,
-            )
+        if any(old in vars(each) or old in vars(each).get("__annotations__", {}) for each in kind.__mro__[:-1]):
+            raise TypeError(f"{kind.__qualname__} has {old}, which is now called {name} (CHANGELOG.md): rename it")

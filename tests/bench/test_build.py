@@ -157,7 +157,7 @@ def test_a_set_that_there_is_not_is_a_fault(settings, told):
     assert told in fault
 
 
-def test_what_a_task_generates_is_what_its_kind_leaves_stage_for():
+def test_what_a_task_generates_is_what_its_kind_leaves_space_for():
     assert KINDS["memory"].extra == memory._DECODED
     assert KINDS["needle"].extra == needle._ANSWER_TOKENS
 

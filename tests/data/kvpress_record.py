@@ -1,4 +1,5 @@
-"""Records what kvpress keeps of the states of `tests/kvpress_recipe.py`, into `kvpress_kept.json` beside this file.
+"""Records what kvpress keeps of the states of `tests/support/kvpress_recipe.py`, in `kvpress_kept.json` beside it.
+file.
 
 Run from the repository's root, in an environment that holds kvpress and not kvtailor; `kvpress_kept.md` says how.
 kvpress is only called. Every case goes through the press's own `compress`, `forward_hook` or `compress_post`.
@@ -18,7 +19,7 @@ from typing import Any
 import kvpress
 import torch
 from tests.data.kvpress_asked import CASES, PYRAMIDS, Asked
-from tests.kvpress_recipe import GEOMETRIES, Geometry, filters, head_scores, hidden_states, numbers, weights
+from tests.support.kvpress_recipe import GEOMETRIES, Geometry, filters, head_scores, hidden_states, numbers, weights
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 

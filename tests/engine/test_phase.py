@@ -148,3 +148,59 @@ def test_steps_cannot_land_in_a_cache_that_was_reset() -> None:
     cache.reset()
     with pytest.raises(CacheMisuse, match="was reset while steps were replayed"):
         steps.land()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("before", ["prompt lookup", "a crop", "nothing fed"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_recording_that_was_left_on_does_not_hinder_a_prefill(family: str, before: str) -> None:
+    model, plan = build(family), "snapkv(window=2) @ tokens=24"
+    ids, more = torch.arange(3, 31)[None] % 90, torch.arange(40, 56)[None]
+    cache, plain = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
+    if before == "prompt lookup":
+        text = ids.repeat(1, 2)
+        told = {"max_new_tokens": 6, "do_sample": False}
+        model.generate(text, past_key_values=cache, prompt_lookup_num_tokens=3, **told)
+        model.generate(text, past_key_values=plain, **told)
+    elif before == "a crop":
+        model(ids, past_key_values=plain)
+        model(ids, past_key_values=cache)
+        cache.activate_past_recording()
+        model(more[:, :2], past_key_values=cache)
+        cache.crop(-2)
+    else:
+        cache.activate_past_recording()
+    for each in (cache, plain):
+        kvtailor.prefill(model, each, more, chunk=5, hold=True)
+    assert torch.equal(cache.held(), plain.held())
+    logits = [model(more[:, :1], past_key_values=each).logits for each in (cache, plain)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_prefill_that_is_refused_before_it_feeds_leaves_the_cache_as_it_was() -> None:
+    model, ids = build("llama"), torch.arange(12)[None]
+    cache = kvtailor.cache_for(model, "full")
+    model(ids, past_key_values=cache)
+    with rollback.speculating(cache.engine), pytest.raises(CacheMisuse, match="end that first"):
+        kvtailor.prefill(model, cache, ids[:, :4], hold=True)
+    model(ids[:, :1], past_key_values=cache)
+    assert cache.seen == 13
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", ["full", "kivi(bits=4, group=8, recent=32)"])
+def test_a_crop_may_come_after_a_recording_that_ended_without_one(plan: str) -> None:
+    """The windows of gemma3 go on recording; what they no longer have is refused and never made up."""
+    model, ids = build("gemma3"), torch.arange(3, 43)[None]
+    cache, plain = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
+    cache.activate_past_recording()
+    model(ids[:, :30], past_key_values=cache)
+    model(ids[:, :30], past_key_values=plain)
+    for i in range(30, 36):
+        model(ids[:, i : i + 1], past_key_values=cache)
+        if i < 33:
+            model(ids[:, i : i + 1], past_key_values=plain)
+    cache.crop(-3)
+    logits = [model(ids[:, 39:], past_key_values=each).logits for each in (cache, plain)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)

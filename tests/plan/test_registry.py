@@ -50,7 +50,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> Path:
     return tmp_path
 
 
-def test_stages_are_in_the_order_of_the_walk() -> None:
+def test_stages_are_in_the_order_in_which_they_work() -> None:
     assert registry.stages() == ("score", "allocate", "select", "merge", "encode", "store", "attend")
 
 

@@ -10,7 +10,7 @@ import torch
 from kvtailor.store.offload.buffers import Buffers
 
 
-def test_a_stage_comes_back_when_the_last_tensor_over_it_is_gone() -> None:
+def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone() -> None:
     buffers = Buffers()
     run = buffers.take(4096)
     place, view = run.data_ptr(), run[100:200].view(torch.int16)
@@ -38,7 +38,7 @@ def test_what_the_next_reading_does_not_take_is_given_back(expected: list[int], 
     assert buffers.idle_bytes == left
 
 
-def test_nothing_is_kept_when_the_stages_are_gone() -> None:
+def test_nothing_is_kept_when_the_buffers_are_gone() -> None:
     buffers = Buffers()
     run = buffers.take(64)
     del buffers

@@ -85,7 +85,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_is_named_with_its_stage(small_disk: Path) -> None:
+def test_a_full_disk_is_named_with_the_space_it_has(small_disk: Path) -> None:
     path = small_disk / "cache"
     write_cache_file(path, TENSORS, ABOUT)
     with pytest.raises(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import getattr_static, signature
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvtailor.method import Method
+from kvtailor.method import Method, refuse_old_names
 from kvtailor.types import Rotation, Segment, Visibility
 
 __all__ = ["Attended", "Attention", "AttentionContext", "AttentionRequest", "FlopsRequest", "IndexRequest"]
@@ -152,14 +152,17 @@ class Attention(Method, ABC):
             TypeError: a method of the class cannot be called with one request.
         """
         super().__init_subclass__(**options)
+        refuse_old_names(cls, {"repeats": "graph_safe"})
         for name, now in _OF_REQUESTS.items():
-            if name not in vars(cls):
+            method = getattr_static(cls, name)
+            if method is vars(Attention)[name]:
                 continue
+            of_class = isinstance(method, staticmethod)
             try:
-                signature(vars(cls)[name]).bind(None, None)
+                signature(method.__func__ if of_class else method).bind(*[None] * (1 if of_class else 2))
             except TypeError as error:
                 raise TypeError(
-                    f"{cls.__qualname__}.{name}{signature(vars(cls)[name])} cannot be called with one request "
+                    f"{cls.__qualname__}.{name}{signature(getattr(cls, name))} cannot be called with one request "
                     f"({error}); write {now}, and read its fields (kvtailor.attend.contract)"
                 ) from None
 

@@ -12,18 +12,20 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from kvtailor.bench import tasks
 from kvtailor.bench.tasks import settings as declaring
-from kvtailor.bench.tasks.contract import Task
+from kvtailor.bench.tasks.contract import AllAtOnce, Task
 from kvtailor.bench.tasks.settings import Metric, Option, Setting, setting_of
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Declared", "Kind", "found_kinds", "read_kind"]
 
 _FORMS = ("PlanByPlan", "AllAtOnce")
+_KNOWN = tuple({**Task.__annotations__, **AllAtOnce.__annotations__})
 _CLASS = re.compile(r"^class (\w+)\(([^()]*)\):", re.MULTILINE)
 _AFTER_CLASS = re.compile(r"^[^\s#)]", re.MULTILINE)
 _METHOD = re.compile(r"^    (?:def |async def |@)", re.MULTILINE)
@@ -138,6 +140,18 @@ def read_kind(path: Path) -> Kind | None:
         KvtailorError: it holds two tasks, or a declaration that is not made of literals and of what
             `bench.tasks.settings` offers; or the task's name is not the file's.
     """
+    try:
+        return _read(path)
+    except (AttributeError, AssertionError, SyntaxError, TypeError, ValueError) as error:
+        if isinstance(error, KvtailorError):
+            raise
+        raise KvtailorError(
+            f"the task file {path} cannot be read ({type(error).__name__}: {error}): mend it, or move it out of the "
+            "folder"
+        ) from error
+
+
+def _read(path: Path) -> Kind | None:
     text = path.read_text(encoding="utf-8")
     classes = [found for found in _CLASS.finditer(text) if _is_task(found[1], found[2])]
     if not classes:
@@ -153,6 +167,7 @@ def read_kind(path: Path) -> Kind | None:
         )
     declared = tuple(_declared(body, path))
     told = facts.get("metrics", ())
+    _check_facts(facts, path)
     own = {each.name for each in dataclasses.fields(Kind)} - {"metrics", "settings", "declared"}
     return Kind(
         module=path.stem,
@@ -166,6 +181,32 @@ def read_kind(path: Path) -> Kind | None:
         told=tuple(told or ()),
         **{name: value for name, value in facts.items() if name in own},
     )
+
+
+# What a class variable must be, where it is not a collection.
+_SINGLE: dict[str, type] = {
+    **dict.fromkeys(("version", "generates", "order"), int),
+    **dict.fromkeys(("usual", "of_cost", "own_cache", "reads_text", "of_each_text", "reads_data", "by_sample"), bool),
+    "set_name": str,
+}
+
+
+def _check_facts(facts: Mapping[str, Any], path: Path) -> None:
+    """Raise where a class variable is of another type than `Task` declares: it would be misread without a word."""
+    wrong = [f"{name} is {facts[name]!r}, not {kind.__name__}" for name, kind in _SINGLE.items()
+             if name in facts and type(facts[name]) is not kind]  # fmt: skip
+    for name in ("values", "timings"):
+        found = facts.get(name, ())
+        if not (isinstance(found, tuple | list) and all(isinstance(each, str) for each in found)):
+            wrong.append(f"{name} is {found!r}, not a tuple of names")
+    told = facts.get("metrics") or ()
+    if not (isinstance(told, tuple | list) and all(isinstance(each, Metric) for each in told)):
+        wrong.append(f"metrics is {told!r}, not a tuple of Metric")
+    else:
+        names = [each.name for each in told]
+        wrong += [f"the metric {name!r} is declared twice" for name in sorted({n for n in names if names.count(n) > 1})]
+    if wrong:
+        raise KvtailorError(f"{path}: {'; '.join(wrong)}")
 
 
 def _is_task(name: str, bases: str) -> bool:
@@ -196,8 +237,14 @@ def _head(text: str, found: re.Match[str], path: Path) -> ast.ClassDef:
 def _class_variables(body: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     """Name and value of the class variables that a task may declare."""
     for name, annotation, value in _annotated(body):
-        if annotation.startswith("ClassVar") and value is not None and name in Task.__annotations__:
+        of_class = annotation.removeprefix("typing.").startswith("ClassVar")
+        if of_class and value is not None and name in Task.__annotations__:
             yield name, value
+        elif name in Task.__annotations__ and not of_class:
+            raise ValueError(f"{name} is a field, and must be a ClassVar")
+        elif of_class and name not in _KNOWN and (near := get_close_matches(name, _KNOWN, 1, 0.85)):
+            # A class variable of its own is free, but not one that is taken for another.
+            raise ValueError(f"no task declares {name}; did you mean {near[0]!r}?")
 
 
 def _annotated(body: ast.ClassDef) -> Iterator[tuple[str, str, ast.expr | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,6 +183,19 @@ def _filled(task: Task, blank: Record, scored: Scored, wall: float) -> Record:
                     f"the task {task.name!r} gives the metric {name!r}, which it does not declare"
                     f"{suggest(name, names)}: add it to `metrics` of {type(task).__name__}"
                 )
+    means = {metric.name: metric.mean_of for metric in task.metrics or () if metric.mean_of}
+    without = [name for name, value in scored.metrics.items() if value is not None and means.get(name, "") not in
+               {"", *scored.values}]  # fmt: skip
+    if without:
+        raise KvtailorError(
+            f"the task {task.name!r} gives {', '.join(without)} without the values that they are declared "
+            f"to be the mean of ({', '.join(means[name] for name in without)}): add them to `Scored.values`"
+        )
+    odd = [name for name, value in scored.metrics.items() if value is not None and not math.isfinite(value)]
+    if odd:
+        raise KvtailorError(
+            f"the task {task.name!r} gives NaN or infinity as {', '.join(odd)}: give None for what is not"
+        )
     return replace(
         blank,
         samples=scored.samples,

@@ -82,7 +82,7 @@ def check_flags(command: click.Command) -> None:
         KvtailorError: a task declares an option that the command has already.
     """
     for words in (
-        [flag for each in command.params for flag in each.opts],
+        ["-h", "--help", *(flag for each in command.params for flag in each.opts)],
         [each.name or "" for each in command.params],
     ):
         twice = sorted({word for word in words if words.count(word) > 1})
@@ -232,6 +232,7 @@ def _click_option(option: Option) -> Callable[[Callable[..., Any]], Callable[...
         return click.option(option.flag, is_flag=True, help=option.help)
     kind: Any = str if option.listed or option.unit else option.type
     if kind is int:
-        kind = click.IntRange(option.least, option.most)
+        bounded = option.least is not None or option.most is not None
+        kind = click.IntRange(option.least, option.most) if bounded else int
     shown = option.default is not None
     return click.option(option.flag, type=kind, default=option.default, show_default=shown, help=option.help)

@@ -17,9 +17,9 @@ __all__ = ["command"]
 @click.argument("stage", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 def command(stage: str | None, as_json: bool) -> None:
-    """List what a plan can name: the methods of ROOM, the presets (ROOM "presets"), or everything.
+    """List what a plan can name: the methods of STAGE, the presets (STAGE "presets"), or everything.
 
-    Nothing is imported for it: names and sentences come from the source text. ROOM "calibrations" is what
+    Nothing is imported for it: names and sentences come from the source text. STAGE "calibrations" is what
     `kvtailor calibrate` made for the embedded models.
     """
     from kvtailor.errors import UnknownName

@@ -92,7 +92,10 @@ def _list(name: str, default: str, what: str, *, kind: Callable[[str], Any] = in
     """An option that takes several; '' is none of them."""
 
     def read(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
-        return None if text is None else numbers(text, kind, f"--{name}") if text.strip() else ()
+        found = None if text is None else numbers(text, kind, f"--{name}") if text.strip() else ()
+        if small := [each for each in found or () if isinstance(each, int) and each < 1]:
+            raise click.UsageError(f"--{name} has {', '.join(map(str, small))}: give numbers of at least 1.")
+        return found
 
     shown = bool(default)
     return click.option(f"--{name}", default=default or None, show_default=shown, callback=read, help=what)
@@ -233,6 +236,8 @@ def _run(make: Callable[[torch.device], Bench], *, device: str, threads: int | N
         torch.set_num_threads(threads)
     console, begun = Console(stderr=True, highlight=False), time.monotonic()
     bench = make(where)
+    if not bench.cells:
+        raise click.UsageError("nothing is left to measure: every list of this bench is empty.")
     click.echo(f"{bench.about}\n{bench.machine}")
     tables: dict[str, Any] = {}
     for done, cell in enumerate(bench.cells, start=1):

@@ -200,8 +200,8 @@ class Engine:
         for state in self.states:
             state.clock.due = self.plan.evicts and visible.new_tokens > 1
         if any(state.clock.due for state in self.states):
-            for stage in self._cut_together():
-                self.eviction.run(stage, visible, self._close)
+            for layers in self._cut_together():
+                self.eviction.run(layers, visible, self._close)
         for state in self.states:
             if self.plan.slack_tokens is None:
                 state.observed.reconstruction = None
@@ -309,9 +309,9 @@ class Engine:
         close = partial(self._close, decoded=new == 1)
         if self.plan.evicts:
             state.clock.due = self._is_due(state, new)
-            stage = self._due_stage(state)
-            if stage:
-                self.eviction.run(stage, visible, close)
+            layers = self._cut_now(state)
+            if layers:
+                self.eviction.run(layers, visible, close)
         if new == 1 and not self._needs_queries_again:
             state.observed.evidence = state.observed.evidence.without_queries()
         close(state, visible)
@@ -324,15 +324,15 @@ class Engine:
         slack, clock = self.plan.slack_tokens, state.clock
         return new > 1 or (slack is not None and (clock.evict_at is None or clock.growth > clock.evict_at))
 
-    def _due_stage(self, state: LayerState) -> list[LayerState]:
+    def _cut_now(self, state: LayerState) -> list[LayerState]:
         """Return the layers that are cut now that this one has its new tokens; none while they wait for others."""
         if self.plan.scope == "layer":
-            stage = [state]
+            layers = [state]
         elif self.plan.scope == "progressive":
-            stage = self.states[: state.index + 1]
+            layers = self.states[: state.index + 1]
         else:
-            stage = self.states if state is self.states[-1] else []
-        return stage if any(each.clock.due for each in stage) else []
+            layers = self.states if state is self.states[-1] else []
+        return layers if any(each.clock.due for each in layers) else []
 
     def _cut_together(self) -> list[list[LayerState]]:
         """Return the layers that are cut together, in the order in which they are."""

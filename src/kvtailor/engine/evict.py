@@ -53,7 +53,7 @@ class Candidate:
         measured: what the allocator measured of this layer.
         remembered: scores (b, h, n) and columns for the scorer's next look; None where it does not look back.
         view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
-        cut_before: it was cut in an earlier stage of the same eviction (scope "progressive").
+        cut_before: it was cut before in the same eviction (scope "progressive").
     """
 
     layer: int
@@ -88,7 +88,7 @@ class Decision:
     Attributes:
         cuts: of the layers, in their order.
         budgets: (b, l, h) int64 on the CPU: what the allocator gave them.
-        last: no later stage of the same eviction will cut these layers again.
+        last: the same eviction will not cut these layers again.
     """
 
     cuts: tuple[Cut, ...]
@@ -276,7 +276,7 @@ class Eviction:
         budget: Budget,
         close: Callable[[LayerState, Visibility], None],
     ) -> Candidate:
-        """Put what was decided of one layer in place, and return the layer as the next stage finds it."""
+        """Put what was decided of one layer in place, and return the layer as the next cut finds it."""
         state, found, keep = self.states[cut.candidate.layer], cut.candidate, cut.keep
         if found.remembered is not None:
             state.observed.scored, state.observed.scored_columns = found.remembered
@@ -327,7 +327,7 @@ def _selected(plan: Plan, scores: Tensor, budgets: Tensor) -> tuple[Tensor, Tens
 
 
 def _as_cut(one: Candidate, keep: Tensor, counts: Tensor) -> Candidate:
-    """Return what a layer is for the next stage: its kept tokens in time order, and the scores that they had."""
+    """Return what a layer is for the next cut: its kept tokens in time order, and the scores that they had."""
     longest = int(counts.max())
     # A stable sort of "is dropped" puts kept tokens first, in time order; heads that keep fewer end in filler.
     order = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., :longest]

@@ -48,12 +48,27 @@ class Phase:
         """Whether what is done about new tokens waits until it is known which of them stay."""
         return False
 
+    @property
+    def windows_record(self) -> bool:
+        """Whether what leaves a window of the model's own stays until a crop."""
+        return False
+
 
 @dataclass(frozen=True)
 class Compressing(Phase):
-    """New tokens are a prompt, a turn or decoded, and the plan acts on them at once."""
+    """New tokens are a prompt, a turn or decoded, and the plan acts on them at once.
 
+    Attributes:
+        after_recording: a recording ended without a crop. The model's own windows go on recording, so that a crop may
+            still come.
+    """
+
+    after_recording: bool = False
     meaning: ClassVar[str] = "evicts and encodes what comes, as its plan says"
+
+    @property
+    def windows_record(self) -> bool:
+        return self.after_recording
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,10 @@ class Recording(Phase):
         """The prompt of assisted decoding stays; all that comes after it is taken by `rollback.attend_draft`."""
         return self.prompt is None
 
+    @property
+    def windows_record(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class Speculating(Phase):
@@ -101,6 +120,10 @@ class Speculating(Phase):
 
     @property
     def can_be_taken_back(self) -> bool:
+        return True
+
+    @property
+    def windows_record(self) -> bool:
         return True
 
 
@@ -156,10 +179,14 @@ class PhaseSwitch:
         if not isinstance(self.now, Recording):
             self.record()
 
-    def end_recording(self) -> None:
-        """Go back to `Compressing` from `Recording`; do nothing in any other phase."""
-        if isinstance(self.now, Recording):
-            self.now = Compressing()
+    def end_recording(self, *, windows_go_on: bool = False) -> None:
+        """Go back to `Compressing` from `Recording`; do nothing in another phase.
+
+        Args:
+            windows_go_on: see `Compressing.after_recording`.
+        """
+        if isinstance(self.now, Recording) or (self.now.windows_record and isinstance(self.now, Compressing)):
+            self.now = Compressing(after_recording=windows_go_on)
 
     def check_free(self, what: str) -> None:
         """Raise where replayed steps have not landed.
@@ -205,4 +232,5 @@ class _Inside(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         # A reset inside has gone back to `Compressing` already, and nothing is left to leave.
         if self._switch.now is self._phase:
-            self._switch.now = self._before
+            # Windows did not record meanwhile, and so cannot go on with it.
+            self._switch.now = Compressing() if isinstance(self._before, Compressing) else self._before

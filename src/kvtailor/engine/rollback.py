@@ -31,7 +31,7 @@ __all__ = [
     "check_crop",
     "check_draft",
     "crop",
-    "end_assisted",
+    "end_recording",
     "prompt_of",
     "tokens_until_action",
     "settle",
@@ -87,7 +87,7 @@ def prompt_of(engine: Engine, state: LayerState, new: int) -> int:
     if state.pending is not None:
         # No crop came, so the recording has ended, which transformers never says.
         _end_recording(engine, state)
-        engine.switch.end_recording()
+        engine.switch.end_recording(windows_go_on=True)
         return new
     if not isinstance(phase, Recording):
         return new
@@ -178,8 +178,10 @@ def crop(engine: Engine, state: LayerState, count: int) -> None:
     engine.leave(state)
 
 
-def end_assisted(engine: Engine) -> None:
-    """transformers' assisted decoding is over: what comes next can no longer be taken back."""
+def end_recording(engine: Engine) -> None:
+    """End a recording, if there is one: what comes next can no longer be taken back."""
+    if not isinstance(engine.phase, Recording):
+        return
     for state in engine.states:
         _end_recording(engine, state)
     engine.switch.end_recording()

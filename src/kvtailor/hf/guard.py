@@ -53,7 +53,7 @@ class _Progress(NamedTuple):
 
     Attributes:
         thread: identifier of the thread that does it.
-        stage: "updated" (a layer's keys came, its attention did not), "changing" (what is held is being changed) or
+        reached: "updated" (a layer's keys came, its attention did not), "changing" (what is held is being changed) or
             "done" (the layer is finished, and others follow).
         layer: the newest layer of the forward; -1 for a change of all layers.
         layers: the layers of the forward that have been updated, as bits.
@@ -61,7 +61,7 @@ class _Progress(NamedTuple):
     """
 
     thread: int
-    stage: str
+    reached: str
     layer: int
     layers: int
     what: str = "a forward"
@@ -153,7 +153,7 @@ class CacheGuard:
             else:
                 self._check_thread(now, me)
                 self._check_attended(now)
-                if now.stage != "done" or now.layers >> layer & 1:
+                if now.reached != "done" or now.layers >> layer & 1:
                     self._alone.refuse(self._unfinished(now))
                 self._now = _Progress(me, "updated", layer, now.layers | 1 << layer)
         if now is None:
@@ -163,7 +163,7 @@ class CacheGuard:
         """Called when the attention of an updated layer has found it."""
         self._check_not_refused()
         now = self._now
-        if now is None or now.layer != layer or now.stage != "updated":
+        if now is None or now.layer != layer or now.reached != "updated":
             self._out_of_order(layer)
         if now.thread != threading.get_ident():
             self._alone.refuse(_TWO_THREADS)
@@ -190,7 +190,7 @@ class CacheGuard:
     def awaits_attention(self, layer: int) -> bool:
         """New keys of a layer have come, and its attention has not."""
         now = self._now
-        return now is not None and now.layer == layer and now.stage == "updated"
+        return now is not None and now.layer == layer and now.reached == "updated"
 
     def layer_ends(self, layer: int) -> None:
         """The layer is finished. The forward is, too, once all layers are."""
@@ -225,7 +225,7 @@ class CacheGuard:
         now = self._now
         if now is not None and now.thread == threading.get_ident():
             self._check_attended(now)
-            if now.stage != "done":
+            if now.reached != "done":
                 raise CacheMisuse(self._unfinished(now))
 
     def check_settled(self) -> None:
@@ -283,7 +283,7 @@ class CacheGuard:
             now = self._now
             if now is not None:
                 self._check_thread(now, me)
-            if now is None or now.layer != layer or now.stage != before:
+            if now is None or now.layer != layer or now.reached != before:
                 self._out_of_order(layer)
             whole = after == "done" and now.layers == (1 << self.layers) - 1
             if whole:
@@ -302,7 +302,7 @@ class CacheGuard:
             self._alone.refuse(_TWO_THREADS)
 
     def _check_attended(self, now: _Progress) -> None:
-        if now.stage == "updated":
+        if now.reached == "updated":
             self._forget_forward(now.layer)
             raise CacheMisuse(
                 f"layer {now.layer} updated this cache, but its attention never used it, so its output is "
@@ -344,7 +344,7 @@ class CacheGuard:
                 "prompt lookup or assisted decoding on this cache was broken off before it had judged its last draft, "
                 f"so the cache may hold tokens that are no part of the text: {_START_OVER}"
             )
-        rollback.end_assisted(self.engine)
+        rollback.end_recording(self.engine)
 
     def _warn_of_positions(self, seen: int) -> None:
         limit = self.geometry.max_positions

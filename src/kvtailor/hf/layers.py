@@ -280,7 +280,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     @property
     def record_past(self) -> bool:
         """Whether what leaves the window stays until a crop."""
-        return isinstance(self.guard.engine.phase, Recording | Speculating)
+        return self.guard.engine.phase.windows_record
 
     @record_past.setter
     def record_past(self, on: bool) -> None:
@@ -321,7 +321,11 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def check_crop(self, count: int) -> None:
         """Raise where tokens that have left the window for good would have to come back."""
-        if count and not self.record_past and self.cumulative_length >= self.sliding_window:
+        if not count or self.cumulative_length < self.sliding_window:
+            return
+        # What must be there once `count` tokens are gone: a whole window, or all that was seen.
+        needed = min(self.sliding_window - 1, self.cumulative_length - count)
+        if not self.record_past or self.keys.shape[-2] - count < needed:
             raise CacheMisuse(
                 f"asked to crop a cache whose layer {self.layer_idx} has a window of {self.sliding_window} tokens of "
                 f"the model's own and has seen {self.cumulative_length}: what left the window is gone; call "

@@ -90,7 +90,7 @@ def forced() -> str:
     asked = _FORCED.get() or os.environ.get("KVTAILOR_IMPLEMENTATION") or os.environ.get("KVTAILOR_TWINS")
     asked = asked or "auto"
     if asked not in _WHICH:
-        raise ValueError(f"KVTAILOR_IMPLEMENTATION={asked!r} is none of {', '.join(_WHICH)}")
+        raise ValueError(f"KVTAILOR_IMPLEMENTATION (was KVTAILOR_TWINS) is {asked!r}, none of {', '.join(_WHICH)}")
     return asked
 
 

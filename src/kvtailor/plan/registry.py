@@ -161,7 +161,9 @@ def describe(name: str) -> MethodInfo:
     everywhere = {stage: methods(stage) for stage in stages()}
     hits = [found[name] for found in everywhere.values() if name in found]
     if not hits:
-        raise UnknownName("method", name, [*(n for found in everywhere.values() for n in found), *presets()])
+        raise UnknownName(
+            "method", name, {**{n: None for found in everywhere.values() for n in found}, **dict.fromkeys(presets())}
+        )
     if len(hits) > 1:
         places = " and ".join(f"{info.stage} (by {info.by})" for info in hits)
         raise KvtailorError(f"the name {name!r} is a method of {places}; rename or uninstall one of them")

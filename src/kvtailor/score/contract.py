@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.method import Method, adopt_old_names
+from kvtailor.method import Method, refuse_old_names
 from kvtailor.types import Held, Needs
 
 __all__ = ["Scorer"]
@@ -26,7 +26,7 @@ class Scorer(Method, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        adopt_old_names(cls, {"recents": "recent"})
+        refuse_old_names(cls, {"recents": "recent"})
 
     @property
     def scope(self) -> str:

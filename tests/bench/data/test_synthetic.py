@@ -119,7 +119,7 @@ def test_asked_words_stand_more_often_than_any_other(task, options, length):
         assert document.parts == tuple(sorted(document.parts, key=listed.index))
 
 
-def test_common_words_come_as_often_as_asked_where_there_is_stage():
+def test_common_words_come_as_often_as_asked_where_there_is_space():
     document = make_document("common_words", state=1, length=6000, common=2, times=12, others=3)
     listed = document.context.removeprefix("Words: ").removesuffix(".").split(", ")
     assert [listed.count(word) for word in document.parts] == [12, 12]

@@ -137,6 +137,11 @@ def measure(
 def _bare_files(folder: Path) -> tuple[Callable[[], object], int]:
     """Reads every file under the folder; and how many bytes these are."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096)
+    if not paths:
+        raise KvtailorError(
+            f"the cache has no file of more than 4096 bytes in {folder}, so there is nothing to compare with: give a "
+            "longer context"
+        )
     size = sum(path.stat().st_size for path in paths)
     buffer = torch.empty(max(path.stat().st_size for path in paths), dtype=torch.uint8).numpy().data
 

@@ -107,7 +107,7 @@ class Task(ABC):
         name: its name in records, suites and the command line; that of its file.
         version: raised whenever its numbers may change for the same model and plan.
         metrics: the numbers of its records; None: they are known only when it has run.
-        values: names in `Record.values` that every record without an error has.
+        values: names in `Record.values` that its records may have.
         timings: names in `Record.timings`.
         by_sample: every list in `Record.values` has one number for each of `Record.samples`.
         of_cost: it times and weighs, and judges no answer, so that an untrained model will do.

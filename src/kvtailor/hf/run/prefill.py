@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.engine import rollback
+from kvtailor.engine.phase import Compressing, Deferred
 from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
@@ -118,6 +120,10 @@ def read(
         words = torch.zeros(0, dtype=torch.int64) if instruction is None else instruction
         passes = list(repetitions(ids, mask, words.to(device), twice, cache.geometry.max_positions))
     hold = hold or twice is not None
+    if hold:
+        # A recording that was left on has ended, which transformers never says; nothing else goes with a deferral.
+        rollback.end_recording(engine)
+        engine.switch.check(Deferred(), after=Compressing)
     try:
         logits = []
         with engine.switch.deferred() if hold else nullcontext():

@@ -1,6 +1,6 @@
 """Attention of many queries over one uniform part: a prompt, or a chunk of it after what is already held.
 
-Queries are walked in blocks, and each block stops at the last slot that it may see, so that no t x n matrix or mask
+Queries are taken in blocks, and each block stops at the last slot that it may see, so that no t x n matrix or mask
 is ever held and the causal half of the work is not done.
 """
 

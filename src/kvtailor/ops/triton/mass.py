@@ -1,6 +1,6 @@
 """How much attention each slot of a prompt received, from the log-sum-exp of its queries.
 
-Slots are outermost: a program holds some keys of one kv head, walks the queries that may see them, and adds
+Slots are outermost: a program holds some keys of one kv head, goes over the queries that may see them, and adds
 exp(logit - lse) up in registers. So nothing of n x n is ever held, and no two programs write to the same place.
 """
 

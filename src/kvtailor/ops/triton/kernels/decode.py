@@ -1,7 +1,7 @@
 """Attention of few queries over one split of a lane: the kernel.
 
-A program holds the queries of all heads of one kv head and walks its share of a lane's slots once. What it leaves is a
-sum of weighted values, the sum of weights and their common exponent; `merge` adds the programs up.
+A program holds the queries of all heads of one kv head and goes over its share of a lane's slots once. What it leaves
+is a sum of weighted values, the sum of weights and their common exponent; `merge` adds the programs up.
 
 Products are taken in float16 (codes) or the states' own dtype, and summed in float32. Codes enter them as whole numbers
 (see `unpack`); queries and weights are scaled first so that float16 neither overflows nor loses small ones.
