@@ -1,4 +1,4 @@
-"""The parts of one layer's state, by what they are. Each can say itself as fields and tensors for a saved cache."""
+"""The parts of one layer's state, by what they are. Each gives its fields and tensors for a saved cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.store.tail import Tail
+from kvtailor.store.recent_window import Tail
 from kvtailor.types import Rotation, Segment
 from kvtailor.types.evidence import Evidence
 
@@ -39,7 +39,7 @@ class Stored:
         return Stored(copy.copy(self.tail), list(self.segments), self.seen)
 
     def state(self, here: list[Segment]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return JSON-able fields and tensors that say all of this.
+        """Return JSON-able fields and tensors of all of this.
 
         Args:
             here: the segments where they can be read.
@@ -104,7 +104,7 @@ class Observed:
         )
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return JSON-able fields and tensors that say all of this but `tokens_read`, which is of one forward."""
+        """Return JSON-able fields and tensors of all of this but `tokens_read`, which is of one forward."""
         tensors = {f"evidence.{name}": t for name, t in self.evidence.tensors().items()}
         tensors |= {f"memory.{name}": t for name, t in self.memories().items()}
         return {}, tensors | {f"carry.{name}": t for name, t in self.carry.items()}
@@ -143,7 +143,7 @@ class Clock:
     reindex: bool = False
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return JSON-able fields that say all of this between two forwards, when nothing is due."""
+        """Return JSON-able fields of all of this between two forwards, when nothing is due."""
         return {name: getattr(self, own) for own, name in _CLOCK_NAMES.items()}, {}
 
     @classmethod

@@ -12,7 +12,7 @@ from kvtailor.engine.layer_state import LayerState
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.segments.stored_parts import check_layout, check_segment
 from kvtailor.plan import Plan
-from kvtailor.store.tail import Tail
+from kvtailor.store.recent_window import Tail
 from kvtailor.types import Layout
 
 __all__ = ["restore", "state_of"]

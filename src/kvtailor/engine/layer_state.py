@@ -19,7 +19,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry, storage_bytes
 from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.store.contract import OffloadStore
-from kvtailor.store.tail import Tail
+from kvtailor.store.recent_window import Tail
 from kvtailor.types import Layout, PlainSegment, Segment
 
 if TYPE_CHECKING:

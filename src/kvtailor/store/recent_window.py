@@ -1,4 +1,4 @@
-"""The full-precision tail of one layer: a buffer that grows in place.
+"""The recent window of one layer in full precision (the tail): a buffer that grows in place.
 
 Growing by a thirty-second of what is held costs one copy of the cache every n / 32 tokens, about 64 bytes moved for
 each byte appended, where concatenation at every step moves 2 n; and it leaves at most 3 % of the buffer empty. The
