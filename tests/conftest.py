@@ -21,6 +21,7 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what was imported: it would look at millions of objects at every round."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture

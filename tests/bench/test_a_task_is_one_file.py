@@ -244,6 +244,10 @@ command(sys.argv[2:])
 def test_its_options_are_those_of_the_command_line(toy):
     helped = child(BENCH, str(toy.parent), "--help").stdout
     assert "--toy-prompts INTEGER" in helped and "Prompts of the toy at each point." in helped and ", toy," in helped
+
+
+@pytest.mark.long
+def test_its_options_are_read_and_are_about_it_alone(toy):
     idle = child(BENCH, str(toy.parent), "--tasks", "speed", "--toy-prompts", "2")
     assert idle.returncode == 2 and "--toy-prompts is about toy, which --tasks does not ask for" in idle.stderr
     words = ["--tasks", "toy", "--toy-prompts", "2", "--contexts", "30,60", "--plans", "streaming @ keep=0.5"]

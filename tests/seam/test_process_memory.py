@@ -21,7 +21,11 @@ import transformers
 
 import kvtailor
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status"),
+    # Some 15 s; the ledger is held against storages and the allocator in the default run.
+    pytest.mark.long,
+]
 
 RESIDENT = {
     "full": 1.10,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 STAGES = ("score", "allocate", "select", "merge", "encode", "store", "attend")
@@ -50,6 +51,11 @@ def imports_of(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
             yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def breaches(root: Path) -> list[str]:
     """What breaks the law in the package at `root`, a sentence for each import."""
     found = []
@@ -64,7 +70,7 @@ def breaches(root: Path) -> list[str]:
                 f"{name} belongs to no level: give it one in {Path(__file__).name} and in docs/architecture.md"
             )
             continue
-        for module, line in imports_of(ast.parse(path.read_text(encoding="utf-8")), package):
+        for module, line in imports_of(_tree(path), package):
             reason = _breach(home, parts, module.split("."))
             if reason is not None:
                 found.append(f"{name}:{line} imports {module}: {reason}")
@@ -100,7 +106,7 @@ def graph(root: Path) -> dict[str, set[str]]:
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         package = f"kvtailor.{package}".rstrip(".")
         edges[name] = set()
-        for module, _ in imports_of(ast.parse(path.read_text(encoding="utf-8")), package):
+        for module, _ in imports_of(_tree(path), package):
             there = module.removeprefix("kvtailor").removeprefix(".")
             if module.split(".")[0] == "kvtailor" and there in names:
                 edges[name] |= {there, *_packages_of(there)} - {name, *_packages_of(name), ""}

@@ -39,7 +39,7 @@ def test_what_plans_become():
     assert len(plans_at_whole_budget(PLANS[-1])) == 2
 
 
-@pytest.mark.parametrize("task", [Perplexity, Fidelity])
+@pytest.mark.parametrize("task", [Perplexity, pytest.param(Fidelity, marks=pytest.mark.long)])
 def test_every_method_is_tried_and_drops_nothing(task):
     asked = []
 

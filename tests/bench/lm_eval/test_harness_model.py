@@ -36,6 +36,10 @@ PLANS = (
 )
 
 
+# Two of the plans in the default run; the others are long.
+FEW = [plan if i < 2 else pytest.param(plan, marks=pytest.mark.long) for i, plan in enumerate(PLANS)]
+
+
 @pytest.fixture(scope="module")
 def subject():
     return Subject.load("demo", dtype="float64")
@@ -69,9 +73,9 @@ def data(tmp_path_factory):
     ("task", "metrics", "fewshot"),
     [
         ("arc_easy", {"acc,none", "acc_norm,none"}, None),
-        ("lambada_openai", {"perplexity,none", "acc,none"}, None),
+        pytest.param("lambada_openai", {"perplexity,none", "acc,none"}, None, marks=pytest.mark.long),
         ("gsm8k", {"exact_match,strict-match", "exact_match,flexible-extract"}, 2),
-        ("mmlu_virology", {"acc,none"}, 2),
+        pytest.param("mmlu_virology", {"acc,none"}, 2, marks=pytest.mark.long),
         ("pages", {"word_perplexity,none", "byte_perplexity,none", "bits_per_byte,none"}, None),
     ],
 )
@@ -137,7 +141,7 @@ def test_greedy_means_every_token(subject, hf):
     answers_are_equal(found, hf._loglikelihood_tokens(asked, True))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", FEW)
 def test_continuations_are_scored_on_the_compressed_cache(plan, subject):
     """By `session.score`, each after a prefill of its own; here they share one."""
     context = words(STATE, 130)
@@ -202,7 +206,7 @@ def test_a_window_of_a_text_is_cut_in_the_middle(subject, hf):
     assert found == pytest.approx(float(scores.sum()), rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("plan", ("reference", *PLANS[:3]))
+@pytest.mark.parametrize("plan", ("reference", *FEW[:3]))
 def test_text_is_generated_from_the_compressed_cache_in_any_batch(plan, subject):
     prompts = [words(STATE, n) for n in (70, 44, 61)]
     requests = ask("generate_until", *((each, {"until": ["\n\n"], "max_gen_toks": 6}) for each in prompts))

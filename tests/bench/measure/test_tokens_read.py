@@ -25,7 +25,7 @@ def tiny():
     return Subject(name="tiny", model=model, tokenizer=Numbers(ids))
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.long), 1])
 def test_held_and_read_are_told_apart(chunk):
     """Of 89 tokens, 20 and what came after them: rocket reads 6; quest everything in 2 layers of 3, and no bounds yet
     have the tokens after the 50 of the prompt, of which it reads 2 pages of 16 (the last has 2 tokens)."""

@@ -14,6 +14,7 @@ from kvtailor.cli import main
 from kvtailor.hf.run.stock import quantized_cache
 
 
+@pytest.mark.long
 def test_it_runs_on_what_is_installed() -> None:
     sizes = ["--contexts", "200", "--packing", "200", "--context", "200", "--continuation", "40", "--windows", "3"]
     few = ["--backends", "", "--bits", "4", "--rounds", "1", "--packing-rounds", "1", "--dtype", "float32"]

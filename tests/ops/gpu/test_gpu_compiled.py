@@ -52,6 +52,7 @@ def check(*names: str) -> None:
         assert made["asynchronous"] >= ceiling["asynchronous"], f"{name} on sm_{made['sm']} no longer loads ahead"
 
 
+@pytest.mark.long
 def test_is_no_larger_than_recorded() -> None:
     check("vector8", "kivi4")
 
