@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-__all__ = ["Method", "refuse_old_names", "renamed"]
+__all__ = ["Method", "renamed"]
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -25,19 +25,30 @@ class Method:
         added: arguments that the method got after results had been named by hashes without them. At their defaults they
             are no part of a plan's hash, so that a plan of before keeps its own.
         old_names: arguments that had another name before, by that name; see `renamed`.
+        old_members: present name of each member that a contract has renamed, by its old one.
     """
 
     examples: ClassVar[tuple[str, ...]] = ()
     added: ClassVar[tuple[str, ...]] = ()
     old_names: ClassVar[Mapping[str, str]] = {}
+    old_members: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a class that goes on with a name of before: what it means by that would be passed over in silence.
+
+        Raises:
+            TypeError: the class declares an argument by its old name; or it, or one that it derives from, has a member
+                or a field of a name that its contract has changed.
+        """
         super().__init_subclass__(**options)
         if old := [name for name in cls.old_names if name in vars(cls).get("__annotations__", {})]:
             raise TypeError(
                 f"{cls.__qualname__} declares {', '.join(old)}, which is now called "
                 f"{', '.join(cls.old_names[name] for name in old)} (CHANGELOG.md): rename it"
             )
+        for name, now in cls.old_members.items():
+            if any(name in vars(each) or name in vars(each).get("__annotations__", {}) for each in cls.__mro__[:-1]):
+                raise TypeError(f"{cls.__qualname__} has {name}, which is now called {now} (CHANGELOG.md): rename it")
 
     @property
     def content_hash(self) -> str | None:
@@ -87,18 +98,3 @@ def renamed(**now: str) -> Callable[[_Kind], _Kind]:
         return kind
 
     return of
-
-
-def refuse_old_names(kind: type, now: Mapping[str, str]) -> None:
-    """Refuse a class that still implements what its contract has renamed: the old name would be passed over in silence.
-
-    Args:
-        kind: a class that derives from the contract.
-        now: the present name of each member, by its old one.
-
-    Raises:
-        TypeError: the class, or one that it derives from, has a member or a field of an old name.
-    """
-    for old, name in now.items():
-        if any(old in vars(each) or old in vars(each).get("__annotations__", {}) for each in kind.__mro__[:-1]):
-            raise TypeError(f"{kind.__qualname__} has {old}, which is now called {name} (CHANGELOG.md): rename it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,14 @@ def enter(switch: PhaseSwitch, way: str) -> object:
     context = switch.reconstructing(PIECE) if way == "reconstructing" else getattr(switch, way)()
     context.__enter__()
     return context
+
+
+def filled(plan: str = "full") -> tuple[Any, torch.Tensor, kvtailor.KvCache]:
+    """A model, a prompt (1, 12), and a cache under a plan that has seen it."""
+    model, ids = build("llama"), torch.arange(12)[None]
+    cache = kvtailor.cache_for(model, plan)
+    model(ids, past_key_values=cache)
+    return model, ids, cache
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(WAYS, WAYS)))
@@ -94,10 +103,7 @@ def test_a_layer_keeps_the_prompt_that_the_cache_gave_and_recording_ends_alone()
 
 @torch.no_grad()
 def test_users_get_a_sentence_and_the_cache_stays_what_it_was() -> None:
-    model = build("llama")
-    ids = torch.arange(12)[None]
-    cache = kvtailor.cache_for(model, "snapkv(window=2) @ tokens=6")
-    model(ids, past_key_values=cache)
+    model, ids, cache = filled("snapkv(window=2) @ tokens=6")
     held = cache.held()
     with rollback.speculating(cache.engine):
         with pytest.raises(CacheMisuse, match="speculates, and has not settled"):
@@ -113,10 +119,7 @@ def test_a_cache_whose_steps_are_replayed_takes_nothing_else(use: str, tmp_path)
     """Before, another use was lost or mixed with the steps without a word."""
     from kvtailor.hf.graphs.replay import Replay
 
-    model = build("llama")
-    ids = torch.arange(12)[None]
-    cache = kvtailor.cache_for(model, "full")
-    model(ids, past_key_values=cache)
+    model, ids, cache = filled()
     steps = Replay(model, cache, None, 4, lambda run: run)
     steps.step(ids[:, :1])
     with pytest.raises(CacheMisuse, match="being read by replayed steps that have not landed"):
@@ -139,10 +142,7 @@ def test_a_cache_whose_steps_are_replayed_takes_nothing_else(use: str, tmp_path)
 def test_steps_cannot_land_in_a_cache_that_was_reset() -> None:
     from kvtailor.hf.graphs.replay import Replay
 
-    model = build("llama")
-    ids = torch.arange(12)[None]
-    cache = kvtailor.cache_for(model, "full")
-    model(ids, past_key_values=cache)
+    model, ids, cache = filled()
     steps = Replay(model, cache, None, 4, lambda run: run)
     steps.step(ids[:, :1])
     cache.reset()
@@ -179,9 +179,7 @@ def test_a_recording_that_was_left_on_does_not_hinder_a_prefill(family: str, bef
 
 @torch.no_grad()
 def test_a_prefill_that_is_refused_before_it_feeds_leaves_the_cache_as_it_was() -> None:
-    model, ids = build("llama"), torch.arange(12)[None]
-    cache = kvtailor.cache_for(model, "full")
-    model(ids, past_key_values=cache)
+    model, ids, cache = filled()
     with rollback.speculating(cache.engine), pytest.raises(CacheMisuse, match="end that first"):
         kvtailor.prefill(model, cache, ids[:, :4], hold=True)
     model(ids[:, :1], past_key_values=cache)

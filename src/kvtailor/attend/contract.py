@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvtailor.method import Method, refuse_old_names
+from kvtailor.method import Method
 from kvtailor.types import Rotation, Segment, Visibility
 
 __all__ = ["Attended", "Attention", "AttentionContext", "AttentionRequest", "FlopsRequest", "IndexRequest"]
@@ -144,6 +144,7 @@ class Attention(Method, ABC):
     reads_alike: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = False
     has_token_budget: ClassVar[bool] = False
+    old_members: ClassVar[Mapping[str, str]] = {"repeats": "graph_safe"}
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse the signatures that these methods had before they took requests (decision 0016).
@@ -152,7 +153,6 @@ class Attention(Method, ABC):
             TypeError: a method of the class cannot be called with one request.
         """
         super().__init_subclass__(**options)
-        refuse_old_names(cls, {"repeats": "graph_safe"})
         for name, now in _OF_REQUESTS.items():
             method = getattr_static(cls, name)
             if method is vars(Attention)[name]:

@@ -183,11 +183,11 @@ def _read(path: Path) -> Kind | None:
     )
 
 
-# What a class variable must be, where it is not a collection.
-_SINGLE: dict[str, type] = {
-    **dict.fromkeys(("version", "generates", "order"), int),
-    **dict.fromkeys(("usual", "of_cost", "own_cache", "reads_text", "of_each_text", "reads_data", "by_sample"), bool),
-    "set_name": str,
+# What a class variable must be, where `Task` declares one of these types and no collection.
+_SINGLE = {
+    name: _OPTION_TYPES[one]
+    for name, annotation in Task.__annotations__.items()
+    if (one := annotation.removeprefix("ClassVar[").removesuffix("]")) in _OPTION_TYPES
 }
 
 

@@ -61,9 +61,5 @@ def watched(cache: KvCache, see: Callable[[LayerStates], None]) -> Iterator[None
         sides = [torch.cat([*(part[side] for part in held), new[0]], 1) for side, new in enumerate((keys, values))]
         see(LayerStates(index_of[layer], query[0].float(), sides[0].float(), sides[1].float(), scaling))
 
-    before = cache.guard.observers
-    cache.guard.observers = (*before, watch)
-    try:
+    with cache.guard.observed(watch):
         yield
-    finally:
-        cache.guard.observers = before

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.method import Method, refuse_old_names
+from kvtailor.method import Method
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole, alone
 from kvtailor.types import Layout, Needs, Rotation, Segment
 
@@ -57,10 +57,7 @@ class Codec(Method, ABC):
 
     exact: ClassVar[bool] = False
     across: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        refuse_old_names(cls, {"layers_together": "layer_groups", "encode_together": "encode_group"})
+    old_members: ClassVar[Mapping[str, str]] = {"layers_together": "layer_groups", "encode_together": "encode_group"}
 
     @property
     def tail(self) -> int:

@@ -9,12 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
+from kvtailor.ops.segments.coded import under
 from kvtailor.store.recent_window import Tail
 from kvtailor.types import Rotation, Segment
 from kvtailor.types.evidence import Evidence
 
-__all__ = ["Clock", "ModelPart", "Observed", "Stored"]
+__all__ = ["Clock", "ModelPart", "Observed", "Stored", "whole_number"]
 
+# What `Observed` remembers of earlier evictions and of a reconstruction.
+_MEMORIES = ("scored", "scored_columns", "reconstruction")
 # The names of a clock's numbers that saved caches have had from the beginning.
 _CLOCK_NAMES = {"settled_seen": "settled_seen", "evict_at": "walk_at", "growth": "tail_growth"}
 
@@ -82,7 +85,7 @@ class Observed:
 
     def memories(self) -> dict[str, Tensor]:
         """Return what earlier evictions and a reconstruction left, by attribute; batch rows first."""
-        named = {name: getattr(self, name) for name in ("scored", "scored_columns", "reconstruction")}
+        named = {name: getattr(self, name) for name in _MEMORIES}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def rows(self, index: Tensor, mass: Sequence[Tensor]) -> Observed:
@@ -116,11 +119,11 @@ class Observed:
         Raises:
             ValueError: there are memories of no known name.
         """
-        memories = _under("memory.", tensors)
-        if unknown := memories.keys() - {"scored", "scored_columns", "reconstruction"}:
+        memories = under("memory.", tensors)
+        if unknown := memories.keys() - set(_MEMORIES):
             raise ValueError(f"a layer remembers {', '.join(sorted(unknown))}, which no layer does")
         return cls(
-            evidence=Evidence.from_tensors(_under("evidence.", tensors)), carry=_under("carry.", tensors), **memories
+            evidence=Evidence.from_tensors(under("evidence.", tensors)), carry=under("carry.", tensors), **memories
         )
 
 
@@ -153,12 +156,10 @@ class Clock:
         Raises:
             ValueError: a number is none, or below 0.
         """
-        found: dict[str, Any] = {}
-        for own, name in _CLOCK_NAMES.items():
-            value = fields[name]
-            if not (type(value) is int and value >= 0 or (own == "evict_at" and value is None)):
-                raise ValueError(f"{name} of a layer is {value!r}")
-            found[own] = value
+        found: dict[str, Any] = {
+            own: None if own == "evict_at" and fields[name] is None else whole_number(fields, name)
+            for own, name in _CLOCK_NAMES.items()
+        }
         return cls(**found)
 
 
@@ -196,6 +197,13 @@ class ModelPart:
         self.scaling = value
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def whole_number(fields: Mapping[str, Any], name: str) -> int:
+    """Return a count that a layer's fields name.
+
+    Raises:
+        ValueError: it is no whole number, or below 0.
+    """
+    value = fields[name]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} of a layer is {value!r}")
+    return value

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.engine.layer_parts import Clock, Observed
+from kvtailor.engine.layer_parts import Clock, Observed, whole_number
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.errors import CacheMisuse
+from kvtailor.ops.segments.coded import under
 from kvtailor.ops.segments.stored_parts import check_layout, check_segment
 from kvtailor.plan import Plan
 from kvtailor.store.recent_window import Tail
@@ -57,18 +58,16 @@ def restore(
     state.reset()
     state.clock = Clock.from_state(fields)
     state.model.take_state(fields)
-    state.stored.seen = seen = fields["seen"]
-    if type(seen) is not int or seen < 0:
-        raise ValueError(f"seen of a layer is {seen!r}")
+    state.stored.seen = seen = whole_number(fields, "seen")
     if "tail" not in fields:
         return
     rows, heads = fields["rows"], fields["heads"]
     if heads != kv_heads:
         raise ValueError(f"a layer has {heads} kv heads, and the model {kv_heads}")
-    state.stored.tail = _tail(rows, heads, fields["tail"], _under("tail.", tensors), seen)
+    state.stored.tail = _tail(rows, heads, fields["tail"], under("tail.", tensors), seen)
     for i, saved in enumerate(fields["segments"]):
-        mine = _under(f"segment.{i}.", tensors)
-        own = _under("layout.", mine)
+        mine = under(f"segment.{i}.", tensors)
+        own = under("layout.", mine)
         layout = Layout(rows=rows, heads=heads, size=saved["layout"]["size"], start=saved["layout"]["start"], **own)
         check_layout(layout, seen)
         state.codec(plan)
@@ -91,8 +90,3 @@ def _tail(rows: int, heads: int, fields: Mapping[str, Any], tensors: Mapping[str
         check_layout(held.layout, seen)
         check_segment(held)
     return tail
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -17,6 +17,7 @@ from kvtailor.engine.layer_parts import Clock, ModelPart, Observed, Stored
 from kvtailor.engine.pending import Checkpoint, Draft, Pending
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry, storage_bytes
+from kvtailor.ops.segments.coded import under
 from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.store.contract import OffloadStore
 from kvtailor.store.recent_window import Tail
@@ -149,8 +150,7 @@ class LayerState:
     def restored(self, name: str, layout: Layout, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
         """The segment of this layer that `Segment.state` described; `name` is its codec's."""
         if name == Weighted.codec:
-            inner = {key.removeprefix("inner."): t for key, t in tensors.items() if key.startswith("inner.")}
-            held = self.restored(fields["codec"], layout, fields["fields"], inner)
+            held = self.restored(fields["codec"], layout, fields["fields"], under("inner.", tensors))
             return Weighted(layout=layout, inner=held, log_weight=tensors["log_weight"])
         if name == PlainSegment.codec:
             return PlainSegment.from_state(layout, fields, tensors)

@@ -213,6 +213,16 @@ class CacheGuard:
         with self._alone:
             self._now = None
 
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """While it is open, `observer` is called, too, behind those that are there."""
+        before = self.observers
+        self.observers = (*before, observer)
+        try:
+            yield
+        finally:
+            self.observers = before
+
     def break_off(self, what: str) -> None:
         """What the cache holds is not to be trusted from now on, for the reason `what`."""
         self._alone.refusal = f"{what}: {_START_OVER}"

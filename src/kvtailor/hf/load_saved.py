@@ -19,6 +19,7 @@ from kvtailor.hf.conversation import Conversation, Known
 from kvtailor.hf.layers import CompressedLayer
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.saved_model import differences, said_of_geometry, said_of_model
+from kvtailor.ops.segments.coded import under
 from kvtailor.store.cache_file import CacheFile, read_cache_file
 
 __all__ = ["load_cache"]
@@ -126,7 +127,7 @@ def _fill(cache: KvCache, layers: list[Any], tensors: Mapping[str, Tensor], devi
     if len(rows) > 1 or len({each["seen"] for each in layers}) > 1:
         raise ValueError("its layers differ in their rows, or in the tokens that they have seen")
     for index, (layer, fields) in enumerate(zip(cache.layers, layers, strict=True)):
-        mine = _under(f"{index}.", tensors)
+        mine = under(f"{index}.", tensors)
         if isinstance(layer, CompressedLayer):
             restore(layer.state, fields, mine, cache.plan, cache.geometry.kv_heads)
             if fields["dtype"] is not None:
@@ -150,7 +151,3 @@ def _fill_conversation(cache: KvCache, known: list[Any], real: Tensor | None) ->
         raise ValueError(f"its mask of known token ids is {real.dtype} of shape {tuple(real.shape)}")
     beginnings = [Known(int(columns), tuple(int(each) for each in hashes)) for columns, *hashes in known]
     cache.conversation = Conversation(beginnings, None if real is None else real.cpu())
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.method import Method, refuse_old_names
+from kvtailor.method import Method
 from kvtailor.types import Held, Needs
 
 __all__ = ["Scorer"]
@@ -24,9 +25,7 @@ class Scorer(Method, ABC):
     = 32`). A method that takes another method takes it from that one.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        refuse_old_names(cls, {"recents": "recent"})
+    old_members: ClassVar[Mapping[str, str]] = {"recents": "recent"}
 
     @property
     def scope(self) -> str:

@@ -78,12 +78,8 @@ def queries_of(cache: KvCache) -> Iterator[list[Queries]]:
     def keep(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         kept.append(Queries(query[0].float().cpu(), scaling))
 
-    before = cache.guard.observers
-    cache.guard.observers = (*before, keep)
-    try:
+    with cache.guard.observed(keep):
         yield kept
-    finally:
-        cache.guard.observers = before
 
 
 def compare_layers(full: list[Contents], ours: list[Contents], queries: list[Queries]) -> dict[str, tuple[float, ...]]:

@@ -56,15 +56,11 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
         for other in others:
             other.layers[layer].prefill_shared(keys, values, query, visible, scaling)
 
-    before = source.guard.observers
     with ExitStack() as changes:
         for other in others:
             changes.enter_context(other.guard.changing("a forward of another cache, taken in by this one,"))
-        source.guard.observers = (*before, take_in)
-        try:
+        with source.guard.observed(take_in):
             yield
-        finally:
-            source.guard.observers = before
         for other in others:
             _copy_windows(source, other)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvtailor.types import Layout, Segment
 
-__all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone"]
+__all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone", "under"]
 
 
 @dataclass(frozen=True, kw_only=True)

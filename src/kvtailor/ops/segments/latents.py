@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvtailor.ops.attention.joined import apart, group_layout, hold_the_same, members
 from kvtailor.ops.codes.subspace import Basis
+from kvtailor.ops.segments.coded import under
 from kvtailor.types import Layout, Segment, SegmentView
 
 __all__ = ["LatentSegment", "inner_state"]
@@ -130,6 +131,4 @@ def inner_state(
     fields: Mapping[str, object], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
     """The part of `LatentSegment.state` that is the latents' own."""
-    prefix = "latents."
-    cut = lambda named: {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}  # noqa: E731
-    return cut(fields), cut(tensors)
+    return under("latents.", fields), under("latents.", tensors)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvtailor.ops.segments.coded import under
 from kvtailor.ops.segments.packed import Packing
 from kvtailor.store.contract import Placed, Restore
 from kvtailor.types import Segment
@@ -110,8 +111,7 @@ class OnDevice:
     def segment(self, offloaded: Offloaded, restore: Restore) -> Segment:
         if offloaded.place not in self.segments:
             codec, fields = offloaded.bundle.described[offloaded.place]
-            prefix = f"{offloaded.place}."
-            mine = {name.removeprefix(prefix): t for name, t in self._views.items() if name.startswith(prefix)}
+            mine = under(f"{offloaded.place}.", self._views)
             self.segments[offloaded.place] = restore(codec, offloaded.layout, fields, mine)
         return self.segments[offloaded.place]
 
