@@ -1,0 +1,114 @@
+"""Every plan on a device that is not the CPU, in which tensors of two devices never meet: the same as on the CPU.
+
+The arithmetic below the device is the CPU's, so tokens, logits, held sets and bytes must be equal bit for bit. What
+fails here fails on a GPU: a tensor that was made without `device=`, or a fast form of the CPU that was taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import kvtailor
+from kvtailor.errors import PlanError
+from kvtailor.ops.dispatch import using
+from kvtailor.plan import registry
+from kvtailor.store.host import Host
+from tests.seam.test_modes import PLANS
+from tests.support.calibrated import shipped_for
+from tests.support.every_plan import every_plan
+from tests.support.other_device.backend import move_model, register
+from tests.support.other_device.decoding import decoded
+from tests.support.seam.zoo import build
+
+FAMILIES = ("llama", "gpt_neox", "gemma3")
+# Long enough that codecs with their defaults encode some of it; others are cut to budgets of 48 tokens or less.
+ALONE, BATCH = (270,), (270, 61, 190)
+CASES = {**every_plan(), **{f"together: {plan}": plan for plan in PLANS}}
+
+
+def first_of_each_method() -> list[str]:
+    """What the default run has of the cases: one of each method, and none twice."""
+    found: dict[str, str] = {}
+    for case in CASES:
+        stage, name = case.split(": ", 1)
+        if stage in registry.stages():
+            found.setdefault(f"{stage}: {name.partition('(')[0]}", case)
+    return list({CASES[case]: case for case in found.values()}.values())
+
+
+DEFAULT = first_of_each_method()
+
+
+def refused(family: str, plan: str) -> str | None:
+    """Why a model is refused, on any device: the tiny gemma3 has two layers that see all, where a table has three."""
+    try:
+        kvtailor.cache_for(build(family), plan)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The device, and files of random numbers for the plans that read a calibration."""
+    register()
+    with (
+        shipped_for([build(family) for family in FAMILIES], tmp_path_factory.mktemp("calibrations")),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(os, "fsync", lambda file: None)
+        # The CPU's own answer to a plan with segments in host memory, which a user's model on the CPU is refused.
+        patch.setattr(Host, "refusal", lambda self, device: None)
+        yield
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.long) for case in CASES]
+)
+def test_a_padded_batch_is_that_of_the_cpu(case: str) -> None:
+    check("llama", CASES[case], BATCH, None, steps=5 if case in DEFAULT else 9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("family", "lengths", "chunk"),
+    [("llama", ALONE, 64), ("gpt_neox", ALONE, None), ("gemma3", BATCH, 64)],
+    ids=["llama alone in chunks", "gpt_neox alone", "gemma3 batch in chunks"],
+)
+def test_other_families_alone_and_in_chunks(
+    family: str, lengths: tuple[int, ...], chunk: int | None, case: str
+) -> None:
+    if refused(family, CASES[case]):
+        pytest.skip(f"{family}: {refused(family, CASES[case])}")
+    check(family, CASES[case], lengths, chunk, steps=9)
+
+
+@pytest.mark.parametrize(("family", "lengths"), [("gpt_neox", ALONE), ("gemma3", BATCH)])
+def test_in_chunks(family: str, lengths: tuple[int, ...]) -> None:
+    """One of the above for the default run: evictions between chunks, ragged heads, codes, a window of the model."""
+    plan = "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=8) @ tokens=24, slack=4"
+    check(family, plan, lengths, 64, steps=9)
+
+
+def check(family: str, plan: str, lengths: tuple[int, ...], chunk: int | None, steps: int) -> None:
+    """A prompt and some tokens, on the CPU in the forms that a GPU has too: decoded parts, and torch."""
+    with using("reference"):
+        expected = decoded(build(family), plan, lengths, chunk=chunk, steps=steps)
+    found = decoded(move_model(build(family), "gpu:1"), plan, lengths, chunk=chunk, steps=steps)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.logits, expected.logits), float((found.logits - expected.logits).abs().max())
+    assert found.held.keys() == expected.held.keys()
+    assert all(torch.equal(found.held[layer], columns) for layer, columns in expected.held.items())
+    assert found.ledger == expected.ledger and found.ledger.total > 0
+
+
+def test_no_method_is_left_out() -> None:
+    names = {f"{stage}: {name}" for stage in registry.stages() for name in registry.methods(stage)}
+    tried = {": ".join((stage, rest.partition("(")[0])) for stage, rest in (case.split(": ", 1) for case in CASES)}
+    assert names <= tried
+    assert {f"preset: {name}" for name in registry.presets()} <= tried
