@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from tests.support.held_rows import example_tensors, held_by, held_of, make_row
-from tests.support.seam.zoo import build, prompts
+from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
 from kvtailor.score.atskv import ATSKV
@@ -153,6 +153,23 @@ def test_sinks_and_window_stay_while_it_is_asked_again_and_again(tmp_path) -> No
             assert {0, 1, 2, 3} <= set(held[0].tolist()), f"a sink is gone after {step + 1} tokens"
             assert set(range(60 + step + 1 - 8, 60 + step + 1)) <= set(held[0].tolist())
     assert min(sizes) == 24 and max(sizes) == 24 + 32
+
+
+@torch.no_grad()
+def test_a_row_whose_first_chunks_are_padding_alone(tmp_path) -> None:
+    """It has no token to score yet, and ends with what it keeps when it is read alone."""
+    from tests.support.calibrated import write_file
+
+    model = build("llama")
+    tensors = example_tensors(ATSKV(), layers=3, heads=2, group=2, size=16)
+    path = write_file(tmp_path / "a.safetensors", "atskv", tensors, model)
+    plan = f"atskv(file='{path}', window=8) @ tokens=24, slack=4"
+    ids, mask = prompts((100, 40))
+    together = held_columns(kvtailor.prefill(model, plan, ids, mask, chunk=20))
+    alone = held_columns(kvtailor.prefill(model, plan, ids[1:, -40:], mask[1:, -40:], chunk=20))
+    for layer, columns in alone.items():
+        assert torch.equal(together[layer][1, :, -40:], columns[0]) and int(columns.sum(-1).max()) == 24
+        assert not together[layer][1, :, :-40].any()
 
 
 def test_it_asks_for_no_mass() -> None:

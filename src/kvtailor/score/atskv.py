@@ -127,6 +127,9 @@ class ATSKV(CalibratedMethod, Scorer):
         there = held.valid[row, head]
         given, _ = window_attention(held, row, head)
         count = given.shape[-1]
+        if count == 0:
+            # A row of a padded batch of which the chunks so far have been padding alone.
+            return given.new_zeros(0, _FEATURES)
         seen = given.flatten(0, 1) if given.shape[1] else given.new_zeros(1, count)
         mean, members = seen.mean(0), torch.ones(count, dtype=torch.bool, device=seen.device)
         pooled = [pool_members(mean, members, kernel, "average") for kernel in _POOLS]

@@ -24,7 +24,7 @@ def pool_members(values: Tensor, member: Tensor, kernel: int, kind: str) -> Tens
     Returns:
         (..., n), 0 outside the members.
     """
-    if kernel == 1:
+    if kernel == 1 or not values.shape[-1]:
         return values.masked_fill(~member, 0.0)
     n = values.shape[-1]
     # Members move to the front of their lane; slot n collects the rest and is cut off.
