@@ -68,6 +68,31 @@ class Ledger:
     seen: int
     held: float | None
 
+    @classmethod
+    def joined(cls, parts: Sequence[Ledger]) -> Ledger:
+        """Return the ledger of a cache whose heads lie on several processes, from those of all of them.
+
+        Where every process has all heads, the sums count each copy, in `full` as well.
+        """
+        first = parts[0]
+        forms = [each.closed_form for each in parts]
+        held = [each.held for each in parts if each.held is not None]
+
+        def sums(dicts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+            names = dict.fromkeys(name for each in dicts for name in each)
+            return {name: sum(each.get(name, 0) for each in dicts) for name in names}
+
+        return cls(
+            total=sum(each.total for each in parts),
+            by_stage=sums([each.by_stage for each in parts]),
+            by_tier=sums([each.by_tier for each in parts]),
+            by_layer=[sum(layers) for layers in zip(*(each.by_layer for each in parts), strict=True)],
+            closed_form=None if None in forms else sum(form for form in forms if form is not None),
+            full=sum(each.full for each in parts),
+            seen=first.seen,
+            held=sum(held) / len(held) if held else None,
+        )
+
     @property
     def ratio(self) -> float | None:
         """total / full; None before the first token."""

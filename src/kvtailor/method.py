@@ -26,12 +26,16 @@ class Method:
             are no part of a plan's hash, so that a plan of before keeps its own.
         old_names: arguments that had another name before, by that name; see `renamed`.
         old_members: present name of each member that a contract has renamed, by its old one.
+        splits_heads: it works where a process holds some of a layer's kv heads and others hold the rest: a head's
+            result depends on that head alone, or the method meets the other heads through the `HeadShare` that it is
+            given. What does not declare it is refused under tensor parallelism.
     """
 
     examples: ClassVar[tuple[str, ...]] = ()
     added: ClassVar[tuple[str, ...]] = ()
     old_names: ClassVar[Mapping[str, str]] = {}
     old_members: ClassVar[Mapping[str, str]] = {}
+    splits_heads: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a class that goes on with a name of before: what it means by that would be passed over in silence.
@@ -55,6 +59,15 @@ class Method:
         """sha256 of what this method read from the files that its arguments name, for the plan's hash; None: no file.
 
         A method reads its files once, when it is made (see `ops.files`), so that a plan is the same for all its life.
+        """
+        return None
+
+    def split_refusal(self, *, heads: int, ranks: int) -> str | None:
+        """Why the method cannot be served where heads lie on several processes, as a sentence; None: it can.
+
+        Args:
+            heads: kv heads of each layer that each process holds.
+            ranks: how many processes.
         """
         return None
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvtailor.engine.layer_parts import Clock, ModelPart, Observed, Stored
-from kvtailor.engine.layer_saving import restore, state_of
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.saving.layer_saving import restore, state_of
 from kvtailor.plan import Plan
 from kvtailor.types.evidence import Evidence
 
@@ -19,7 +19,13 @@ LEFT_OUT = {
     "Stored": {},
     "Observed": {"tokens_read": "of the last forward alone"},
     "Clock": {"due": "nothing is due between two forwards", "reindex": "likewise"},
-    "ModelPart": {"output": "the model's", "rotation": "the model's", "calibration": "a file", "encoding": "a file"},
+    "ModelPart": {
+        "output": "the model's",
+        "rotation": "the model's",
+        "calibration": "a file",
+        "encoding": "a file",
+        "share": "the processes'",
+    },
 }
 
 

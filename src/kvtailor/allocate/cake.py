@@ -52,6 +52,7 @@ class Cake(Allocator):
     tau2: float = 1.0
     scope: ClassVar[str] = "progressive"
     even_heads: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 2:
@@ -76,6 +77,7 @@ class Cake(Allocator):
                     spread[row] += torch.special.entr(history).sum()
                     if history.shape[0] > 1 and history.numel():
                         shift[row] += history.var(0).sum()
+        spread, shift = held.share.sum(torch.stack([spread, shift])).unbind()
         return spread.cpu().double() ** (1 / self.tau1) * shift.cpu().double() ** (1 / self.tau2)
 
     def allocate(self, request: BudgetRequest) -> Tensor:

@@ -46,6 +46,7 @@ class Coverage(Allocator):
     per_head: bool = False
     scope: ClassVar[str] = "prompt"
     examples: ClassVar[tuple[str, ...]] = ("coverage", "coverage(per_head=true)")
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.mass < 1:
@@ -64,6 +65,7 @@ class Coverage(Allocator):
     def measure(self, held: Held) -> Tensor:
         """(b,) float32 from 1 to n: tokens needed, mean over queries and heads; with `per_head` (b, h), over groups."""
         counts = window_means(held, self._counts)
+        counts = held.share.gather(counts, 1)
         return counts if self.per_head else counts.mean(-1)
 
     def allocate(self, request: BudgetRequest) -> Tensor:

@@ -58,6 +58,7 @@ class Duo(CalibratedMethod, Allocator):
         "duo(gates=[[0.9, 0.1], [0.3, 0.3], [0.0, 1.0]], streaming=8)",
         "duo(gates=[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], streaming=0)",
     )
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.gates is not None:

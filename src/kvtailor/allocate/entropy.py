@@ -45,6 +45,7 @@ class Entropy(Allocator):
     window: int = 32
     scope: ClassVar[str] = "prompt"
     even_heads: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -56,7 +57,8 @@ class Entropy(Allocator):
 
     def measure(self, held: Held) -> Tensor:
         """(b,) float32 from 1 to n: mean of exp(entropy) over queries and heads."""
-        return window_means(held, lambda rows: torch.special.entr(rows).sum(-1).exp()).mean(-1)
+        means = window_means(held, lambda rows: torch.special.entr(rows).sum(-1).exp())
+        return held.share.gather(means, 1).mean(-1)
 
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU.

@@ -71,6 +71,7 @@ class Erank(CalibratedMethod, Allocator):
     even_heads: ClassVar[bool] = True
     calibrates: ClassVar[str] = "erank"
     examples: ClassVar[tuple[str, ...]] = ("erank", "erank(static=true)")
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.file is not None and not self.static:

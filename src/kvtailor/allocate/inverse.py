@@ -36,6 +36,7 @@ class Inverse(LayersReordered, Allocator):
     """
 
     examples: ClassVar[tuple[str, ...]] = ("inverse(of=pyramid)", "inverse(of=adakv)")
+    splits_heads: ClassVar[bool] = True
 
     def allocate(self, request: BudgetRequest) -> Tensor:
         """See `LayersReordered.allocate`; the inverse of an inverse is what that one was of."""

@@ -39,6 +39,7 @@ class Pooled(Allocator):
     floor: float = 0.2
     scope: ClassVar[str] = "prompt"
     needs_scores: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1:

@@ -54,6 +54,7 @@ class Table(Allocator):
     )
     _table: Weights = field(init=False, repr=False)
     _hash: str | None = field(init=False, repr=False, default=None)
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (self.file is None) == (self.weights is None):

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getattr_static, signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from kvtailor.method import Method
-from kvtailor.types import Rotation, Segment, Visibility
+from kvtailor.types import ALL_HEADS, HeadShare, Rotation, Segment, Visibility
 
 __all__ = ["Attended", "Attention", "AttentionContext", "AttentionRequest", "FlopsRequest", "IndexRequest"]
 
@@ -47,6 +47,7 @@ class AttentionContext:
         rotation: the layer's rotary embedding; None where the method does not need it.
         carry: what the method's last `attend` or `index` on this layer left; empty at first.
         deferred: the context is still being fed, so that even a single new token is a part of it and not decoded.
+        share: which of the model's heads the parts hold.
     """
 
     layer: int = 0
@@ -54,6 +55,7 @@ class AttentionContext:
     rotation: Rotation | None = None
     deferred: bool = False
     carry: Mapping[str, Tensor] = field(default_factory=dict)
+    share: HeadShare = ALL_HEADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,9 @@ class Attention(Method, ABC):
         reads_alike: several new tokens at once read what each would read alone, as speculation asks of a target.
         graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but
             for the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
+        carry_of: entries of `AttentionContext.carry` that are kept where a saved cache is loaded on another number of
+            processes, and whether each belongs to a "row" (b,), a kv "head" (b, h, k) with -1 for filler, or to
+            "queries" (b, q, w, d). Others are made anew by `index`.
         has_token_budget: its argument `tokens` says how many tokens it reads for each new one.
     """
 
@@ -144,6 +149,7 @@ class Attention(Method, ABC):
     reads_alike: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = False
     has_token_budget: ClassVar[bool] = False
+    carry_of: ClassVar[Mapping[str, Literal["row", "head", "queries"]]] = {}
     old_members: ClassVar[Mapping[str, str]] = {"repeats": "graph_safe"}
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -98,6 +98,7 @@ class Quest(Attention):
     tokens: int = 1024
     least: int = 3
     dense_layers: int = 2
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.least < 1:

@@ -29,6 +29,7 @@ class Reference(Attention):
 
     gives_mass: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from kvtailor.ops.lanes.chunks import chunk_bounds, promised
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
 from kvtailor.ops.lanes.topk import keep_top
+from kvtailor.types import HeadShare
 
 __all__ = ["Rocket"]
 
@@ -59,12 +60,18 @@ class Rocket(Attention):
     """
 
     has_token_budget: ClassVar[bool] = True
+    carry_of: ClassVar[Mapping[str, Literal["row", "head", "queries"]]] = {
+        "capacity": "row",
+        "chosen": "head",
+        "queries": "queries",
+    }
     reads_alike: ClassVar[bool] = False
     tokens: int = 1024
     expect: int = 256
     turns: bool = False
     window: int = 32
     kernel: int = 63
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens < 2:
@@ -94,7 +101,11 @@ class Rocket(Attention):
             carry = self._choose(request) if self.turns else {}
             return Attended(output=read.output, lse=read.lse, carry=carry)
         carry = {name: tensor for name, tensor in request.context.carry.items() if name != "queries"}
-        if int(torch.stack([part.layout.counts() for part in parts]).sum(0).max()) <= self.tokens // 2:
+        few = int(torch.stack([part.layout.counts() for part in parts]).sum(0).max()) <= self.tokens // 2
+        if "capacity" not in carry:
+            # It is found from the heads of all processes, so all of them go on to find it, or none does.
+            few = request.context.share.all(few)
+        if few:
             read = read_all(query, parts, visible, scaling)
             return Attended(output=read.output, lse=read.lse, carry=carry)
         return self._attend_some(request, carry)
@@ -104,7 +115,7 @@ class Rocket(Attention):
         parts, carry = request.parts, request.context.carry
         keys = [part.decode()[0] for part in parts]
         rows = _candidates(rows_of(parts, request.visible.real, keys[0].device), carry)
-        return self._indexed(rows, keys, parts[0].layout.rows, carry)
+        return self._indexed(rows, keys, parts[0].layout.rows, carry, request.context.share)
 
     def flops(self, request: FlopsRequest) -> int | None:
         """(2 r + 5) g for each chunk, and each token that stands for itself: logits in r channels, softmax, mean.
@@ -137,15 +148,14 @@ class Rocket(Attention):
         return chunk.to(torch.int64), (size * chunk / ratio).floor().clamp(1, size).to(torch.int64)
 
     def _indexed(
-        self, rows: Rows, keys: Sequence[Tensor], batch: int, carry: Mapping[str, Tensor]
+        self, rows: Rows, keys: Sequence[Tensor], batch: int, carry: Mapping[str, Tensor], share: HeadShare
     ) -> Mapping[str, Tensor]:
         """The carry with bounds over all of these rows; none where no chunk has several tokens, or all will be read."""
         kept = {name: tensor for name, tensor in carry.items() if name not in ("columns", "bounds")}
         heads = rows.counts.shape[0] // batch
         if "capacity" not in kept:
-            kept["capacity"] = (
-                torch.div(rows.counts.view(batch, heads).sum(1), heads, rounding_mode="floor") + self.expect
-            )
+            held = share.sum(rows.counts.view(batch, heads).sum(1))
+            kept["capacity"] = torch.div(held, share.total(heads), rounding_mode="floor") + self.expect
         chunk = self._sizes(kept["capacity"], keys[0].shape[-1])[0]
         chunk = torch.where(chunk > 1, chunk, 0).repeat_interleave(heads)
         if not bool((chunk > 0).any()) or int(rows.counts.max()) <= self.tokens // 2:
@@ -164,11 +174,11 @@ class Rocket(Attention):
             read = read_all(query, parts, visible, scaling)
             return Attended(output=read.output, lse=read.lse, carry=carry)
         if "capacity" not in carry or not _is_of(carry, rows):
-            carry = self._indexed(rows, keys, b, carry)
+            carry = self._indexed(rows, keys, b, carry, request.context.share)
         chunk, channels = (each.repeat_interleave(heads) for each in self._sizes(carry["capacity"], keys[0].shape[-1]))
         covered = _covered(carry).to(device) if "bounds" in carry else torch.zeros_like(rows.counts)
         if bool(((rows.counts - covered > _LOOSE) & (chunk > 1)).any()):
-            carry = self._indexed(rows, keys, b, carry)
+            carry = self._indexed(rows, keys, b, carry, request.context.share)
             covered = _covered(carry).to(device) if "bounds" in carry else covered
         rows_of_query = query.reshape(b * heads, -1, query.shape[-1])
         bounds = carry["bounds"].flatten(0, 1) if "bounds" in carry else None

@@ -54,6 +54,7 @@ class Rolling(Attention):
     gives_mass: ClassVar[bool] = True
     needs_rotation: ClassVar[bool] = True
     in_cache_positions: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`.

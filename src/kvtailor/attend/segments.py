@@ -32,6 +32,7 @@ class Segments(Attention):
     gives_mass: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -83,6 +84,7 @@ class Channels(Codec):
     recent: int = 32
     block_size: int = 128
     _lengths: Tensor | None = field(init=False, repr=False, compare=False, default=None)
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.method import Method
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole, alone
-from kvtailor.types import Layout, Needs, Rotation, Segment
+from kvtailor.types import ALL_HEADS, HeadShare, Layout, Needs, Rotation, Segment
 
 __all__ = ["Around", "Codec", "CodecContext", "Sides", "TwoSided", "refuse_non_finite"]
 
@@ -33,6 +33,7 @@ class CodecContext:
         evicts: tokens leave the layer, each head's for itself.
         calibration: the tensors of the plan's calibration files, stacked over the layers; None where it has none.
         unrotated: keys come as they were before the rotary embedding.
+        share: which of the model's kv heads this process holds; `heads` are these.
     """
 
     layer: int
@@ -42,6 +43,7 @@ class CodecContext:
     evicts: bool = False
     calibration: Mapping[str, Tensor] | None = None
     unrotated: bool = False
+    share: HeadShare = ALL_HEADS
 
 
 class Codec(Method, ABC):

@@ -13,6 +13,7 @@ largest becomes zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -50,6 +51,7 @@ class Fp8(TwoSided, Codec):
     block_size: int = 128
     only: Sides = "both"
     segment = Fp8Segment
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.group < 1:

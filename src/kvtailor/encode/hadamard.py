@@ -61,6 +61,7 @@ class Hadamard(Around, Codec):
         "hadamard(of=kivi(bits=4), only=keys)",
         "hadamard(of=fp8, only=values)",
     )
+    splits_heads: ClassVar[bool] = True
 
     def segment_type(self) -> type[HadamardSegment]:
         return HadamardSegment

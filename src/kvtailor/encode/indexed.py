@@ -95,6 +95,7 @@ class Indexed(Codec):
     exact: ClassVar[bool] = True
     page: int = 16
     block_size: int = 128
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.page < 1:

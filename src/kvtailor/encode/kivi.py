@@ -16,6 +16,7 @@ for values, and `only` are kvtailor's additions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -60,6 +61,7 @@ class Kivi(TwoSided, Codec):
     value_bits: int | None = None
     only: Sides = "both"
     segment = KiviSegment
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("bits", "key_bits", "value_bits"):

@@ -57,6 +57,9 @@ class MiniCacheSegment(Segment):
         keys, values = self.shared.decode()
         return self.keys.restore(keys), self.values.restore(values)
 
+    def relaid(self, layout: Layout) -> MiniCacheSegment:
+        return replace(self, layout=layout, shared=self.shared.relaid(layout))
+
     def rows(self, index: Tensor) -> MiniCacheSegment:
         device = next(iter(self.keys.tensors().values())).device
         lanes = self.layout.lanes_of_rows(index)[0].to(device)
@@ -130,6 +133,7 @@ class MiniCache(Around, Codec):
         "minicache(block_size=40, only=keys)",
         "minicache(of=kivi(bits=4, group=20, recent=40), only=values)",
     )
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("start", "t", "retained"):

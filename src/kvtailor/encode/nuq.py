@@ -19,6 +19,7 @@ the segment at every step, with a table look-up for each element.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,6 +69,7 @@ class Nuq(TwoSided, Codec):
     block_size: int = 128
     only: Sides = "both"
     segment = NuqSegment
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("bits", "key_bits", "value_bits"):

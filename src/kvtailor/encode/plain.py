@@ -34,6 +34,7 @@ class Plain(Codec):
     block_size: int = 0
     examples: ClassVar[tuple[str, ...]] = ("plain", "plain(block_size=40)")
     exact: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.block_size < 0:

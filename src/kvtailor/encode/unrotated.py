@@ -14,7 +14,7 @@ turned channel, at every step again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -45,9 +45,15 @@ class UnrotatedSegment(AroundSegment):
     def keys_back(self, keys: Tensor) -> Tensor:
         return turn(keys, _positions(self.layout, self.first, keys.device), self.rotation)
 
-    def rows(self, index: Tensor) -> UnrotatedSegment:
-        lanes = self.layout.lanes_of_rows(index)[0]
-        return replace(super().rows(index), first=None if self.first is None else self.first[lanes])
+    def _of_lanes(self, lanes: Tensor, inner: Segment) -> UnrotatedSegment:
+        first = None if self.first is None else self.first[lanes.to(self.first.device)]
+        return replace(self._around(inner), first=first)
+
+    def _stacked(self, parts: Sequence[UnrotatedSegment], order: Tensor, inner: Segment) -> UnrotatedSegment:
+        if self.first is None:
+            return self._around(inner)
+        first = torch.cat([each.first for each in parts if each.first is not None])
+        return replace(self._around(inner), first=first[order.to(first.device)])
 
     def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> UnrotatedSegment:
         moved = super().regather(lane, slot, layout)
@@ -80,6 +86,7 @@ class Unrotated(Around, Codec):
         "unrotated(of=hadamard(of=vector(bits=4), only=keys))",
     )
     _rotation: Rotation | None = field(init=False, repr=False, compare=False, default=None)
+    splits_heads: ClassVar[bool] = True
 
     @property
     def needs_rotation(self) -> bool:

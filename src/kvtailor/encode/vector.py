@@ -14,6 +14,7 @@ segment at every step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -59,6 +60,7 @@ class Vector(TwoSided, Codec):
     block_size: int = 128
     only: Sides = "both"
     segment = VectorSegment
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         least = 2 if self.symmetric else 1

@@ -257,7 +257,8 @@ def _common_recent(state: LayerState, held: Held, keep: Tensor, recent: int) -> 
     assert state.stored.tail is not None
     recent = min(recent, state.stored.tail.length, state.stored.seen)
     newest = (held.positions >= state.stored.seen - recent) & keep
-    return recent if bool((newest.sum(-1) == recent).all()) else 0
+    # One answer for all heads of the layer, whichever process has them: else some would be encoded and others not.
+    return recent if state.model.share.all(bool((newest.sum(-1) == recent).all())) else 0
 
 
 def _mass(held: Held, cuts: Sequence[Cut]) -> tuple[Tensor, ...] | None:

@@ -35,6 +35,12 @@ class CacheShape:
     element_size: int
     rows: int = 1
 
+    @classmethod
+    def of(cls, sizes: tuple[int, int, int], *, heads: int, rows: int) -> CacheShape:
+        """Return the shape of a layer with `sizes` as `LayerState.sizes` gives them."""
+        key_size, value_size, element_size = sizes
+        return cls(heads=heads, key_size=key_size, value_size=value_size, element_size=element_size, rows=rows)
+
     def sizes(self) -> tuple[int, int, int]:
         """d, dv and the bytes of an element."""
         return self.key_size, self.value_size, self.element_size

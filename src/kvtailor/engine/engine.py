@@ -208,6 +208,11 @@ class Engine:
             self._close(state, visible)
             self.leave(state)
 
+    def index(self, state: LayerState, visible: Visibility) -> None:
+        """Let the plan's attention index what a layer holds."""
+        request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
+        state.observed.carry = self.plan.attend.index(request)
+
     def reset(self) -> None:
         """Forget everything."""
         for state in self.states:
@@ -258,6 +263,7 @@ class Engine:
             rotation=state.model.rotation,
             deferred=isinstance(self.phase, Deferred),
             carry=state.observed.carry,
+            share=state.model.share,
         )
 
     def _close(self, state: LayerState, visible: Visibility, *, decoded: bool = False) -> None:
@@ -265,8 +271,7 @@ class Engine:
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
-            request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
-            state.observed.carry = self.plan.attend.index(request)
+            self.index(state, visible)
         if not state.clock.due:
             state.put_away()
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.apply_kept import apply_kept, has_unencoded, what_stays
-from kvtailor.engine.budget import only_recent, recent_tokens, total_tokens
+from kvtailor.engine.budget import CacheShape, only_recent, recent_tokens, total_tokens
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.view import view_held
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan
-from kvtailor.types import Held, Needs, Visibility
+from kvtailor.types import ALL_HEADS, HeadShare, Held, Needs, Visibility
 from kvtailor.types.checked_returns import checked_budgets, checked_counts, checked_scores, checked_tensor, refuse
 
 __all__ = ["Budget", "Candidate", "Cut", "Decision", "Eviction", "decide", "score_layer"]
@@ -47,9 +47,9 @@ class Candidate:
 
     Attributes:
         layer: 0-based among those that the plan compresses.
-        scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay.
-        counts: (b, h) int64 on the CPU: tokens held.
-        floor: (b, h) int64 on the CPU: tokens that must stay.
+        scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay; of this process's heads.
+        counts: (b, H) int64 on the CPU: tokens held, by all heads of the layer, whichever process has them.
+        floor: (b, H) int64 on the CPU: tokens that must stay.
         measured: what the allocator measured of this layer.
         remembered: scores (b, h, n) and columns for the scorer's next look; None where it does not look back.
         view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
@@ -72,8 +72,8 @@ class Cut:
 
     Attributes:
         candidate: the layer.
-        keep: (b, h, n) bool; None where all of it stays as it is.
-        counts: (b, h) int64 on the CPU: how many that are.
+        keep: (b, h, n) bool, of this process's heads; None where all of it stays as it is, in all heads.
+        counts: (b, H) int64 on the CPU: how many that are, of all heads.
     """
 
     candidate: Candidate
@@ -87,7 +87,7 @@ class Decision:
 
     Attributes:
         cuts: of the layers, in their order.
-        budgets: (b, l, h) int64 on the CPU: what the allocator gave them.
+        budgets: (b, l, H) int64 on the CPU: what the allocator gave them, for all heads.
         last: the same eviction will not cut these layers again.
     """
 
@@ -114,26 +114,30 @@ def score_layer(
         CacheMisuse: a token has no finite score.
         MethodError: the scorer or the allocator returns something else than its contract promises.
     """
-    scorer = plan.score
+    scorer, share = plan.score, state.model.share
     assert scorer is not None
     held, slots = view_held(state, visible, needs, layers, budget.each)
     scores = checked_scores(scorer, scorer.score(held.within(scorer.needs)), held.positions)
-    if bool((~torch.isfinite(scores) & held.valid).any()):
-        finite = bool(torch.isfinite(held.keys).all())
+    window = recent_tokens(plan, budget.each)
+    same = bool((window == scorer.recent).all())
+    recent = held.recent(scorer.recent if same else window[:, None, None].to(held.positions.device))
+    counts = held.counts()
+    faulty = (~torch.isfinite(scores) & held.valid).any(-1)
+    # (3, b, H) in one transfer. Processes that share the heads refuse together, or some would wait for the others.
+    counts, floor, faults = share.gather(torch.stack([counts, recent.sum(-1), faulty.to(counts.dtype)]), 2).cpu()
+    if bool(faults.any()):
+        finite = share.all(bool(torch.isfinite(held.keys).all()))
         what = "no finite score" if finite else "NaN or infinity in its keys"
         raise CacheMisuse(
             f"layer {state.index} of the compressed layers has {what} for some tokens, so {plan} cannot "
             "rank them; check the model's inputs and dtype (float16 overflow is the usual cause)"
         )
     remembered = _by_column(scores, held) if needs.previous else None
-    window = recent_tokens(plan, budget.each)
-    same = bool((window == scorer.recent).all())
-    recent = held.recent(scorer.recent if same else window[:, None, None].to(held.positions.device))
     return Candidate(
         layer=state.index,
         scores=scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf")),
-        counts=held.counts().cpu(),
-        floor=recent.sum(-1).cpu(),
+        counts=counts,
+        floor=floor,
         measured=_measured(plan, held),
         remembered=remembered,
         view=(held, slots) if keep_view else None,
@@ -148,8 +152,11 @@ def decide(
     layers: int,
     last: bool,
     calibration: Mapping[str, Tensor] | None = None,
+    share: HeadShare = ALL_HEADS,
 ) -> Decision:
     """Return what each layer keeps: allocate, then select. Nothing but the arguments counts, and nothing changes.
+
+    Budgets are those of all heads of the model, and each process selects for its own.
 
     Args:
         plan: whose allocator and selector decide.
@@ -158,6 +165,7 @@ def decide(
         layers: how many layers the plan compresses.
         last: see `Decision`.
         calibration: the tensors of the allocator's calibration file.
+        share: which of the model's heads the candidates' scores are of.
 
     Raises:
         MethodError: the allocator or the selector returns something else than its contract promises.
@@ -174,7 +182,7 @@ def decide(
             floor=floor,
             layers=tuple(each.layer for each in candidates),
             num_layers=layers,
-            scores=[each.scores for each in candidates] if allocate.needs_scores else None,
+            scores=_together(candidates, share) if allocate.needs_scores else None,
             measured=measured if len(measured) == len(candidates) else None,
             calibration=calibration,
         )
@@ -182,14 +190,14 @@ def decide(
     # The share of a layer alone is not known here; heads that get the same leave less than a token for each.
     alike = capacity.shape[2] - 1 if allocate.even_heads else 0
     spare = alike if len(candidates) == layers else int(budget.total.max())
-    budgets = checked_budgets(allocate, found, budget.total, floor, capacity, settled=last, spare=spare)
+    budgets = share.of_first(checked_budgets(allocate, found, budget.total, floor, capacity, settled=last, spare=spare))
     cuts = []
     for i, each in enumerate(candidates):
         keep, counts = None, each.counts
         # An inexact selector decides once for each layer, even where all tokens fit.
         decides = not plan.select.exact and not each.cut_before
         if decides or bool((budgets[:, i] < capacity[:, i]).any()):
-            keep, counts = _selected(plan, each.scores, budgets[:, i])
+            keep, counts = _selected(plan, each.scores, budgets[:, i], share)
         cuts.append(Cut(candidate=each, keep=keep, counts=counts))
     return Decision(cuts=tuple(cuts), budgets=budgets, last=last)
 
@@ -224,6 +232,7 @@ class Eviction:
             close: called with each layer that waited for others, and `visible`, once it is cut.
         """
         plan, needs, layers = self.plan, self.plan.needs, len(self.states)
+        share = states[-1].model.share
         budget = self._budget(states[-1], visible)
         self._warn_if_only_recent(budget)
         progressive = plan.scope == "progressive"
@@ -233,7 +242,7 @@ class Eviction:
         candidates = [*arrived]
         for state in states[len(arrived) :]:
             candidates.append(score_layer(state, plan, needs, visible, budget, layers=layers, keep_view=alone))
-        decision = decide(plan, candidates, budget, layers=layers, last=last, calibration=self.calibration)
+        decision = decide(plan, candidates, budget, layers=layers, last=last, calibration=self.calibration, share=share)
         # Scores and kept sets of a layer are dropped as soon as it is cut.
         cuts = list(decision.cuts)
         del candidates, arrived, decision
@@ -252,9 +261,10 @@ class Eviction:
         seen, rows, real = newest.stored.seen, newest.rows, visible.real
         tokens = torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu()
         window_bytes = self.window_elements * newest.sizes()[2]
-        layers = len(self.states)
-        total = total_tokens(self.plan, tokens, layers=layers, template=newest, window_bytes=window_bytes)
-        return Budget(total=total, each=total // (layers * newest.heads), row_tokens=tokens)
+        layers, heads = len(self.states), newest.model.share.total(newest.heads)
+        shape = CacheShape.of(newest.sizes(), heads=heads, rows=rows)
+        total = total_tokens(self.plan, tokens, layers=layers, template=shape, window_bytes=window_bytes)
+        return Budget(total=total, each=total // (layers * heads), row_tokens=tokens)
 
     def _warn_if_only_recent(self, budget: Budget) -> None:
         """Warn once of rows whose budgets leave nothing to the score."""
@@ -285,13 +295,14 @@ class Eviction:
             keep = found.scores > float("-inf")
         if keep is not None:
             held, slots = found.view or self._view(state, visible, budget)
-            most = int(cut.counts.max())
+            own = state.model.share.own(cut.counts, 1)
+            most = int(own.max())
             _forget_evicted(state, held, keep, most)
             recent = int(recent_tokens(self.plan, budget.each).min())
             kept = what_stays(state, self.plan, (held, slots), keep, most=most, recent=recent, encoding=last)
             apply_kept(state, self.plan, kept, first=held.first, encoding=last)
             state.clock.reindex = True
-            found = _as_cut(found, keep, cut.counts)
+            found = _as_cut(found, keep, cut.counts, longest=most)
         if last:
             self._settle(state, visible, close)
         return replace(found, view=None, remembered=None, cut_before=True)
@@ -309,6 +320,12 @@ class Eviction:
             close(state, visible)
 
 
+def _together(candidates: Sequence[Candidate], share: HeadShare) -> list[Tensor]:
+    """The scores of all heads of the layers; where layers lie on several devices, on that of the first."""
+    device = candidates[0].scores.device
+    return [share.gather_padded(each.scores, 1, float("-inf")).to(device) for each in candidates]
+
+
 def _measured(plan: Plan, held: Held) -> Tensor | None:
     allocate = plan.allocate
     measured = allocate.measure(held.within(allocate.needs))
@@ -318,17 +335,43 @@ def _measured(plan: Plan, held: Held) -> Tensor | None:
     return measured
 
 
-def _selected(plan: Plan, scores: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the kept set (b, h, n), and (b, h) how many it holds, on the CPU as the budgets are."""
-    select = plan.select
+def _selected(plan: Plan, scores: Tensor, budgets: Tensor, share: HeadShare) -> tuple[Tensor, Tensor]:
+    """Return the kept set of this process's heads, and how many tokens all heads keep.
+
+    Args:
+        plan: whose selector decides.
+        scores: (b, h, n), of this process's heads.
+        budgets: (b, H) int64 on the CPU, of all heads.
+        share: which of all heads `scores` are of.
+
+    Returns:
+        (b, h, n) bool, and (b, H) int64 on the CPU.
+    """
+    select, slots, every = plan.select, scores.shape[-1], budgets
+    together = select.same_in_heads and share.ranks > 1
+    if together:
+        # One choice for all heads needs the scores of all; each process makes it, and keeps what is its own of it.
+        scores = share.gather_padded(scores, 1, float("-inf"))
+    else:
+        budgets = share.own(budgets, 1)
     found = select.select(scores, budgets.to(scores.device))
     keep = checked_tensor(select, "a kept set", found, tuple(scores.shape), torch.bool, scores.device)
-    return keep, checked_counts(select, keep, scores, budgets, exact=select.exact)
+    counts = checked_counts(select, keep, scores, budgets, exact=select.exact)
+    if together:
+        return share.own(keep, 1)[..., :slots], counts
+    # An exact selector keeps what the budgets say, in the other processes too.
+    return keep, every if select.exact else share.gather(counts, 1)
 
 
-def _as_cut(one: Candidate, keep: Tensor, counts: Tensor) -> Candidate:
-    """Return what a layer is for the next cut: its kept tokens in time order, and the scores that they had."""
-    longest = int(counts.max())
+def _as_cut(one: Candidate, keep: Tensor, counts: Tensor, *, longest: int) -> Candidate:
+    """Return what a layer is for the next cut: its kept tokens in time order, and the scores that they had.
+
+    Args:
+        one: the layer before.
+        keep: (b, h, n) bool.
+        counts: (b, H) int64, of all heads.
+        longest: most tokens that one of the heads in `keep` keeps.
+    """
     # A stable sort of "is dropped" puts kept tokens first, in time order; heads that keep fewer end in filler.
     order = torch.argsort((~keep).to(torch.uint8), dim=-1, stable=True)[..., :longest]
     filler = torch.arange(longest, device=keep.device) >= keep.sum(-1, keepdim=True)

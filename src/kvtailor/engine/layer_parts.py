@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtailor.ops.segments.coded import under
 from kvtailor.store.recent_window import Tail
-from kvtailor.types import Rotation, Segment
+from kvtailor.types import ALL_HEADS, HeadShare, Rotation, Segment
 from kvtailor.types.evidence import Evidence
 
 __all__ = ["Clock", "ModelPart", "Observed", "Stored", "whole_number"]
@@ -173,6 +173,7 @@ class ModelPart:
         rotation: the layer's rotary embedding, for plans that need it.
         calibration: this layer's tensors of the scorer's calibration file.
         encoding: the tensors of the codec's calibration files, stacked over the layers.
+        share: which of the model's kv heads this process holds.
     """
 
     scaling: float = 1.0
@@ -180,6 +181,7 @@ class ModelPart:
     rotation: Rotation | None = None
     calibration: Mapping[str, Tensor] | None = None
     encoding: Mapping[str, Tensor] | None = None
+    share: HeadShare = ALL_HEADS
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return JSON-able fields of what the forwards told. The rest comes from the model when a cache is loaded."""

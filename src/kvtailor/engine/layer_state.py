@@ -78,6 +78,7 @@ class LayerState:
                 heads=self.heads or None,
                 evicts=plan.evicts,
                 calibration=self.model.encoding,
+                share=self.model.share,
             )
             self._codec = plan.encode.for_layer(context)
         return self._codec

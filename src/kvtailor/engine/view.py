@@ -81,8 +81,9 @@ def view_held(
         rotation=state.model.rotation if needs.rotation else None,
         calibration=state.model.calibration,
         log_weight=log_weight,
+        share=state.model.share,
     )
-    return _with_memories(held, state, needs), slots
+    return _with_memories(held, state, needs).meeting_others(), slots
 
 
 def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:

@@ -58,6 +58,7 @@ class AsymKV(Merger):
     turned: bool = True
     weighted: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("asymkv", "asymkv(turned=false)")
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -117,7 +118,7 @@ class AsymKV(Merger):
         group, size = held.queries.shape[1] // held.keys.shape[1], held.keys.shape[-1]
         there, positions = held.valid[row, head], held.positions[row, head]
         given, _ = window_attention(held, row, head)
-        own = torch.isin(held.query_columns, held.positions[row][held.valid[row]])
+        own = held.held_by_any(row)
         queries = held.queries[row, head * group : (head + 1) * group][:, own].float() * held.scaling
         given, squares = given.flatten(0, 1), queries.flatten(0, 1) ** 2
         number = there.cumsum(0) - 1

@@ -21,6 +21,7 @@ where none does it is dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class CaM(Merger):
 
     share: int = 32
     window: int = 32
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.share < 1:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class D2O(Merger):
     """
 
     all_of_them: bool = False
+    splits_heads: ClassVar[bool] = True
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged:
         """See the contract."""

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +27,8 @@ __all__ = ["Drop"]
 @dataclass(frozen=True, kw_only=True)
 class Drop(Merger):
     """Folds nothing. The default of the stage."""
+
+    splits_heads: ClassVar[bool] = True
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> None:
         """None: nothing changes."""

@@ -74,6 +74,7 @@ class ATSKV(CalibratedMethod, Scorer):
     calibrates: ClassVar[str] = "atskv"
     per_head: ClassVar[tuple[str, ...]] = ("hidden", "hidden_bias", "out", "out_bias")
     slack: ClassVar[int | None] = 32
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -55,6 +55,7 @@ class Critical(Scorer):
     first: float = 0.5
     epsilon: float = 1e-4
     examples: ClassVar[tuple[str, ...]] = ("critical(of=snapkv)", "critical(of=h2o)", "critical(of=position)")
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= 1:

@@ -20,6 +20,7 @@ head at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class Expected(Scorer):
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.future < 1:

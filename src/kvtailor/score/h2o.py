@@ -44,6 +44,7 @@ class H2O(Scorer):
     recent: int = 32
     normalise: bool = False
     slack: ClassVar[int | None] = 32
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.recent < 0:

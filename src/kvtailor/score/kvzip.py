@@ -24,6 +24,7 @@ repetition takes longer than the context did: a prefill under `kvzip` takes as l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class KVzip(Scorer):
     chunk: int = 2048
     lead: int = 8
     sinks: int = 4
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -41,6 +41,7 @@ class Position(Scorer):
     sinks: int = 4
     slack: ClassVar[int | None] = 32
     same_on_layers: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

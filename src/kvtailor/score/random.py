@@ -45,13 +45,15 @@ class Random(Scorer):
 
     state: int = 0
     heads_alike: ClassVar[bool] = False
+    splits_heads: ClassVar[bool] = True
 
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32."""
         device = held.positions.device
         seed = _mix(torch.tensor(self.state & _LOW, device=device))
         layer = _mix(seed ^ held.layer)
-        head = _mix(layer ^ torch.arange(held.positions.shape[1], device=device))
+        heads = held.positions.shape[1]
+        head = _mix(layer ^ (torch.arange(heads, device=device) + held.share.first(heads)))
         age = held.positions - held.first[:, None, None]
         drawn = _mix(head[None, :, None] ^ _mix(age & _LOW))
         return (drawn >> 8).to(torch.float32) / 2**24

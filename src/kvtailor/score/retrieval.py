@@ -20,11 +20,12 @@ place of the lowest chunks: give a slack, or refresh the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention.observed import observed_queries, real_queries
+from kvtailor.ops.attention.observed import observed_queries
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 
@@ -45,6 +46,7 @@ class Retrieval(Scorer):
 
     chunk: int = 8
     window: int = 1
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
@@ -68,7 +70,7 @@ class Retrieval(Scorer):
         """
         queries, columns = observed_queries(held, "retrieval scores by", self.window)
         b, h, n, _ = held.keys.shape
-        real = real_queries(held, columns).float()
+        real = held.held_by_first().float()
         mean = queries.float().unflatten(1, (h, -1)).mean(2)
         query = (mean * real[:, None, :, None]).sum(2) / real.sum(-1).clamp(min=1)[:, None, None]
         # Each token's chunk; filler goes to one chunk more, which is not read.

@@ -20,12 +20,12 @@ real tokens alone. When tokens are evicted again, the softmax runs over what is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention.observed import observed_queries, real_queries
+from kvtailor.ops.attention.observed import observed_queries
 from kvtailor.ops.attention.votes import window_votes
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.score.contract import Scorer
@@ -52,6 +52,7 @@ class SnapKV(Scorer):
     kernel: int = 5
     pooling: Pooling = "average"
     reduce: Reduce = "mean"
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -78,7 +79,7 @@ class SnapKV(Scorer):
             ValueError: no queries were gathered.
         """
         _, columns = observed_queries(held, "snapkv scores by", self.window)
-        voters = real_queries(held, columns)
+        voters = held.held_by_first()
         votes = torch.stack([self._votes(held, head, voters) for head in range(held.keys.shape[1])], dim=1)
         history = held.valid & (held.positions < columns[0])
         return pool_members(votes, history, self.kernel, self.pooling)
@@ -86,7 +87,7 @@ class SnapKV(Scorer):
     def attention_scale(self, held: Held, *, group: int) -> Tensor:
         """(b,) float32: how many queries of each row vote; times the group where its votes are summed."""
         _, columns = observed_queries(held, "snapkv scores by", self.window)
-        voters = real_queries(held, columns).sum(-1).float().clamp_min(1)
+        voters = held.held_by_first().sum(-1).float().clamp_min(1)
         return voters * group if self.reduce == "sum" else voters
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:

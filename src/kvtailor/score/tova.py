@@ -36,6 +36,7 @@ class TOVA(Scorer):
     """Attention of the newest query, averaged over the layer."""
 
     slack: ClassVar[int | None] = 32
+    splits_heads: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
@@ -60,11 +61,12 @@ class TOVA(Scorer):
         given = torch.zeros(rows, held.seen, dtype=torch.float32, device=held.keys.device)
         for head in range(heads):
             given.scatter_add_(1, columns[:, head], self._given(held, head))
-        score = (given / query_heads).gather(1, columns.flatten(1)).view(columns.shape)
-        own = (held.positions[:, 0] == held.query_columns[-1]) & held.valid[:, 0]
+        given = held.share.sum(given)
+        score = (given / held.share.total(query_heads)).gather(1, columns.flatten(1)).view(columns.shape)
+        own = held.held_by_first()[:, -1]
         first = held.first[:, None, None]
         age = (held.positions - first).float() / (held.seen - first)
-        return torch.where(own.any(-1)[:, None, None], score, age)
+        return torch.where(own[:, None, None], score, age)
 
     def attention_scale(self, held: Held, *, group: int) -> Tensor:
         """(b,) ones: scores are means of probabilities."""

@@ -46,6 +46,7 @@ class Chunks(Selector):
     size: int = 10
     heads: Heads = "each"
     added: ClassVar[tuple[str, ...]] = ("heads",)
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.size < 1:

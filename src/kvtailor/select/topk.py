@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +27,8 @@ __all__ = ["TopK"]
 @dataclass(frozen=True, kw_only=True)
 class TopK(Selector):
     """Exact counts, ties to the earliest."""
+
+    splits_heads: ClassVar[bool] = True
 
     def select(self, scores: Tensor, budgets: Tensor) -> Tensor:
         """See the contract.

@@ -129,6 +129,7 @@ class Disk(Tiered, Placement):
         "disk(on_device_layers=1, resident_layers=1)",
         "disk(resident_bytes=4096, policy=mru)",
     )
+    splits_heads: ClassVar[bool] = True
 
     def open(self, groups: Sequence[Sequence[int]]) -> OffloadStore:
         """Remove what dead processes left; the folder is made when the first segment leaves the device."""

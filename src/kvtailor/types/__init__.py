@@ -6,12 +6,15 @@ Shape letters, used everywhere and nowhere else:
 """
 
 from kvtailor.types.evidence import Held, Moments, Needs, Repetition, Rotation
+from kvtailor.types.head_share import ALL_HEADS, HeadShare
 from kvtailor.types.lanes import Layout
 from kvtailor.types.segment_view import Lift, SegmentView
 from kvtailor.types.segments import PlainSegment, Segment
 from kvtailor.types.visibility import Visibility
 
 __all__ = [
+    "ALL_HEADS",
+    "HeadShare",
     "Held",
     "Layout",
     "Lift",

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from kvtailor.types.head_share import ALL_HEADS, HeadShare
+
 __all__ = ["Evidence", "Held", "Moments", "Needs", "Repetition", "Rotation"]
 
 
@@ -201,6 +203,10 @@ class Held:
         calibration: this layer's tensors of the file that the scorer was calibrated with; None where it has none.
         log_weight: (b, h, n) float32 logarithm of how many tokens each stands for in the softmax, from earlier merges;
             None where each stands for itself.
+        window_held: (2, b, w) bool: each query's own token is held by the layer's first head, and by any head; None
+            where all heads are here, so that it is found from `positions`.
+        share: which of the model's heads these are. A method whose result depends on other heads of the layer meets
+            those of other processes through it.
     """
 
     keys: Tensor
@@ -225,6 +231,8 @@ class Held:
     rotation: Rotation | None = None
     calibration: Mapping[str, Tensor] | None = None
     log_weight: Tensor | None = None
+    window_held: Tensor | None = None
+    share: HeadShare = ALL_HEADS
 
     def counts(self) -> Tensor:
         """(b, h) int64: valid tokens of each row and kv head."""
@@ -237,7 +245,10 @@ class Held:
             first = held.query_columns.shape[0] - needs.window
             queries, columns = held.queries[:, :, first:], held.query_columns[first:]
             held = replace(
-                held, queries=queries if needs.window else None, query_columns=columns if needs.window else None
+                held,
+                queries=queries if needs.window else None,
+                query_columns=columns if needs.window else None,
+                window_held=None if held.window_held is None else held.window_held[..., first:],
             )
         if held.sampled_columns is not None and held.sampled_columns.shape[1] > needs.rows:
             held = _sampled_within(held, needs.rows)
@@ -246,6 +257,30 @@ class Held:
     def recent(self, count: int | Tensor) -> Tensor:
         """(b, h, n) bool: tokens among the newest `count` columns seen; (b, 1, 1) int64 where rows differ."""
         return self.valid & (self.positions >= self.seen - count)
+
+    def held_by_first(self) -> Tensor:
+        """(b, w) bool: the layer's first kv head holds the own token of each query of the window."""
+        if self.window_held is not None:
+            return self.window_held[0]
+        assert self.query_columns is not None
+        own = self.positions[:, 0, None] == self.query_columns[None, :, None]
+        return (own & self.valid[:, 0, None]).any(-1)
+
+    def held_by_any(self, row: int) -> Tensor:
+        """(w,) bool: some kv head of the layer holds the own token of each query of a row's window."""
+        if self.window_held is not None:
+            return self.window_held[1, row]
+        assert self.query_columns is not None
+        return torch.isin(self.query_columns, self.positions[row][self.valid[row]])
+
+    def meeting_others(self) -> Held:
+        """Return the same with what it takes other processes' heads to know; collective where there are others."""
+        if self.share.ranks == 1 or self.query_columns is None:
+            return self
+        any_here = torch.stack([self.held_by_any(row) for row in range(self.first.shape[0])])
+        # (2, b, w): of the first process, and of all of them.
+        told = torch.stack([self.held_by_first(), any_here]).to(torch.int64)
+        return replace(self, window_held=torch.stack([self.share.of_first(told)[0], self.share.sum(told)[1]]) > 0)
 
     def looked_back(self, positions: Tensor, values: Tensor) -> Tensor:
         """(b, h, n) float32: for each held token the number of `values` (b, h, k) at its column; NaN where there is

@@ -101,6 +101,24 @@ class Layout:
         )
         return lanes, layout
 
+    def heads_as_rows(self) -> Layout:
+        """Return the same lanes as those of b * h rows with one head each: their owners keep their numbers."""
+        return replace(self, rows=self.rows * self.heads, heads=1)
+
+    def among(self, heads: int, first: int, device: torch.device) -> Layout:
+        """Return the same lanes where the layout's heads are those from `first` on of `heads` in all.
+
+        Args:
+            heads: of each row from now on; those of which there are no lanes hold nothing here.
+            first: number of the layout's first head among them.
+            device: of the owners.
+        """
+        if heads == self.heads:
+            return self
+        owner = self.owners(device)
+        row = torch.div(owner, self.heads, rounding_mode="floor")
+        return replace(self, heads=heads, owner=row * heads + first + owner % self.heads)
+
     def tensors(self) -> dict[str, Tensor]:
         """What the layout itself costs in memory, by name."""
         named = {"positions": self.positions, "owner": self.owner, "lengths": self.lengths}

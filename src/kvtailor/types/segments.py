@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvtailor.types.lanes import Layout
@@ -23,6 +25,11 @@ class Segment(ABC):
     layout: Layout
     codec: str
 
+    @property
+    def sharing(self) -> int:
+        """How many neighbouring kv heads of the model share what is stored here; 1: each has its own."""
+        return 1
+
     @abstractmethod
     def decode(self) -> tuple[Tensor, Tensor]:
         """Keys (m, s, d) and values (m, s, dv) in the cache's dtype. Filler slots hold finite numbers."""
@@ -35,6 +42,27 @@ class Segment(ABC):
     @abstractmethod
     def rows(self, index: Tensor) -> Segment:
         """The same segment for a batch made of rows `index` (k,) int64 (beam search, repeated or chosen rows)."""
+
+    def relaid(self, layout: Layout) -> Segment:
+        """Return the same tokens under a layout of the same lanes and slots that gives them other owners."""
+        own: Any = self
+        found: Segment = replace(own, layout=layout)
+        return found
+
+    def of_heads(self, first: int, count: int) -> Segment:
+        """Return the segment of the kv heads from `first` on, so many of them, of all rows."""
+        layout = self.layout
+        if count == layout.heads:
+            return self
+        # A head of a row becomes a row of one head, so that a choice of heads is a choice of rows.
+        row, head = torch.arange(layout.rows)[:, None], torch.arange(first, first + count)
+        part = self.relaid(layout.heads_as_rows()).rows((row * layout.heads + head).flatten())
+        return part.relaid(replace(part.layout, rows=layout.rows, heads=count))
+
+    def beside(self, others: Sequence[Segment]) -> Segment | None:
+        """Return one segment of these heads and those of `others`, which follow them, where all of them store the same
+        for heads that share it; None where each head has its own."""
+        return None
 
     @abstractmethod
     def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Segment:

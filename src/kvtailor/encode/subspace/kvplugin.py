@@ -40,6 +40,7 @@ class KvPlugin(LowRank, Codec):
         "kvplugin(rank=1.0, centred=false, only=values, basis=random, bits=8)",
         "kvplugin(rank=1.0, centred=false, basis=random)",
     )
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.bits is not None:

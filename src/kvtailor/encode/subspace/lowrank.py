@@ -30,10 +30,19 @@ from kvtailor.encode.contract import Codec, CodecContext, Sides, refuse_non_fini
 from kvtailor.method import renamed
 from kvtailor.ops.attention.joined import group_layout, hold_the_same, members, together
 from kvtailor.ops.codes.quant import largest_divisor
-from kvtailor.ops.codes.subspace import Basis, Moments, on_device, principal, random_directions, rank_of, split_ranks
+from kvtailor.ops.codes.subspace import (
+    Basis,
+    Moments,
+    on_device,
+    part_of_heads,
+    principal,
+    random_directions,
+    rank_of,
+    split_ranks,
+)
 from kvtailor.ops.segments.coded import alone
 from kvtailor.ops.segments.latents import LatentSegment, inner_state
-from kvtailor.types import Layout, PlainSegment, Segment
+from kvtailor.types import ALL_HEADS, HeadShare, Layout, PlainSegment, Segment
 
 __all__ = ["LowRank"]
 
@@ -78,6 +87,7 @@ class LowRank(CalibratedMethod, Codec):
         "lowrank(rank=1.0, heads=0, only=keys, of=hadamard(of=kivi(bits=4, group=16, recent=16)), basis=random)",
     )
     _context: CodecContext | None = field(init=False, repr=False, compare=False, default=None)
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +120,16 @@ class LowRank(CalibratedMethod, Codec):
     @property
     def wants_calibration(self) -> bool:
         return self.basis == "calibrated"
+
+    def split_refusal(self, *, heads: int, ranks: int) -> str | None:
+        """Groups of heads that neither fit into a process nor are made of whole processes."""
+        group = self._group(heads * ranks)
+        if group % heads == 0 or heads % group == 0:
+            return None
+        return (
+            f"lowrank: it projects {group} kv heads together, and each of the {ranks} processes holds {heads}: neither "
+            "divides the other; give another `heads`, or another number of processes"
+        )
 
     @property
     def coordinates(self) -> Codec | None:
@@ -150,16 +170,23 @@ class LowRank(CalibratedMethod, Codec):
             ValueError: there is no calibration.
         """
         refuse_non_finite("lowrank", keys, values, "which would be in every direction")
+        # `here` of the `joined` heads of a group are this process's; the others lie in those beside it.
         joined = self._joined(layout.heads)
-        lanes = members(layout, joined) if joined > 1 else None
-        if not hold_the_same(layout, lanes):
+        here = min(joined, layout.heads)
+        lanes = members(layout, here) if here > 1 else None
+        if here > 1 and not hold_the_same(layout, lanes):
             joined, lanes = 1, None
         own = layout if lanes is None else group_layout(layout, lanes)
         bases = self._bases(joined, layout.heads, keys.shape[-1], values.shape[-1], keys.device)
         latents = []
-        for states, basis in zip((keys, values), bases, strict=True):
+        for side, states, basis in zip(("keys", "values"), (keys, values), bases, strict=True):
             wide = states if lanes is None else together(states, lanes)
-            latents.append(wide[..., :0] if basis is None else basis.latents(wide, own.owner))
+            if basis is None:
+                latents.append(wide[..., :0])
+            elif basis.apart == 1:
+                latents.append(basis.latents(wide, own.owner))
+            else:
+                latents.append(self._latents_of_group(side, wide, own.owner, basis, layout.heads))
         codec = self._of_layer()
         inner: Segment = PlainSegment(layout=own, keys=alone(latents[0]), values=alone(latents[1]))
         if codec is not None:
@@ -178,8 +205,9 @@ class LowRank(CalibratedMethod, Codec):
         key_size, value_size = (int(str(fields[name])) for name in ("key_size", "value_size"))
         device = next(iter(tensors.values())).device
         keys, values = self._bases(joined * apart, layout.heads, key_size, value_size, device)
-        if apart > 1:
-            keys, values = (None if each is None else each.by_head() for each in (keys, values))
+        # The heads of a group went apart, and each has the group's latents for itself.
+        keys, values = (None if each is None else each if each.joined == joined else each.by_head()
+                        for each in (keys, values))  # fmt: skip
         return LatentSegment(layout=layout, inner=inner, keys_basis=keys, values_basis=values, whole=whole)
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
@@ -231,13 +259,37 @@ class LowRank(CalibratedMethod, Codec):
         """Heads of a group, as the plan has it, of so many of a layer."""
         return heads if self.heads == 0 else largest_divisor(heads, self.heads)
 
+    @property
+    def _share(self) -> HeadShare:
+        return ALL_HEADS if self._context is None else self._context.share
+
     def _joined(self, heads: int) -> int:
-        """Heads of a group that are projected together."""
-        return 1 if self._context is not None and self._context.evicts else self._group(heads)
+        """Heads of a group that are projected together, of this process's `heads` and those of others."""
+        return 1 if self._context is not None and self._context.evicts else self._group(self._share.total(heads))
+
+    def _latents_of_group(self, side: str, wide: Tensor, owner: Tensor | None, own: Basis, heads: int) -> Tensor:
+        """(m', s, r) of a group that several processes hold, which is all heads of each of them.
+
+        All of them take the same product of all of the group's states, as one process would: parts of it that were
+        added up would be rounded otherwise, and coded otherwise.
+
+        Args:
+            side: "keys" or "values".
+            wide: (m', s, w) the states of this process's heads.
+            owner: see `Basis.latents`.
+            own: the part of the basis that belongs to these heads.
+            heads: how many they are.
+        """
+        share, near = self._share, own.apart
+        first, width = share.rank // near * near, wide.shape[-1]
+        states = share.gather(wide, 2)[..., first * width : (first + near) * width]
+        whole = self._basis(side, own.rank, heads * near, share.total(heads), width // heads)
+        group = part_of_heads(whole, first * heads, heads * near)
+        return on_device(group, wide.device).latents(states, owner)
 
     def _ranks(self, joined: int, heads: int, key_size: int, value_size: int) -> tuple[int, int]:
         """Directions of so many joined heads' keys and values on this layer, 0 for a side that is not projected."""
-        context, parts = self._context, self._group(heads) // joined
+        context, parts = self._context, self._group(self._share.total(heads)) // joined
         sizes = (0 if self.only == "values" else key_size, 0 if self.only == "keys" else value_size)
         widths = [joined * size for size in sizes]
         ranks = [rank_of(self.rank, width, parts) for width in widths]
@@ -252,12 +304,19 @@ class LowRank(CalibratedMethod, Codec):
     ) -> tuple[Basis | None, Basis | None]:
         sizes, ranks = (key_size, value_size), self._ranks(joined, heads, key_size, value_size)
         keys, values = (
-            None if rank == 0 else on_device(self._basis(side, rank, joined, heads, size), device)
+            None if rank == 0 else on_device(self._own_basis(side, rank, joined, heads, size), device)
             for side, rank, size in zip(("keys", "values"), ranks, sizes, strict=True)
         )
         return keys, values
 
+    def _own_basis(self, side: str, rank: int, joined: int, heads: int, size: int) -> Basis:
+        """What the basis of all heads is for this process's `heads`."""
+        share = self._share
+        whole = self._basis(side, rank, joined, share.total(heads), size)
+        return whole if share.ranks == 1 else part_of_heads(whole, share.first(heads), heads)
+
     def _basis(self, side: str, rank: int, joined: int, heads: int, size: int) -> Basis:
+        """The basis of a layer with so many kv heads in all."""
         context = self._context
         if self.basis == "random":
             layer = 0 if context is None else context.layer

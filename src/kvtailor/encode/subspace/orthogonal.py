@@ -32,3 +32,4 @@ class Orthogonal(LowRank, Codec):
     heads: int = 0
     basis: Literal["calibrated", "random"] = "random"
     examples: ClassVar[tuple[str, ...]] = ("orthogonal(rank=1.0)",)
+    splits_heads: ClassVar[bool] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from kvtailor.types import Layout
 
-__all__ = ["apart", "group_layout", "hold_the_same", "members", "together"]
+__all__ = ["apart", "group_layout", "hold_the_same", "members", "side_by_side", "together"]
 
 
 def members(layout: Layout, joined: int) -> Tensor | None:
@@ -60,6 +61,29 @@ def group_layout(layout: Layout, lanes: Tensor) -> Layout:
         lengths=take(layout.lengths),
         owner=take(owner),
     )
+
+
+def side_by_side(layouts: Sequence[Layout]) -> tuple[Layout, Tensor]:
+    """The layout of all heads of several that hold the same slots of the same rows.
+
+    Returns:
+        The layout, and (m,) int64 on the CPU: which of their lanes, in the order of the layouts, each lane is.
+    """
+    cpu, first = torch.device("cpu"), layouts[0]
+    heads, at, owners = sum(layout.heads for layout in layouts), 0, []
+    for layout in layouts:
+        owner = layout.owners(cpu)
+        owners.append(torch.div(owner, layout.heads, rounding_mode="floor") * heads + at + owner % layout.heads)
+        at += layout.heads
+    owner, order = torch.cat(owners).sort(stable=True)
+    put = lambda each: None if each[0] is None else torch.cat(each)[order.to(each[0].device)]  # noqa: E731
+    return replace(
+        first,
+        heads=heads,
+        positions=put([layout.positions for layout in layouts]),
+        lengths=put([layout.lengths for layout in layouts]),
+        owner=None if first.owner is None else owner.to(first.owner.device),
+    ), order
 
 
 def together(states: Tensor, lanes: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvtailor.types import Held
 
-__all__ = ["lane_attention", "mean_attention", "observed_queries", "real_queries", "window_attention", "window_means"]
+__all__ = ["lane_attention", "mean_attention", "observed_queries", "window_attention", "window_means"]
 
 
 def lane_attention(
@@ -67,18 +67,6 @@ def observed_queries(held: Held, method: str, window: int) -> tuple[Tensor, Tens
     return held.queries, held.query_columns
 
 
-def real_queries(held: Held, columns: Tensor) -> Tensor:
-    """(b, w) bool: the own token of each query is a real one, as the first kv head holds them.
-
-    What padding looks at counts for nothing.
-
-    Args:
-        columns: (w,) int64 of the queries.
-    """
-    own = held.positions[:, 0, None] == columns[None, :, None]
-    return (own & held.valid[:, 0, None]).any(-1)
-
-
 def window_attention(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries of a row over the tokens of one kv head.
 
@@ -96,7 +84,7 @@ def window_attention(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
     assert held.queries is not None and held.query_columns is not None
     group = held.queries.shape[1] // held.keys.shape[1]
     there = held.valid[row, head]
-    own = torch.isin(held.query_columns, held.positions[row][held.valid[row]])
+    own = held.held_by_any(row)
     keys, positions = held.keys[row, head][there], held.positions[row, head][there]
     queries = held.queries[row, head * group : (head + 1) * group][:, own]
     weight = None if held.log_weight is None else held.log_weight[row, head][there]
@@ -139,6 +127,11 @@ def mean_attention(held: Held, row: int) -> Tensor:
     query_heads, heads = held.queries.shape[1], held.keys.shape[1]
     group = query_heads // heads
     tokens = torch.unique(held.positions[row][held.valid[row]])
+    if held.share.ranks > 1:
+        # Heads of other processes may hold other tokens: (seen,) how many processes have a head that holds a column.
+        there = torch.zeros(held.seen, device=tokens.device)
+        there[tokens] = 1.0
+        tokens = held.share.sum(there).nonzero()[:, 0]
     own = torch.isin(held.query_columns, tokens)
     queries, columns = held.queries[row][:, own], held.query_columns[own]
     total = torch.zeros((columns.shape[0], tokens.shape[0]), dtype=torch.float32, device=held.keys.device)
@@ -152,4 +145,4 @@ def mean_attention(held: Held, row: int) -> Tensor:
             given = lane_attention(queries[query : query + 1], columns, keys, positions, held.scaling, weight)[0]
             total = total.add_(given) if place is None else total.index_add_(1, place, given)
             del given
-    return total.div_(query_heads)
+    return held.share.sum(total).div_(held.share.total(query_heads))

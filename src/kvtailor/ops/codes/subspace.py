@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtailor.ops.lanes.apportion import apportion
 from kvtailor.types import Lift
 
-__all__ = ["Basis", "Moments", "on_device", "principal", "random_directions", "rank_of", "split_ranks"]
+__all__ = ["Basis", "Moments", "on_device", "part_of_heads", "principal", "random_directions", "rank_of", "split_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,6 +176,31 @@ def random_directions(groups: int, joined: int, width: int, rank: int, state: in
         drawn = torch.randn(1 if shared else groups, width, width, generator=generator, dtype=torch.float64)
         directions = torch.linalg.qr(drawn).Q[..., :rank].float().expand(groups, -1, -1).contiguous()
         return Basis(directions=directions, joined=joined)
+
+
+@lru_cache(maxsize=512)
+def part_of_heads(basis: Basis, first: int, heads: int) -> Basis:
+    """What a basis of all heads is for some of them, on the CPU.
+
+    Args:
+        basis: of groups of heads, none of them apart.
+        first: number of the first head.
+        heads: how many there are from there on; they are whole groups, or a part of one.
+
+    Returns:
+        The bases of these groups; or, of a part of a group, the rows of its heads: `joined` is `heads` then, and
+        `apart` how many such parts make a group. The latents of the parts add up to those of the group.
+    """
+    with torch.inference_mode(False):
+        if basis.joined <= heads:
+            groups = slice(first // basis.joined, (first + heads) // basis.joined)
+            mean = None if basis.mean is None else basis.mean[groups].clone()
+            return replace(basis, directions=basis.directions[groups].clone(), mean=mean)
+        group, size = first // basis.joined, basis.directions.shape[-2] // basis.joined
+        rows = slice(first % basis.joined * size, (first % basis.joined + heads) * size)
+        mean = None if basis.mean is None else basis.mean[group : group + 1, rows].clone()
+        directions = basis.directions[group : group + 1, rows].clone()
+        return Basis(directions=directions, mean=mean, joined=heads, apart=basis.joined // heads)
 
 
 @lru_cache(maxsize=512)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
+from kvtailor.ops.attention.joined import side_by_side
 from kvtailor.types import Layout, Lift, Segment, SegmentView
 
 __all__ = ["AroundSegment"]
@@ -23,6 +26,10 @@ class AroundSegment(Segment):
 
     layout: Layout
     inner: Segment
+
+    @property
+    def sharing(self) -> int:
+        return self.inner.sharing
 
     def keys_back(self, keys: Tensor) -> Tensor:
         """What keys (m, s, d) of the inner segment were before they were changed."""
@@ -44,8 +51,24 @@ class AroundSegment(Segment):
         offset = None if lift.offset is None else self.values_back(lift.offset)
         return replace(read, keys=keys, lift=Lift(matrix=self.values_back(lift.matrix), offset=offset))
 
+    def relaid(self, layout: Layout) -> Self:
+        return replace(self, layout=layout, inner=self.inner.relaid(layout))
+
     def rows(self, index: Tensor) -> Self:
-        return self._around(self.inner.rows(index))
+        return self._of_lanes(self.layout.lanes_of_rows(index)[0], self.inner.rows(index))
+
+    def of_heads(self, first: int, count: int) -> Segment:
+        layout = self.layout
+        row, head = torch.arange(layout.rows)[:, None], torch.arange(first, first + count)
+        lanes, _ = layout.heads_as_rows().lanes_of_rows((row * layout.heads + head).flatten())
+        return self._of_lanes(lanes, self.inner.of_heads(first, count))
+
+    def beside(self, others: Sequence[Segment]) -> Segment | None:
+        parts = [self, *(each for each in others if isinstance(each, type(self)))]
+        inner = self.inner.beside([each.inner for each in parts[1:]])
+        if inner is None:
+            return None
+        return self._stacked(parts, side_by_side([each.layout for each in parts])[1], inner)
 
     def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Self:
         return self._around(self.inner.regather(lane, slot, layout))
@@ -61,3 +84,11 @@ class AroundSegment(Segment):
 
     def _around(self, inner: Segment) -> Self:
         return replace(self, layout=inner.layout, inner=inner)
+
+    def _of_lanes(self, lanes: Tensor, inner: Segment) -> Self:
+        """The same around another inner segment, which has these lanes (m',) of this one's."""
+        return self._around(inner)
+
+    def _stacked(self, parts: Sequence[Self], order: Tensor, inner: Segment) -> Self:
+        """The same around a segment of the lanes of `parts`, one behind the other, in the order (m',)."""
+        return self._around(inner)

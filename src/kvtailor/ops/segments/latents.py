@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention.joined import apart, group_layout, hold_the_same, members
+from kvtailor.ops.attention.joined import apart, group_layout, hold_the_same, members, side_by_side
 from kvtailor.ops.codes.subspace import Basis
 from kvtailor.ops.segments.coded import under
 from kvtailor.types import Layout, Segment, SegmentView
@@ -41,6 +41,12 @@ class LatentSegment(Segment):
         assert basis is not None
         return basis.joined
 
+    @property
+    def sharing(self) -> int:
+        basis = self.keys_basis or self.values_basis
+        assert basis is not None
+        return basis.joined * basis.apart
+
     def decode(self) -> tuple[Tensor, Tensor]:
         keys, values = self.inner.decode()
         return self._decoded(keys, self.keys_basis), self._decoded(values, self.values_basis)
@@ -57,6 +63,65 @@ class LatentSegment(Segment):
             log_weight=read.log_weight,
             lift=self.values_basis.lift(),
             shared=None if lanes is None else lanes.to(read.values.device),
+        )
+
+    def relaid(self, layout: Layout) -> LatentSegment:
+        if self.joined > 1:
+            raise ValueError("latents of joined heads belong to their group: take whole groups by `of_heads`")
+        return replace(self, layout=layout, inner=self.inner.relaid(layout))
+
+    def of_heads(self, first: int, count: int) -> Segment:
+        """See `Segment.of_heads`. The bases stay as they are: a codec's `restore` gives those of the heads here.
+
+        Raises:
+            ValueError: the heads are neither whole groups of those that share their latents nor a part of one.
+        """
+        joined, layout = self.joined, self.layout
+        if joined == 1 or count == layout.heads:
+            return super().of_heads(first, count)
+        group, last = first // joined, (first + count - 1) // joined
+        whole_groups = first % joined == 0 and count % joined == 0
+        if not whole_groups and (group != last or joined % count):
+            raise ValueError(
+                f"{joined} kv heads share their latents, and heads {first} to {first + count - 1} divide them"
+            )
+        row, head = torch.arange(layout.rows)[:, None], torch.arange(first, first + count)
+        lanes, part = layout.heads_as_rows().lanes_of_rows((row * layout.heads + head).flatten())
+        here = min(joined, count)
+        return replace(
+            self,
+            layout=replace(part, rows=layout.rows, heads=count),
+            inner=self.inner.of_heads(group, max(1, count // joined)),
+            keys_basis=_shaped_for(self.keys_basis, here),
+            values_basis=_shaped_for(self.values_basis, here),
+            whole=None if self.whole is None else self.whole[lanes.to(self.whole.device)],
+        )
+
+    def beside(self, others: Sequence[Segment]) -> Segment | None:
+        """See `Segment.beside`: parts of one group, whose latents all of them have.
+
+        Raises:
+            ValueError: they are no such parts.
+        """
+        basis = self.keys_basis or self.values_basis
+        assert basis is not None
+        parts = [self, *(each for each in others if isinstance(each, LatentSegment))]
+        if basis.apart == 1:
+            return None
+        heads = sum(each.joined for each in parts)
+        if len(parts) != len(others) + 1 or basis.apart * basis.joined % heads:
+            raise ValueError(f"parts of a group of kv heads that share their latents have {heads} of them")
+        layout, order = side_by_side([each.layout for each in parts])
+        whole = None
+        if self.whole is not None:
+            whole = torch.cat([each.whole for each in parts if each.whole is not None])
+            whole = whole[order.to(whole.device)]
+        return replace(
+            self,
+            layout=layout,
+            keys_basis=_shaped_for(self.keys_basis, heads),
+            values_basis=_shaped_for(self.values_basis, heads),
+            whole=whole,
         )
 
     def rows(self, index: Tensor) -> LatentSegment:
@@ -125,6 +190,17 @@ class LatentSegment(Segment):
         lanes = members(self.layout, basis.joined)
         assert lanes is not None
         return apart(wide, lanes)
+
+
+def _shaped_for(basis: Basis | None, joined: int) -> Basis | None:
+    """A basis in the shape that it has for so many heads of a group; only `restore` makes one that can be read."""
+    if basis is None or basis.joined == joined:
+        return basis
+    rows = basis.directions.shape[-2] // basis.joined * joined
+    times = -(-rows // basis.directions.shape[-2])
+    directions = basis.directions.repeat(1, times, 1)[:, :rows]
+    mean = None if basis.mean is None else basis.mean.repeat(1, times)[:, :rows]
+    return Basis(directions=directions, mean=mean, joined=joined, apart=basis.apart * basis.joined // joined)
 
 
 def inner_state(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from kvtailor.ops.segments.around import AroundSegment
@@ -27,10 +29,6 @@ class Weighted(AroundSegment):
     def view(self) -> SegmentView:
         return replace(self.inner.view(), log_weight=self.log_weight)
 
-    def rows(self, index: Tensor) -> Self:
-        lanes, _ = self.layout.lanes_of_rows(index)
-        return self._weighing(self.inner.rows(index), self.log_weight[lanes.to(self.log_weight.device)])
-
     def regather(self, lane: Tensor, slot: Tensor, layout: Layout) -> Self:
         return self._weighing(self.inner.regather(lane, slot, layout), self.log_weight[lane, slot])
 
@@ -44,6 +42,13 @@ class Weighted(AroundSegment):
         fields, tensors = self.inner.state()
         named = {f"inner.{name}": tensor for name, tensor in tensors.items()}
         return {"codec": self.inner.codec, "fields": fields}, {**named, "log_weight": self.log_weight}
+
+    def _of_lanes(self, lanes: Tensor, inner: Segment) -> Self:
+        return self._weighing(inner, self.log_weight[lanes.to(self.log_weight.device)])
+
+    def _stacked(self, parts: Sequence[Self], order: Tensor, inner: Segment) -> Self:
+        weights = torch.cat([each.log_weight for each in parts])
+        return self._weighing(inner, weights[order.to(weights.device)])
 
     def _weighing(self, inner: Segment, log_weight: Tensor) -> Self:
         return replace(self, layout=inner.layout, inner=inner, log_weight=log_weight)

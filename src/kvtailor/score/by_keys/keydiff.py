@@ -40,6 +40,7 @@ class KeyDiff(Scorer):
 
     recent: int = 0
     slack: ClassVar[int | None] = 32
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.recent < 0:

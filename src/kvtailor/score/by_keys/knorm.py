@@ -39,6 +39,7 @@ class KNorm(Scorer):
 
     recent: int = 0
     slack: ClassVar[int | None] = 32
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.recent < 0:
@@ -47,7 +48,8 @@ class KNorm(Scorer):
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32, not positive."""
         # Norms in half precision would tie for most tokens of a head.
-        norms = [torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32) for keys in held.keys.unbind(1)]
+        wide = torch.promote_types(held.keys.dtype, torch.float32)
+        norms = [torch.linalg.vector_norm(keys, dim=-1, dtype=wide).float() for keys in held.keys.unbind(1)]
         return torch.stack(norms, dim=1).neg_()
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:

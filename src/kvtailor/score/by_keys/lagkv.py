@@ -52,6 +52,7 @@ class LagKV(Scorer):
     lag: int = 128
     compete: bool = False
     slack: ClassVar[int | None] = 128
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

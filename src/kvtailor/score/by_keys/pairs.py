@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class Pairs(Scorer):
 
     window: int = 32
     sinks: int = 32
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

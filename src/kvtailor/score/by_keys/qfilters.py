@@ -45,6 +45,7 @@ class QFilters(CalibratedMethod, Scorer):
     calibrates: ClassVar[str] = "qfilters"
     per_head: ClassVar[tuple[str, ...]] = ("filters",)
     slack: ClassVar[int | None] = 32
+    splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,252 @@
+"""A layer whose kv heads come from several layers' states: a saved cache on another number of processes.
+
+What is encoded moves as codes and is never encoded again. The heads keep what they held; of parts that covered other
+heads, each becomes a segment of its own, and the next eviction joins them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvtailor.engine.layer_state import LayerState
+from kvtailor.plan import Plan
+from kvtailor.store.recent_window import Tail
+from kvtailor.types import Layout, PlainSegment, Segment
+from kvtailor.types.evidence import Evidence
+
+__all__ = ["HeadsOf", "regroup"]
+
+_FAR = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsOf:
+    """Some kv heads of a layer.
+
+    Attributes:
+        state: of the layer.
+        first: the first of its heads.
+        count: how many from there on.
+    """
+
+    state: LayerState
+    first: int
+    count: int
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """(b, count * g, ...) of these heads, or of their query heads, from (b, heads * g, ...)."""
+        each = tensor.shape[1] // self.state.heads
+        return tensor[:, self.first * each : (self.first + self.count) * each]
+
+
+def regroup(target: LayerState, pieces: Sequence[HeadsOf], plan: Plan) -> None:
+    """Let an empty layer hold the heads of others, in their order.
+
+    Args:
+        target: of the layer, with what belongs to the model.
+        pieces: of the same layer, in the order of their heads; they have seen the same tokens.
+        plan: of the cache.
+
+    Raises:
+        ValueError: the pieces do not fit together, or a codec cannot part or join these heads.
+    """
+    first = pieces[0].state
+    for piece in pieces[1:]:
+        state = piece.state
+        if (state.stored.seen, state.rows, state.clock) != (first.stored.seen, first.rows, first.clock):
+            raise ValueError("parts of a layer differ in their rows, or in what they have seen")
+    target.reset()
+    target.stored.seen, target.clock = first.stored.seen, copy.copy(first.clock)
+    target.model.scaling = first.model.scaling
+    if first.stored.tail is None:
+        return
+    rows, heads = first.rows, sum(piece.count for piece in pieces)
+    length = _common_tail(pieces)
+    target.stored.tail = Tail(rows, heads)
+    # The codec of this layer is made for its number of heads, which the tail tells.
+    target.codec(plan)
+    parts = [_parts(piece, length) for piece in pieces]
+    newest: list[tuple[PlainSegment, Tensor | None]] = []
+    for *_, (segment, mass) in parts:
+        assert isinstance(segment, PlainSegment)
+        newest.append((segment, mass))
+    older: list[tuple[Segment, Tensor | None]] = []
+    for at, segment, mass in _joined([own[:-1] for own in parts], pieces):
+        layout = segment.layout.among(heads, at, next(iter(segment.tensors().values())).device)
+        fields, tensors = segment.state()
+        older.append((target.restored(segment.codec, layout, fields, tensors), mass))
+    target.stored.segments = [segment for segment, _ in older]
+    masses = [mass for _, mass in older]
+    if length:
+        target.stored.tail.replace(_side_by_side([segment for segment, _ in newest], rows, heads))
+        tails = [mass for _, mass in newest]
+        if all(mass is not None for mass in tails):
+            masses.append(_by_rows([mass for mass in tails if mass is not None], rows))
+    target.observed.evidence = _evidence(pieces, [mass for mass in masses if mass is not None])
+    _remember(target, pieces, plan)
+    target.rejoin()
+
+
+def _joined(
+    parts: Sequence[Sequence[tuple[Segment, Tensor | None]]], pieces: Sequence[HeadsOf]
+) -> Iterator[tuple[int, Segment, Tensor | None]]:
+    """The segments of all pieces in time order, each with the number of its first head and its mass.
+
+    Args:
+        parts: of each piece, in time order.
+        pieces: whose they are.
+
+    Raises:
+        ValueError: heads share what is stored, and these pieces cannot be parted or joined.
+    """
+    for k in range(max(len(own) for own in parts)):
+        # (first head here, group of heads in the model, part) of each piece that has a k-th part.
+        found: list[tuple[int, int, tuple[Segment, Tensor | None]]] = []
+        at = 0
+        for own, piece in zip(parts, pieces, strict=True):
+            if k < len(own):
+                state = piece.state
+                head = state.model.share.first(state.heads) + piece.first
+                found.append((at, head // own[k][0].sharing, own[k]))
+            at += piece.count
+        for _, same in itertools.groupby(found, key=lambda each: each[1]):
+            (first, _, (segment, mass)), *others = same
+            joined = segment.beside([other for _, _, (other, _) in others]) if others else None
+            if joined is not None:
+                yield first, joined, None
+                continue
+            yield first, segment, mass
+            for first, _, (segment, mass) in others:
+                yield first, segment, mass
+
+
+def _parts(piece: HeadsOf, length: int) -> list[tuple[Segment, Tensor | None]]:
+    """What a piece holds in time order, with the mass of each part; the newest `length` tokens are the last part."""
+    state, heads = piece.state, slice(piece.first, piece.first + piece.count)
+    segments = list(state.here())
+    masses: list[Tensor | None] = [*state.observed.evidence.mass]
+    masses += [None] * (len(segments) + 1 - len(masses))
+    found: list[tuple[Segment, Tensor | None]] = []
+    for segment, mass in zip(segments, masses, strict=False):
+        kept = segment.of_heads(piece.first, piece.count)
+        # Of a part that other heads alone have lanes in, nothing is left.
+        if kept.layout.lanes:
+            found.append((kept, None if mass is None else _mass_of(segment.layout, mass, heads)))
+    tail = state.stored.tail
+    assert tail is not None
+    if not tail.length:
+        return [*found, (_nothing(state, piece.count), None)]
+    whole = tail.as_segment().of_heads(piece.first, piece.count)
+    assert isinstance(whole, PlainSegment)
+    mass = masses[len(segments)]
+    mass = None if mass is None else _mass_of(tail.as_segment().layout, mass, heads)
+    if tail.length > length:
+        cut = tail.length - length
+        found.append((_slots(whole, slice(0, cut)), None if mass is None else mass[:, :cut]))
+        whole, mass = _slots(whole, slice(cut, None)), None if mass is None else mass[:, cut:]
+    return [*found, (whole, mass)]
+
+
+def _common_tail(pieces: Sequence[HeadsOf]) -> int:
+    """How many newest columns lie in the tails of all pieces, one behind the other, in all heads."""
+    shortest = min(0 if piece.state.stored.tail is None else piece.state.stored.tail.length for piece in pieces)
+    seen, common = pieces[0].state.stored.seen, shortest
+    layouts = [piece.state.stored.tail.as_segment().layout for piece in pieces if shortest and piece.state.stored.tail]
+    if len({layout.start for layout in layouts}) == 1 and layouts[0].start is not None:
+        return shortest if len({layout.size for layout in layouts}) == 1 else min(layout.size for layout in layouts)
+    if len(pieces) == 1:
+        return shortest
+    for layout in layouts:
+        # (lanes, shortest): which of the newest slots hold the column that they would hold without any gap.
+        columns = layout.columns(torch.device("cpu"))[:, layout.size - shortest :]
+        whole = (columns == torch.arange(seen - shortest, seen)).all(0)
+        common = min(common, int(whole.flip(0).to(torch.int64).cumprod(0).sum()))
+    return common
+
+
+def _slots(segment: PlainSegment, slots: slice) -> PlainSegment:
+    """Some neighbouring slots of all lanes."""
+    layout = segment.layout
+    keys, values = segment.keys[:, slots].clone(), segment.values[:, slots].clone()
+    start = None if layout.start is None else layout.start + (slots.start or 0)
+    positions = None if layout.positions is None else layout.positions[:, slots].clone()
+    return PlainSegment(
+        layout=replace(layout, size=keys.shape[1], start=start, positions=positions), keys=keys, values=values
+    )
+
+
+def _nothing(state: LayerState, heads: int) -> PlainSegment:
+    empty = torch.zeros((state.rows * heads, 0, 1))
+    return PlainSegment(layout=Layout(rows=state.rows, heads=heads, size=0, start=0), keys=empty, values=empty)
+
+
+def _side_by_side(segments: Sequence[PlainSegment], rows: int, heads: int) -> PlainSegment:
+    """One segment of the heads of several, which hold the same number of tokens for each head."""
+    layouts = [segment.layout for segment in segments]
+    start = layouts[0].start if len({layout.start for layout in layouts}) == 1 else None
+    positions = None
+    if start is None:
+        device = segments[0].keys.device
+        columns = [layout.columns(device).expand(layout.lanes, -1).to(torch.int32) for layout in layouts]
+        positions = _by_rows(columns, rows)
+    layout = Layout(rows=rows, heads=heads, size=layouts[0].size, start=start, positions=positions)
+    return PlainSegment(
+        layout=layout,
+        keys=_by_rows([segment.keys for segment in segments], rows),
+        values=_by_rows([segment.values for segment in segments], rows),
+    )
+
+
+def _by_rows(pieces: Sequence[Tensor], rows: int) -> Tensor:
+    """(b * h, ...) from (b * h_1, ...), (b * h_2, ...), ...: the heads of each row follow each other."""
+    return torch.cat([piece.unflatten(0, (rows, -1)) for piece in pieces], 1).flatten(0, 1).contiguous()
+
+
+def _mass_of(layout: Layout, mass: Tensor, heads: slice) -> Tensor:
+    """(m', s) of the lanes (m, s) of some heads."""
+    head = layout.owners(mass.device) % layout.heads
+    return mass[(head >= heads.start) & (head < heads.stop)].clone()
+
+
+def _evidence(pieces: Sequence[HeadsOf], mass: Sequence[Tensor]) -> Evidence:
+    found = pieces[0].state.observed.evidence
+    joined = {}
+    for name in ("queries", "sampled", "moments_mean", "moments_spread"):
+        if getattr(found, name) is not None:
+            joined[name] = torch.cat(
+                [piece.tensor(getattr(piece.state.observed.evidence, name)) for piece in pieces], 1
+            )
+    return replace(found, mass=tuple(mass), **joined)
+
+
+def _remember(target: LayerState, pieces: Sequence[HeadsOf], plan: Plan) -> None:
+    """What earlier evictions, the reconstruction and the attention left."""
+    observed = target.observed
+    for name, filler in (("scored", 0.0), ("scored_columns", _FAR), ("reconstruction", 0.0)):
+        tensors = [getattr(piece.state.observed, name) for piece in pieces]
+        if all(tensor is not None for tensor in tensors):
+            setattr(observed, name, _padded(pieces, tensors, filler))
+    carries = [piece.state.observed.carry for piece in pieces]
+    carried = {}
+    for name, kind in plan.attend.carry_of.items():
+        if all(name in carry for carry in carries):
+            tensors = [carry[name] for carry in carries]
+            carried[name] = tensors[0] if kind == "row" else _padded(pieces, tensors, -1)
+    observed.carry = carried
+
+
+def _padded(pieces: Sequence[HeadsOf], tensors: Sequence[Tensor], filler: float) -> Tensor:
+    """(b, h, k) from (b, h_1, k_1), (b, h_2, k_2), ...: shorter ones end in filler."""
+    longest = max(tensor.shape[2] for tensor in tensors)
+    wide = []
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        own = piece.tensor(tensor)
+        short = [own.shape[0], own.shape[1], longest - own.shape[2], *own.shape[3:]]
+        wide.append(torch.cat([own, own.new_full(short, filler)], 2))
+    return torch.cat(wide, 1)
