@@ -24,11 +24,13 @@ from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_ca
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
 from kvtailor.hf.saving import save
 from kvtailor.hf.switch import Lease
 from kvtailor.ledger import Entry, Ledger
 from kvtailor.plan import Plan
 from kvtailor.store.contract import Traffic
+from kvtailor.types import ALL_HEADS, HeadShare
 
 __all__ = ["KvCache"]
 
@@ -39,6 +41,7 @@ class KvCache(Cache):
     Attributes:
         plan: what it does.
         geometry: of the model that it was made for.
+        share: which of the model's kv heads this process holds; all, but under tensor parallelism.
         guard: what this cache and its layers check together.
         engine: the engine and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
@@ -48,12 +51,12 @@ class KvCache(Cache):
 
     lease: Lease | None = None
 
-    def __init__(self, plan: Plan, geometry: Geometry, config: Any):
+    def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
         misfits = plan.misfits(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)
         if misfits and geometry.compressed:
             raise PlanError(str(plan), misfits)
-        self.plan, self.geometry = plan, geometry
-        self.guard = guard = CacheGuard(plan, geometry, config, len(geometry.windows))
+        self.plan, self.geometry, self.share = plan, geometry, share
+        self.guard = guard = CacheGuard(plan, geometry, config, len(geometry.windows), share=share)
         states = iter(guard.engine.states)
         layers: list[Any] = [
             CompressedLayer(guard, next(states), i) if window is None else WindowLayer(guard, i, sliding_window=window)
@@ -73,6 +76,11 @@ class KvCache(Cache):
     def engine(self) -> Engine:
         """The engine and the state of the compressed layers."""
         return self.guard.engine
+
+    @property
+    def own_geometry(self) -> Geometry:
+        """The geometry of the model with the heads of this process alone."""
+        return self.geometry.of_rank(self.share.ranks)
 
     @property
     def seen(self) -> int:
@@ -110,14 +118,26 @@ class KvCache(Cache):
     def held(self) -> Tensor:
         """(b, l, h) int64: tokens held by each row, compressed layer and kv head, without padding.
 
-        b is 0 before the first token.
+        b is 0 before the first token. Under tensor parallelism the heads are those of this process.
         """
         if not self.engine.states or self.engine.states[0].rows == 0:
-            return torch.zeros((0, len(self.engine.states), self.geometry.kv_heads), dtype=torch.int64)
+            return torch.zeros((0, len(self.engine.states), self.own_geometry.kv_heads), dtype=torch.int64)
         return torch.stack([state.counts(self.guard.real) for state in self.engine.states], 1)
 
+    def whole_ledger(self) -> Ledger:
+        """Return what all processes hold of this cache: the sum of their ledgers, and `ledger()` where there is one.
+
+        Where the kv heads lie on several processes, all of them call it, or those that do wait for the others.
+        """
+        own = self.ledger()
+        return Ledger.joined(of_all(self.share, own)) if isinstance(self.share, RankHeads) else own
+
     def ledger(self) -> Ledger:
-        """What this cache costs now, read from its storages."""
+        """What this cache costs now, read from its storages.
+
+        Where the kv heads lie on several processes it is what this one holds, beside its own share of the uncompressed
+        cache. So `ratio` is true of this process, and no other need call it; `whole_ledger()` is of all of them.
+        """
         entries: list[Entry] = []
         states = iter(self.engine.states)
         rows = element = 0
@@ -139,7 +159,7 @@ class KvCache(Cache):
         return Ledger.of(
             entries,
             layers=len(self.layers),
-            full=self.geometry.full_bytes(rows, self.seen, element),
+            full=self.own_geometry.full_bytes(rows, self.seen, element),
             seen=self.seen,
             held=float(counts.double().mean()) if counts.numel() else None,
         )
@@ -149,7 +169,10 @@ class KvCache(Cache):
         return self.engine.offload.traffic()
 
     def save(self, path: Any) -> None:
-        """Writes the compressed cache to one safetensors file; see `kvtailor.load_cache`."""
+        """Writes the compressed cache to one safetensors file; see `kvtailor.load_cache`.
+
+        Where the kv heads lie on several processes, all of them call it, and `path` becomes a folder.
+        """
         self.guard.check_settled()
         save(path, self.layers, self.guard, self.conversation)
 

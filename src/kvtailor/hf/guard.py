@@ -23,7 +23,7 @@ from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
-from kvtailor.types import Visibility
+from kvtailor.types import ALL_HEADS, HeadShare, Visibility
 
 __all__ = ["CacheGuard", "Observer"]
 
@@ -108,6 +108,7 @@ class CacheGuard:
         geometry: of the model that the cache was made for.
         config: of the model.
         layers: how many layers the cache has, those with a window of the model's own included.
+        share: which of the model's kv heads this process holds.
 
     Attributes:
         engine: the engine and the state of the compressed layers.
@@ -116,9 +117,12 @@ class CacheGuard:
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
     """
 
-    def __init__(self, plan: Plan, geometry: Geometry, config: Any, layers: int):
+    def __init__(self, plan: Plan, geometry: Geometry, config: Any, layers: int, *, share: HeadShare = ALL_HEADS):
         self.plan, self.geometry, self._config, self.layers = plan, geometry, _Same(config), layers
+        self.share = share
         self.engine = Engine(plan, len(geometry.compressed), geometry.window_elements())
+        for state in self.engine.states:
+            state.model.share = share
         self.observers: tuple[Observer, ...] = ()
         self.model: weakref.ref[Any] | None = None
         self._warned = False

@@ -74,6 +74,8 @@ class CompressedLayer(CacheLayerMixin):
                 f"{key_states.device}; use a new cache after moving or casting the model"
             )
         self.state.check_fits(key_states)
+        if not self.is_initialized:
+            self._check_heads(key_states.shape[1])
         self.guard.check_opened()
         self.guard.update_begins(self.layer_idx)
         if not self.is_initialized:
@@ -85,6 +87,17 @@ class CompressedLayer(CacheLayerMixin):
         values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, value_states.shape[-1])
         setattr(keys, HANDLE, self)
         return keys, values
+
+    def _check_heads(self, found: int) -> None:
+        """Raise where the first keys are not of the kv heads that this process was taken to have."""
+        guard = self.guard
+        due = guard.geometry.of_rank(guard.share.ranks).kv_heads
+        if found != due:
+            shared = "" if guard.share.ranks == 1 else f" of {guard.geometry.kv_heads} on {guard.share.ranks} processes"
+            raise CacheMisuse(
+                f"this cache was made for layers of {due} kv heads{shared}, and layer {self.layer_idx} has keys of "
+                f"{found}: the model is sharded or shaped otherwise than its configuration and its plan say"
+            )
 
     def refuse_forward(self) -> None:
         """A forward is refused between this layer's update and its attention."""

@@ -6,21 +6,29 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtailor.engine.layer_saving import restore
+from kvtailor.engine.saving.layer_saving import restore
+from kvtailor.engine.saving.regroup_heads import HeadsOf, regroup
 from kvtailor.errors import CacheFileError, KvtailorError, PlanError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.conversation import Conversation, Known
 from kvtailor.hf.layers import CompressedLayer
-from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.make_cache import cache_for, layer_devices
+from kvtailor.hf.mask import lazy_mask
+from kvtailor.hf.model.devices import input_device
+from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.model.tensor_parallel import agreed, share_of
 from kvtailor.hf.saved_model import differences, said_of_geometry, said_of_model
+from kvtailor.hf.saved_ranks import Shard, StandIn, shards_of
 from kvtailor.ops.segments.coded import under
-from kvtailor.store.cache_file import CacheFile, read_cache_file
+from kvtailor.store.cache_file import read_cache_file
+from kvtailor.types import HeadShare
 
 __all__ = ["load_cache"]
 
@@ -35,45 +43,147 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
     configuration that the file names; comparing weights costs what it does in `save`. A file of kvtailor 0.1.0 has
     neither checksums nor a fingerprint, and a warning is given.
 
+    Where the model's kv heads lie on several processes, all of them call it; it may be another number of processes than
+    the cache was saved by.
+
     Args:
-        path: of a file that `KvCache.save` wrote.
+        path: of a file, or of a folder of several processes, that `KvCache.save` wrote.
         model: the model that the cache was made for.
 
     Raises:
         CacheFileError: the file is damaged or no saved cache, or the model is another one.
     """
     name = os.fspath(path)
-    file = read_cache_file(Path(path))
+    share = share_of(model, Geometry.of(model.config))
+    with agreed(share, CacheFileError):
+        files = [_read(shard) for shard in _needed(shards_of(Path(path)), share, model)]
+        _check_same(name, files)
+    about = files[0].about
     try:
-        about = {each: json.loads(file.about[each]) for each in ("geometry", "layers")}
-        about["same"] = json.loads(file.about.get("same", "{}"))
-        about["conversation"] = json.loads(file.about.get("conversation", "[]"))
-        about["model"] = json.loads(file.about["model"]) if file.checked else None
-        plan, plan_hash = file.about["plan"], file.about["plan_hash"]
-    except _MALFORMED as error:
-        raise _damaged(name, error) from error
-    try:
-        cache = cache_for(model, plan)
+        cache = cache_for(model, about["plan"])
     except KvtailorError as error:
         why = "; ".join(error.faults) if isinstance(error, PlanError) else str(error)
         raise CacheFileError(
-            f"{name!r} was saved under the plan {plan!r}, which cannot be used with this model: {why}"
+            f"{name!r} was saved under the plan {about['plan']!r}, which cannot be used with this model: {why}"
         ) from error
-    if cache.plan.hash != plan_hash:
-        raise CacheFileError(f"{name!r} was saved under the plan {plan!r}, which means something else now")
-    _check_model(name, file, about, cache, model)
-    device = next(model.parameters()).device
-    tensors = {each: tensor.to(device) for each, tensor in file.tensors.items()}
-    try:
-        tensors |= {each: tensors[first] for each, first in about["same"].items()}
-        _fill(cache, about["layers"], tensors, device)
-        _fill_conversation(cache, about["conversation"], tensors.get("conversation.real"))
-    except _MALFORMED as error:
-        if isinstance(error, KvtailorError):
-            raise
-        raise _damaged(name, error) from error
-    _warn_of_what_it_lacks(name, file, about["model"])
+    if cache.plan.hash != about["plan_hash"]:
+        raise CacheFileError(f"{name!r} was saved under the plan {about['plan']!r}, which means something else now")
+    _check_model(name, files[0], cache, model)
+    with agreed(share, CacheFileError):
+        try:
+            if len(files) == 1 and files[0].shard.ranks == share.ranks:
+                _fill(cache, about["layers"], files[0].tensors, model)
+            else:
+                _fill_from_shards(cache, files, model)
+            _fill_conversation(cache, about["conversation"], files[0].tensors.get("conversation.real"))
+        except _MALFORMED as error:
+            if isinstance(error, KvtailorError):
+                raise
+            raise _damaged(name, error) from error
+    _warn_of_what_it_lacks(name, files[0])
     return cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What one file says.
+
+    Attributes:
+        shard: the file.
+        tensors: by name, also by those that stand for another one.
+        about: its texts, read as JSON where they are.
+        checked: it has checksums.
+    """
+
+    shard: Shard
+    tensors: Mapping[str, Tensor]
+    about: Mapping[str, Any]
+    checked: bool
+
+
+def _read(shard: Shard) -> _Part:
+    name = str(shard.path)
+    file = read_cache_file(shard.path)
+    try:
+        about: dict[str, Any] = {each: json.loads(file.about[each]) for each in ("geometry", "layers")}
+        about["conversation"] = json.loads(file.about.get("conversation", "[]"))
+        about["model"] = json.loads(file.about["model"]) if file.checked else None
+        about["plan"], about["plan_hash"] = file.about["plan"], file.about["plan_hash"]
+        same = json.loads(file.about.get("same", "{}"))
+        tensors = {**file.tensors, **{each: file.tensors[first] for each, first in same.items()}}
+    except _MALFORMED as error:
+        raise _damaged(name, error) from error
+    return _Part(shard=shard, tensors=tensors, about=about, checked=file.checked)
+
+
+def _needed(shards: list[Shard], share: HeadShare, model: Any) -> list[Shard]:
+    """The files that have heads of this process."""
+    heads = Geometry.of(model.config).kv_heads
+    if heads % len(shards):
+        raise CacheFileError(
+            f"{str(shards[0].path.parent)!r} was saved by {len(shards)} processes, and {heads} kv heads of this model "
+            "cannot have lain on them evenly: it was saved from another model"
+        )
+    mine, each = heads // share.ranks, heads // len(shards)
+    first = share.first(mine)
+    return [shard for shard in shards if shard.rank * each < first + mine and first < (shard.rank + 1) * each]
+
+
+def _check_same(name: str, files: list[_Part]) -> None:
+    for file in files[1:]:
+        for what in ("plan_hash", "geometry", "model", "conversation"):
+            if file.about[what] != files[0].about[what]:
+                raise _damaged(name, ValueError(f"its files differ in their {what}"))
+
+
+def _fill_from_shards(cache: KvCache, files: list[_Part], model: Any) -> None:
+    """Fill a cache with the heads that lie on other processes now than when they were saved."""
+    whole = cache.geometry.kv_heads
+    mine = whole // cache.share.ranks
+    start = cache.share.first(mine)
+    saved: list[tuple[KvCache, int, int]] = []
+    for file in files:
+        each = whole // file.shard.ranks
+        before = file.shard.rank * each
+        first, last = max(start, before), min(start + mine, before + each)
+        there = StandIn(file.shard.rank, file.shard.ranks)
+        part = KvCache(cache.plan, cache.geometry, cache.guard.config, share=there)
+        for own, state in zip(cache.engine.states, part.engine.states, strict=True):
+            state.model = replace(own.model, share=there)
+        _fill(part, file.about["layers"], file.tensors, model)
+        saved.append((part, first - before, last - first))
+    for index, layer in enumerate(cache.layers):
+        parts = [part.layers[index] for part, _, _ in saved]
+        if isinstance(layer, CompressedLayer):
+            pieces = [
+                HeadsOf(state=part.state, first=first, count=count)
+                for part, (_, first, count) in zip(parts, saved, strict=True)
+            ]
+            regroup(layer.state, pieces, cache.plan)
+        if parts[0].is_initialized:
+            if isinstance(layer, CompressedLayer):
+                like = torch.empty(0, dtype=parts[0].dtype, device=parts[0].device)
+                layer.lazy_initialization(like, like)
+                continue
+            # (b, h, n, d) of the model's own window.
+            keys, values = (
+                torch.cat([getattr(part, side)[:, first : first + count] for part, (_, first, count)
+                           in zip(parts, saved, strict=True)], 1)
+                for side in ("keys", "values")
+            )  # fmt: skip
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values, layer.cumulative_length = keys, values, parts[0].cumulative_length
+    cache.guard.real = saved[0][0].guard.real
+    if cache.seen:
+        _index(cache)
+
+
+def _index(cache: KvCache) -> None:
+    """Let the plan's attention index what the layers hold, as it would at the end of a forward."""
+    for state in cache.engine.states:
+        device = next(iter(state.parts()[-1].tensors().values())).device
+        seen = lazy_mask(state.rows, 1, cache.seen, cache.seen - 1, attention_mask=cache.guard.real, device=device)
+        cache.engine.index(state, seen)
 
 
 def _damaged(name: str, error: Exception) -> CacheFileError:
@@ -83,8 +193,9 @@ def _damaged(name: str, error: Exception) -> CacheFileError:
     )
 
 
-def _check_model(name: str, file: CacheFile, about: Mapping[str, Any], cache: KvCache, model: Any) -> None:
+def _check_model(name: str, file: _Part, cache: KvCache, model: Any) -> None:
     """Refuse a model of other shapes, weights, dtype or configuration."""
+    about = file.about
     try:
         clauses = differences(about["geometry"], said_of_geometry(cache.geometry))
         if about["model"] is not None and not clauses:
@@ -92,7 +203,7 @@ def _check_model(name: str, file: CacheFile, about: Mapping[str, Any], cache: Kv
         dtypes = {each["dtype"] for each in about["layers"] if each.get("dtype") is not None}
     except _MALFORMED as error:
         raise _damaged(name, error) from error
-    own, device = str(model.dtype).removeprefix("torch."), next(model.parameters()).device.type
+    own, device = str(model.dtype).removeprefix("torch."), input_device(model).type
     if not file.checked and dtypes - {own} and not torch.is_autocast_enabled(device):
         clauses.append(f"its keys are {', '.join(sorted(dtypes))} there and would be {own} here, outside of autocast")
     if clauses:
@@ -102,7 +213,8 @@ def _check_model(name: str, file: CacheFile, about: Mapping[str, Any], cache: Kv
         )
 
 
-def _warn_of_what_it_lacks(name: str, file: CacheFile, model: Mapping[str, Any] | None) -> None:
+def _warn_of_what_it_lacks(name: str, file: _Part) -> None:
+    model = file.about["model"]
     if not file.checked:
         warnings.warn(
             f"{name!r} was written by kvtailor 0.1.0 and carries no checksums and no fingerprint of its model: damage "
@@ -117,25 +229,33 @@ def _warn_of_what_it_lacks(name: str, file: CacheFile, model: Mapping[str, Any] 
         )
 
 
-def _fill(cache: KvCache, layers: list[Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model: Any) -> None:
     """Fill an empty cache from the fields of its layers and the tensors.
 
     Raises:
         Any of `_MALFORMED`: they do not fit together.
     """
+    places = layer_devices(model, cache.geometry)
+    moved: dict[tuple[int, torch.device], Tensor] = {}
+    tensors = {}
+    for name, tensor in saved.items():
+        number = name.partition(".")[0]
+        device = places[int(number)] if number.isdecimal() else input_device(model)
+        # A tensor of several names stays one.
+        tensors[name] = moved.setdefault((id(tensor), device), tensor.to(device))
     rows = {each["rows"] for each in layers if "rows" in each}
     if len(rows) > 1 or len({each["seen"] for each in layers}) > 1:
         raise ValueError("its layers differ in their rows, or in the tokens that they have seen")
     for index, (layer, fields) in enumerate(zip(cache.layers, layers, strict=True)):
         mine = under(f"{index}.", tensors)
         if isinstance(layer, CompressedLayer):
-            restore(layer.state, fields, mine, cache.plan, cache.geometry.kv_heads)
+            restore(layer.state, fields, mine, cache.plan, cache.own_geometry.kv_heads)
             if fields["dtype"] is not None:
-                like = torch.empty(0, dtype=getattr(torch, fields["dtype"]), device=device)
+                like = torch.empty(0, dtype=getattr(torch, fields["dtype"]), device=places[index])
                 layer.lazy_initialization(like, like)
         elif mine:
             for states in (mine["keys"], mine["values"]):
-                if states.ndim != 4 or states.shape[:2] != (*(rows or {states.shape[0]}), cache.geometry.kv_heads):
+                if states.ndim != 4 or states.shape[:2] != (*(rows or {states.shape[0]}), cache.own_geometry.kv_heads):
                     raise ValueError(f"a window of layer {index} has the shape {tuple(states.shape)}")
             layer.lazy_initialization(mine["keys"], mine["values"])
             layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from kvtailor.calibration_file import calibrated
 from kvtailor.errors import PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
+from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.modules import attention_modules, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
+from kvtailor.hf.model.tensor_parallel import check_plan, share_of
 from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
+from kvtailor.plan.arguments import with_nested
+from kvtailor.plan.registry import name_of
 
-__all__ = ["cache_for"]
+__all__ = ["cache_for", "layer_devices"]
 
 
 def cache_for(model: Any, plan: str | Plan) -> KvCache:
@@ -42,20 +51,26 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     check(model, NAME)
     register()
     config = model.config.get_text_config(decoder=True)
-    refusal = parsed.store.refusal(next(model.parameters()).device)
-    if refusal is not None:
-        raise PlanError(str(parsed), [refusal])
-    cache = KvCache(parsed, Geometry.of(model.config), config)
+    geometry = Geometry.of(model.config)
+    places = layer_devices(model, geometry)
+    devices = [places[layer] for layer in geometry.compressed]
+    refusals = [parsed.store.refusal(device) for device in dict.fromkeys(devices)]
+    faults = [refusal for refusal in refusals if refusal is not None] + _groups_apart(parsed, devices)
+    if faults:
+        raise PlanError(str(parsed), faults)
+    share = share_of(model, geometry)
+    check_plan(parsed, geometry, share)
+    cache = KvCache(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
-    _equip(cache, model)
+    _equip(cache, model, devices)
     cache.lease = switch(model, NAME)
     return cache
 
 
-def _equip(cache: KvCache, model: Any) -> None:
+def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     """Gives the layers what their plan needs of calibration files and of the model's own modules."""
     needs, geometry = cache.plan.needs, cache.geometry
-    _calibrate(cache, model)
+    _calibrate(cache, model, devices)
     if not (needs.output or needs.rotation):
         return
     modules = attention_modules(model)
@@ -66,20 +81,56 @@ def _equip(cache: KvCache, model: Any) -> None:
         )
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if needs.output:
-            state.model.output = OutputProjection(modules[layer], geometry.q_heads, geometry.head_dim)
+            state.model.output = OutputProjection(modules[layer], cache.own_geometry.q_heads, geometry.head_dim)
         if needs.rotation:
             state.model.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
 
 
-def _calibrate(cache: KvCache, model: Any) -> None:
+def layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:
+    """Return the device of each layer of a model."""
+    modules = attention_modules(model)
+    if len(modules) != geometry.layers:
+        # No module shows its layer: such a model is taken to be on one device.
+        return [input_device(model)] * geometry.layers
+    return [runs_on(module) for module in modules]
+
+
+def _groups_apart(plan: Plan, devices: Sequence[torch.device]) -> list[str]:
+    """Layers that the plan's codec stores together and that lie on different devices, a sentence for the first."""
+    for group in plan.encode.layer_groups(len(devices)):
+        found = dict.fromkeys(str(devices[layer]) for layer in group)
+        if len(found) > 1:
+            return [
+                f"{name_of(plan.encode)} stores compressed layers {group[0]} to {group[-1]} together, which lie on "
+                f"{' and '.join(found)}: give a device_map that keeps them on one device"
+            ]
+    return []
+
+
+def _calibrate(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     """Gives the layers of a cache the tensors of the calibration files that its plan reads."""
     found = calibrations_of(cache.plan, model) if cache.geometry.compressed else {}
     cache.calibrations = tuple(each for of_stage in found.values() for each in of_stage)
-    device = next(model.parameters()).device if found else None
-    by_stage = {stage: tensors_of(of_stage, cache.plan, device) for stage, of_stage in found.items()}
-    cache.engine.eviction.calibration = by_stage.get("allocate")
-    for index, state in enumerate(cache.engine.states):
+    if not found:
+        return
+    # What all layers read is there once for each device.
+    on_device = {
+        device: {stage: tensors_of(of_stage, cache.plan, device) for stage, of_stage in found.items()}
+        for device in dict.fromkeys(devices)
+    }
+    cache.engine.eviction.calibration = on_device[devices[0]].get("allocate")
+    for index, (state, device) in enumerate(zip(cache.engine.states, devices, strict=True)):
+        by_stage = on_device[device]
         state.model.encoding = by_stage.get("encode")
         state.model.calibration = (
-            {name: t[index] for name, t in by_stage["score"].items()} if "score" in by_stage else None
+            {name: _own(t[index], name, cache) for name, t in by_stage["score"].items()}
+            if "score" in by_stage
+            else None
         )
+
+
+def _own(tensor: Tensor, name: str, cache: KvCache) -> Tensor:
+    """One layer's tensor of the scorer's calibration; of one for each kv head, those of this process's heads."""
+    methods = calibrated(with_nested(cache.plan.score)) if cache.plan.score is not None else []
+    by_head = any(name in each.per_head for each in methods)
+    return cache.share.own(tensor, 0) if by_head else tensor

@@ -14,11 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtailor.engine.layer_saving import state_of
+from kvtailor.engine.saving.layer_saving import state_of
+from kvtailor.errors import CacheFileError
 from kvtailor.hf.conversation import Conversation
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers import CompressedLayer
+from kvtailor.hf.model.tensor_parallel import RankHeads, agreed
 from kvtailor.hf.saved_model import said_of_geometry, said_of_model
+from kvtailor.hf.saved_ranks import save_ranks
 from kvtailor.store.cache_file import write_cache_file
 
 __all__ = ["save"]
@@ -29,6 +32,8 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
 
     The file has a checksum of every tensor and of its header, and a fingerprint of the model, for which all weights are
     read once more: see `hf.model.fingerprint.exact_fingerprint` for what that costs.
+
+    Where the kv heads lie on several processes, all of them call it, and `path` becomes a folder with a file of each.
 
     Args:
         path: of the file; one that exists is replaced.
@@ -64,7 +69,16 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
         "same": json.dumps(same),
         "conversation": json.dumps([[known.columns, *known.hashes] for known in conversation.known]),
     }
-    write_cache_file(Path(path), once, about)
+    share = guard.share
+    if not isinstance(share, RankHeads):
+        write_cache_file(Path(path), once, about)
+    elif share.ranks > 1:
+        save_ranks(Path(path), share, lambda own: write_cache_file(own, once, about))
+    else:
+        # Every process has all heads.
+        with agreed(share, CacheFileError):
+            if share.process == 0:
+                write_cache_file(Path(path), once, about)
 
 
 def _model_of(guard: CacheGuard) -> dict[str, Any] | None:

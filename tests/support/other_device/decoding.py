@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import kvtailor
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.model.devices import input_device
 from kvtailor.ledger import Ledger
 
 __all__ = ["Decoded", "decode", "decoded"]
@@ -67,14 +68,14 @@ def decoded(
     """Reads a left-padded random prompt under a plan on the model's own device, then decodes.
 
     Args:
-        model: its device is that of its first parameter.
+        model: token ids go to the device of its embeddings.
         plan: any plan.
         lengths: tokens of each row.
         steps: tokens to decode.
         chunk: of the prefill, in tokens.
         save: where to save the cache as it is after the prompt.
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     ids, mask = (each.to(device) for each in prompts(lengths))
     # One row without padding has no mask, as `generate` gives none.
     with count_syncs() as prefill:

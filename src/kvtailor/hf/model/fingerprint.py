@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kvtailor.hf.model.devices import named_values
+from kvtailor.hf.model.sharded import whole
+
 __all__ = ["config_values", "exact_fingerprint", "fingerprint", "rotary_frequencies", "weight_fingerprint"]
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "_attn_implementation_internal")
@@ -62,9 +65,10 @@ def exact_fingerprint(model: Any) -> str | None:
         model: of torch.
 
     Returns:
-        64 hex digits; None where a parameter's values are not in memory (on the device "meta").
+        64 hex digits; None where a parameter's values are nowhere to be found: on the device "meta", and not among
+        those that accelerate keeps on the CPU or a disk.
     """
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+    if any(values.device.type == "meta" for _, _, values in named_values(model)):
         return None
     return _digest(b"", _exact(model))
 
@@ -105,9 +109,9 @@ def _values(one_or_by_name: Any) -> list[Any]:
 
 def _exact(model: Any) -> Iterator[bytes]:
     yield from _sampled(model, None)
-    for name, parameter in model.named_parameters():
+    for name, parameter, own in named_values(model):
         yield f"{name} {parameter.dtype}".encode()
-        yield from _sums(parameter.detach())
+        yield from _sums(whole(own))
     for name, module in model.named_modules():
         # The layers of the peft package; a transformers model has methods of these names.
         if isinstance(getattr(module, "disable_adapters", None), bool):
@@ -134,8 +138,8 @@ def _sums(tensor: Tensor) -> Iterator[bytes]:
 
 
 def _sampled(model: Any, dtype: torch.dtype | None) -> Iterator[bytes]:
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
+    for name, parameter, own in named_values(model):
+        flat = whole(own).flatten()
         at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
         values = flat[at.to(flat.device)]
         yield f"{name}{tuple(parameter.shape)}".encode()

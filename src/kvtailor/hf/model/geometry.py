@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
@@ -76,6 +76,10 @@ class Geometry:
             model_type=text.model_type,
             layer_types=tuple(_layer_types(text)),
         )
+
+    def of_rank(self, ranks: int) -> Geometry:
+        """Return the geometry of one process where so many share the heads of each layer evenly."""
+        return replace(self, q_heads=self.q_heads // ranks, kv_heads=self.kv_heads // ranks)
 
     def window_elements(self) -> int:
         """Elements of one row that the model's own windows hold once they are full."""

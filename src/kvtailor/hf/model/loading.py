@@ -22,6 +22,7 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.model import embedded
 from kvtailor.hf.model.calibrated import UNTRAINED
 from kvtailor.hf.model.config import RANDOM, RANDOM_SHAPES, check_hub, is_local, source_of
+from kvtailor.hf.model.processes import ALONE, Processes
 
 __all__ = ["check_device", "load", "new_model", "random_model", "save", "wrap_tokenizer"]
 
@@ -31,6 +32,7 @@ def load(
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    processes: Processes = ALONE,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in evaluation mode, with its tokenizer.
 
@@ -39,6 +41,7 @@ def load(
             Hugging Face hub; or one of `hf.model.config.RANDOM_SHAPES`, such as "random-llama".
         dtype: of the weights. None: that of the checkpoint's own config.
         device: to put the weights on. None: CPU.
+        processes: that share the model by tensor parallelism, each on a device of its own.
 
     Returns:
         The model and the tokenizer. The tokenizer pads on the left, and with eos if it has no pad token.
@@ -47,14 +50,19 @@ def load(
         FileNotFoundError: ``model`` looks like a folder but is none, or the embedded weights are missing.
         ConnectionError: not on this disk, and the hub does not answer.
         OSError: neither a folder nor a model that the hub's local cache or the hub has.
-        KvtailorError: there is no such device here; nothing has been loaded then.
+        KvtailorError: there is no such device here, or several processes cannot share the model.
     """
     check_device(device)
     if str(model) in RANDOM_SHAPES:
+        if processes.size > 1:
+            raise KvtailorError(
+                f"asked for {model} on {processes.size} processes: random weights are made in one; give a model that "
+                "is read from a folder or the hub, such as demo"
+            )
         return _random(str(model), dtype, device)
     name = source_of(model)
     try:
-        tokenizer, loaded = _read(name, dtype)
+        tokenizer, loaded = _read(name, dtype, processes)
     except ConnectionError:
         raise
     except OSError as error:
@@ -64,18 +72,22 @@ def load(
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if device is not None:
+    if device is not None and processes.size == 1:
         loaded = loaded.to(device)
     return loaded.eval(), tokenizer
 
 
-def _read(name: str, dtype: torch.dtype | str | None) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+def _read(
+    name: str, dtype: torch.dtype | str | None, processes: Processes
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """From this disk where all of it is there, without a word to the hub; else from the hub, if it answers at all."""
 
     def read(local: bool) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", local_files_only=local)
         with _quietly(local=local):
-            return tokenizer, AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", local_files_only=local)
+            return tokenizer, AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype or "auto", local_files_only=local, **_shared_by(processes)
+            )
 
     if Path(name).is_dir():
         return read(True)
@@ -91,6 +103,15 @@ def _read(name: str, dtype: torch.dtype | str | None) -> tuple[PreTrainedTokeniz
     else:
         check_hub(name)
     return read(False)
+
+
+def _shared_by(processes: Processes) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that let transformers shard a model over processes."""
+    if processes.size == 1:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=processes.size)}
 
 
 def check_device(device: torch.device | str | None) -> torch.device:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.model.devices import runs_on
 from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
@@ -65,8 +66,8 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             f"the plan turns queries or keys by positions, and the rotary embedding of {name} is of type {kind!r}, "
             "whose angles depend on the length of the text"
         )
-    device = next(model.parameters()).device
-    cos, sin = _angles(rotary, torch.arange(8, device=device)[None], layer_type)
+    device = runs_on(module)
+    cos, sin = (each.to(device) for each in _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type))
     for interleaved in (False, True):
         frequencies = _frequencies(cos, sin, interleaved)
         if frequencies is None:
@@ -76,8 +77,9 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             if not _turns(module, cos, sin, name):
                 raise _does_not_turn(name, layer)
             exact = _stored_frequencies(rotary, layer_type)
+            exact = None if exact is None else exact.to(device)
             if exact is not None and exact.shape == frequencies.shape and torch.allclose(exact, frequencies, atol=1e-4):
-                rotation = Rotation(frequencies=exact.to(device), interleaved=interleaved)
+                rotation = Rotation(frequencies=exact, interleaved=interleaved)
             return rotation
     raise UnsupportedModel(
         f"the plan turns queries or keys by positions, and what {name} does with its rotary embedding is not understood"

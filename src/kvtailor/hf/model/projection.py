@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.model.devices import aligned
+from kvtailor.hf.model.sharded import local_part, whole
 
 __all__ = ["OutputProjection", "output_layer", "output_weight"]
 
@@ -32,7 +34,12 @@ class OutputProjection:
 
     def __call__(self) -> Tensor:
         """The weight as it is now, (q, dv, D)."""
-        return output_weight(self.module, self.q_heads, self.head_dim)
+        layer = output_layer(self.module)
+        if layer is None or all(parameter.device.type != "meta" for parameter in layer.parameters()):
+            return output_weight(self.module, self.q_heads, self.head_dim)
+        # It waits on the CPU or a disk, and is here for as long as it takes to copy it.
+        with aligned(layer):
+            return output_weight(self.module, self.q_heads, self.head_dim).clone()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputProjection:
         """A copy of a cache belongs to the same model."""
@@ -64,6 +71,12 @@ def output_weight(module: torch.nn.Module, q_heads: int, head_dim: int) -> Tenso
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         raise _unreadable(module, "none" if base is None else f"one of type {type(base).__name__}")
+    if base is layer:
+        # Under tensor parallelism a process has the rows of its own heads; or it has all heads, and needs all rows.
+        part = local_part(weight)
+        weight = part if part.numel() == weight.shape[0] * q_heads * head_dim else whole(weight)
+    elif local_part(weight) is not weight:
+        raise _unreadable(module, "one that an adapter changes and that is sharded over processes")
     # GPT-2's Conv1D holds its weight the other way round.
     by_input = (weight if type(base).__name__ == "Conv1D" else weight.t()).detach()
     if base is not layer:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse, UnknownName
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.run.chat import Prompt
 from kvtailor.hf.run.prefill import begin, prefill
 from kvtailor.ledger import Ledger
@@ -117,7 +118,7 @@ def read(
     """
     prompt = _prompt(tokenizer, context, separator, answer_prefix)
     ids, after = prompt.split(context)
-    ids = ids[None].to(next(model.parameters()).device)
+    ids = ids[None].to(input_device(model))
     cache = prefill(model, cache_for(model, plan), ids, chunk=chunk, hold=hold, tokenizer=tokenizer)
     return Reading(model=model, prompt=prompt, cache=cache, ids=ids, after=after)
 
@@ -179,7 +180,7 @@ def ask(
         given = [torch.cat([head, prompt.question(each, after)]) for each in asked]
     else:
         given = [prompt.question_first(each, context) for each in asked]
-    device = next(model.parameters()).device
+    device = input_device(model)
     return _answered(reading, asked, [each[None].to(device) for each in given], how, None, chunk)
 
 

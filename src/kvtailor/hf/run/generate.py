@@ -13,7 +13,10 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.replaying import ReplayingReader
+from kvtailor.hf.model.devices import input_device
+from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
+from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
 from kvtailor.plan import Plan
@@ -99,7 +102,7 @@ def generate(
             from all that the target's cache holds; where that has evicted, by reading the text again. None: never.
         max_new_tokens: tokens after the prompt, at most.
         do_sample: False: the likeliest token; True: drawn after `temperature`, `top_k` and `top_p`.
-        generator: of random numbers, on the model's device.
+        generator: of random numbers, on the model's device; of the same state in all processes that share the model.
         eos_token_id: what ends a row. None: that of the model's generation config.
         pad_token_id: what ended rows emit. None: that of the generation config, or 0.
         streamer: with `put` and `end`, as transformers' `TextIteratorStreamer`; it gets the prompt, then token by token
@@ -126,11 +129,12 @@ def generate(
         )
     if streamer is not None and input_ids.shape[0] > 1:
         raise CacheMisuse(f"a streamer takes one row, and input_ids has {input_ids.shape[0]}: leave it out")
+    _check_processes(model, gamma, min_gain, drafts=draft is not None or small_plan is not None, graphs=graphs)
     rule: Rule = Greedy()
     if do_sample:
-        rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=_shared(generator, model))
     small = model if draft is None else _loaded(draft, model)
-    device = next(model.parameters()).device
+    device = input_device(model)
     ids, mask = input_ids.to(device), None
     if attention_mask is not None and not bool(attention_mask.all()):
         mask = attention_mask.to(device)
@@ -193,6 +197,31 @@ def _parsed(plan: str | Plan | None) -> Plan | None:
     return Plan.parse(plan) if isinstance(plan, str) else plan
 
 
+def _check_processes(model: Any, gamma: int | str, min_gain: float | None, *, drafts: bool, graphs: bool) -> None:
+    """Refuse what processes that share a model would each decide for themselves: all must take the same forwards."""
+    share = share_of(model, Geometry.of(model.config))
+    if not isinstance(share, RankHeads):
+        return
+    if graphs:
+        raise CacheMisuse(
+            f"graphs=True records the steps of one process, and {share.processes} share this model: leave it out"
+        )
+    if drafts and (gamma == "adaptive" or min_gain is not None):
+        raise CacheMisuse(
+            f"gamma={gamma!r} and min_gain={min_gain} follow measured times, which differ between the "
+            f"{share.processes} processes that share this model: give a number of tokens as gamma, and min_gain=None"
+        )
+
+
+def _shared(generator: torch.Generator | None, model: Any) -> torch.Generator | None:
+    """A generator of numbers that are the same in all processes that share the model."""
+    share = share_of(model, Geometry.of(model.config))
+    if generator is not None or not isinstance(share, RankHeads):
+        return generator
+    made = torch.Generator(device=input_device(model))
+    return made.manual_seed(int(told_by_first(share, str(torch.initial_seed()))))
+
+
 def _checked(
     plan: Plan,
     draft: Any,
@@ -252,16 +281,16 @@ def target_faults(plan: Plan) -> list[str]:
 
 def _loaded(draft: Any, model: Any) -> Any:
     """The draft model, which must speak the target's tokens."""
-    device = next(model.parameters()).device
+    device = input_device(model)
     small = load(draft, dtype=model.dtype, device=device)[0] if isinstance(draft, str) else draft
     sizes = [each.get_output_embeddings().weight.shape[0] for each in (model, small)]
     if sizes[0] != sizes[1]:
         raise UnsupportedModel(
             f"the draft model has {sizes[1]} tokens and the target {sizes[0]}: a draft must have the target's tokenizer"
         )
-    if next(small.parameters()).device != device:
+    if input_device(small) != device:
         raise UnsupportedModel(
-            f"the draft model is on {next(small.parameters()).device} and the target on {device}: put both on one"
+            f"the draft model is on {input_device(small)} and the target on {device}: put both on one"
         )
     return small
 

@@ -20,6 +20,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
+from kvtailor.hf.model.devices import input_device
 from kvtailor.plan import Plan
 from kvtailor.types import Repetition
 
@@ -110,7 +111,7 @@ def read(
     last_only: bool = True,
 ) -> Tensor:
     """Logits (b, n, V) of the context, or (b, 1, V) with `last_only`; see `prefill`."""
-    before, device = cache.seen, next(model.parameters()).device
+    before, device = cache.seen, input_device(model)
     _check(cache, input_ids, attention_mask, chunk)
     ids = input_ids.to(device)
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(device)

@@ -13,6 +13,7 @@ from kvtailor.engine import rollback
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers import WindowLayer
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.run.prefill import fed, read
 from kvtailor.hf.run.sharing import forget_queries, remake, sharing_prefill
 from kvtailor.plan import Plan
@@ -90,7 +91,7 @@ class CacheReader:
         return rollback.tokens_until_action(self.cache.engine)
 
     def wait(self) -> None:
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

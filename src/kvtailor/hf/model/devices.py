@@ -1,0 +1,86 @@
+"""Where a model computes: its layers may lie on several devices, and weights may wait on the CPU or on a disk.
+
+accelerate's hooks (`device_map`) move what goes into a module to the module's device, and bring weights that wait
+elsewhere ("meta" until then) there for the time of its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvtailor.errors import UnsupportedModel
+
+__all__ = ["aligned", "input_device", "named_values", "runs_on"]
+
+
+def runs_on(module: nn.Module) -> torch.device:
+    """Return the device on which a module computes."""
+    for each in _hooks(module):
+        device = getattr(each, "execution_device", None)
+        if device is not None:
+            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    for child in module.children():
+        if next(child.parameters(), None) is not None:
+            return runs_on(child)
+    return torch.device("cpu")
+
+
+def input_device(model: Any) -> torch.device:
+    """Return the device to which token ids go."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return runs_on(model if embedding is None else embedding)
+
+
+@contextmanager
+def aligned(module: nn.Module) -> Iterator[None]:
+    """While it is open, the weights of a module that wait elsewhere are on the module's device.
+
+    Raises:
+        UnsupportedModel: they wait elsewhere, and accelerate is not there to bring them.
+    """
+    if all(parameter.device.type != "meta" for parameter in module.parameters(recurse=False)):
+        yield
+        return
+    try:
+        from accelerate.utils import align_module_device
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"the plan reads the weights of {type(module).__name__}, which are not in memory (on the device 'meta'), "
+            f"and accelerate, which could bring them, cannot be imported: {error}"
+        ) from error
+    with align_module_device(module):
+        yield
+
+
+def named_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Yield each parameter's name, the parameter, and its values: those that wait elsewhere, where they wait.
+
+    Values that nothing knows stay on the device "meta".
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "meta":
+            yield name, parameter, parameter.detach()
+            continue
+        path, _, own = name.rpartition(".")
+        waiting = (_waiting(hook) for hook in _hooks(model.get_submodule(path)))
+        found = next((each[own] for each in waiting if each is not None and own in each), None)
+        yield name, parameter, parameter.detach() if found is None else found.detach().to(parameter.dtype)
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """accelerate's hooks of a module, those inside a sequence of them too."""
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else [hook, *getattr(hook, "hooks", ())]
+
+
+def _waiting(hook: Any) -> Mapping[str, Tensor] | None:
+    found: Mapping[str, Tensor] | None = getattr(hook, "weights_map", None)
+    return found
