@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "examples"
+# It is started by torchrun, and leaves a process group behind.
+PROCESSES = FOLDER / "tensor_parallel.py"
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {PROCESSES})
 
 
 def test_there_are_examples() -> None:
@@ -21,6 +24,13 @@ def test_example_runs(example: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(sys, "argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.strip()
+
+
+def test_the_example_of_several_processes_runs_in_two() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROCESSES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("loaded again: 265 tokens seen") == 1
 
 
 def test_an_example_runs_from_a_terminal() -> None:

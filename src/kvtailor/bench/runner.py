@@ -20,6 +20,7 @@ from kvtailor.bench.schema import NoRecords, Record, read_records
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.model import processes as process_group
 from kvtailor.presets import FULL
 
 __all__ = ["Job", "contestants_of", "finished", "plan_run", "run"]
@@ -155,6 +156,8 @@ def run(
     for job in jobs:
         if job.kind not in KINDS or not KINDS[job.kind].of_cost:
             subject.answer_for(job.kind)
+    processes = process_group.started()
+    _check_processes(jobs, processes.size)
     permits = checks.allowances(allow)
     everyone = {each.hash: each for job in jobs for each in job.contestants}
     calibrated = {plan: replace(each, calibration=subject.provenance(each)) for plan, each in everyone.items()}
@@ -165,7 +168,7 @@ def run(
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     here = machine.describe(bandwidth=bandwidth, device=subject.device, dtype=subject.dtype)
     weights, model_hash = subject.weights(), subject.fingerprint()
-    done = finished(out, subject.device) if resume else {}
+    done = processes.told(finished(out, subject.device) if resume and processes.first else {})
 
     def blank(job: Job) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(
@@ -210,6 +213,20 @@ def run(
             finish(record)
     checks.check_records(records)
     return records
+
+
+def _check_processes(jobs: Sequence[Job], processes: int) -> None:
+    """Raise where several processes share the model and a task times them, weighs one, or starts others.
+
+    Raises:
+        KvtailorError: with their names; nothing has been measured then.
+    """
+    alone = [job.kind for job in jobs if job.task is not None and (job.task.of_cost or job.task.one_process)]
+    if processes > 1 and alone:
+        raise KvtailorError(
+            f"asked for {', '.join(dict.fromkeys(alone))} in {processes} processes that share a model: such tasks time "
+            "or weigh a single process, or start others. Run them without torchrun, and here those that judge answers"
+        )
 
 
 def _jobs(tasks: Sequence[Task | Job], contestants: Sequence[Contestant]) -> list[Job]:

@@ -19,6 +19,7 @@ from kvtailor.bench.data.overlap import Calibrated, read_back
 from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.fingerprint import fingerprint
+from kvtailor.hf.model.sharded import local_part
 from kvtailor.ledger import storage_bytes
 
 if TYPE_CHECKING:
@@ -80,11 +81,14 @@ class Subject:
         """
         from kvtailor.hf.model.config import RANDOM_SHAPES
         from kvtailor.hf.model.loading import load
+        from kvtailor.hf.model.processes import started
 
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise KvtailorError(f"asked for dtype {dtype!r}: give float32, bfloat16 or float16")
         try:
-            model, tokenizer = load(name, dtype=getattr(torch, dtype) if dtype else None, device=device)
+            model, tokenizer = load(
+                name, dtype=getattr(torch, dtype) if dtype else None, device=device, processes=started()
+            )
         except (OSError, RuntimeError) as error:
             raise KvtailorError(str(error)) from error
         return cls(name=name, model=model, tokenizer=tokenizer, loadable=True, trained=name not in RANDOM_SHAPES)
@@ -122,11 +126,13 @@ class Subject:
         if not hasattr(self.model, "get_input_embeddings"):
             return None
         parameters = list(self.model.parameters())
-        total = storage_bytes(parameters)
+        # Of a model that several processes share, the bytes are what this one holds and reads.
+        total = storage_bytes([local_part(each) for each in parameters])
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         # Of a table that is only looked up, a token reads one row; one that is tied to the head is read whole.
-        tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
-        return sum(p.numel() for p in parameters), total, total if tied else total - storage_bytes([embedding.weight])
+        table = local_part(embedding.weight)
+        tied = head is not None and local_part(head.weight).data_ptr() == table.data_ptr()
+        return sum(p.numel() for p in parameters), total, total if tied else total - storage_bytes([table])
 
     def fingerprint(self) -> str | None:
         """See `hf.model.fingerprint.fingerprint`; None for a model without parameters."""

@@ -17,6 +17,7 @@ import click
 
 import kvtailor
 from kvtailor.cli.machine_share import share_machine
+from kvtailor.cli.torchrun import mute_others, refusal
 from kvtailor.errors import KvtailorError, UnknownName
 
 __all__ = ["Verbs", "main"]
@@ -40,6 +41,7 @@ class Verbs(click.Group):
         if args is None:
             # Called as the program, which has this process for itself.
             share_machine()
+            mute_others()
         return super().main(args, *more, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -56,6 +58,8 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _verbs():
             raise click.UsageError(str(UnknownName("verb", args[0], _verbs())), ctx)
+        if args and (sentence := refusal(args[0])) is not None:
+            raise Refusal(sentence)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:

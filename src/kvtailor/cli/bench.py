@@ -106,6 +106,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
     from kvtailor.bench.subject import Subject
     from kvtailor.errors import KvtailorError
+    from kvtailor.hf.model.processes import started
 
     console = Console(stderr=True, highlight=False)
     if options["suite"] == "list":
@@ -124,7 +125,11 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(f"{words}, which --tasks does not ask for.")
     try:
         with console.status(f"loading {options['model']}"):
+            processes = started(options["device"], begin=True)
             subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
+        if not processes.first:
+            # One process writes; what it knows from before it tells the others.
+            options["out"] = None
         if options["suite"]:
             found = _suite(options, subject, console)
         else:

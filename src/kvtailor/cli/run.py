@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.cli.torchrun import under_torchrun
+
 if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
     from kvtailor.bench.subject import Subject
@@ -124,6 +126,7 @@ def generate(
     import torch
 
     from kvtailor.bench.measure.cache_fields import weigh
+    from kvtailor.hf.model.processes import same_seed
     from kvtailor.hf.run.prefill import begin as read_twice
 
     cache = subject.new_cache(contestant)
@@ -132,6 +135,8 @@ def generate(
     how: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         how["temperature"] = temperature
+    # Processes that share the model must draw the same tokens.
+    seed = same_seed(seed) if temperature > 0 else seed
     if seed is not None:
         torch.manual_seed(seed)
     begin = time.perf_counter()
@@ -224,11 +229,13 @@ def command(
     from kvtailor.bench.contestant import Contestant
     from kvtailor.bench.subject import Subject
     from kvtailor.errors import KvtailorError
+    from kvtailor.hf.model.processes import started
 
     console = Console(stderr=True, highlight=False)
     try:
         contestant = Contestant.of(plan)
         with console.status(f"loading {model}"):
+            started(device, begin=True)
             subject = Subject.load(model, dtype=dtype, device=device)
         ids = subject.prompt(text)
         if beyond:
@@ -260,6 +267,10 @@ def command(
 def _prompt_text(prompt: str | None, prompt_file: Any) -> str:
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("Both --prompt and --prompt-file were given: give one of them.")
+    if prompt is None and prompt_file is None and under_torchrun():
+        raise click.UsageError(
+            "Several processes cannot share standard input: give --prompt TEXT or --prompt-file FILE under torchrun."
+        )
     if prompt is None and prompt_file is None and sys.stdin.isatty():
         raise click.UsageError("There is no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input.")
     try:

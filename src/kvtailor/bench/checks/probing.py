@@ -131,8 +131,12 @@ def probe(
 
 
 def _alive() -> int:
-    """Bytes of the unique storages of all tensors that Python's garbage collector finds."""
-    kinds, charged = set(_kinds(Tensor)), {}
+    """Bytes of the unique storages of all tensors that Python's garbage collector finds.
+
+    A tensor around others (a `DTensor`, of a model that processes share) has no storage; those inside are found.
+    """
+    kinds = {kind for kind in _kinds(Tensor) if not hasattr(kind, "__tensor_flatten__")}
+    charged: dict[tuple[str, int], int] = {}
     for each in gc.get_objects():
         # Asking an arbitrary object for its class may run its code; its type does not.
         if type(each) in kinds and each.layout is torch.strided and each.device.type != "meta":

@@ -39,6 +39,9 @@ def weigh(cache: Any) -> dict[str, Any]:
     if not isinstance(cache, Weighed):
         return {}
     held, ledger = cache.held(), cache.ledger()
+    if isinstance(cache, KvCache):
+        # Of a cache that several processes hold, all of it.
+        held, ledger = cache.share.gather(held, 2), cache.whole_ledger()
     return {
         "tokens_seen": int(cache.seen),
         "tokens_held": float(held.double().mean()),
@@ -63,13 +66,15 @@ def _moved(cache: Any) -> dict[str, float] | None:
 
 def tokens_read(cache: Any) -> float | None:
     """`Record.tokens_read` of the forward before."""
-    states = cache.engine.states if isinstance(cache, KvCache) else []
+    if not isinstance(cache, KvCache):
+        return None
+    states = cache.engine.states
     if all(state.observed.tokens_read is None for state in states):
         return None
     each = [
         state.counts() if state.observed.tokens_read is None else state.observed.tokens_read.cpu() for state in states
     ]
-    return float(torch.stack(each).double().mean())
+    return float(cache.share.gather(torch.stack(each), 2).double().mean())
 
 
 def bytes_of(cache: Any) -> int | None:

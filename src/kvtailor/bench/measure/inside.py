@@ -50,7 +50,7 @@ class Queries:
 
 
 def contents(cache: KvCache) -> list[Contents]:
-    """Every compressed layer of a `KvCache` of one row, decoded."""
+    """Every compressed layer of a `KvCache` of one row, decoded; with the heads that other processes have."""
     found = []
     for state in cache.engine.states:
         parts = state.parts()
@@ -66,7 +66,7 @@ def contents(cache: KvCache) -> list[Contents]:
             at = heads[chosen].cpu(), columns[chosen].cpu()
             keys[at], values[at] = part_keys[chosen].float().cpu(), part_values[chosen].float().cpu()
             held[at] = True
-        found.append(Contents(keys, values, held))
+        found.append(Contents(*(cache.share.gather(each, 0) for each in (keys, values, held))))
     return found
 
 
@@ -76,7 +76,7 @@ def queries_of(cache: KvCache) -> Iterator[list[Queries]]:
     kept: list[Queries] = []
 
     def keep(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
-        kept.append(Queries(query[0].float().cpu(), scaling))
+        kept.append(Queries(cache.share.gather(query[0].float().cpu(), 0), scaling))
 
     with cache.guard.observed(keep):
         yield kept

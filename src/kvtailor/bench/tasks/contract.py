@@ -111,6 +111,7 @@ class Task(ABC):
         timings: names in `Record.timings`.
         by_sample: every list in `Record.values` has one number for each of `Record.samples`.
         of_cost: it times and weighs, and judges no answer, so that an untrained model will do.
+        one_process: it cannot run where several processes share the model; nor can a task that is `of_cost`.
         own_cache: it also measures the model's own cache, without kvtailor.
         reads_text: it has fields `text` and `source`; the setting `text` names a corpus, a file, or 'generated'.
         of_each_text: of several texts it is asked once for each; else of the first alone.
@@ -129,6 +130,7 @@ class Task(ABC):
     timings: ClassVar[tuple[str, ...]] = ()
     by_sample: ClassVar[bool] = False
     of_cost: ClassVar[bool] = False
+    one_process: ClassVar[bool] = False
     own_cache: ClassVar[bool] = False
     reads_text: ClassVar[bool] = False
     of_each_text: ClassVar[bool] = False

@@ -72,6 +72,7 @@ class Harness(PlanByPlan):
     """
 
     name: ClassVar[str] = "harness"
+    one_process: ClassVar[bool] = True
     version: ClassVar[int] = 1
     order: ClassVar[int] = 9
     metrics: ClassVar[None] = None

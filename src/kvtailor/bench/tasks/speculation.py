@@ -68,6 +68,7 @@ class Speculation(AllAtOnce):
     """
 
     name: ClassVar[str] = "speculation"
+    one_process: ClassVar[bool] = True
     version: ClassVar[int] = 1
     order: ClassVar[int] = 7
     reads_text: ClassVar[bool] = True
