@@ -58,7 +58,7 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _verbs():
             raise click.UsageError(str(UnknownName("verb", args[0], _verbs())), ctx)
-        if args and (sentence := refusal(args[0])) is not None:
+        if args and (sentence := refusal(args)) is not None:
             raise Refusal(sentence)
         return super().resolve_command(ctx, args)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["mute_others", "refusal", "under_torchrun"]
@@ -17,9 +18,14 @@ def under_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def refusal(verb: str) -> str | None:
-    """Why a verb cannot run in several processes, a sentence; None: it can, or there is one."""
-    if not under_torchrun() or verb in (*_SHARING, *_ALIKE):
+def refusal(words: Sequence[str]) -> str | None:
+    """Why a verb cannot run in several processes, a sentence; None: it can, or there is one process.
+
+    Args:
+        words: of the command line, the verb first.
+    """
+    verb = "bench micro" if tuple(words[:2]) == ("bench", "micro") else words[0]
+    if not under_torchrun() or verb in (*_SHARING, *_ALIKE) or verb.startswith("-"):
         return None
     return (
         f"{verb} runs in one process, and torchrun started {os.environ['WORLD_SIZE']}: call `kvtailor {verb}` without "
