@@ -11,7 +11,7 @@ from kvtailor.errors import PlanError
 from kvtailor.plan import Plan, registry
 from kvtailor.plan.arguments import word_of
 
-__all__ = ["every_plan", "plans_of_methods", "plans_of_presets"]
+__all__ = ["every_plan", "first_of_each_method", "plans_of_methods", "plans_of_presets"]
 
 # What a method may need beside it; the first plan without faults is taken.
 _EVICTING = (
@@ -48,6 +48,15 @@ def plans_of_presets() -> dict[str, str]:
         f"preset: {name}": f"{name} @ tokens=48" if preset.budget else name
         for name, preset in registry.presets().items()
     }
+
+
+def first_of_each_method() -> dict[str, str]:
+    """One plan for each method, and none twice."""
+    found: dict[str, str] = {}
+    for case in plans_of_methods():
+        found.setdefault(case.partition("(")[0], case)
+    once = {plans_of_methods()[case]: case for case in reversed(found.values())}
+    return {case: plan for plan, case in reversed(once.items())}
 
 
 def every_plan() -> dict[str, str]:

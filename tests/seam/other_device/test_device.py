@@ -206,6 +206,8 @@ WAITS: dict[str, tuple[Callable[[Tensor], object], dict[str, int]]] = {
     "eigenvalues": (lambda x: torch.linalg.eigh(x @ x.T), {syncs.CHECK: 1}),
 }
 NEVER: dict[str, Callable[[Tensor], object]] = {
+    "a copy that is not waited for": lambda x: x.copy_(torch.ones(2, 3), non_blocking=True),
+    "one to another device": lambda x: torch.ones(2).to(x.device, non_blocking=True),
     "a number through a mask": lambda x: x.__setitem__(x > 1, 0.0),
     "a number into a slice": lambda x: x.__setitem__(0, 2.0),
     "repeat_interleave by a number": lambda x: x.repeat_interleave(3, 1),
@@ -256,7 +258,7 @@ def test_a_wrong_piece_of_code_is_caught_in_its_line() -> None:
         scope["positions"](scores, torch)
     with count_syncs() as found:
         scope["total"](scores)
-    assert found.found == {(syncs.ITEM, "ops/lanes/topk.py:6"): 5} and found.ours() == 5
+    assert found.found == {(syncs.ITEM, "ops/lanes/topk.py:6 <genexpr>"): 5} and found.ours() == 5
 
 
 def test_models_move_whole_and_stay_tied() -> None:
@@ -287,14 +289,15 @@ def test_generate_of_transformers(options: dict) -> None:
 
 
 def test_gradients() -> None:
-    """Calibrations train: what the device does has derivatives."""
+    """Calibrations train: what the device does has derivatives, attention too."""
     found = []
     for device in ("cpu", ONE):
         weight = torch.nn.Parameter(made(device) / 7)
-        torch.nn.functional.softmax(weight @ weight.T, -1).square().sum().backward()
+        seen = torch.nn.functional.scaled_dot_product_attention(weight[None], weight[None], made(device)[None])
+        (torch.nn.functional.softmax(weight @ weight.T, -1).square().sum() + seen.square().sum()).backward()
         assert weight.grad is not None
         found.append(weight.grad.cpu())
-    assert torch.equal(*found)
+    assert torch.allclose(*found)
 
 
 def test_two_threads_are_counted_and_counts_nest() -> None:

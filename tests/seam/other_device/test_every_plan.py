@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ import torch
 import kvtailor
 from kvtailor.errors import PlanError
 from kvtailor.ops.dispatch import using
-from kvtailor.plan import registry
+from kvtailor.plan import Plan, registry
+from kvtailor.plan.arguments import with_nested
 from kvtailor.store.host import Host
 from tests.seam.test_modes import PLANS
 from tests.support.calibrated import shipped_for
-from tests.support.every_plan import every_plan
+from tests.support.every_plan import every_plan, first_of_each_method
 from tests.support.other_device.backend import move_model, register
 from tests.support.other_device.decoding import decoded
 from tests.support.seam.zoo import build
@@ -27,20 +29,27 @@ from tests.support.seam.zoo import build
 FAMILIES = ("llama", "gpt_neox", "gemma3")
 # Long enough that codecs with their defaults encode some of it; others are cut to budgets of 48 tokens or less.
 ALONE, BATCH = (270,), (270, 61, 190)
-CASES = {**every_plan(), **{f"together: {plan}": plan for plan in PLANS}}
 
 
-def first_of_each_method() -> list[str]:
-    """What the default run has of the cases: one of each method, and none twice."""
+def pairs() -> dict[str, str]:
+    """Each score with an allocator, for the default run; those that do not go together stay as they are."""
+    alone = first_of_each_method()
+    both = [[case for case in alone if case.startswith(stage)] for stage in ("score: ", "allocate: ")]
     found: dict[str, str] = {}
-    for case in CASES:
-        stage, name = case.split(": ", 1)
-        if stage in registry.stages():
-            found.setdefault(f"{stage}: {name.partition('(')[0]}", case)
-    return list({CASES[case]: case for case in found.values()}.values())
+    for score, allocate in zip_longest(*both):
+        if score and allocate:
+            text = f"{score.partition(': ')[2]} + {allocate.partition(': ')[2]} @ tokens=48, slack=2"
+            try:
+                found[f"pair: {text}"] = str(Plan.parse(text))
+                continue
+            except PlanError:
+                pass
+        found |= {case: alone[case] for case in (score, allocate) if case}
+    return found | {case: plan for case, plan in alone.items() if case not in (*both[0], *both[1])}
 
 
-DEFAULT = first_of_each_method()
+DEFAULT = pairs()
+CASES = {**DEFAULT, **every_plan(), **{f"together: {plan}": plan for plan in PLANS}}
 
 
 def refused(family: str, plan: str) -> str | None:
@@ -88,7 +97,9 @@ def test_other_families_alone_and_in_chunks(
     check(family, CASES[case], lengths, chunk, steps=9)
 
 
-@pytest.mark.parametrize(("family", "lengths"), [("gpt_neox", ALONE), ("gemma3", BATCH)])
+@pytest.mark.parametrize(
+    ("family", "lengths"), [pytest.param("gpt_neox", ALONE, marks=pytest.mark.long), ("gemma3", BATCH)]
+)
 def test_in_chunks(family: str, lengths: tuple[int, ...]) -> None:
     """One of the above for the default run: evictions between chunks, ragged heads, codes, a window of the model."""
     plan = "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=8) @ tokens=24, slack=4"
@@ -97,9 +108,10 @@ def test_in_chunks(family: str, lengths: tuple[int, ...]) -> None:
 
 def check(family: str, plan: str, lengths: tuple[int, ...], chunk: int | None, steps: int) -> None:
     """A prompt and some tokens, on the CPU in the forms that a GPU has too: decoded parts, and torch."""
+    options = {"chunk": chunk, "steps": steps, "masked": len(lengths) > 1}
     with using("reference"):
-        expected = decoded(build(family), plan, lengths, chunk=chunk, steps=steps)
-    found = decoded(move_model(build(family), "gpu:1"), plan, lengths, chunk=chunk, steps=steps)
+        expected = decoded(build(family), plan, lengths, **options)
+    found = decoded(move_model(build(family), "gpu:1"), plan, lengths, **options)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.logits, expected.logits), float((found.logits - expected.logits).abs().max())
     assert found.held.keys() == expected.held.keys()
@@ -108,7 +120,20 @@ def check(family: str, plan: str, lengths: tuple[int, ...], chunk: int | None, s
 
 
 def test_no_method_is_left_out() -> None:
-    names = {f"{stage}: {name}" for stage in registry.stages() for name in registry.methods(stage)}
-    tried = {": ".join((stage, rest.partition("(")[0])) for stage, rest in (case.split(": ", 1) for case in CASES)}
-    assert names <= tried
-    assert {f"preset: {name}" for name in registry.presets()} <= tried
+    """Neither of all cases nor of those of the default run."""
+    names = {(stage, name) for stage in registry.stages() for name in registry.methods(stage)}
+    for cases in (CASES, DEFAULT):
+        used = {method for plan in cases.values() for method in methods_in(Plan.parse(plan))}
+        assert names - used == set()
+    assert {f"preset: {name}" for name in registry.presets()} <= set(CASES)
+
+
+def methods_in(plan: Plan) -> set[tuple[str, str]]:
+    """Stage and name of each method of a plan, those inside others too."""
+    found = set()
+    for stage in registry.stages():
+        for method in with_nested(getattr(plan, stage)):
+            name = registry.name_of(method)
+            if name in registry.methods(stage):
+                found.add((stage, name))
+    return found

@@ -27,7 +27,8 @@ class Decoded:
         logits: (b, t, v).
         held: for each compressed layer (b, h, seen), which columns it holds.
         ledger: bytes at the end.
-        prefill, decoding: host synchronisations.
+        prefill: host synchronisations of the prompt.
+        by_token: those of each decoded token.
     """
 
     tokens: Tensor
@@ -35,35 +36,39 @@ class Decoded:
     held: dict[int, Tensor]
     ledger: Ledger
     prefill: Syncs
-    decoding: Syncs
+    by_token: list[Syncs]
 
 
 @torch.no_grad()
 def decode(
-    model: nn.Module, cache: KvCache, mask: Tensor, steps: int, state: int = 11
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Greedy tokens (b, steps) of a cache that goes on, their logits, and the mask as it is then.
+    model: nn.Module, cache: KvCache, mask: Tensor, steps: int, *, masked: bool = True
+) -> tuple[Tensor, Tensor, list[Syncs]]:
+    """Greedy tokens (b, steps) of a cache that goes on, their logits, and the host synchronisations of each.
 
     Args:
         model, cache: on one device.
         mask: (b, n) of what the cache has seen.
         steps: tokens to decode.
-        state: of the random first token.
+        masked: whether the model is given the mask, as `generate` always does.
     """
     device = mask.device
-    token, tokens, logits = prompts((1,) * len(mask), state=state)[0].to(device), [], []
+    token, logits, by_token = prompts((1,) * len(mask), state=11)[0].to(device), [], []
+    tokens = [token[:, :0]]
     for _ in range(steps):
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         positions = mask.sum(-1, keepdim=True) - 1
-        logits.append(model(token, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+        options = {"attention_mask": mask} if masked else {}
+        with count_syncs() as syncs:
+            logits.append(model(token, position_ids=positions, past_key_values=cache, **options).logits)
+        by_token.append(syncs)
         token = logits[-1].argmax(-1)
         tokens.append(token)
-    return torch.cat(tokens, 1), torch.cat(logits, 1), mask
+    return torch.cat(tokens, 1), torch.cat(logits, 1) if logits else torch.empty(len(mask), 0), by_token
 
 
 def decoded(
     model: nn.Module, plan: str, lengths: tuple[int, ...], *, steps: int = 8, chunk: int | None = None,
-    save: Path | None = None,
+    save: Path | None = None, masked: bool = True,
 ) -> Decoded:  # fmt: skip
     """Reads a left-padded random prompt under a plan on the model's own device, then decodes.
 
@@ -74,17 +79,16 @@ def decoded(
         steps: tokens to decode.
         chunk: of the prefill, in tokens.
         save: where to save the cache as it is after the prompt.
+        masked: whether the model is given a mask; without one there must be no padding.
     """
     device = input_device(model)
     ids, mask = (each.to(device) for each in prompts(lengths))
-    # One row without padding has no mask, as `generate` gives none.
     with count_syncs() as prefill:
-        cache = kvtailor.prefill(model, plan, ids, mask if len(lengths) > 1 else None, chunk=chunk)
+        cache = kvtailor.prefill(model, plan, ids, mask if masked else None, chunk=chunk)
     if save is not None:
         cache.save(save)
-    with count_syncs() as decoding:
-        tokens, logits, _ = decode(model, cache, mask, steps)
+    tokens, logits, by_token = decode(model, cache, mask, steps, masked=masked)
     return Decoded(
         tokens=tokens.cpu(), logits=logits.cpu(), held=held_columns(cache), ledger=cache.ledger(), prefill=prefill,
-        decoding=decoding,
+        by_token=by_token,
     )  # fmt: skip

@@ -35,8 +35,8 @@ class Syncs:
     """What was counted.
 
     Attributes:
-        found: how often, by kind and place; a place is "engine/evict.py:120", below `src/kvtailor` or, where no frame
-            of the stack is ours, the last part of the path of whoever called.
+        found: how often, by kind and place; a place is "engine/evict.py:120 score_layer", a file below `src/kvtailor`,
+            its line and the function; or "(generation/utils.py:2975)" where no frame of the stack is kvtailor's.
     """
 
     found: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -99,7 +99,7 @@ def _place() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_OURS):
-            return f"{name[len(_OURS) + 1 :]}:{frame.f_lineno}"
+            return f"{name[len(_OURS) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
         if outside is None and not name.startswith(str(_HERE)) and "/torch/" not in name and name[0] != "<":
             outside = f"({'/'.join(Path(name).parts[-2:])}:{frame.f_lineno})"
         frame = frame.f_back

@@ -122,12 +122,12 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "_to_copy":
         source = args[0]
         device = _indexed(torch.device(kwargs["device"])) if kwargs.get("device") is not None else source.device
-        _note_copy(source.device, device)
+        _note_copy(source.device, device, kwargs.get("non_blocking", False))
         options = {name: _CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
         made = op(_inner(source), **options)
         return DeviceTensor(made, device) if device.type == KIND else made
     into, source = (args[1], args[0]) if name.startswith("_copy_from") else (args[0], args[1])
-    _note_copy(source.device, into.device)
+    _note_copy(source.device, into.device, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if name == "_copy_from_and_resize":
         _inner(into).resize_(source.shape)
     _inner(into).copy_(_inner(source))
@@ -135,11 +135,16 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return into
 
 
-def _note_copy(source: torch.device, target: torch.device) -> None:
-    if source != target:
-        kinds = {source.type: syncs.FROM_HOST, target.type: syncs.TO_HOST}
-        del kinds[KIND]
-        syncs.note(next(iter(kinds.values())) if kinds else syncs.BETWEEN)
+def _note_copy(source: torch.device, target: torch.device, non_blocking: bool) -> None:
+    if source == target:
+        return
+    if source.type == target.type:
+        syncs.note(syncs.BETWEEN)
+    elif target.type != KIND:
+        # Into ordinary memory CUDA's copy is waited for, whatever was asked for.
+        syncs.note(syncs.TO_HOST)
+    elif not non_blocking:
+        syncs.note(syncs.FROM_HOST)
 
 
 def _take_shape(written: Any) -> None:
@@ -193,8 +198,10 @@ def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _fused_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """CUDA reads a prompt in one kernel; of an unknown backend torch would make a dozen operations."""
+    """CUDA reads a prompt in one kernel; of an unknown backend torch makes a dozen operations, as where it trains."""
     op = torch.nn.functional.scaled_dot_product_attention
+    if torch.is_grad_enabled() and any(each.requires_grad for each in args if isinstance(each, Tensor)):
+        return op(*args, **kwargs)
     device = check_devices(op, args, kwargs, [each for each in leaves(args, kwargs) if isinstance(each, Tensor)])
     assert device is not None
     inner = op(*map(_inner, args), **{name: _inner(value) for name, value in kwargs.items()})
