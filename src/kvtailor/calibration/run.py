@@ -25,6 +25,7 @@ from kvtailor.errors import CalibrationError
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.model.fingerprint import weight_fingerprint
 from kvtailor.hf.model.geometry import Geometry, check
+from kvtailor.hf.model.tensor_parallel import RankHeads, share_of
 from kvtailor.version import __version__
 
 __all__ = ["calibrate"]
@@ -86,6 +87,12 @@ def calibrate(
         raise CalibrationError(f"a calibration of kind {kind} is measured on text, and none was given: give some")
     subject = _subject(model, tokenizer, name)
     check(subject.model, NAME)
+    share = share_of(subject.model, Geometry.of(subject.model.config))
+    if isinstance(share, RankHeads):
+        raise CalibrationError(
+            f"a calibration is measured on a model in one process, and {share.processes} share this one: load it "
+            "without a tp_plan. The file then serves any number of processes"
+        )
     length = _context(maker, subject, context)
     wanted = maker.tokens if tokens is None else tokens
     passages = cut(subject, texts or {}, tokens=wanted, context=length) if maker.reads_text else ()

@@ -281,10 +281,12 @@ class Engine:
             return
         self._taken[state.index] = state.device_bytes()
         taken = sum(self._taken.values()) + self.offload.device_bytes()
-        if taken > limit:
+        # Processes that share the heads end together: the others would wait for the one that is over its limit.
+        most = state.model.share.highest(taken)
+        if most > limit:
             raise TierError(
                 f"{self.plan} allows {limit} bytes on the device, and after {state.stored.seen} tokens, at layer "
-                f"{state.index} of the compressed layers, the cache takes {taken}; allow more, hold less, feed a long "
+                f"{state.index} of the compressed layers, the cache takes {most}; allow more, hold less, feed a long "
                 "prompt in chunks, or let more layers leave the device"
             )
 

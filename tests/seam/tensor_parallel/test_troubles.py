@@ -64,6 +64,10 @@ def test_drafts_by_measured_times_are_refused(met: list[dict[str, Any]]) -> None
     assert all("graphs=True records the steps of one process" in each["graphs"] for each in met)
 
 
+def test_a_calibration_of_some_heads_is_refused(met: list[dict[str, Any]]) -> None:
+    assert all("measured on a model in one process, and 2 share this one" in each["calibrated"] for each in met)
+
+
 def test_the_whole_ledger_is_the_sum(met: list[dict[str, Any]]) -> None:
     for each in met:
         total, full, seen, by_layer, by_stage = each["whole"]

@@ -134,6 +134,7 @@ def main() -> None:
         "drafted": met(lambda: drafted(model, gamma=3, min_gain=None)),
         "plain": met(lambda: plain(model)),
         "graphs": met(lambda: kvtailor.generate(model, prompts((9,))[0], plan=PLAN, graphs=True)),
+        "calibrated": met(lambda: kvtailor.calibrate("duo", model, out=folder / "duo.safetensors")),
         "own": [own.total, own.full],
         "whole": [whole.total, whole.full, whole.seen, sum(whole.by_layer), sum(whole.by_stage.values())],
     }
