@@ -87,8 +87,7 @@ class _Memory(Tier):
         pinned = [each for each in stored if isinstance(each, _Pinned)]
         device = pinned[0].device
         if device.type != "cuda":
-            # Another kind of accelerator: the copy is waited for, and lands where the segments were read.
-            return _Here([each.run.to(device, copy=True) for each in pinned])
+            return _Here([each.run.clone() for each in pinned])
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.stream(stream):
             runs = [each.run.to(device, non_blocking=True) for each in pinned]

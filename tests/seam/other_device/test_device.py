@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +167,16 @@ def test_views_share_what_is_written_and_are_charged_once() -> None:
         assert storage_bytes([torch.zeros(3, device=ONE), torch.zeros(3, device=OTHER)]) == 24
 
 
+def test_views_in_inference_mode_of_what_was_made_outside() -> None:
+    base = made()
+    with torch.inference_mode():
+        view = base[1]
+        view.add_(1)
+        first, second = base.t().split([1, 2])
+    assert base[1].tolist() == [4.0, 5.0, 6.0] and first.tolist() == [[0.0, 4.0]] and second.shape == (2, 2)
+    assert not view.is_inference()
+
+
 def test_copies_of_a_tensor_keep_its_device(tmp_path) -> None:
     weight = torch.nn.Parameter(made(OTHER))
     weight.note = "kept"
@@ -288,21 +302,26 @@ def test_generate_of_transformers(options: dict) -> None:
     assert str(found[1].device) == ONE and torch.equal(found[0], found[1].cpu())
 
 
+@pytest.mark.long
 def test_gradients() -> None:
-    """Calibrations train: what the device does has derivatives, attention too."""
-    found = []
-    for device in ("cpu", ONE):
-        weight = torch.nn.Parameter(made(device) / 7)
-        seen = torch.nn.functional.scaled_dot_product_attention(weight[None], weight[None], made(device)[None])
-        (torch.nn.functional.softmax(weight @ weight.T, -1).square().sum() + seen.square().sum()).backward()
-        assert weight.grad is not None
-        found.append(weight.grad.cpu())
-    assert torch.allclose(*found)
+    """In a process of its own: torch's autograd serves the devices that exist when it first runs in a process."""
+    script = (
+        "import torch\n"
+        "from torch.nn.functional import scaled_dot_product_attention, softmax\n"
+        "from tests.support.other_device.backend import register\n"
+        "register()\n"
+        "found = []\n"
+        "for device in ('gpu:0', 'cpu'):\n"
+        "    weight = torch.nn.Parameter(torch.arange(6.0, device=device).view(2, 3) / 7)\n"
+        "    seen = scaled_dot_product_attention(weight[None], weight[None], weight[None])\n"
+        "    (softmax(weight @ weight.T, -1).square().sum() + seen.square().sum()).backward()\n"
+        "    found.append(weight.grad.cpu())\n"
+        "assert found[1].abs().min() > 0 and torch.allclose(*found), found\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
 
 
 def test_two_threads_are_counted_and_counts_nest() -> None:
-    import threading
-
     x = made()
     with count_syncs() as outer:
         thread = threading.Thread(target=lambda: x.sum().item())

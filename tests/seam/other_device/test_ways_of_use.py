@@ -99,6 +99,7 @@ def speculated(**options: Any) -> Use:
     def use(model: Any, device: str) -> Tensor:
         ids = prompts((60,))[0].to(device)
         draft = {"draft": move_model(build("llama", state=1), device)} if "draft_plan" not in options else {}
+        torch.manual_seed(5)  # making a model draws numbers too
         return kvtailor.generate(model, ids, plan=PLAN, max_new_tokens=8, **draft, **options).sequences
 
     return use
@@ -158,23 +159,22 @@ def test_sixteen_bits(dtype: torch.dtype, plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qfilters", *(pytest.param(each, marks=pytest.mark.long) for each in ("duo", "erank", "lowrank", "atskv"))]
+    "kind", ["qfilters", *(pytest.param(each, marks=pytest.mark.long) for each in ("erank", "duo"))]
 )
 def test_calibrations(kind: str, tmp_path: Path) -> None:
-    """Those that train do so in another order of operations; the others give the same file."""
+    """Those that do not train: where autograd ran before the device was there, it has no thread for it."""
     text = {"t": "some words of a text, and others that follow them in a row " * 120}
 
     def use(model: Any, device: str) -> dict[str, Tensor]:
         path = tmp_path / f"{kind} {device[:3]}.safetensors"
         subject = Subject(name="tiny", model=model, tokenizer=DummyTokenizer())
-        tokens = 1024 if kind == "atskv" else 256
-        kvtailor.calibrate(kind, subject, text, out=str(path), tokens=tokens, context=128)
+        kvtailor.calibrate(kind, subject, text, out=str(path), tokens=256, context=128)
         return load_file(path)
 
     expected, found = of_both(use)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor) if kind in ("qfilters", "erank") else found[name].isfinite().all()
+        assert torch.equal(found[name], tensor)
 
 
 def test_what_runs_is_said_and_graphs_are_refused() -> None:

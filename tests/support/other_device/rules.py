@@ -1,6 +1,6 @@
 """What a GPU allows: which tensors may meet in one operation, and which operations make the host wait.
 
-The rules are those of PyTorch's CUDA backend, as its sources of 2.13 have them.
+The rules are those of PyTorch's CUDA backend as we know them. They were not compared with a GPU: there was none.
 """
 
 from __future__ import annotations

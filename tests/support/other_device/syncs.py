@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import kvtailor
+
 __all__ = ["BETWEEN", "CHECK", "EQUAL", "FROM_HOST", "ITEM", "SIZE", "TO_HOST", "Syncs", "count_syncs", "note"]
 
 # Kinds. All but BETWEEN make the host wait.
@@ -26,8 +28,7 @@ FROM_HOST = "copy from host"  # to(device), torch.tensor(..., device=...), an in
 BETWEEN = "copy between devices"  # from one index to another: the devices wait for each other, the host does not
 
 _HERE = Path(__file__).parent
-_ROOT = _HERE.parents[2]
-_OURS = str(_ROOT / "src" / "kvtailor")
+_OURS = str(Path(kvtailor.__file__).parent)
 
 
 @dataclass

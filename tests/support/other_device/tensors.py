@@ -87,6 +87,10 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return out
     # What an operation writes into comes back as the tensor that was given.
     shells = {id(each.inner): each for each in tensors if isinstance(each, DeviceTensor)} if written else {}
+    if _is_view(op) and torch.is_inference_mode_enabled() and not all(each.is_inference() for each in tensors):
+        # A view of a tensor that was made outside of inference mode is such a tensor too.
+        with torch.inference_mode(False):
+            return _outer(out, target, shells)
     return _outer(out, target, shells)
 
 
@@ -94,6 +98,12 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _is_composite(op: Any) -> bool:
     """Whether an operation is other operations on every device, such as `item`, `to` and `matmul`."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+@cache
+def _is_view(op: Any) -> bool:
+    """Whether an operation returns a view of what it was given."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in op._schema.returns)
 
 
 def _outer(value: Any, device: torch.device, shells: dict[int, DeviceTensor]) -> Any:
