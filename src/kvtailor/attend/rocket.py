@@ -62,6 +62,8 @@ class Rocket(Attention):
     has_token_budget: ClassVar[bool] = True
     carry_of: ClassVar[Mapping[str, Literal["row", "head", "queries"]]] = {
         "capacity": "row",
+        "columns": "head",
+        "bounds": "head",
         "chosen": "head",
         "queries": "queries",
     }

@@ -208,11 +208,6 @@ class Engine:
             self._close(state, visible)
             self.leave(state)
 
-    def index(self, state: LayerState, visible: Visibility) -> None:
-        """Let the plan's attention index what a layer holds."""
-        request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
-        state.observed.carry = self.plan.attend.index(request)
-
     def reset(self) -> None:
         """Forget everything."""
         for state in self.states:
@@ -271,7 +266,8 @@ class Engine:
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
-            self.index(state, visible)
+            request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
+            state.observed.carry = self.plan.attend.index(request)
         if not state.clock.due:
             state.put_away()
 

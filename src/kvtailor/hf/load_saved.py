@@ -20,7 +20,6 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.conversation import Conversation, Known
 from kvtailor.hf.layers import CompressedLayer
 from kvtailor.hf.make_cache import cache_for, layer_devices
-from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.tensor_parallel import agreed, share_of
@@ -174,16 +173,6 @@ def _fill_from_shards(cache: KvCache, files: list[_Part], model: Any) -> None:
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values, layer.cumulative_length = keys, values, parts[0].cumulative_length
     cache.guard.real = saved[0][0].guard.real
-    if cache.seen:
-        _index(cache)
-
-
-def _index(cache: KvCache) -> None:
-    """Let the plan's attention index what the layers hold, as it would at the end of a forward."""
-    for state in cache.engine.states:
-        device = next(iter(state.parts()[-1].tensors().values())).device
-        seen = lazy_mask(state.rows, 1, cache.seen, cache.seen - 1, attention_mask=cache.guard.real, device=device)
-        cache.engine.index(state, seen)
 
 
 def _damaged(name: str, error: Exception) -> CacheFileError:

@@ -237,16 +237,19 @@ def _remember(target: LayerState, pieces: Sequence[HeadsOf], plan: Plan) -> None
     for name, kind in plan.attend.carry_of.items():
         if all(name in carry for carry in carries):
             tensors = [carry[name] for carry in carries]
-            carried[name] = tensors[0] if kind == "row" else _padded(pieces, tensors, -1)
+            filler = 0.0 if tensors[0].is_floating_point() else -1
+            carried[name] = tensors[0] if kind == "row" else _padded(pieces, tensors, filler)
     observed.carry = carried
+    # What is left out is made anew at the end of the next forward.
+    target.clock.reindex = any(carry.keys() - carried.keys() for carry in carries)
 
 
 def _padded(pieces: Sequence[HeadsOf], tensors: Sequence[Tensor], filler: float) -> Tensor:
-    """(b, h, k) from (b, h_1, k_1), (b, h_2, k_2), ...: shorter ones end in filler."""
-    longest = max(tensor.shape[2] for tensor in tensors)
+    """(b, h, ..., k) from (b, h_1, ..., k_1), (b, h_2, ..., k_2), ...: shorter ones end in filler."""
+    longest = max(tensor.shape[-1] for tensor in tensors)
     wide = []
     for piece, tensor in zip(pieces, tensors, strict=True):
         own = piece.tensor(tensor)
-        short = [own.shape[0], own.shape[1], longest - own.shape[2], *own.shape[3:]]
-        wide.append(torch.cat([own, own.new_full(short, filler)], 2))
+        short = [*own.shape[:-1], longest - own.shape[-1]]
+        wide.append(torch.cat([own, own.new_full(short, filler)], -1))
     return torch.cat(wide, 1)
