@@ -136,7 +136,7 @@ class Attention(Method, ABC):
         graph_safe: for one new token `attend` does the same at every step in which nothing is evicted or encoded, but
             for the `Layout.lengths` that it reads on the device; so a step can be recorded and replayed.
         carry_of: entries of `AttentionContext.carry` that are kept where a saved cache is loaded on another number of
-            processes, and whether each belongs to a "row" (b,), a kv "head" (b, h, ..., k) or to "queries" (b, q, w, d).
+            processes, and whether each belongs to a "row" (b,), a kv "head" (b, h, ..., k), or "queries" (b, q, w, d).
             Of heads, a shorter last axis ends in 0.0 or -1. Other entries are made anew by `index`.
         has_token_budget: its argument `tokens` says how many tokens it reads for each new one.
     """

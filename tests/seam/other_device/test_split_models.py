@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import nn
 
 import kvtailor
@@ -97,6 +98,18 @@ def test_a_saved_cache_comes_back_to_the_layers_devices(plan: str, tmp_path: Pat
         with using("reference"):
             tokens, logits, _ = decode(other, cache, mask, 6)
         assert torch.equal(tokens.cpu(), expected.tokens) and torch.equal(logits.cpu(), expected.logits)
+
+
+@pytest.mark.parametrize("plan", NEAR)
+def test_layers_that_accelerate_has_put_on_two_devices(plan: str) -> None:
+    with using("reference"):
+        expected = decoded(build("llama"), plan, BATCH, steps=4)
+    model = build("llama")
+    places = {"model.embed_tokens": "gpu:1", "model.rotary_emb": "gpu:1", "model.norm": "gpu:2", "lm_head": "gpu:2"}
+    model = dispatch_model(model, {**places, **{f"model.layers.{i}": TURNS[i % 2] for i in range(3)}}, force_hooks=True)
+    found = decoded(model, plan, BATCH, steps=4)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.logits, expected.logits)
+    assert found.ledger == expected.ledger
 
 
 def test_what_is_not_moved_is_found() -> None:
