@@ -81,8 +81,8 @@ class Watch:
 
     def _counted(self) -> str:
         steps = f", {self._stepped} of at most {max(self._steps, self._stepped)} steps" if self._steps else ""
-        machines = f", {len(self._hosts)} machine{'s' if len(self._hosts) != 1 else ''}" if self._hosts else ""
-        return f"{self._done} of {self._cells} cells{steps}{machines}"
+        machines = f" on {len(self._hosts)} machine{'s' if len(self._hosts) != 1 else ''}" if self._hosts else ""
+        return f"{self._done} of {self._cells} cells{machines}{steps}"
 
     def say_machines(self) -> None:
         """Tell how many records each machine of a cluster made; nothing of a run in this process alone."""
