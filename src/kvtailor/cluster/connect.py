@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 
 from kvtailor.cluster.contract import Executor
@@ -13,6 +14,7 @@ __all__ = ["HERE", "connect"]
 
 HERE = "here"
 """Stands for: the cluster that this machine belongs to, or else a new one of this machine alone."""
+_SECONDS = 10.0
 
 
 def connect(address: str = HERE, *, environment: Mapping[str, str] | None = None) -> Executor:
@@ -41,6 +43,7 @@ def connect(address: str = HERE, *, environment: Mapping[str, str] | None = None
     if ray.is_initialized():
         return OnRay()
     try:
+        _answers(address)
         ray.init(
             address=None if address == HERE else address,
             include_dashboard=False,
@@ -52,7 +55,19 @@ def connect(address: str = HERE, *, environment: Mapping[str, str] | None = None
     except (ConnectionError, RuntimeError, ValueError, ImportError, OSError, ray.exceptions.RayError) as error:
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
         raise KvtailorError(
-            f"asked for the Ray cluster {address!r}, which cannot be reached: {reason}. Start its head with `ray start "
-            "--head --port 6379` and give HOST:6379; with RAY_AUTH_MODE=token every machine needs the same token"
+            f"asked for the Ray cluster {address!r}, which cannot be reached: {reason.rstrip('.')}. Start its head with "
+            "`ray start --head --port 6379` and give HOST:6379; with RAY_AUTH_MODE=token every machine needs the same "
+            "token"
         ) from error
     return OnRay(disconnect=True)
+
+
+def _answers(address: str) -> None:
+    """Return where something listens at an address with a port: Ray itself would try for minutes.
+
+    Raises:
+        OSError: nothing does.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()
