@@ -1,4 +1,4 @@
-"""A suite on a head and two one-CPU nodes gives the records of a run alone, undisturbed and after three kinds of kill."""
+"""A suite on a head and two one-CPU nodes gives the records of a run alone, undisturbed and after three kills."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def connect(address: str = HERE, *, environment: Mapping[str, str] | None = None
     except (ConnectionError, RuntimeError, ValueError, ImportError, OSError, ray.exceptions.RayError) as error:
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
         raise KvtailorError(
-            f"asked for the Ray cluster {address!r}, which cannot be reached: {reason.rstrip('.')}. Start its head with "
+            f"asked for the Ray cluster {address!r}, which cannot be reached: {reason.rstrip('.')}. Start a head with "
             "`ray start --head --port 6379` and give HOST:6379; with RAY_AUTH_MODE=token every machine needs the same "
             "token"
         ) from error
