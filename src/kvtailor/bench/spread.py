@@ -44,6 +44,8 @@ class SpreadJob:
         ends_the_run: a task that cannot be done does; else `why` says so and the other jobs go on.
         why: why the task cannot be done.
         told: hashes of the plans of which there was a record.
+        shared: what its cells have in common, once one was asked for.
+        lines: the records of each plan that wait for their turn, by plan hash.
     """
 
     task: Task
@@ -56,8 +58,6 @@ class SpreadJob:
     why: str | None = None
     told: set[str] = field(default_factory=set)
     shared: Shared | None = None
-    left: int = 0
-    made_all: bool = False
     lines: dict[str, _Line] = field(default_factory=dict)
 
 
@@ -168,7 +168,6 @@ class _Spread:
                 raise
             except (KvtailorError, ImportError) as error:
                 self._undone(job, str(error))
-            job.made_all = True
 
     def _cells_of(self, job: SpreadJob) -> Iterator[_Cell]:
         calibrations = Calibrations()

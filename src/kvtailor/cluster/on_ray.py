@@ -38,6 +38,8 @@ EXCLUSIVE = "kvtailor_exclusive"
 """The custom resource by which a cluster names the machines that time and weigh."""
 _POLL = 2.0
 _MOST_AHEAD = 10_000
+# Share of the time that looking at the machines may take.
+_MOST_LOOKING = 0.02
 _LONGEST_REASON = 300
 
 
@@ -84,7 +86,7 @@ class OnRay(Executor):
         self._waiting: deque[int] = deque()
         self._kept_for: dict[str, int] = {}
         self._ended: SimpleQueue[tuple[int, Future[Answer]]] = SimpleQueue()
-        self._nodes_at, self._nodes = float("-inf"), list[_Node]()
+        self._look_again, self._nodes = 0.0, list[_Node]()
         self._unfit_since: dict[Resources, float] = {}
 
     @property
@@ -133,12 +135,15 @@ class OnRay(Executor):
             try:
                 told: Answer = ray.get(reference, timeout=self._patience)
                 found.append(Outcome(call=call, value=told.value, failure=told.failure, machine=told.machine))
+            except (NodeDiedError, TaskUnschedulableError):
+                # It left the cluster meanwhile.
+                continue
             except RayError as error:
                 found.append(Outcome(call=call, failure=_reason(error), machine=f"{node.host}/{node.id[:8]}"))
         return found
 
     def why_not(self, resources: Resources) -> str | None:
-        machines = self._candidates(resources)
+        machines = self._candidates(exclusive=resources.exclusive)
         if any(node.fits(resources) for node in machines):
             return None
         if not machines:
@@ -169,21 +174,23 @@ class OnRay(Executor):
 
     def _place(self) -> None:
         """Give the exclusive calls that wait the machines that no other one has."""
+        if not self._waiting:
+            return
+        # Who is free is found once, and not for each call that waits: both may be a thousand.
+        free = [node for node in self._candidates(exclusive=True) if node.id not in self._kept_for]
         left: deque[int] = deque()
-        while self._waiting:
+        while self._waiting and free:
             number = self._waiting.popleft()
             asked = self._begun[number].call.resources
-            free = (
-                node for node in self._candidates(asked) if node.fits(asked) and node.id not in self._kept_for
-            )  # fmt: skip
-            node = next(free, None)
+            node = next((node for node in free if node.fits(asked)), None)
             if node is None:
                 left.append(number)
                 continue
+            free.remove(node)
             self._kept_for[node.id] = number
             self._begun[number].node = node.id
             self._send(number, node)
-        self._waiting = left
+        self._waiting = left + self._waiting
 
     def _send(self, number: int, node: _Node | None = None) -> None:
         begun = self._begun[number]
@@ -208,13 +215,14 @@ class OnRay(Executor):
         begun = self._begun.get(number)
         if begun is None:
             return None
-        if begun.node is not None:
-            self._kept_for.pop(begun.node, None)
-            begun.node = None
+        kept, begun.node = begun.node, None
+        if kept is not None:
+            self._kept_for.pop(kept, None)
         error = future.exception()
+        if isinstance(error, TaskUnschedulableError | NodeDiedError):
+            self._nodes = [node for node in self._nodes if node.id != kept]
         if isinstance(error, TaskUnschedulableError):
             # The machine that was kept for it is gone: the call had not begun.
-            self._machines(fresh=True)
             self._begin(number)
             return None
         if error is not None and not isinstance(error, RayError):
@@ -232,7 +240,6 @@ class OnRay(Executor):
         where = f" (on {machine})" if machine is not None else ""
         begun.reasons.append(f"{told.failure if told is not None else _reason(error)}{where}")
         if len(begun.reasons) < ATTEMPTS:
-            self._machines(fresh=True)
             self._begin(number)
             return None
         del self._begun[number]
@@ -260,17 +267,17 @@ class OnRay(Executor):
                 return Outcome(call=begun.call, failure=why, attempts=len(begun.reasons))
         return None
 
-    def _candidates(self, asked: Resources) -> Sequence[_Node]:
+    def _candidates(self, *, exclusive: bool) -> Sequence[_Node]:
         machines = self._machines()
-        marked = [node for node in machines if node.marked]
-        return marked if asked.exclusive and marked else machines
+        marked = [node for node in machines if node.marked] if exclusive else []
+        return marked or machines
 
     def _machines(self, *, fresh: bool = False) -> list[_Node]:
         """The machines with CPUs, as they were a moment ago: to look costs more, the more there are."""
         now = time.monotonic()
-        if fresh or now - self._nodes_at > _POLL:
-            self._nodes_at = now
+        if fresh or now >= self._look_again:
             self._nodes = [_node(each) for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU")]
+            self._look_again = time.monotonic() + max(_POLL, (time.monotonic() - now) / _MOST_LOOKING)
         return self._nodes
 
 
