@@ -55,11 +55,13 @@ class Shuffled(InProcess):
     """Ends calls in any order. Workers die now and then; what they did until then is lost.
 
     Attributes:
-        begun: the tags of all calls that were begun.
+        begun: the tags of all cells that were begun.
+        spares: calls that only make samples never die.
     """
 
-    def __init__(self, state: int, deaths: float = 0.0, at_once: int = 6):
+    def __init__(self, state: int, deaths: float = 0.0, at_once: int = 6, spares: bool = True):
         super().__init__()
+        self.spares = spares
         self._random, self._deaths, self._at_once = random.Random(state), deaths, at_once
         self._calls: deque[tuple[Call, int]] = deque()
         self.begun: list[Any] = []
@@ -81,8 +83,10 @@ class Shuffled(InProcess):
         while True:
             self._calls.rotate(self._random.randrange(len(self._calls)))
             call, deaths = self._calls.popleft()
-            self.begun.append(call.tag)
-            if self._random.random() < self._deaths:
+            makes_samples = call.function is remote_cell.describe_samples
+            if not makes_samples:
+                self.begun.append(call.tag)
+            if not (makes_samples and self.spares) and self._random.random() < self._deaths:
                 # It may have done all of its work by then.
                 call.function(*call.arguments)
                 if deaths + 1 == ATTEMPTS:
@@ -226,6 +230,15 @@ def test_plans_that_must_know_another_ones_values_wait_for_them(state: int, tmp_
         file.write_text("".join(x for x in file.read_text().splitlines(True) if '"label": "full"' in x))
     remote_cell._JOBS.clear()
     assert results(go([Remembering()], Shuffled(state), out=tmp_path)) == results(alone)
+
+
+def test_samples_that_cannot_be_made_twice_are_the_reason_of_every_plan() -> None:
+    found = run(
+        model(), PLANS, [Numbered()], bandwidth=False, executor=Shuffled(0, deaths=1.0, spares=False)
+    )  # fmt: skip
+    assert [(r.label, r.error) for r in found] == [
+        (each.label, "It failed 2 times: its worker process died.") for each in PLANS
+    ]
 
 
 def test_a_fraud_ends_the_run() -> None:

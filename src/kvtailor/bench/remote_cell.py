@@ -17,7 +17,7 @@ import torch
 
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import OWN, Contestant
-from kvtailor.bench.loop import Given, records_of_sample
+from kvtailor.bench.loop import Calibrations, Given, records_of_sample
 from kvtailor.bench.measure import machine
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
@@ -25,7 +25,16 @@ from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Task
 from kvtailor.cluster.contract import Shared
 from kvtailor.errors import KvtailorError
 
-__all__ = ["Asked", "CellAnswer", "ModelThere", "SharedJob", "machine_here", "score_cell"]
+__all__ = [
+    "Asked",
+    "CellAnswer",
+    "ModelThere",
+    "SamplesAnswer",
+    "SharedJob",
+    "describe_samples",
+    "machine_here",
+    "score_cell",
+]
 
 _SAMPLES_KEPT = 4
 _JOBS_KEPT = 2
@@ -93,8 +102,8 @@ class Asked:
     Attributes:
         job: a `SharedJob`.
         index: which sample of the task.
-        text_hash: of the tokens of that sample, as the run has them.
-        point: of that sample, as the run has it.
+        text_hash: of the tokens of that sample, as the worker made them that described it.
+        point: of that sample, as that worker made it.
         blanks: by plan hash, the plans that are asked for: records with all that depends on neither sample nor machine.
         recalled: by plan hash, values of plans whose records are known, for `PlanByPlan.recall`.
     """
@@ -119,6 +128,21 @@ class CellAnswer:
     """
 
     records: tuple[Record, ...] = ()
+    fraud: tuple[str, str] | None = None
+    undone: str | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesAnswer:
+    """The samples of a job, without what scoring them needs.
+
+    Attributes:
+        samples: all, or those before the one that could not be made.
+        fraud, undone, refused: see `CellAnswer`.
+    """
+
+    samples: tuple[Sample, ...] = ()
     fraud: tuple[str, str] | None = None
     undone: str | None = None
     refused: str | None = None
@@ -167,6 +191,30 @@ _MODELS: dict[tuple[object, ...], Subject] = {}
 _JOBS: OrderedDict[str, _Samples] = OrderedDict()
 
 
+def describe_samples(shared: Shared) -> SamplesAnswer:
+    """Return the samples of a job, so that what they cost, mostly tokens, is not the driver's; runs in a worker.
+
+    Each is compared with what the plans were calibrated on.
+
+    Args:
+        shared: a `SharedJob`.
+    """
+    found: list[Sample] = []
+    try:
+        job: SharedJob = shared.get()
+        calibrations = Calibrations()
+        for sample in job.task.samples(_subject(job.model), job.contestants):
+            calibrations.check(job.contestants, sample)
+            found.append(replace(sample, data=None, scored=None, whole=None))
+    except Fraud as error:
+        return SamplesAnswer(fraud=_told(error))
+    except _Refused as error:
+        return SamplesAnswer(refused=str(error))
+    except (KvtailorError, ImportError) as error:
+        return SamplesAnswer(samples=tuple(found), undone=str(error))
+    return SamplesAnswer(samples=tuple(found))
+
+
 def score_cell(asked: Asked, bandwidth: bool) -> CellAnswer:
     """Return the records of a cell; runs in a worker, and may be run again after it was begun.
 
@@ -177,7 +225,7 @@ def score_cell(asked: Asked, bandwidth: bool) -> CellAnswer:
     try:
         return CellAnswer(records=tuple(_records(asked, bandwidth)))
     except Fraud as error:
-        return CellAnswer(fraud=(error.name, str(error).removeprefix(f"{error.name}: ")))
+        return CellAnswer(fraud=_told(error))
     except _Refused as error:
         return CellAnswer(refused=str(error))
     except (KvtailorError, ImportError) as error:
@@ -202,7 +250,7 @@ def _records(asked: Asked, bandwidth: bool) -> Iterator[Record]:
     if not same:
         raise _Refused(
             f"sample {asked.index} of {job.task.name} is {dict(sample.point)} with tokens {sample.text_hash} here, and "
-            f"{dict(asked.point)} with tokens {asked.text_hash} where the run began: give all machines the same data "
+            f"{dict(asked.point)} with tokens {asked.text_hash} where it was first made: give all machines the same data "
             "and packages"
         )
     here = _machine(str(subject.device), job.model.dtype, bandwidth, torch.get_num_threads())
@@ -233,6 +281,11 @@ def _samples_of(shared: Shared) -> _Samples:
             _forget(next(iter(_JOBS)))
     _JOBS.move_to_end(shared.name)
     return _JOBS[shared.name]
+
+
+def _told(fraud: Fraud) -> tuple[str, str]:
+    """The name and the sentence of a sanity check that failed."""
+    return fraud.name, str(fraud).removeprefix(f"{fraud.name}: ")
 
 
 def _forget(name: str) -> None:

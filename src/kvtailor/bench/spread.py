@@ -19,8 +19,17 @@ from dataclasses import dataclass, field, replace
 
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
-from kvtailor.bench.loop import Calibrations, blank_of, known_together, sides_of
-from kvtailor.bench.remote_cell import Asked, CellAnswer, ModelThere, SharedJob, machine_here, score_cell
+from kvtailor.bench.loop import blank_of, known_together, sides_of
+from kvtailor.bench.remote_cell import (
+    Asked,
+    CellAnswer,
+    ModelThere,
+    SamplesAnswer,
+    SharedJob,
+    describe_samples,
+    machine_here,
+    score_cell,
+)
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import AllAtOnce, PlanByPlan, Sample, Task
@@ -30,7 +39,7 @@ from kvtailor.errors import KvtailorError
 __all__ = ["SpreadJob", "machines_of", "spread"]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class SpreadJob:
     """A task for some plans, and how far it is.
 
@@ -43,6 +52,7 @@ class SpreadJob:
         advance: called for each step, with the label of what ran.
         ends_the_run: a task that cannot be done does; else `why` says so and the other jobs go on.
         why: why the task cannot be done.
+        stopped: nothing more of it is asked for, and what comes back is left out.
         told: hashes of the plans of which there was a record.
         shared: what its cells have in common, once one was asked for.
         lines: the records of each plan that wait for their turn, by plan hash.
@@ -56,6 +66,7 @@ class SpreadJob:
     advance: Callable[[str], None]
     ends_the_run: bool
     why: str | None = None
+    stopped: bool = False
     told: set[str] = field(default_factory=set)
     shared: Shared | None = None
     lines: dict[str, _Line] = field(default_factory=dict)
@@ -89,7 +100,7 @@ def spread(jobs: Sequence[SpreadJob], subject: Subject, executor: Executor) -> I
 
     Args:
         jobs: those that time or weigh are begun last, since they need machines on which nothing else runs.
-        subject: the model, of which samples are made here; workers load their own.
+        subject: the model; workers load their own.
         executor: what cells run on.
 
     Raises:
@@ -130,6 +141,8 @@ class _Spread:
         self._model = ModelThere.of(subject)
         self._there: deque[tuple[SpreadJob, int, Record]] = deque()
         self._ready: deque[_Cell] = deque()
+        self._open: list[tuple[SpreadJob, Iterator[_Cell]]] = []
+        self._undescribed = 0
         self._after: dict[tuple[int, int], list[_Cell]] = {}
 
     def records(self) -> Iterator[tuple[SpreadJob, int, Record]]:
@@ -137,19 +150,13 @@ class _Spread:
             why = self._executor.why_not(job.resources)
             if why is not None:
                 raise KvtailorError(f"{job.task.name}: {why}")
-        source = self._cells()
-        more = True
-        while more or self._ready or self._executor.pending or self._there:
+        for job in self._jobs:
+            self._describe(job)
+        while self._executor.pending or self._there or self._open or self._ready:
             yield from self._take_there()
-            while more and (self._ready or self._executor.has_room):
-                cell = self._ready.popleft() if self._ready else next(source, None)
-                more = cell is not None
-                if cell is not None:
-                    self._submit(cell)
-                # What was known, or cannot be done, is told before the next sample is made.
+            while self._executor.has_room and (cell := self._next_cell()) is not None:
+                self._submit(cell)
                 yield from self._take_there()
-            while self._ready:
-                self._submit(self._ready.popleft())
             if self._executor.pending:
                 self._settle(self._executor.take())
 
@@ -159,24 +166,53 @@ class _Spread:
             job.told.add(record.plan_hash)
             yield job, index, record
 
-    def _cells(self) -> Iterator[_Cell]:
-        """The cells that are to be measured, job by job; what is known goes to the records at once."""
-        for job in self._jobs:
-            try:
-                yield from self._cells_of(job)
-            except Fraud:
-                raise
-            except (KvtailorError, ImportError) as error:
-                self._undone(job, str(error))
+    def _describe(self, job: SpreadJob) -> None:
+        """Have a worker make the job's samples."""
+        shared = SharedJob(task=job.task, contestants=tuple(job.contestants), model=self._model)
+        job.shared = self._executor.share(shared)
+        self._undescribed += not job.task.exclusive
+        # No time is taken and nothing is weighed.
+        asked = replace(job.resources, exclusive=False)
+        self._executor.submit(Call(function=describe_samples, arguments=(job.shared,), resources=asked, tag=job))
 
-    def _cells_of(self, job: SpreadJob) -> Iterator[_Cell]:
-        calibrations = Calibrations()
-        for index, sample in enumerate(job.task.samples(self._subject, job.contestants)):
-            if job.why is not None:
+    def _next_cell(self) -> _Cell | None:
+        """The next cell that is to be begun; None where an outcome must come first."""
+        if self._ready:
+            return self._ready.popleft()
+        while self._open:
+            # Jobs stand in the order of the run, those that time behind all others.
+            job, cells = self._open[0]
+            if job.task.exclusive and self._undescribed:
+                return None
+            cell = next(cells, None)
+            if cell is not None:
+                return cell
+            self._open.remove((job, cells))
+        return None
+
+    def _described(self, job: SpreadJob, outcome: Outcome) -> None:
+        """Take the samples of a job."""
+        self._undescribed -= not job.task.exclusive
+        answer: SamplesAnswer | None = outcome.value
+        if answer is None:
+            # Its workers died twice: each plan has a record that says so, and the run goes on.
+            job.why = outcome.failure
+            return
+        if answer.fraud is not None:
+            raise Fraud(*answer.fraud)
+        if answer.refused is not None:
+            raise KvtailorError(f"on {outcome.machine}: {answer.refused}")
+        if answer.undone is not None:
+            # What could be made is measured all the same, as a run alone does before it comes to the fault.
+            self._undone(job, answer.undone)
+        self._open.append((job, self._cells_of(job, answer.samples)))
+        self._open.sort(key=lambda each: self._jobs.index(each[0]))
+
+    def _cells_of(self, job: SpreadJob, samples: Sequence[Sample]) -> Iterator[_Cell]:
+        """The cells of a job that are to be measured; what is known goes to the records at once."""
+        for index, sample in enumerate(samples):
+            if job.stopped:
                 return
-            calibrations.check(job.contestants, sample)
-            # What it holds is for the worker, which makes it again.
-            sample = replace(sample, data=None, scored=None, whole=None)
             sides = sides_of(job.task, job.contestants)
             blanks = {each.hash: blank_of(sample, job.blank(each)) for each in sides}
             known = [job.known(blanks[each.hash]) for each in sides]
@@ -186,12 +222,10 @@ class _Spread:
             for each, record in zip(sides, known, strict=True):
                 if record is not None:
                     recalled[each.hash] = record.values
-                    self._tell(_Cell(job=job, index=index, sample=sample, contestants=[each], blanks=blanks),
-                               each, record, of_plan=False, where=None)  # fmt: skip
-            yield from self._grouped(
-                job, index, sample, [each for each, record in zip(sides, known, strict=True) if record is None],
-                blanks, recalled,
-            )  # fmt: skip
+                    cell = _Cell(job=job, index=index, sample=sample, contestants=[each], blanks=blanks)
+                    self._tell(cell, each, record, of_plan=False, where=None)
+            missing = [each for each, record in zip(sides, known, strict=True) if record is None]
+            yield from self._grouped(job, index, sample, missing, blanks, recalled)
 
     def _grouped(
         self,
@@ -229,11 +263,8 @@ class _Spread:
 
     def _submit(self, cell: _Cell) -> None:
         job = cell.job
-        if job.why is not None:
+        if job.stopped or job.shared is None:
             return
-        if job.shared is None:
-            shared = SharedJob(task=job.task, contestants=tuple(job.contestants), model=self._model)
-            job.shared = self._executor.share(shared)
         asked = Asked(
             job=job.shared,
             index=cell.index,
@@ -247,10 +278,13 @@ class _Spread:
         )
 
     def _settle(self, outcome: Outcome) -> None:
-        """Take what became of a cell."""
+        """Take what became of a call: samples that were made, or a cell."""
+        if isinstance(outcome.call.tag, SpreadJob):
+            self._described(outcome.call.tag, outcome)
+            return
         cell: _Cell = outcome.call.tag
         job = cell.job
-        if job.why is not None:
+        if job.stopped:
             return
         answer: CellAnswer | None = outcome.value
         if answer is None:
@@ -263,6 +297,7 @@ class _Spread:
             raise KvtailorError(f"on {outcome.machine}: {answer.refused}")
         elif answer.undone is not None:
             self._undone(job, answer.undone)
+            job.stopped = True
             return
         else:
             by_hash = {each.hash: each for each in cell.contestants}
