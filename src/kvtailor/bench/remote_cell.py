@@ -250,8 +250,8 @@ def _records(asked: Asked, bandwidth: bool) -> Iterator[Record]:
     if not same:
         raise _Refused(
             f"sample {asked.index} of {job.task.name} is {dict(sample.point)} with tokens {sample.text_hash} here, and "
-            f"{dict(asked.point)} with tokens {asked.text_hash} where it was first made: give all machines the same data "
-            "and packages"
+            f"{dict(asked.point)} with tokens {asked.text_hash} where it was first made: give all machines the same "
+            "data and packages"
         )
     here = _machine(str(subject.device), job.model.dtype, bandwidth, torch.get_num_threads())
     given = Given(
