@@ -3,6 +3,7 @@
     [resources]                # of every cell
     cpus = 2                   # processors, and threads of torch; 1 where nothing is written
     memory = "8GiB"            # of the machine, reserved; none where nothing is written
+    [resources.default]        # the same, where a table is wanted: beside [resources.memory], which is a task's
     [resources.speed]          # of the cells of one task of `bench.kinds`, where they differ
     cpus = 8
     gpus = 1
@@ -23,7 +24,10 @@ from kvtailor.cluster.contract import Resources
 from kvtailor.errors import KvtailorError, shown, suggest
 from kvtailor.ops.sizes import bytes_of
 
-__all__ = ["CellResources", "ResourcesError", "read_resources", "resources_of_line"]
+__all__ = ["DEFAULT", "CellResources", "ResourcesError", "read_resources", "resources_of_line"]
+
+
+DEFAULT = "default"
 
 
 class ResourcesError(KvtailorError, ValueError):
@@ -72,17 +76,18 @@ def read_resources(raw: Mapping[str, Any], faults: list[str]) -> CellResources:
     """
     usual: dict[str, Any] = {}
     by_task: dict[str, dict[str, Any]] = {}
+    # `memory` is a task, too: alone it is the resource, a table is the task's.
+    known = {**dict.fromkeys(KINDS, _no_table), **_READ}
+    tables = (*KINDS, DEFAULT)
     for name, value in raw.items():
-        if isinstance(value, Mapping):
-            if name not in KINDS:
-                faults.append(
-                    f"[resources.{name}] is of no task: there is no task named {name!r}{suggest(name, KINDS)}"
-                )
-            by_task[name] = {}
-            for inner, each in value.items():
-                _add(by_task[name], inner, each, f"resources.{name}.{inner}", _READ, faults)
-        else:
-            _add(usual, name, value, f"resources.{name}", {**_READ, **dict.fromkeys(KINDS, _no_table)}, faults)
+        if not isinstance(value, Mapping):
+            _add(usual, name, value, f"resources.{name}", known, faults)
+            continue
+        if name not in tables:
+            faults.append(f"[resources.{name}] is of no task: there is no task named {name!r}{suggest(name, tables)}")
+        into = usual if name == DEFAULT else by_task.setdefault(name, {})
+        for inner, each in value.items():
+            _add(into, inner, each, f"resources.{name}.{inner}", _READ, faults)
     return CellResources(usual=usual, by_task=by_task)
 
 
@@ -103,7 +108,10 @@ def resources_of_line(line: str) -> CellResources:
         there = table.setdefault(task, {}) if dot else table
         key = inner if dot else name
         if not isinstance(there, dict) or key in there:
-            faults.append(f"{name} is given twice: leave one out")
+            faults.append(
+                f"{name} is given twice, or beside a task of that name: leave one out, or write {DEFAULT}.NAME for "
+                "what is of every cell"
+            )
             continue
         there[key] = _number(text)
     found = read_resources(table, faults)
@@ -130,7 +138,8 @@ def _add(
     faults: list[str],
 ) -> None:
     if name not in known:
-        faults.append(f"there is nothing named {where}{suggest(name, known)}: give some of {', '.join(_READ)}")
+        near = suggest(name, known).removesuffix("?")
+        faults.append(f"there is nothing named {where}{near}: give some of {', '.join(_READ)}")
         return
     try:
         into[name] = known[name](value)
