@@ -42,6 +42,14 @@ def fails(what: str) -> Any:
     raise RuntimeError(what)
 
 
-def devices() -> tuple[list[str], int]:
-    """The accelerators of this call, and its process."""
+def fills(size: int, seconds: float) -> int:
+    """Take memory, and hold it."""
+    held = bytearray(os.urandom(2**20)) * (size // 2**20)
+    time.sleep(seconds)
+    return len(held)
+
+
+def devices(seconds: float) -> tuple[list[str], int]:
+    """The accelerators of this call, and its process, after a while."""
+    time.sleep(seconds)
     return list(map(str, ray.get_gpu_ids())), os.getpid()
