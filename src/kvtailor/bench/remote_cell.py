@@ -6,6 +6,7 @@ the tokens are compared with those of the run by their hash: what a sample holds
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections import OrderedDict
@@ -293,6 +294,13 @@ def _forget(name: str) -> None:
         _JOBS.pop(name).close()
 
 
+@atexit.register
+def _forget_all() -> None:
+    """What makes samples may hold files, which are to go with the process."""
+    for name in list(_JOBS):
+        _forget(name)
+
+
 def _subject(model: ModelThere) -> Subject:
     """The model, loaded once; another one takes its place.
 
@@ -301,8 +309,7 @@ def _subject(model: ModelThere) -> Subject:
     """
     key = (model.name, model.fingerprint, model.dtype, model.device)
     if key not in _MODELS:
-        for name in list(_JOBS):
-            _forget(name)
+        _forget_all()
         _MODELS.clear()
         if different := model.differences(machine.versions()):
             raise _Refused(f"this machine has {different}: give all machines the same packages and code")
