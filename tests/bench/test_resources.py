@@ -16,6 +16,8 @@ def test_a_tasks_own_go_before_those_of_every_cell() -> None:
     assert found.of("perplexity", exclusive=False) == Resources(cpus=2.0, memory=2**30)
     assert found.of("speed", exclusive=True) == Resources(cpus=8.0, gpus=0.5, memory=2**30, exclusive=True)
     assert CellResources().of("speed", exclusive=False) == Resources()
+    assert CellResources().of("speed", exclusive=False, device="cuda") == Resources(gpus=1.0)
+    assert found.of("speed", exclusive=False, device="cuda").gpus == 0.5
 
 
 def test_memory_is_a_task_and_a_resource() -> None:

@@ -312,7 +312,7 @@ def test_another_model_or_other_packages_are_refused(monkeypatch: pytest.MonkeyP
         run(replace(model(), elsewhere=None), PLANS, [Numbered()], bandwidth=False, executor=InProcess())
 
     class Elsewhere(InProcess):
-        def on_each_machine(self, function: Any, *arguments: Any) -> list[Outcome]:
+        def on_each_machine(self, function: Any, *arguments: Any, gpus: float = 0.0) -> list[Outcome]:
             [here] = super().on_each_machine(function, *arguments)
             return [here, replace(here, machine="b", value={**here.value, "torch": "1"})]
 

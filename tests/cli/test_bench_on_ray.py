@@ -35,12 +35,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("words", "address"),
     [(["--ray"], "here"), (["--ray", "auto"], "auto"), (["--ray=head:6379"], "head:6379")],
 )
-def test_a_run_on_an_executor_writes_the_records_of_a_run_alone(
-    words: list[str], address: str, asked: list[str], tmp_path: Path
-) -> None:
-    done = CliRunner().invoke(main, ["bench", *words, *SMALL, "--out", str(tmp_path / "spread")])
+def test_an_address_may_be_left_out(words: list[str], address: str, asked: list[str]) -> None:
+    # There is no such model, which is looked for after the cluster.
+    done = CliRunner().invoke(main, ["bench", *words, "--model", "./nothing-there", "--plans", "full"])
+    assert done.exit_code == 2 and asked == [address]
+
+
+def test_a_run_on_an_executor_writes_the_records_of_a_run_alone(asked: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["bench", "--ray", *SMALL, "--out", str(tmp_path / "spread")])
     assert done.exit_code == 0, done.output
-    assert asked == [address]
+    assert asked == ["here"]
     assert "done on " in done.output and "records by machine: " in done.output
     alone = CliRunner().invoke(main, ["bench", *SMALL, "--out", str(tmp_path / "alone")])
     assert alone.exit_code == 0 and "records by machine" not in alone.output

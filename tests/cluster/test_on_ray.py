@@ -60,6 +60,7 @@ def test_each_machine_is_asked_once(executor: Executor) -> None:
     assert len({outcome.machine for outcome in found}) == 2
 
 
+@pytest.mark.long
 def test_a_call_whose_worker_was_killed_is_begun_again_and_given_up_the_second_time(
     executor: Executor, tmp_path: Any
 ) -> None:

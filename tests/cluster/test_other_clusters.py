@@ -45,6 +45,14 @@ def test_a_process_that_is_given_other_accelerators_ends_instead_of_using_them(
             seen |= {(pid, ids[0]) for ids, pid in found}
             if len(begun) > cells:
                 break
+        # Who looks at accelerators is asked where there are some; Ray hides them from all others.
+        assert executor.on_each_machine(calls.devices, 0.0)[0].value[0] == []
+        [(ids, _)] = [outcome.value for outcome in executor.on_each_machine(calls.devices, 0.0, gpus=0.01)]
+        assert ids in (["0"], ["1"])
+        bare = cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        cluster.wait_for_nodes()
+        assert len(executor.on_each_machine(calls.devices, 0.0)) == 2 and bare.node_id
+        assert len(executor.on_each_machine(calls.devices, 0.0, gpus=0.01)) == 1
     assert len(begun) > cells, "no process was given another accelerator: this test shows nothing"
     assert len({pid for pid, _ in seen}) == len(seen), f"a process used two accelerators: {seen}"
 

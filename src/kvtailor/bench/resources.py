@@ -3,10 +3,10 @@
     [resources]                # of every cell
     cpus = 2                   # processors, and threads of torch; 1 where nothing is written
     memory = "8GiB"            # of the machine, reserved; none where nothing is written
+    gpus = 1                   # accelerators; 1 where the model is on one, else none
     [resources.default]        # the same, where a table is wanted: beside [resources.memory], which is a task's
     [resources.speed]          # of the cells of one task of `bench.kinds`, where they differ
     cpus = 8
-    gpus = 1
 
 A task that times or weighs has a machine to itself besides: no file has to ask for that. A run without a cluster has
 all of its process, and reads none of this.
@@ -51,14 +51,16 @@ class CellResources:
     usual: Mapping[str, Any] = field(default_factory=dict)
     by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def of(self, task: str, *, exclusive: bool) -> Resources:
+    def of(self, task: str, *, exclusive: bool, device: str = "cpu") -> Resources:
         """Return what a cell of a task takes.
 
         Args:
             task: its name.
             exclusive: it times or weighs.
+            device: the type of the model's device; where that is an accelerator, a cell takes one if nothing is said.
         """
-        return replace(Resources(**{**self.usual, **self.by_task.get(task, {})}), exclusive=exclusive)
+        needed = {"gpus": 0.0 if device == "cpu" else 1.0}
+        return replace(Resources(**{**needed, **self.usual, **self.by_task.get(task, {})}), exclusive=exclusive)
 
     def over(self, other: CellResources) -> CellResources:
         """Return the values of both, these where both have one; a task's own goes before what is for every cell."""

@@ -304,7 +304,8 @@ def _records_of_cluster(
     for number, (job, steps, given) in enumerate(work):
         if job.task is None:
             continue
-        asked = cluster.resources.of(job.kind, exclusive=job.task.exclusive)
+        device = cluster.subject.device.type
+        asked = cluster.resources.of(job.kind, exclusive=job.task.exclusive, device=device)
         if asked.threads not in known_by_threads:
             # A worker computes in as many threads as its cell has processors, whatever the process began with.
             like = [{**each, "threads": asked.threads} for each in machines]

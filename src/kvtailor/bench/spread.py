@@ -38,6 +38,9 @@ from kvtailor.errors import KvtailorError
 
 __all__ = ["SpreadJob", "machines_of", "spread"]
 
+# Of an accelerator, for a call that only reads its name.
+_GLANCE = 0.01
+
 
 @dataclass(kw_only=True, eq=False)
 class SpreadJob:
@@ -119,7 +122,9 @@ def machines_of(executor: Executor, subject: Subject) -> list[Mapping[str, objec
     """
     model = ModelThere.of(subject)
     faults, found = [], []
-    for outcome in executor.on_each_machine(machine_here, model.device, model.dtype):
+    # Ray hides the accelerators from a call that asks for none.
+    gpus = 0.0 if model.device == "cpu" else _GLANCE
+    for outcome in executor.on_each_machine(machine_here, model.device, model.dtype, gpus=gpus):
         if outcome.failure is not None:
             faults.append(f"on {outcome.machine}: {outcome.failure}")
         elif different := model.differences(outcome.value):

@@ -132,8 +132,13 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def on_each_machine(self, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
-        """Return the outcomes of one call on each machine that takes calls now, beside whatever runs there."""
+    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[Outcome]:
+        """Return the outcomes of one call on each machine that takes calls now, beside whatever runs there.
+
+        Args:
+            function, arguments: see `Call`.
+            gpus: a small part of an accelerator, for a function that looks at one; machines without are left out.
+        """
 
     @abstractmethod
     def why_not(self, resources: Resources) -> str | None:

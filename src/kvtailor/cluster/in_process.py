@@ -60,7 +60,7 @@ class InProcess(Executor):
                 reasons.append(f"{type(error).__name__}: {error}")
         return Outcome(call=call, failure=failed_often(reasons), machine=platform.node(), attempts=len(reasons))
 
-    def on_each_machine(self, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
+    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[Outcome]:
         call = Call(function=function, arguments=arguments)
         return [Outcome(call=call, value=function(*arguments), machine=platform.node())]
 

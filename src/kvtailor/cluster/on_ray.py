@@ -124,12 +124,13 @@ class OnRay(Executor):
             if outcome is not None:
                 return outcome
 
-    def on_each_machine(self, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
+    def on_each_machine(self, function: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> list[Outcome]:
         call = Call(function=function, arguments=arguments)
-        asked = [
-            (node, self._remote.options(num_cpus=0, scheduling_strategy=_on(node.id)).remote(function, arguments, None))
-            for node in self._machines(fresh=True)
-        ]
+        machines = [node for node in self._machines(fresh=True) if node.gpus >= gpus]
+        asked = []
+        for node in machines:
+            options = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": _on(node.id)}
+            asked.append((node, self._remote.options(**options).remote(function, arguments, None)))
         found = []
         for node, reference in asked:
             try:
