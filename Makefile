@@ -38,5 +38,5 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/kvtailor/ops/cp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'
 	@echo "setting up .venv (downloads a few hundred MB, once)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,bench,plots,gpu]"
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,bench,plots,gpu,ray]"
 	@touch $@

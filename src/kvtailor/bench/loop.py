@@ -17,7 +17,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import AllAtOnce, PlanByPlan, Sample, Scored, Task
 from kvtailor.errors import KvtailorError, suggest
 
-__all__ = ["Given", "records_of"]
+__all__ = ["Calibrations", "Given", "blank_of", "known_together", "records_of", "records_of_sample", "sides_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +47,53 @@ def records_of(task: Task, given: Given) -> Iterator[Record]:
         KvtailorError: the task itself cannot be done, or it gives a metric that it does not declare.
         Fraud: a sanity check failed.
     """
-    calibrations, failed = _Calibrations(), dict[str, str]()
-    contestants = [OWN, *given.contestants] if task.own_cache else list(given.contestants)
+    calibrations, failed = Calibrations(), dict[str, str]()
     for sample in task.samples(given.subject, given.contestants):
         calibrations.check(given.contestants, sample)
-        cells = [_Cell(task, sample, given, contestant) for contestant in contestants]
-        if isinstance(task, AllAtOnce):
-            yield from _all_at_once(task, sample, given, cells)
-        elif isinstance(task, PlanByPlan):
-            for cell in cells:
-                yield _of_one(task, sample, given, cell, failed)
-        else:
-            raise TypeError(f"the task {task.name!r} is neither PlanByPlan nor AllAtOnce: derive it from one of them")
+        yield from records_of_sample(task, sample, given, sides_of(task, given.contestants), failed)
+
+
+def sides_of(task: Task, contestants: Sequence[Contestant]) -> list[Contestant]:
+    """Return the plans, and before them the model's own cache where the task measures that too."""
+    return [OWN, *contestants] if task.own_cache else list(contestants)
+
+
+def records_of_sample(
+    task: Task, sample: Sample, given: Given, contestants: Sequence[Contestant], failed: dict[str, str]
+) -> Iterator[Record]:
+    """Yield the records of one sample.
+
+    Args:
+        task: of the sample.
+        sample: one of its samples.
+        given: what it is measured with.
+        contestants: those of `sides_of` that are asked for.
+        failed: by plan hash, the errors of plans that failed on earlier samples and are not tried again; what fails
+            here is added.
+
+    Raises:
+        KvtailorError, Fraud: see `records_of`.
+    """
+    cells = [_Cell(task, sample, given, contestant) for contestant in contestants]
+    if isinstance(task, AllAtOnce):
+        yield from _all_at_once(task, sample, given, cells)
+    elif isinstance(task, PlanByPlan):
+        for cell in cells:
+            yield _of_one(task, sample, given, cell, failed)
+    else:
+        raise TypeError(f"the task {task.name!r} is neither PlanByPlan nor AllAtOnce: derive it from one of them")
+
+
+def blank_of(sample: Sample, blank: Record) -> Record:
+    """Return a plan's record with what a sample says, and no results."""
+    return replace(
+        blank,
+        point=dict(sample.point),
+        text=sample.text,
+        text_hash=sample.text_hash,
+        state=sample.state,
+        notes=sample.notes,
+    )
 
 
 def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed: dict[str, str]) -> Record:
@@ -82,9 +117,7 @@ def _of_one(task: PlanByPlan, sample: Sample, given: Given, cell: _Cell, failed:
 
 
 def _all_at_once(task: AllAtOnce, sample: Sample, given: Given, cells: Sequence[_Cell]) -> Iterator[Record]:
-    known = [cell.known for cell in cells]
-    if task.of_one_run and not (all(known) and len({record.run for record in known if record is not None}) == 1):
-        known = [None] * len(cells)
+    known = known_together(task, [cell.known for cell in cells])
     turns = _Turns({cell.contestant.hash: cell for cell in cells}, cells[0].blank.machine if cells else {})
     missing = [cell.contestant for cell, record in zip(cells, known, strict=True) if record is None]
     begin = time.perf_counter()
@@ -100,19 +133,22 @@ def _all_at_once(task: AllAtOnce, sample: Sample, given: Given, cells: Sequence[
             yield _filled(task, cell.blank, scored[cell.contestant.hash], wall)
 
 
+def known_together(task: AllAtOnce, known: list[Record | None]) -> list[Record | None]:
+    """Return those of the known records of a sample that may stand beside each other: all of one run, or none.
+
+    Where numbers of several runs can be compared, that is each of them.
+    """
+    if task.of_one_run and not (all(known) and len({record.run for record in known if record is not None}) == 1):
+        return [None] * len(known)
+    return known
+
+
 class _Cell:
     """One plan on one sample: its blank record, what is known of it, and its steps."""
 
     def __init__(self, task: Task, sample: Sample, given: Given, contestant: Contestant):
         self.contestant = contestant
-        self.blank = replace(
-            given.blank(contestant),
-            point=dict(sample.point),
-            text=sample.text,
-            text_hash=sample.text_hash,
-            state=sample.state,
-            notes=sample.notes,
-        )
+        self.blank = blank_of(sample, given.blank(contestant))
         self.known = given.known(self.blank)
         self._tell, self._left = given.advance, sample.steps
         self._label = f"{sample.label or task.name} · {contestant.label}"
@@ -150,7 +186,7 @@ class _Turns:
         return contestant.hash not in self.errors
 
 
-class _Calibrations:
+class Calibrations:
     """Holds what plans were calibrated on against the scored texts, each pair once."""
 
     def __init__(self) -> None:

@@ -53,6 +53,7 @@ class Watch:
         self._cells, self._steps, self._console, self._progress = cells, steps, console, progress
         self._done = self._stepped = 0
         self._begun = time.monotonic()
+        self._hosts: dict[str, int] = {}
         self._work = progress.add_task("starting", total=cells, counted=self._counted())
 
     def step(self, label: str) -> None:
@@ -64,12 +65,15 @@ class Watch:
         """A cell is done, well or not."""
         self._done += 1
         self._progress.update(self._work, advance=1, counted=self._counted())
+        host = record.machine.get("host")
+        if host is not None:
+            self._hosts[str(host)] = self._hosts.get(str(host), 0) + 1
         if not self._console.is_terminal:
             what = f"failed: {record.error}" if record.error is not None else "done"
             minutes, seconds = divmod(int(time.monotonic() - self._begun), 60)
             self._console.print(
                 f"[{self._done} of {self._cells}, {minutes}:{seconds:02} so far] {record.task} {_where(record)}· "
-                f"{record.label}: {what}",
+                f"{record.label}: {what}{f' on {host}' if host is not None else ''}",
                 markup=False,
                 soft_wrap=True,
                 style="dim",
@@ -77,7 +81,14 @@ class Watch:
 
     def _counted(self) -> str:
         steps = f", {self._stepped} of at most {max(self._steps, self._stepped)} steps" if self._steps else ""
-        return f"{self._done} of {self._cells} cells{steps}"
+        machines = f" on {len(self._hosts)} machine{'s' if len(self._hosts) != 1 else ''}" if self._hosts else ""
+        return f"{self._done} of {self._cells} cells{machines}{steps}"
+
+    def say_machines(self) -> None:
+        """Tell how many records each machine of a cluster made; nothing of a run in this process alone."""
+        if self._hosts:
+            counts = ", ".join(f"{host}: {count}" for host, count in sorted(self._hosts.items()))
+            self._console.print(f"records by machine: {counts}", style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvtailor.bench import checks
 from kvtailor.bench.checks import Fraud
-from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.measure import machine
+from kvtailor.bench.resources import CellResources
 from kvtailor.bench.schema import NoRecords, Record, read_records
+from kvtailor.bench.spread import SpreadJob, machines_of, spread
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
+from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model import processes as process_group
 from kvtailor.presets import FULL
@@ -94,20 +99,26 @@ def plan_run(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()
     return sum(job.cells for job in jobs), sum(job.units for job in jobs)
 
 
-def finished(out: Path | None, device: torch.device | None = None) -> dict[str, Record]:
+def finished(
+    out: Path | None, device: torch.device | None = None, machines: Sequence[Mapping[str, object]] | None = None
+) -> dict[str, Record]:
     """The records in a folder that can stand for measuring again, by their keys.
 
     Those without an error that this very code measured on such a machine: the same versions, a commit without changed
     files, the same processor, threads and accelerator. Of two with the same key, the later one.
+
+    Args:
+        out: the folder.
+        device: of the model; None: CPU.
+        machines: those that measure now, see `machine.describe`; None: this one. A record of any of them will do.
 
     Raises:
         RecordError: a file in the folder holds something else.
     """
     if out is None or not any(out.glob("*.jsonl")):
         return {}
-    here = machine.describe(bandwidth=False, device=device)
-    if str(here["commit"]).endswith("-dirty"):
-        return {}
+    now = [machine.describe(bandwidth=False, device=device)] if machines is None else machines
+    clean = [each for each in now if not str(each["commit"]).endswith("-dirty")]
     try:
         records = sorted(read_records(out), key=lambda record: record.started)
     except NoRecords:
@@ -116,7 +127,8 @@ def finished(out: Path | None, device: torch.device | None = None) -> dict[str, 
     return {
         record.key: record
         for record in records
-        if record.error is None and all(record.machine.get(name) == here[name] for name in _MUST_BE_EQUAL)
+        if record.error is None
+        and any(all(record.machine.get(name) == each[name] for name in _MUST_BE_EQUAL) for each in clean)
     }
 
 
@@ -131,6 +143,8 @@ def run(
     bandwidth: bool = True,
     resume: bool = True,
     allow: Sequence[str] = (),
+    executor: Executor | None = None,
+    resources: CellResources | None = None,
 ) -> list[Record]:
     """Every task for every plan. A run that was killed goes on where it was: what it wrote is not measured again.
 
@@ -144,6 +158,11 @@ def run(
         bandwidth: measure the machine's read bandwidth and its arithmetic first.
         resume: take what `finished` finds in `out` instead of measuring it again.
         allow: sanity checks of `checks.MAY_BE_ALLOWED` that may fail; every record says so in its notes.
+        executor: what the cells run on, see `bench.spread`; None: the cells run here, one after the other.
+        resources: what a cell takes of an executor's machines; None: one processor.
+
+    Returns:
+        The records, those of each job together, sample by sample.
 
     Raises:
         UnknownName: there is no sanity check of a name in `allow`.
@@ -166,9 +185,9 @@ def run(
     checks.check_sources(texts)
     started = datetime.now(UTC)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    here = machine.describe(bandwidth=bandwidth, device=subject.device, dtype=subject.dtype)
+    # Of a cluster each machine is described where it measures.
+    here = machine.describe(bandwidth=bandwidth and executor is None, device=subject.device, dtype=subject.dtype)
     weights, model_hash = subject.weights(), subject.fingerprint()
-    done = processes.told(finished(out, subject.device) if resume and processes.first else {})
 
     def blank(job: Job) -> Callable[[Contestant], Record]:
         return lambda contestant: Record(
@@ -192,25 +211,34 @@ def run(
         )
 
     path = _file(out, name)
-    records: list[Record] = []
-    for job in jobs:
-        steps = _Steps(advance)
-        given = Given(
-            subject=subject,
-            contestants=[calibrated[each.hash] for each in job.there],
-            blank=blank(job),
-            advance=steps,
-            known=lambda blank: done.get(blank.key),
-        )
-        for found in _records_of(job, given, steps):
-            own = (note for note in found.notes if not checks.is_allowance(note))
-            record = replace(found, notes=tuple(dict.fromkeys((*own, *verdicts.get(found.label, ()), *permits))))
-            records.append(record)
-            # One that was there is written again only where other sanity checks were allowed for it.
-            if path is not None and (record.run == name or record.notes != found.notes):
-                with path.open("a", encoding="utf-8") as lines:
-                    lines.write(record.to_json() + "\n")
-            finish(record)
+
+    def written(found: Record) -> Record:
+        own = (note for note in found.notes if not checks.is_allowance(note))
+        record = replace(found, notes=tuple(dict.fromkeys((*own, *verdicts.get(found.label, ()), *permits))))
+        # One that was there is written again only where other sanity checks were allowed for it.
+        if path is not None and (record.run == name or record.notes != found.notes):
+            with path.open("a", encoding="utf-8") as lines:
+                lines.write(record.to_json() + "\n")
+        finish(record)
+        return record
+
+    def given_for(job: Job, steps: _Steps) -> Given:
+        there = [calibrated[each.hash] for each in job.there]
+        return Given(subject=subject, contestants=there, blank=blank(job), advance=steps)
+
+    work = [(job, steps, given_for(job, steps)) for job in jobs for steps in [_Steps(advance, job)]]
+    if executor is None:
+        # Of processes that share a model, one knows what is there.
+        done = processes.told(finished(out, subject.device) if resume and processes.first else {})
+        records = [
+            written(found)
+            for job, steps, given in work
+            for found in _records_of(job, replace(given, known=partial(_known, done)), steps)
+        ]
+    else:
+        cluster = _Cluster(executor, resources or CellResources(), subject, out if resume else None)
+        told = [(place, written(found)) for place, found in _records_of_cluster(work, cluster)]
+        records = [record for _, record in sorted(told, key=lambda each: each[0])]
     checks.check_records(records)
     return records
 
@@ -237,42 +265,104 @@ def _jobs(tasks: Sequence[Task | Job], contestants: Sequence[Contestant]) -> lis
 
 
 def _records_of(job: Job, given: Given, steps: _Steps) -> Iterator[Record]:
-    """The records of all plans of a job; a step that it promised and had no use for is told at its end."""
-    left = {contestant.hash: contestant for contestant in given.contestants}
+    """The records of all plans of a job."""
+    told: set[str] = set()
     why = job.why
     if job.task is not None:
         try:
             for record in records_of(job.task, given):
-                left.pop(record.plan_hash, None)
+                told.add(record.plan_hash)
                 yield record
-            left.clear()
         except Fraud:
             raise
         except (KvtailorError, ImportError) as error:
             if job.asked is None:
                 raise
             why = str(error)
-    yield from (replace(given.blank(contestant), error=str(why)) for contestant in left.values())
-    steps.finish(job)
+    yield from _records_of_rest(job, given, steps, told, why)
+
+
+def _records_of_rest(
+    job: Job, given: Given, steps: _Steps, told: Set[str], why: str | None
+) -> Iterator[Record]:  # fmt: skip
+    """The records of plans of which a task that cannot be done gave none, and of those that are not there.
+
+    A step that the job promised and had no use for is told as well.
+    """
+    if why is not None:
+        left = (contestant for contestant in given.contestants if contestant.hash not in told)
+        yield from (replace(given.blank(contestant), error=why) for contestant in left)
+    steps.finish()
     for contestant in job.absent:
         lacking = "; ".join(contestant.missing)
         yield replace(given.blank(contestant), error=f"This kvtailor does not have it: {lacking}")
 
 
+def _known(records: Mapping[str, Record], blank: Record) -> Record | None:
+    return records.get(blank.key)
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """What a run on a cluster has besides: `out` is where records may be known from."""
+
+    executor: Executor
+    resources: CellResources
+    subject: Subject
+    out: Path | None
+
+
+def _records_of_cluster(
+    work: Sequence[tuple[Job, _Steps, Given]], cluster: _Cluster
+) -> Iterator[tuple[tuple[int, float, int], Record]]:
+    """The records of all jobs as they come, each with its place: job, sample and plan, as a run alone has them."""
+    machines = machines_of(cluster.executor, cluster.subject)
+    known_by_threads: dict[int, Mapping[str, Record]] = {}
+    spread_jobs: dict[int, SpreadJob] = {}
+    for number, (job, steps, given) in enumerate(work):
+        if job.task is None:
+            continue
+        device = cluster.subject.device.type
+        asked = cluster.resources.of(job.kind, exclusive=job.task.exclusive, device=device)
+        if asked.threads not in known_by_threads:
+            # A worker computes in as many threads as its cell has processors, whatever the process began with.
+            like = [{**each, "threads": asked.threads} for each in machines]
+            known_by_threads[asked.threads] = finished(cluster.out, cluster.subject.device, like)
+        spread_jobs[number] = SpreadJob(
+            task=job.task,
+            contestants=given.contestants,
+            blank=given.blank,
+            known=partial(_known, known_by_threads[asked.threads]),
+            resources=asked,
+            advance=steps,
+            ends_the_run=job.asked is None,
+        )
+    numbers = {id(each): number for number, each in spread_jobs.items()}
+    plans = [[OWN.hash, *(each.hash for each in job.contestants)] for job, _, _ in work]
+    for spread_job, index, record in spread(list(spread_jobs.values()), cluster.subject, cluster.executor):
+        number = numbers[id(spread_job)]
+        yield (number, index, plans[number].index(record.plan_hash)), record
+    for number, (job, steps, given) in enumerate(work):
+        told = spread_jobs[number].told if number in spread_jobs else set()
+        why = spread_jobs[number].why if number in spread_jobs else job.why
+        for record in _records_of_rest(job, given, steps, told, why):
+            yield (number, math.inf, plans[number].index(record.plan_hash)), record
+
+
 class _Steps:
     """Tells the steps of a job, and those that it promised and had no use for: a plan failed, or a text was short."""
 
-    def __init__(self, advance: Callable[[str], None]):
-        self._advance, self._told = advance, 0
+    def __init__(self, advance: Callable[[str], None], job: Job):
+        self._advance, self._job, self._told = advance, job, 0
 
     def __call__(self, label: str) -> None:
         self._told += 1
         self._advance(label)
 
-    def finish(self, job: Job) -> None:
+    def finish(self) -> None:
         """Tell what is left of the steps."""
-        for _ in range(job.units - self._told):
-            self._advance(job.kind)
+        for _ in range(self._job.units - self._told):
+            self._advance(self._job.kind)
 
 
 def _file(out: Path | None, run: str) -> Path | None:

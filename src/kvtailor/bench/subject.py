@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,7 @@ class Subject:
             None: kvtailor's own where `make_cache` is kvtailor's; else no plan is tried.
         loadable: another process can load the same model by `name`, dtype and device.
         trained: its answers mean something; the bench asks an untrained model for costs alone.
+        elsewhere: makes the same subject in another process; it can be pickled. None: nothing can.
         stock_attention: the attention implementation under which the model's own cache is measured; found by itself.
     """
 
@@ -66,6 +68,7 @@ class Subject:
     whole_budget: Callable[[str], tuple[str, ...]] | None = None
     loadable: bool = False
     trained: bool = True
+    elsewhere: Callable[[], Subject] | None = None
     stock_attention: str | None = None
 
     def __post_init__(self) -> None:
@@ -91,7 +94,14 @@ class Subject:
             )
         except (OSError, RuntimeError) as error:
             raise KvtailorError(str(error)) from error
-        return cls(name=name, model=model, tokenizer=tokenizer, loadable=True, trained=name not in RANDOM_SHAPES)
+        return cls(
+            name=name,
+            model=model,
+            tokenizer=tokenizer,
+            loadable=True,
+            trained=name not in RANDOM_SHAPES,
+            elsewhere=partial(cls.load, name, dtype=dtype, device=device),
+        )
 
     @property
     def device(self) -> torch.device:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +27,10 @@ from kvtailor.cli.asked import (
     text_name,
     values_of,
 )
+from kvtailor.cli.machine_share import WAITING
 from kvtailor.cli.margins import margin_options, margins_of
 from kvtailor.cli.micro import BenchOrMicro
+from kvtailor.cli.torchrun import under_torchrun
 from kvtailor.presets import FULL
 
 if TYPE_CHECKING:
@@ -35,8 +40,12 @@ if TYPE_CHECKING:
     from kvtailor.bench.report import Summary
     from kvtailor.bench.schema import Record
     from kvtailor.bench.subject import Subject
+    from kvtailor.cluster.contract import Executor
 
 __all__ = ["command"]
+
+# Records tell their beginning to the millisecond.
+_TICK = timedelta(milliseconds=1)
 
 DEFAULT_PLANS = (FULL, "streaming @ keep=0.25", "snapkv @ keep=0.25", "snapkv + adakv @ keep=0.25", "kivi(bits=4)")
 OF_ONE_RUN = {
@@ -79,6 +88,18 @@ OF_ONE_RUN = {
 )
 @click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--device", help="Such as cpu or cuda.")
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="here",
+    metavar="[ADDRESS]",
+    help="Run the cells on a Ray cluster: HOST:PORT, auto, ray://HOST:PORT; alone: this machine's, or a new one.",
+)
+@click.option(
+    "--resources",
+    metavar="LINE",
+    help="What a cell takes on the cluster, such as 'cpus=2, memory=8GiB, speed.cpus=8'.  [cpus=1]",
+)
 @click.option("--again", is_flag=True, help="Measure anew what --out already has.")
 @click.option("--allow", multiple=True, help="Go on past this sanity check, by its name; the report says so.")
 @click.option(
@@ -104,6 +125,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """
     from rich.console import Console
 
+    from kvtailor.bench.resources import resources_of_line
     from kvtailor.bench.subject import Subject
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.model.processes import started
@@ -118,23 +140,34 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(f"{words} beside --suite: a suite says what runs; leave out one of them.")
     if options["tables"] and not options["suite"]:
         raise click.UsageError("--table without --suite: say which suite.")
+    if options["ray"] is not None and under_torchrun():
+        raise click.UsageError(
+            "--ray under torchrun: a sweep sends whole models to a cluster, and torchrun's processes share one; leave "
+            "out one of them."
+        )
+    if options["resources"] and not options["ray"]:
+        raise click.UsageError("--resources without --ray: a run in one process has all that the process has.")
     tasks, values = split_tasks(options["tasks"]), values_of(options)
     idle = [name for name in SERVES if name in given and not {task for task, _ in tasks} & set(SERVES[name])]
     if idle:
         words = "; ".join(f"{OF_ONE_RUN[name]} is about {' and '.join(SERVES[name])}" for name in idle)
         raise click.UsageError(f"{words}, which --tasks does not ask for.")
     try:
-        with console.status(f"loading {options['model']}"):
-            processes = started(options["device"], begin=True)
-            subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
-        if not processes.first:
-            # One process writes; what it knows from before it tells the others.
-            options["out"] = None
-        if options["suite"]:
-            found = _suite(options, subject, console)
-        else:
-            texts = [text_name(text) for text in options["texts"]] or ["generated"]
-            found = _one_run(options, list(settings_of(tasks, values, texts, subject)), subject, console)
+        resources = resources_of_line(options["resources"] or "")
+        with _executor(options["ray"], console) as executor:
+            spread = {"executor": executor, "resources": resources}
+            with console.status(f"loading {options['model']}"):
+                processes = started(options["device"], begin=True)
+                subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
+            if not processes.first:
+                # One process writes; what it knows from before it tells the others.
+                options["out"] = None
+            if options["suite"]:
+                found = _suite(options, subject, console, spread)
+            else:
+                texts = [text_name(text) for text in options["texts"]] or ["generated"]
+                wanted = list(settings_of(tasks, values, texts, subject))
+                found = _one_run(options, wanted, subject, console, spread)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if options["as_json"]:
@@ -144,23 +177,37 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 check_flags(command)
 
 
-def _one_run(options: dict[str, Any], wanted: Sequence[Asked], subject: Subject, console: Console) -> dict[str, Any]:
+def _executor(address: str | None, console: Console) -> AbstractContextManager[Executor | None]:
+    """The executor of `--ray`; None without it."""
+    if address is None:
+        return nullcontext()
+    from kvtailor.cluster.connect import connect
+
+    environment = {name: os.environ[name] for name in WAITING if name in os.environ}
+    with console.status(f"connecting to Ray ({address})"):
+        return connect(address, environment=environment)
+
+
+def _one_run(
+    options: dict[str, Any], wanted: Sequence[Asked], subject: Subject, console: Console, spread: dict[str, Any]
+) -> dict[str, Any]:
     from kvtailor.bench.build import make_task
     from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.pages.terminal import show
-    from kvtailor.bench.runner import contestants_of, finished, plan_run, run
+    from kvtailor.bench.runner import contestants_of, plan_run, run
 
     plans = options["plans"] or DEFAULT_PLANS
     contestants = contestants_of([plan for each in plans for plan in each.split(";") if plan.strip()])
     tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
-    before = {} if options["again"] else finished(options["out"], subject.device)
+    begun = datetime.now(UTC)
     with watch(*plan_run(tasks, contestants), console) as seen:
         records = run(
             subject, contestants, tasks, out=options["out"], advance=seen.step, finish=seen.finish,
-            resume=not options["again"], allow=options["allow"],
+            resume=not options["again"], allow=options["allow"], **spread,
         )  # fmt: skip
-    _say_kept(before, records, console)
+    seen.say_machines()
+    _say_kept(begun, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
     summary = summarise(records, margins)
     _pages(options["out"], margins, console)
@@ -169,13 +216,12 @@ def _one_run(options: dict[str, Any], wanted: Sequence[Asked], subject: Subject,
     return summary.as_dict()
 
 
-def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[str, Any]:
+def _suite(options: dict[str, Any], subject: Subject, console: Console, spread: dict[str, Any]) -> dict[str, Any]:
     from rich.markup import escape
 
     from kvtailor.bench.progress import watch
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.suite.pages import show_suite, suite_pages
-    from kvtailor.bench.runner import finished
     from kvtailor.bench.suite.run import prepare
     from kvtailor.bench.suite.suite import read_suite, suites
 
@@ -189,13 +235,14 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console) -> dict[
         kept = options["out"] / "suites" / f"{suite.name}.toml"
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(suites().get(options["suite"], Path(options["suite"])).read_bytes())
-    before = {} if options["again"] else finished(options["out"], subject.device)
+    begun = datetime.now(UTC)
     with watch(*prepared.size, console) as seen:
         records = prepared.run(
             out=options["out"], advance=seen.step, finish=seen.finish, resume=not options["again"],
-            allow=options["allow"],
+            allow=options["allow"], **spread,
         )  # fmt: skip
-    _say_kept(before, records, console)
+    seen.say_machines()
+    _say_kept(begun, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
     _pages(options["out"], margins, console)
     pages = suite_pages(suite, records, only=options["tables"])
@@ -220,8 +267,8 @@ def _list_suites() -> None:
         click.echo(f"{name:<12}{suite.title}" + (f"  ({suite.report})" if suite.report else ""))
 
 
-def _say_kept(before: dict[str, Record], records: list[Record], console: Console) -> None:
-    kept = sum(before.get(record.key) == record for record in records)
+def _say_kept(begun: datetime, records: list[Record], console: Console) -> None:
+    kept = sum(datetime.fromisoformat(record.started) < begun - _TICK for record in records)
     if kept:
         console.print(f"{kept} of {len(records)} records were there already (--again measures anew)", style="dim")
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-__all__ = ["granted_cores", "share_machine"]
+__all__ = ["WAITING", "granted_cores", "share_machine"]
 
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -27,7 +27,7 @@ def share_machine(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     if "torch" in sys.modules:
         return
-    if not any(name in environment for name in _WAITING):
+    if not any(name in environment for name in WAITING):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
     granted = granted_cores()
     if granted is not None:

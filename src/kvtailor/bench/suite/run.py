@@ -11,6 +11,7 @@ from typing import Any
 from kvtailor.bench.build import SettingsError, make_task
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS, setting_faults
+from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import Job, plan_run, run
 from kvtailor.bench.schema import Record
 from kvtailor.bench.subject import Subject
@@ -53,8 +54,12 @@ class Prepared:
         return plan_run(self.jobs)
 
     def run(self, **options: Any) -> list[Record]:
-        """The records; `options` are those of `runner.run`, which raises the same errors."""
-        return run(self.subject, self.contestants, self.jobs, **options)
+        """The records; `options` are those of `runner.run`, which raises the same errors.
+
+        What `resources` says goes before the suite's own.
+        """
+        resources = (options.pop("resources", None) or CellResources()).over(self.suite.resources)
+        return run(self.subject, self.contestants, self.jobs, resources=resources, **options)
 
 
 def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: Sequence[str] = ()) -> Prepared:

@@ -9,6 +9,8 @@
     [tasks.ppl]                          # a task of `bench.kinds` with its settings; with `for`, one for each value
     run = "perplexity"
     text = "{Dataset}"
+    [resources]                          # of each cell on a cluster, see `bench.resources`
+    cpus = 2
     [[tables]]
     name = "budget"
     title = "Budget {budget}"
@@ -29,12 +31,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.resources import CellResources, read_resources
 from kvtailor.bench.suite.cells import Table, check_keys, tables_of
 from kvtailor.bench.suite.lists import everything
 from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
@@ -46,7 +49,7 @@ __all__ = ["DEFAULT", "Suite", "SuiteError", "read_suite", "suites"]
 
 DEFAULT = "default"
 _HOME = Path(__file__).parents[2] / "suites"
-_KEYS = ("title", "report", "awaits", "settings", "tasks", "tables")
+_KEYS = ("title", "report", "awaits", "settings", "tasks", "resources", "tables")
 
 
 class SuiteError(KvtailorError, ValueError):
@@ -71,6 +74,7 @@ class Suite:
         settings: by model, the values of `{name}`; 'default' has all of them, a model those that differ.
         tasks: the tasks by name, as written.
         tables: the tables, as written.
+        resources: of the cells, on a cluster.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Suite:
     settings: Mapping[str, Mapping[str, Any]]
     tasks: Mapping[str, Any]
     tables: Sequence[Any]
+    resources: CellResources = field(default_factory=CellResources)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -141,6 +146,7 @@ def read_suite(name_or_path: str | Path) -> Suite:
         settings=_settings(_typed(raw, "settings", dict, {}, faults), faults),
         tasks=_typed(raw, "tasks", dict, {}, faults),
         tables=_typed(raw, "tables", list, [], faults),
+        resources=read_resources(_typed(raw, "resources", dict, {}, faults), faults),
     )
     for key in ("title", "tasks", "tables"):
         if not getattr(suite, key):

@@ -150,6 +150,11 @@ class Task(ABC):
         """
         return cls.generates
 
+    @property
+    def exclusive(self) -> bool:
+        """Whether it times or weighs, so that its numbers mean something only where nothing else runs beside it."""
+        return self.of_cost or bool(self.timings)
+
     def texts(self) -> dict[str, str]:
         """Return the texts that it scores, by the names under which they are reported; none where they are made."""
         return {}
@@ -184,7 +189,11 @@ class Task(ABC):
 
 
 class PlanByPlan(Task):
-    """A task that scores one plan after the other. A plan that failed is not tried on the samples that follow."""
+    """A task that scores one plan after the other. A plan that failed is not tried on the samples that follow.
+
+    Any plan may be scored alone, in a process of its own: `score` may remember in `Sample.data` what others can use,
+    but must give the same numbers without. What it must know of another plan's results comes through `recall`.
+    """
 
     @abstractmethod
     def score(
