@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
 
 from kvtailor.bench import remote_cell
@@ -115,6 +116,8 @@ def go(
 ) -> list[Record]:
     counted: list[str] = []
     asked = tasks() if asked is None else asked
+    # These executors compute in the threads of this process, whatever a cell asks for.
+    options.setdefault("resources", CellResources(usual={"cpus": float(torch.get_num_threads())}))
     found = run(model(), plans, asked, bandwidth=False, advance=counted.append, executor=executor, **options)
     assert len(counted) == plan_run(asked, plans)[1]
     return found
@@ -300,6 +303,15 @@ def test_records_of_a_machine_that_is_not_there_are_measured_again(
     go([Numbered()], executor, out=tmp_path)
     assert len(executor.begun) == 12
     remote_cell._machine.cache_clear()
+
+
+def test_records_of_another_number_of_threads_are_measured_again(tmp_path: Any) -> None:
+    """A cell computes in as many threads as it has processors, and those round differently."""
+    go([Numbered()], InProcess(), out=tmp_path)
+    executor = Shuffled(0)
+    more = CellResources(usual={"cpus": torch.get_num_threads() + 1.0})
+    go([Numbered()], executor, out=tmp_path, resources=more)
+    assert len(executor.begun) == 12
 
 
 def test_another_model_or_other_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
