@@ -102,7 +102,7 @@ def told(record: Record, *, exclusive: bool) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in (*MAY_DIFFER, *left)}
 
 
-SLOW = ("memory", "capacity")
+SLOW = ("memory", "capacity", "longcontext", "harness", "speculation")
 
 
 @pytest.mark.usefixtures("few_harness_tasks")

@@ -34,6 +34,7 @@ def last_line(text: str) -> Any:
     return json.loads(text.strip().splitlines()[-1])
 
 
+@pytest.mark.long
 def test_a_run_in_two_processes_says_once_what_one_says() -> None:
     given = ["run", "--dtype", "float32", "--plan", PLAN, "--prompt", PROMPT, "--max-new-tokens", "12", "--json"]
     done = launched(*given)

@@ -97,6 +97,7 @@ def test_retrieves_from_a_thousand_tokens_clearly_above_chance(loaded):
     assert sum(scores) >= 0.9 * len(scores), table(results, [256, 1024])
 
 
+@pytest.mark.long
 def test_retrieves_from_four_thousand_tokens(loaded):
     results = list(retrieval(*loaded, ["needle"], [4096], [0.0, 0.4, 0.8], 1))
     assert sum(sum(result.scores) for result in results) >= 2, table(results, [4096])

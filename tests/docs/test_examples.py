@@ -26,6 +26,7 @@ def test_example_runs(example: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.long
 def test_the_example_of_several_processes_runs_in_two() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROCESSES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

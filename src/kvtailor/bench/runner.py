@@ -31,7 +31,7 @@ from kvtailor.presets import FULL
 __all__ = ["Job", "contestants_of", "finished", "plan_run", "run"]
 
 _MUST_BE_EQUAL = (
-    "python", "torch", "transformers", "kvtailor", "commit", "processor", "threads", "accelerator",
+    "python", "torch", "transformers", "kvtailor", "commit", "processor", "threads", "processes", "accelerator",
 )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def finished(
         record.key: record
         for record in records
         if record.error is None
-        and any(all(record.machine.get(name) == each[name] for name in _MUST_BE_EQUAL) for each in clean)
+        and any(all(_said(record.machine, name) == each[name] for name in _MUST_BE_EQUAL) for each in clean)
     }
 
 
@@ -241,6 +241,11 @@ def run(
         records = [record for _, record in sorted(told, key=lambda each: each[0])]
     checks.check_records(records)
     return records
+
+
+def _said(machine: Mapping[str, object], name: str) -> object:
+    """An entry of a record's machine; records of before say nothing of processes, and had one."""
+    return machine.get(name, 1 if name == "processes" else None)
 
 
 def _check_processes(jobs: Sequence[Job], processes: int) -> None:

@@ -20,6 +20,7 @@ from kvtailor.bench.data.overlap import Calibrated, read_back
 from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.fingerprint import fingerprint
+from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.sharded import local_part
 from kvtailor.ledger import storage_bytes
 
@@ -84,7 +85,6 @@ class Subject:
         """
         from kvtailor.hf.model.config import RANDOM_SHAPES
         from kvtailor.hf.model.loading import load
-        from kvtailor.hf.model.processes import started
 
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise KvtailorError(f"asked for dtype {dtype!r}: give float32, bfloat16 or float16")
@@ -136,13 +136,14 @@ class Subject:
         if not hasattr(self.model, "get_input_embeddings"):
             return None
         parameters = list(self.model.parameters())
-        # Of a model that several processes share, the bytes are what this one holds and reads.
-        total = storage_bytes([local_part(each) for each in parameters])
+        # Of a model that several processes share, the bytes are what all of them hold and read.
+        of_all = started().sum
+        total = of_all(storage_bytes([local_part(each) for each in parameters]))
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         # Of a table that is only looked up, a token reads one row; one that is tied to the head is read whole.
         table = local_part(embedding.weight)
         tied = head is not None and local_part(head.weight).data_ptr() == table.data_ptr()
-        return sum(p.numel() for p in parameters), total, total if tied else total - storage_bytes([table])
+        return sum(p.numel() for p in parameters), total, total if tied else total - of_all(storage_bytes([table]))
 
     def fingerprint(self) -> str | None:
         """See `hf.model.fingerprint.fingerprint`; None for a model without parameters."""

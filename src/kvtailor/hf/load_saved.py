@@ -22,7 +22,7 @@ from kvtailor.hf.layers import CompressedLayer
 from kvtailor.hf.make_cache import cache_for, layer_devices
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.model.tensor_parallel import agreed, share_of
+from kvtailor.hf.model.tensor_parallel import RankHeads, agreed, of_all, share_of
 from kvtailor.hf.saved_model import differences, said_of_geometry, said_of_model
 from kvtailor.hf.saved_ranks import Shard, StandIn, shards_of
 from kvtailor.ops.segments.coded import under
@@ -57,6 +57,8 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
     with agreed(share, CacheFileError):
         files = [_read(shard) for shard in _needed(shards_of(Path(path)), share, model)]
         _check_same(name, files)
+    if isinstance(share, RankHeads):
+        _check_alike(name, files[0], share)
     about = files[0].about
     try:
         cache = cache_for(model, about["plan"])
@@ -108,10 +110,12 @@ def _read(shard: Shard) -> _Part:
         about["conversation"] = json.loads(file.about.get("conversation", "[]"))
         about["model"] = json.loads(file.about["model"]) if file.checked else None
         about["plan"], about["plan_hash"] = file.about["plan"], file.about["plan_hash"]
+        part = json.loads(file.about.get("part", "null"))
         same = json.loads(file.about.get("same", "{}"))
         tensors = {**file.tensors, **{each: file.tensors[first] for each, first in same.items()}}
     except _MALFORMED as error:
         raise _damaged(name, error) from error
+    shard.check(part)
     return _Part(shard=shard, tensors=tensors, about=about, checked=file.checked)
 
 
@@ -126,6 +130,20 @@ def _needed(shards: list[Shard], share: HeadShare, model: Any) -> list[Shard]:
     mine, each = heads // share.ranks, heads // len(shards)
     first = share.first(mine)
     return [shard for shard in shards if shard.rank * each < first + mine and first < (shard.rank + 1) * each]
+
+
+def _check_alike(name: str, file: _Part, share: RankHeads) -> None:
+    """Raise on all processes where they have read different savings, as a folder of each machine's own would have."""
+    what = (file.shard.saving, file.shard.ranks, file.about["plan_hash"], file.about["conversation"])
+    seen = sorted({each.get("seen", 0) for each in file.about["layers"]})
+    told = of_all(share, (*what, seen))
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if other is not None:
+        raise CacheFileError(
+            f"the processes read different caches from {name!r}: process 0 that of saving {told[0][0]} ({told[0][4]} "
+            f"tokens seen), process {other} that of {told[other][0]} ({told[other][4]}); name a folder that all of "
+            "their machines share"
+        )
 
 
 def _check_same(name: str, files: list[_Part]) -> None:

@@ -18,7 +18,7 @@ from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.modules import attention_modules, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
-from kvtailor.hf.model.tensor_parallel import check_plan, share_of
+from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
 from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
@@ -37,6 +37,8 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
 
     The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which is transformers' own sdpa
     for every other cache. The model gets its own attention back once no cache of ours is alive.
+
+    Where several processes share the model (tensor parallelism), all of them call it, with one plan.
 
     Args:
         model: a transformers decoder-only model.
@@ -60,6 +62,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
         raise PlanError(str(parsed), faults)
     share = share_of(model, geometry)
     check_plan(parsed, geometry, share)
+    check_same_plan(parsed, share)
     cache = KvCache(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
     _equip(cache, model, devices)

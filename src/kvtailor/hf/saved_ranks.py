@@ -39,20 +39,45 @@ class Shard:
     Attributes:
         path: of the file.
         rank, ranks: which part of the heads it has, of how many.
+        saving: what all files of one saving are called by; None for a file that is by itself.
     """
 
     path: Path
     rank: int
     ranks: int
+    saving: str | None = None
+
+    @property
+    def mark(self) -> dict[str, object] | None:
+        """What the file itself must say, under its checksum."""
+        return None if self.saving is None else {"saving": self.saving, "rank": self.rank, "ranks": self.ranks}
+
+    def check(self, found: object) -> None:
+        """Raise where a file says that it is another part of a cache, or of another saving.
+
+        Raises:
+            CacheFileError: with what it is.
+        """
+        if found == self.mark:
+            return
+        if self.saving is None:
+            raise CacheFileError(
+                f"{str(self.path)!r} is one of several files of a saved cache ({found}): name its folder, "
+                f"{str(self.path.parent)!r}"
+            )
+        raise CacheFileError(
+            f"{str(self.path)!r} does not belong where it is: {_LIST} beside it lists it as {self.mark}, and the file "
+            f"says {found}. Its folder was changed, or is another one on this machine than on that of the first process"
+        )
 
 
-def save_ranks(path: Path, share: RankHeads, write: Callable[[Path], None]) -> None:
+def save_ranks(path: Path, share: RankHeads, write: Callable[[Path, dict[str, object]], None]) -> None:
     """Write a cache whose heads lie on several processes; all of them call it.
 
     Args:
         path: of the folder; a saved cache in it is replaced.
         share: of the processes.
-        write: writes this process's part to a file.
+        write: writes this process's part to a file, with a mark of which part it is.
 
     Raises:
         CacheFileError: a process cannot write, or does not see the same folder; what was there is as it was.
@@ -65,7 +90,8 @@ def save_ranks(path: Path, share: RankHeads, write: Callable[[Path], None]) -> N
     mine = path / files[share.rank]
     try:
         with agreed(share, CacheFileError):
-            write(mine)
+            own = Shard(path=mine, rank=share.rank, ranks=share.ranks, saving=name)
+            write(mine, own.mark or {})
         with agreed(share, CacheFileError):
             if share.process == 0:
                 missing = [each for each in files if not (path / each).is_file()]
@@ -75,7 +101,7 @@ def save_ranks(path: Path, share: RankHeads, write: Callable[[Path], None]) -> N
                         f"does not see what others wrote there ({', '.join(missing)}): name a folder that all of their "
                         "machines share"
                     )
-                _list(path, files)
+                _list(path, files, name)
     except CacheFileError:
         with contextlib.suppress(OSError):
             mine.unlink(missing_ok=True)
@@ -92,7 +118,7 @@ def shards_of(path: Path) -> list[Shard]:
         return [Shard(path=path, rank=0, ranks=1)]
     try:
         about = json.loads((path / _LIST).read_text(encoding="utf-8"))
-        files, ranks = list(about["files"]), about["ranks"]
+        files, ranks, saving = list(about["files"]), about["ranks"], str(about["saving"])
         if about["format"] != _FORMAT or ranks != len(files) or not all(_OURS.fullmatch(str(each)) for each in files):
             raise ValueError(f"{_LIST} lists {len(files)} files for {ranks} processes, format {about['format']!r}")
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -100,7 +126,7 @@ def shards_of(path: Path) -> list[Shard]:
             f"{str(path)!r} is a folder, and no saved cache of several processes ({type(error).__name__}: {error}): "
             "name the file or the folder that cache.save was given"
         ) from error
-    return [Shard(path=path / name, rank=rank, ranks=ranks) for rank, name in enumerate(files)]
+    return [Shard(path=path / name, rank=rank, ranks=ranks, saving=saving) for rank, name in enumerate(files)]
 
 
 def _prepare(path: Path) -> None:
@@ -121,12 +147,12 @@ def _prepare(path: Path) -> None:
         )
 
 
-def _list(path: Path, files: list[str]) -> None:
+def _list(path: Path, files: list[str], saving: str) -> None:
     """Let the folder be the cache in these files, and remove those of savings before."""
     partial = path / f".{_LIST}.{secrets.token_hex(4)}"
     try:
         with open(partial, "w", encoding="utf-8") as file:
-            json.dump({"format": _FORMAT, "ranks": len(files), "files": files}, file)
+            json.dump({"format": _FORMAT, "saving": saving, "ranks": len(files), "files": files}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path / _LIST)

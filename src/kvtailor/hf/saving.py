@@ -70,10 +70,16 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
         "conversation": json.dumps([[known.columns, *known.hashes] for known in conversation.known]),
     }
     share = guard.share
+    if Path(path).is_dir() and share.ranks == 1:
+        raise CacheFileError(
+            f"asked to save a cache to {os.fspath(path)!r}, which is a folder: one process writes a file, so name one"
+        )
     if not isinstance(share, RankHeads):
         write_cache_file(Path(path), once, about)
     elif share.ranks > 1:
-        save_ranks(Path(path), share, lambda own: write_cache_file(own, once, about))
+        save_ranks(
+            Path(path), share, lambda own, mark: write_cache_file(own, once, {**about, "part": json.dumps(mark)})
+        )
     else:
         # Every process has all heads.
         with agreed(share, CacheFileError):

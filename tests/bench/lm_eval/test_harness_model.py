@@ -164,7 +164,7 @@ def test_continuations_are_scored_on_the_compressed_cache(plan, subject):
     assert ours.held.heaviest["tokens_seen"] == len(ours.tok_encode(context))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS[:3], *(pytest.param(plan, marks=pytest.mark.long) for plan in PLANS[3:])])
 def test_the_order_of_continuations_changes_nothing(plan, subject):
     context = words(STATE, 120)
     pairs = [(context, " " + words(STATE, n)) for n in (3, 5, 2)]

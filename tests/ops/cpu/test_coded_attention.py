@@ -132,7 +132,7 @@ def test_threads_share_the_work_and_change_nothing(library: Library, layout: str
 
 
 @every_variant
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [pytest.param(2, marks=pytest.mark.long), 4, pytest.param(8, marks=pytest.mark.long)])
 def test_tokens_of_every_length(library: Library, bits: int) -> None:
     """Keys and values of a few bytes share vectors: any size, group, number of rows and of slots."""
     slots = itertools.cycle([301, 1, 33, 256, 18, 259, 63])

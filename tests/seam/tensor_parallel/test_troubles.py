@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.errors import CacheFileError, CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.tensor_parallel import check_plan, share_of
-from kvtailor.hf.saved_ranks import StandIn
+from kvtailor.hf.saved_ranks import Shard, StandIn
 from kvtailor.plan import Plan
 from kvtailor.score.by_keys.knorm import KNorm
 from tests.seam.tensor_parallel import troubles
@@ -62,6 +63,36 @@ def test_drafts_by_measured_times_are_refused(met: list[dict[str, Any]]) -> None
     assert all("follow measured times" in each["adaptive"] for each in met)
     assert met[0]["drafted"] == met[1]["drafted"] == met[0]["plain"] and met[0]["plain"].startswith("[")
     assert all("graphs=True records the steps of one process" in each["graphs"] for each in met)
+
+
+def test_files_that_do_not_belong_together_are_refused(met: list[dict[str, Any]]) -> None:
+    """Logits were off by as much as they are large, and nothing said so."""
+    for each in met:
+        apart, replaced, reversed_ = each["foreign"]
+        assert "CacheFileError" in apart and "name a folder that all of their machines share" in apart
+        assert all("CacheFileError" in told and "does not belong where it is" in told for told in (replaced, reversed_))
+
+
+def test_one_plan_is_needed(met: list[dict[str, Any]]) -> None:
+    for each in met:
+        told = each["other plans"]
+        assert "process 0 has 'position @ tokens=20" in told and "process 1 'position @ tokens=21" in told
+
+
+def test_bytes_that_another_process_hides_are_found(met: list[dict[str, Any]]) -> None:
+    assert [each["hidden"] for each in met] == ["1", "1"]
+
+
+def test_a_part_of_a_saved_cache_names_its_folder(tmp_path: Path) -> None:
+    shard = Shard(path=tmp_path / "rank-0-of-2-0123456789abcdef.safetensors", rank=0, ranks=1)
+    with pytest.raises(CacheFileError, match="is one of several files of a saved cache .* name its folder"):
+        shard.check({"saving": "0123456789abcdef", "rank": 0, "ranks": 2})
+
+
+def test_a_file_is_not_written_over_a_folder(tmp_path: Path) -> None:
+    cache = kvtailor.prefill(build("llama"), "streaming @ tokens=16", *prompts((20,)))
+    with pytest.raises(CacheFileError, match="which is a folder: one process writes a file"):
+        cache.save(tmp_path)
 
 
 def test_a_calibration_of_some_heads_is_refused(met: list[dict[str, Any]]) -> None:

@@ -109,6 +109,67 @@ def strange_folder(model: Any, path: Path) -> Any:
     return cache.save(path)
 
 
+def foreign_file(model: Any, folder: Path) -> list[str]:
+    """Folders whose files do not belong together: of another saving, a file in another's place, another order."""
+    told = []
+    first, second = folder / "first", folder / "second"
+    cache, *_ = begun(model, PLAN)
+    cache.save(first)
+    kvtailor.prefill(model, PLAN, *prompts((70, 80, 90), state=9)).save(second)
+    dist.barrier()
+    # Each process sees a folder of its own, as on machines without a shared one.
+    told.append(met(lambda: kvtailor.load_cache(first if dist.get_rank() == 0 else second, model)))
+    for swap in (False, True):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            about = json.loads((first / "cache.json").read_text())
+            if swap:
+                about["files"].reverse()
+                (first / "cache.json").write_text(json.dumps(about))
+            else:
+                other = json.loads((second / "cache.json").read_text())["files"][1]
+                kept = (first / about["files"][1]).read_bytes()
+                (first / about["files"][1]).write_bytes((second / other).read_bytes())
+        dist.barrier()
+        told.append(met(lambda: kvtailor.load_cache(first, model)))
+        dist.barrier()
+        if dist.get_rank() == 0 and not swap:
+            (first / about["files"][1]).write_bytes(kept)
+    return told
+
+
+def other_plans(model: Any) -> Any:
+    """Another plan in each process."""
+    return kvtailor.cache_for(model, f"streaming @ tokens={20 + dist.get_rank()}")
+
+
+def hidden_bytes(model: Any) -> int:
+    """What the bench finds alive beside a ledger, where the last process alone hides something."""
+    from kvtailor.bench.checks import probing
+    from kvtailor.bench.contestant import Contestant
+    from kvtailor.bench.subject import Subject
+
+    own = probing._alive
+    kept: list[torch.Tensor] = []
+    calls = iter(range(10))
+
+    def alive() -> int:
+        if next(calls) and dist.get_rank() == 1:
+            kept.append(torch.zeros(1 << 20))
+        return own()
+
+    probing._alive = alive
+    try:
+        subject, contestant = Subject(name="tiny", model=model), Contestant.of("streaming @ tokens=16")
+        ids = prompts((60,))[0][0]
+        cache = subject.new_cache(contestant)
+        scores = probing.fed_scores(subject, subject.prefill(ids[None, :50], cache)[0][0, -1:], cache, ids[50:], None)
+        found = probing.probe(subject, contestant, ids[:50], ids[50:], scores, 1e-3, None)
+    finally:
+        probing._alive = own
+    return int(found["bytes_alive"]) // (4 << 20)
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser()
@@ -134,6 +195,9 @@ def main() -> None:
         "drafted": met(lambda: drafted(model, gamma=3, min_gain=None)),
         "plain": met(lambda: plain(model)),
         "graphs": met(lambda: kvtailor.generate(model, prompts((9,))[0], plan=PLAN, graphs=True)),
+        "foreign": foreign_file(model, folder),
+        "other plans": met(lambda: other_plans(model)),
+        "hidden": met(lambda: hidden_bytes(model)),
         "calibrated": met(lambda: kvtailor.calibrate("duo", model, out=folder / "duo.safetensors")),
         "own": [own.total, own.full],
         "whole": [whole.total, whole.full, whole.seen, sum(whole.by_layer), sum(whole.by_stage.values())],

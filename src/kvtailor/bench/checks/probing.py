@@ -22,6 +22,7 @@ from torch import Tensor
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
 
 __all__ = ["fed_scores", "probe", "rounding_of"]
 
@@ -106,6 +107,9 @@ def probe(
             return {"rounding": rounding, "reads_held": None, "bytes_alive": None}
         gc.collect(0)
         alive = _alive() - before
+        if isinstance(cache, KvCache) and isinstance(cache.share, RankHeads):
+            # The ledger of a record is that of all processes, and so is what is held against it.
+            alive = sum(of_all(cache.share, alive))
     finally:
         if collecting:
             gc.enable()

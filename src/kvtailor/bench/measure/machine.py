@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvtailor.hf.model import processes
+
 __all__ = ["Neighbours", "describe", "matmul_flops", "read_bandwidth", "resident_bytes", "versions"]
 
 _PROBE_BYTES = 256 * 2**20
@@ -53,6 +55,7 @@ def describe(
         "processor": _processor(),
         "cores": _cores(),
         "threads": torch.get_num_threads(),
+        "processes": processes.started().size,
         "memory_bytes": _memory(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "accelerator": torch.cuda.get_device_name(device if device.type == "cuda" else None) if cuda else None,

@@ -10,7 +10,7 @@ __all__ = ["hardware_text", "machines_of", "versions_text"]
 
 UNKNOWN = "unknown"
 _VERSIONS = ("kvtailor", "commit", "torch", "transformers")
-_NAMES = ("system", "processor", "accelerator", "cores", "threads", "python", *_VERSIONS)
+_NAMES = ("system", "processor", "accelerator", "cores", "threads", "processes", "python", *_VERSIONS)
 
 
 def machines_of(records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
@@ -32,7 +32,10 @@ def machines_of(records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
 def hardware_text(machines: Mapping[str, tuple[str, ...]]) -> str:
     """Accelerators and processors."""
     accelerators = [" and ".join(machines["accelerator"])] if "accelerator" in machines else []
-    return ", ".join([*accelerators, " and ".join(machines.get("processor", ("unknown processor",)))])
+    # Pages of heads are cut in each process, so bytes of uneven heads depend on how many there were.
+    shared = tuple(each for each in machines.get("processes", ()) if each not in ("1", UNKNOWN))
+    processes = [f"a model shared by {' and '.join(shared)} processes"] if shared else []
+    return ", ".join([*accelerators, " and ".join(machines.get("processor", ("unknown processor",))), *processes])
 
 
 def versions_text(machines: Mapping[str, tuple[str, ...]]) -> str:

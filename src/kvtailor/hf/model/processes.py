@@ -39,6 +39,10 @@ class Processes:
         """Return the first process's value; all of them call it."""
         return value
 
+    def sum(self, number: int) -> int:
+        """Return the sum of all processes' numbers; all of them call it."""
+        return number
+
 
 class _Torchrun(Processes):
     def __init__(self) -> None:
@@ -49,6 +53,11 @@ class _Torchrun(Processes):
         dist.broadcast_object_list(found, src=0)
         answer: _T = found[0]
         return answer
+
+    def sum(self, number: int) -> int:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, number)
+        return sum(found)
 
 
 ALONE = Processes()

@@ -23,7 +23,7 @@ from kvtailor.plan.arguments import with_nested
 from kvtailor.plan.registry import name_of
 from kvtailor.types import ALL_HEADS, HeadShare
 
-__all__ = ["RankHeads", "agreed", "check_plan", "of_all", "share_of", "told_by_first"]
+__all__ = ["RankHeads", "agreed", "check_plan", "check_same_plan", "of_all", "share_of", "told_by_first"]
 
 _T = TypeVar("_T")
 # Styles of transformers' plans that leave each rank its own heads, and those that give every rank all of them.
@@ -113,6 +113,22 @@ def check_plan(plan: Plan, geometry: Geometry, share: HeadShare) -> None:
         raise PlanError(str(plan), list(dict.fromkeys(faults)))
 
 
+def check_same_plan(plan: Plan, share: HeadShare) -> None:
+    """Raise on all processes that share a model where their plans differ; collective.
+
+    Raises:
+        PlanError: with two of the plans.
+    """
+    if not isinstance(share, RankHeads):
+        return
+    told = of_all(share, (plan.hash, str(plan)))
+    other = next((process for process, (hash_, _) in enumerate(told) if hash_ != told[0][0]), None)
+    if other is not None:
+        first, another = told[0][1], told[other][1]
+        sentence = f"processes that share a model need one plan: process 0 has {first!r}, process {other} {another!r}"
+        raise PlanError(str(plan), [sentence])
+
+
 @contextmanager
 def agreed(share: HeadShare, kind: type[KvtailorError]) -> Iterator[None]:
     """Let all processes of a group fail where one does: none goes on to wait for it. Collective at its end.
@@ -176,11 +192,11 @@ def _shards_heads(model: Any, name: str) -> bool:
                     styles.add(_style(plan, f"{path}.{own}"))
     if styles and styles <= _OWN_HEADS:
         return True
-    if styles <= _ALL_HEADS | {None}:
+    if styles and styles <= _ALL_HEADS | {None}:
         return False
     raise UnsupportedModel(
-        f"the attention of this {name} is sharded as {', '.join(sorted(map(str, styles)))}, and kvtailor cannot tell "
-        "which kv heads each process has"
+        f"the attention of this {name} is sharded as {', '.join(sorted(map(str, styles))) or 'nothing that is known'}, "
+        "and kvtailor cannot tell which kv heads each process has"
     )
 
 
