@@ -88,7 +88,9 @@ def test_reads_the_best_pages_and_the_tail(spans: tuple[int, ...], tokens: int, 
 
 @needs_triton
 @pytest.mark.skipif(DEVICE != "cpu", reason="these parts lie on the CPU, where kernels run in the interpreter alone")
-@pytest.mark.parametrize(("spans", "ragged"), [((37, 8), False), ((40, 8), True)], ids=["even", "ragged"])
+@pytest.mark.parametrize(
+    ("spans", "ragged"), [pytest.param((37, 8), False, marks=pytest.mark.long), ((40, 8), True)], ids=["even", "ragged"]
+)
 def test_pages_are_read_in_place(spans: tuple[int, ...], ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a kernel of GPUs, in its interpreter, and then nothing is copied."""
     parts, visible, query = held(spans, 5, seed=8, ragged=ragged)
