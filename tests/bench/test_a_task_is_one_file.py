@@ -130,6 +130,7 @@ def child(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_where_it_was(toy, tmp_path):
     out = tmp_path / "out"
     assert child(CHILD, str(toy.parent), str(out)).returncode == -signal.SIGKILL

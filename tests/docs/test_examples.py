@@ -34,6 +34,7 @@ def test_the_example_of_several_processes_runs_in_two() -> None:
     assert done.stdout.count("loaded again: 265 tokens seen") == 1
 
 
+@pytest.mark.long
 def test_an_example_runs_from_a_terminal() -> None:
     example = next(path for path in EXAMPLES if path.stem == "one_line")
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120, check=False)

@@ -13,6 +13,7 @@ from kvtailor.bench.micro.timer import Measured
 from kvtailor.cli import main
 
 
+@pytest.mark.long
 def test_bytes_of_a_token_are_those_that_are_not_on_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(link, "_CODECS", ("plain(block_size=512)",))
     monkeypatch.setattr("kvtailor.bench.measure.machine.Neighbours.disturbed", lambda self: False)

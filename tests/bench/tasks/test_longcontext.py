@@ -257,6 +257,7 @@ def test_zeroscrolls_scores_by_its_metrics_and_joins_right_answers(tmp_path):
     assert record.metrics["score"] == pytest.approx((one * two * record.metrics["rougeL"]) ** (1 / 3))
 
 
+@pytest.mark.long
 def test_the_embedded_model_is_measured_on_real_data():
     data = demo.data_folder()
     if not (data / "longbench").is_dir():

@@ -100,6 +100,7 @@ def test_says_what_plain_steps_say(plan: str, lengths: tuple[int, ...], monkeypa
     assert max(tape.replays for tape in tapes) > 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", COMPRESSIBLE)
 def test_so_with_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """gemma3's own windows of 16 tokens are filled in one row, and turn while the others still hold padding."""
