@@ -12,7 +12,6 @@ from torch import Tensor
 from kvtailor.ops.lanes.ragged import page_size
 
 if TYPE_CHECKING:
-    from kvtailor.engine.layer_state import LayerState
     from kvtailor.plan import Plan
 
 __all__ = ["CacheShape", "only_recent", "recent_tokens", "total_tokens"]
@@ -20,7 +19,7 @@ __all__ = ["CacheShape", "only_recent", "recent_tokens", "total_tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """The shape of a layer's cache that is not there yet, in place of the layer itself.
+    """The shape of a layer's cache, which may not be there yet; of all heads, whichever process has them.
 
     Attributes:
         heads: h, kv heads.
@@ -46,16 +45,14 @@ class CacheShape:
         return self.key_size, self.value_size, self.element_size
 
 
-def total_tokens(
-    plan: Plan, tokens: Tensor, *, layers: int, template: LayerState | CacheShape, window_bytes: int = 0
-) -> Tensor:
+def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: CacheShape, window_bytes: int = 0) -> Tensor:
     """Tokens that each row may hold, over all compressed layers and kv heads.
 
     Args:
         plan: with one of `tokens`, `keep`, `bytes`, or an attention that says what to hold.
         tokens: (b,) int64 on the CPU: real tokens seen by each row.
         layers: layers that the plan compresses.
-        template: any one of them, or its shape; that and the dtype price a token.
+        template: the shape of any one of them, which prices a token.
         window_bytes: bytes of one row that the model's own sliding windows take, which `bytes=` has to pay first.
 
     Returns:
@@ -101,7 +98,7 @@ def only_recent(*, seen: int | None, held: int, recent: int) -> str:
     )
 
 
-def _affordable(plan: Plan, heads: int, template: LayerState | CacheShape, window_bytes: int) -> int:
+def _affordable(plan: Plan, heads: int, template: CacheShape, window_bytes: int) -> int:
     """Tokens of one row that fit its share of `plan.bytes`, positions, tail and half-empty pages included."""
     assert plan.bytes is not None and plan.score is not None
     key_size, value_size, element = template.sizes()

@@ -105,6 +105,21 @@ class Layout:
         """Return the same lanes as those of b * h rows with one head each: their owners keep their numbers."""
         return replace(self, rows=self.rows * self.heads, heads=1)
 
+    def rows_of_heads(self, first: int, count: int) -> Tensor:
+        """(b * count,) int64 on the CPU: the rows of `heads_as_rows` that are the heads from `first` on, in order."""
+        row, head = torch.arange(self.rows)[:, None], torch.arange(first, first + count)
+        return (row * self.heads + head).flatten()
+
+    def lanes_of_heads(self, first: int, count: int) -> tuple[Tensor, Layout]:
+        """The lanes, and the layout, of the heads from `first` on, so many of them, of all rows."""
+        lanes, part = self.heads_as_rows().lanes_of_rows(self.rows_of_heads(first, count))
+        return lanes, replace(part, rows=self.rows, heads=count)
+
+    def owners_among(self, heads: int, first: int, device: torch.device) -> Tensor:
+        """(m,) int64 owners of the lanes where the layout's heads are those from `first` on of `heads` in all."""
+        owner = self.owners(device)
+        return torch.div(owner, self.heads, rounding_mode="floor") * heads + first + owner % self.heads
+
     def among(self, heads: int, first: int, device: torch.device) -> Layout:
         """Return the same lanes where the layout's heads are those from `first` on of `heads` in all.
 
@@ -115,9 +130,7 @@ class Layout:
         """
         if heads == self.heads:
             return self
-        owner = self.owners(device)
-        row = torch.div(owner, self.heads, rounding_mode="floor")
-        return replace(self, heads=heads, owner=row * heads + first + owner % self.heads)
+        return replace(self, heads=heads, owner=self.owners_among(heads, first, device))
 
     def tensors(self) -> dict[str, Tensor]:
         """What the layout itself costs in memory, by name."""

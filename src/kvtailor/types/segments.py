@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvtailor.types.lanes import Layout
@@ -55,8 +54,7 @@ class Segment(ABC):
         if count == layout.heads:
             return self
         # A head of a row becomes a row of one head, so that a choice of heads is a choice of rows.
-        row, head = torch.arange(layout.rows)[:, None], torch.arange(first, first + count)
-        part = self.relaid(layout.heads_as_rows()).rows((row * layout.heads + head).flatten())
+        part = self.relaid(layout.heads_as_rows()).rows(layout.rows_of_heads(first, count))
         return part.relaid(replace(part.layout, rows=layout.rows, heads=count))
 
     def beside(self, others: Sequence[Segment]) -> Segment | None:

@@ -40,14 +40,14 @@ def input_device(model: Any) -> torch.device:
 
 
 @contextmanager
-def aligned(module: nn.Module) -> Iterator[None]:
-    """While it is open, the weights of a module that wait elsewhere are on the module's device.
+def aligned(module: nn.Module) -> Iterator[bool]:
+    """While it is open, the weights of a module that wait elsewhere are on the module's device; gives whether any do.
 
     Raises:
         UnsupportedModel: they wait elsewhere, and accelerate is not there to bring them.
     """
     if all(parameter.device.type != "meta" for parameter in module.parameters(recurse=False)):
-        yield
+        yield False
         return
     try:
         from accelerate.utils import align_module_device
@@ -57,7 +57,7 @@ def aligned(module: nn.Module) -> Iterator[None]:
             f"and accelerate, which could bring them, cannot be imported: {error}"
         ) from error
     with align_module_device(module):
-        yield
+        yield True
 
 
 def named_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

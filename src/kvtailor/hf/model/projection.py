@@ -34,12 +34,10 @@ class OutputProjection:
 
     def __call__(self) -> Tensor:
         """The weight as it is now, (q, dv, D)."""
-        layer = output_layer(self.module)
-        if layer is None or all(parameter.device.type != "meta" for parameter in layer.parameters()):
-            return output_weight(self.module, self.q_heads, self.head_dim)
-        # It waits on the CPU or a disk, and is here for as long as it takes to copy it.
-        with aligned(layer):
-            return output_weight(self.module, self.q_heads, self.head_dim).clone()
+        with aligned(output_layer(self.module) or self.module) as brought:
+            weight = output_weight(self.module, self.q_heads, self.head_dim)
+            # What waits on the CPU or a disk is here for as long as it takes to copy it.
+            return weight.clone() if brought else weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputProjection:
         """A copy of a cache belongs to the same model."""

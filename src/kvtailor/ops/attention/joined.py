@@ -72,8 +72,7 @@ def side_by_side(layouts: Sequence[Layout]) -> tuple[Layout, Tensor]:
     cpu, first = torch.device("cpu"), layouts[0]
     heads, at, owners = sum(layout.heads for layout in layouts), 0, []
     for layout in layouts:
-        owner = layout.owners(cpu)
-        owners.append(torch.div(owner, layout.heads, rounding_mode="floor") * heads + at + owner % layout.heads)
+        owners.append(layout.owners_among(heads, at, cpu))
         at += layout.heads
     owner, order = torch.cat(owners).sort(stable=True)
     put = lambda each: None if each[0] is None else torch.cat(each)[order.to(each[0].device)]  # noqa: E731

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from kvtailor.ops.attention.joined import side_by_side
@@ -58,10 +57,7 @@ class AroundSegment(Segment):
         return self._of_lanes(self.layout.lanes_of_rows(index)[0], self.inner.rows(index))
 
     def of_heads(self, first: int, count: int) -> Segment:
-        layout = self.layout
-        row, head = torch.arange(layout.rows)[:, None], torch.arange(first, first + count)
-        lanes, _ = layout.heads_as_rows().lanes_of_rows((row * layout.heads + head).flatten())
-        return self._of_lanes(lanes, self.inner.of_heads(first, count))
+        return self._of_lanes(self.layout.lanes_of_heads(first, count)[0], self.inner.of_heads(first, count))
 
     def beside(self, others: Sequence[Segment]) -> Segment | None:
         parts = [self, *(each for each in others if isinstance(each, type(self)))]

@@ -85,12 +85,11 @@ class LatentSegment(Segment):
             raise ValueError(
                 f"{joined} kv heads share their latents, and heads {first} to {first + count - 1} divide them"
             )
-        row, head = torch.arange(layout.rows)[:, None], torch.arange(first, first + count)
-        lanes, part = layout.heads_as_rows().lanes_of_rows((row * layout.heads + head).flatten())
+        lanes, part = layout.lanes_of_heads(first, count)
         here = min(joined, count)
         return replace(
             self,
-            layout=replace(part, rows=layout.rows, heads=count),
+            layout=part,
             inner=self.inner.of_heads(group, max(1, count // joined)),
             keys_basis=_shaped_for(self.keys_basis, here),
             values_basis=_shaped_for(self.values_basis, here),
