@@ -203,10 +203,7 @@ class _Spread:
             # Its workers died twice: each plan has a record that says so, and the run goes on.
             job.why = outcome.failure
             return
-        if answer.fraud is not None:
-            raise Fraud(*answer.fraud)
-        if answer.refused is not None:
-            raise KvtailorError(f"on {outcome.machine}: {answer.refused}")
+        _raise_of(answer, outcome.machine)
         if answer.undone is not None:
             # What could be made is measured all the same, as a run alone does before it comes to the fault.
             self._undone(job, answer.undone)
@@ -292,14 +289,12 @@ class _Spread:
         if job.stopped:
             return
         answer: CellAnswer | None = outcome.value
+        if answer is not None:
+            _raise_of(answer, outcome.machine)
         if answer is None:
             for each in cell.contestants:
                 record = replace(cell.blanks[each.hash], error=outcome.failure)
                 self._tell(cell, each, record, of_plan=False, where=outcome.machine)
-        elif answer.fraud is not None:
-            raise Fraud(*answer.fraud)
-        elif answer.refused is not None:
-            raise KvtailorError(f"on {outcome.machine}: {answer.refused}")
         elif answer.undone is not None:
             self._undone(job, answer.undone)
             job.stopped = True
@@ -346,6 +341,19 @@ class _Spread:
 
     def _line(self, job: SpreadJob, contestant: Contestant) -> _Line:
         return job.lines.setdefault(contestant.hash, _Line())
+
+
+def _raise_of(answer: CellAnswer | SamplesAnswer, machine: str | None) -> None:
+    """Raise what ends the run of what a worker found.
+
+    Raises:
+        Fraud: a sanity check failed.
+        KvtailorError: the worker's machine cannot take part.
+    """
+    if answer.fraud is not None:
+        raise Fraud(*answer.fraud)
+    if answer.refused is not None:
+        raise KvtailorError(f"on {machine}: {answer.refused}")
 
 
 def _recalls(task: Task) -> bool:

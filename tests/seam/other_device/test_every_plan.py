@@ -6,7 +6,6 @@ fails here fails on a GPU: a tensor that was made without `device=`, or a fast f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import zip_longest
 
@@ -18,12 +17,11 @@ from kvtailor.errors import PlanError
 from kvtailor.ops.dispatch import using
 from kvtailor.plan import Plan, registry
 from kvtailor.plan.arguments import with_nested
-from kvtailor.store.host import Host
 from tests.seam.test_modes import PLANS
-from tests.support.calibrated import shipped_for
 from tests.support.every_plan import every_plan, first_of_each_method
-from tests.support.other_device.backend import move_model, register
+from tests.support.other_device.backend import move_model
 from tests.support.other_device.decoding import decoded
+from tests.support.other_device.ready import device_and_calibrations
 from tests.support.seam.zoo import build
 
 FAMILIES = ("llama", "gpt_neox", "gemma3")
@@ -63,15 +61,7 @@ def refused(family: str, plan: str) -> str | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The device, and files of random numbers for the plans that read a calibration."""
-    register()
-    with (
-        shipped_for([build(family) for family in FAMILIES], tmp_path_factory.mktemp("calibrations")),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(os, "fsync", lambda file: None)
-        # The CPU's own answer to a plan with segments in host memory, which a user's model on the CPU is refused.
-        patch.setattr(Host, "refusal", lambda self, device: None)
+    with device_and_calibrations(FAMILIES, tmp_path_factory.mktemp("calibrations")):
         yield
 
 

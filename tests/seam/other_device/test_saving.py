@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +10,10 @@ import torch
 
 import kvtailor
 from kvtailor.ops.dispatch import using
-from kvtailor.store.host import Host
 from tests.seam.other_device.test_every_plan import BATCH, CASES
-from tests.support.calibrated import shipped_for
-from tests.support.other_device.backend import move_model, register
+from tests.support.other_device.backend import move_model
 from tests.support.other_device.decoding import decode, decoded
+from tests.support.other_device.ready import device_and_calibrations
 from tests.support.seam.zoo import build, error, prompts
 
 # Ragged heads, codes and what an attention carries along; and another tier.
@@ -27,13 +25,7 @@ DEFAULT = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    register()
-    with (
-        shipped_for([build("llama")], tmp_path_factory.mktemp("calibrations")),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(os, "fsync", lambda file: None)
-        patch.setattr(Host, "refusal", lambda self, device: None)
+    with device_and_calibrations(["llama"], tmp_path_factory.mktemp("calibrations")):
         yield
 
 
