@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,24 @@ from torch import Tensor
 from kvtailor.engine.layer_parts import Clock, Observed, Stored
 from kvtailor.types import Visibility
 
-__all__ = ["Checkpoint", "Draft", "Pending"]
+__all__ = ["Checkpoint", "Draft", "Pending", "Reading"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Queries of another attention module of the model that reads what a layer holds, in the same forward.
+
+    Attributes:
+        query: (b, q, t, d) post-RoPE; of the last t tokens of the forward.
+        visible: what each of them may see.
+        scaling: that module's factor before the softmax.
+        mass: for each part (m, s) the attention that it was given; None where it is not needed.
+    """
+
+    query: Tensor
+    visible: Visibility
+    scaling: float
+    mass: Sequence[Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,22 +40,30 @@ class Pending:
         visible: what each of them may see.
         carry: what the attention had carried before.
         decoded: they are decoded tokens if they stay, and not a prompt or a turn.
+        others: of the modules that read the same layer.
     """
 
     query: Tensor
     visible: Visibility
     carry: Mapping[str, Tensor]
     decoded: bool = False
+    others: tuple[Reading, ...] = ()
 
     @property
     def tokens(self) -> int:
         """How many tokens may be taken back."""
         return self.query.shape[2]
 
-    def followed_by(self, query: Tensor, visible: Visibility) -> Pending:
+    def followed_by(self, query: Tensor, visible: Visibility, others: Sequence[Reading] = ()) -> Pending:
         """The same and the next forward, with queries (b, q, t, d), as if all had come at once."""
         joined = visible.with_earlier(self.tokens)
-        return replace(self, query=torch.cat([self.query, query], 2), visible=joined)
+        both = [
+            replace(
+                new, query=torch.cat([old.query, new.query], 2), visible=new.visible.with_earlier(old.query.shape[2])
+            )
+            for old, new in zip(self.others, others, strict=True)
+        ]
+        return replace(self, query=torch.cat([self.query, query], 2), visible=joined, others=tuple(both))
 
 
 @dataclass(frozen=True, kw_only=True)

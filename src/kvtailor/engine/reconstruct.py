@@ -69,7 +69,10 @@ class ReconstructionPass:
             if columns.numel():
                 mine = keys.unflatten(0, (state.rows, state.heads))[row]
                 best = self._looked_at(row, mine, query[row], visible, scaling)
-                state.observed.reconstruction[row, :, columns.to(best.device)] = best
+                place = columns.to(best.device)
+                # Several modules may read one layer, each with queries of its own.
+                known = state.observed.reconstruction[row, :, place]
+                state.observed.reconstruction[row, :, place] = torch.maximum(known, best)
         exact = registry.method_of("attend", registry.null("attend"))
         assert isinstance(exact, Attention)
         return exact.attend(AttentionRequest(query=query, parts=[whole], visible=visible, scaling=scaling)).output

@@ -108,7 +108,7 @@ def attention(
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        output = layer.attend(query.to(layer.dtype), attention_mask, factor).to(query.dtype)
+        output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
     if query.requires_grad and torch.is_grad_enabled():
         output = _Ungraded.apply(output, query)
     return output.transpose(1, 2).contiguous(), None

@@ -85,7 +85,7 @@ class FixedLayer(CacheLayerMixin):
     def refuse_forward(self) -> None:
         """Nothing is to be undone: a step that is refused is never replayed."""
 
-    def attend(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
+    def attend(self, query: Tensor, mask: Any, scaling: float, module: torch.nn.Module) -> Tensor:
         """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
         parts = [*self.parts, self.growing]
         request = AttentionRequest(query=query, parts=parts, visible=self.rule, scaling=scaling)

@@ -78,6 +78,14 @@ class Geometry:
         """Whether layers keep linear-attention or convolution states."""
         return any(shape.states for shape in self.shapes)
 
+    def taking_back_refusal(self) -> str | None:
+        """Why the newest tokens of such a model cannot be taken back, as a clause; None where they can."""
+        if any(shape.states and not shape.convolution for shape in self.shapes):
+            return f"layers of this {self.model_type} keep recurrent states, out of which no token can be taken"
+        if self.readers:
+            return f"layers of this {self.model_type} read the keys of others, which kvtailor cannot take back yet"
+        return None
+
     @property
     def compressed_shapes(self) -> tuple[LayerShape, ...]:
         """The shapes of the compressed layers."""

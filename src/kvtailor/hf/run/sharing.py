@@ -51,7 +51,10 @@ def forget_queries(source: KvCache) -> None:
 
 @contextmanager
 def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None]:
-    """Inside, new caches of the same model take in what a new cache reads, each after its own plan."""
+    """Inside, new caches of the same model take in what a new cache reads, each after its own plan.
+
+    Only for drafts, so that no layer is read by others: see `Geometry.taking_back_refusal`.
+    """
 
     def take_in(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         for other in others:
