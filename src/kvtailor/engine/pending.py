@@ -28,7 +28,12 @@ class Reading:
     query: Tensor
     visible: Visibility
     scaling: float
-    mass: Sequence[Tensor] | None = None
+    mass: list[Tensor] | None = None
+
+    def and_next(self, other: Reading) -> Reading:
+        """Return the same and that of the next forward, as if all queries had come at once."""
+        visible = other.visible.with_earlier(self.query.shape[2])
+        return replace(other, query=torch.cat([self.query, other.query], 2), visible=visible)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +62,8 @@ class Pending:
     def followed_by(self, query: Tensor, visible: Visibility, others: Sequence[Reading] = ()) -> Pending:
         """The same and the next forward, with queries (b, q, t, d), as if all had come at once."""
         joined = visible.with_earlier(self.tokens)
-        both = [
-            replace(
-                new, query=torch.cat([old.query, new.query], 2), visible=new.visible.with_earlier(old.query.shape[2])
-            )
-            for old, new in zip(self.others, others, strict=True)
-        ]
-        return replace(self, query=torch.cat([self.query, query], 2), visible=joined, others=tuple(both))
+        both = tuple(old.and_next(new) for old, new in zip(self.others, others, strict=True))
+        return replace(self, query=torch.cat([self.query, query], 2), visible=joined, others=both)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -221,8 +221,8 @@ class KvCache(Cache):
         obstacle = self.geometry.taking_back_refusal()
         if obstacle is not None:
             raise CacheMisuse(
-                f"asked to record forwards that a crop may take back (prompt lookup, assisted decoding), and {obstacle}: "
-                "decode without it"
+                "asked to record forwards that a crop may take back (prompt lookup, assisted decoding), and "
+                f"{obstacle}: decode without it"
             )
         prompt = prompt_of_caller()
         if prompt is not None:

@@ -147,8 +147,8 @@ class LazyMask:
                 if last == self.new_tokens and step == 1 and first < last:
                     return self.without_first(first)
         raise UnsupportedModel(
-            f"this model takes {index} of its attention mask, so it computes with the mask itself; kvtailor's mask is a "
-            "rule and no tensor, and kvtailor supports the newest queries alone"
+            f"this model takes {index} of its attention mask, so it computes with the mask itself; kvtailor's mask is "
+            "a rule and no tensor, and kvtailor supports the newest queries alone"
         )
 
     def contiguous(self) -> LazyMask:

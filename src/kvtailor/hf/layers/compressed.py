@@ -220,8 +220,8 @@ class CompressedLayer(CacheLayerMixin):
         own = state.model.scaling
         if scaling != own:
             raise UnsupportedModel(
-                f"layer {reader} reads the keys of layer {self.layer_idx} and multiplies its logits with {scaling}, where "
-                f"that one has {own}; kvtailor supports shared keys for layers with one factor"
+                f"layer {reader} reads the keys of layer {self.layer_idx} and multiplies its logits with {scaling}, "
+                f"where that one has {own}; kvtailor supports shared keys for layers with one factor"
             )
         if self._repeated is not None:
             visible = self._visible(query, mask, seen=state.stored.seen + self._repeated[0].shape[2])
