@@ -14,11 +14,11 @@ from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState, check_rows_and_heads
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
-from kvtailor.types import Visibility
+from kvtailor.types import Softmax, Visibility
 
 __all__ = ["CompressedLayer", "WindowLayer"]
 
@@ -121,6 +121,18 @@ class CompressedLayer(CacheLayerMixin):
             raise CacheMisuse(
                 f"layer {self.layer_idx} of this cache is in use by another model; make a cache for each model"
             )
+
+    def take_softmax(self, softmax: Softmax) -> None:
+        """Take what the model's softmax has besides the factor, before the attention of each forward.
+
+        Raises:
+            PlanError: a method of the plan does not know a softmax like it.
+        """
+        model, plan = self.state.model, self.guard.engine.plan
+        # Checked once: what a module hands over does not change its kind.
+        if not softmax.plain and model.softmax.plain and (faults := plan.softmax_faults(softmax)):
+            raise PlanError(str(plan), faults)
+        model.softmax = softmax
 
     def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
         """Attention of the new tokens (b, q, t, d) over what this layer holds, then what follows it. (b, q, t, dv)."""

@@ -37,6 +37,8 @@ class TOVA(Scorer):
 
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
@@ -84,9 +86,12 @@ class TOVA(Scorer):
         group = held.queries.shape[1] // held.keys.shape[1]
         queries = held.queries[:, head * group : (head + 1) * group, -1].float()
         logits = (queries * held.scaling) @ held.keys[:, head].float().transpose(1, 2)
+        softmax = held.softmax_of(head)
+        softmax.cap_(logits)
         if held.log_weight is not None:
             logits += held.log_weight[:, head, None]
         seen = held.valid[:, head] & (held.positions[:, head] <= held.query_columns[-1])
         # A finite fill: a row that sees nothing must not turn into NaN.
         logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-        return torch.softmax(logits, dim=-1).sum(1) * seen
+        # (b, g, 1, n): one query for each query head.
+        return softmax.probabilities_(logits[:, :, None])[:, :, 0].sum(1) * seen

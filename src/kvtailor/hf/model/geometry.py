@@ -120,8 +120,6 @@ def refusal(config: Any) -> str | None:
         return f"{name} has layers of kind {kinds}; kvtailor supports full and sliding-window attention layers"
     if getattr(text, "num_kv_shared_layers", 0):
         return f"{name} shares keys and values between layers; kvtailor does not support that yet"
-    if getattr(text, "attn_logit_softcapping", None):
-        return f"{name} caps its attention logits (softcapping); kvtailor does not support that yet"
     if name in _CHANGES_STATES or text.model_type in _CHANGES_STATES:
         return f"{name} changes keys or values between cache and attention; kvtailor does not support that"
     if text.model_type in _MASKS_BY_STATES:
