@@ -251,6 +251,7 @@ class Engine:
             want_mass=want_mass,
             real_queries=_real_queries(visible),
             context=self._context(state),
+            softmax=state.model.softmax,
         )
         attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)

@@ -37,6 +37,8 @@ class TOVA(Scorer):
 
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
@@ -89,9 +91,12 @@ class TOVA(Scorer):
         count = queries.shape[2]
         # (b, g * m, d) times (b, d, n): the m queries of each head of the group read the same keys.
         logits = (queries.float().flatten(1, 2) * held.scaling) @ held.keys[:, head].float().transpose(1, 2)
+        softmax = held.softmax_of(head)
+        softmax.cap_(logits)
         if held.log_weight is not None:
             logits += held.log_weight[:, head, None]
         seen = held.valid[:, head] & (held.positions[:, head] <= held.query_columns[-1])
         # A finite fill: a row that sees nothing must not turn into NaN.
         logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-        return torch.softmax(logits, dim=-1).sum(1) / count * seen
+        # (b, g, m, n): the m queries of each query head.
+        return softmax.probabilities_(logits.unflatten(1, (group, count))).sum((1, 2)) / count * seen

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
+from kvtailor.types.softmax import PLAIN_SOFTMAX, Softmax
 
 __all__ = ["Evidence", "Held", "Moments", "Needs", "Repetition", "Rotation"]
 
@@ -58,6 +59,11 @@ class Needs:
     reconstruction: Repetition | None = None
     output: bool = False
     rotation: bool = False
+
+    @property
+    def of_attention(self) -> bool:
+        """Whether queries, or what they attend to, are among it."""
+        return bool(self.window or self.mass or self.rows or self.moments or self.reconstruction)
 
     def __or__(self, other: Needs) -> Needs:
         """What serves both."""
@@ -207,6 +213,7 @@ class Held:
             None where each stands for itself.
         window_held: (2, b, w) bool: each query's own token is held by the layer's first head, and by any head; None
             where all heads are here, so that it is found from `positions`.
+        softmax: what the model's softmax has besides `scaling`; its sinks are of these kv heads' query heads.
         share: which of the model's heads these are. A method whose result depends on other heads of the layer meets
             those of other processes through it.
     """
@@ -234,11 +241,19 @@ class Held:
     calibration: Mapping[str, Tensor] | None = None
     log_weight: Tensor | None = None
     window_held: Tensor | None = None
+    softmax: Softmax = PLAIN_SOFTMAX
     share: HeadShare = ALL_HEADS
 
     def counts(self) -> Tensor:
         """(b, h) int64: valid tokens of each row and kv head."""
         return self.valid.sum(-1)
+
+    def softmax_of(self, head: int) -> Softmax:
+        """The softmax of one kv head's query heads; with `queries`, or with `sampled` ones."""
+        of = self.queries if self.queries is not None else self.sampled
+        assert of is not None
+        group = of.shape[1] // self.keys.shape[1]
+        return self.softmax.of_heads(head * group, group)
 
     def within(self, needs: Needs) -> Held:
         """The same with no more queries than one method declared, where others of its plan declared more."""

@@ -16,11 +16,11 @@ from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.pending import Reading
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
-from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
-from kvtailor.types import Visibility
+from kvtailor.types import Softmax, Visibility
 
 __all__ = ["CompressedLayer", "record_past_of_all"]
 
@@ -129,6 +129,18 @@ class CompressedLayer(CacheLayerMixin):
             self._modules[index] = weakref.ref(module)
         elif bound is not module:
             raise CacheMisuse(f"layer {index} of this cache is in use by another model; make a cache for each model")
+
+    def take_softmax(self, softmax: Softmax) -> None:
+        """Take what the model's softmax has besides the factor, before the attention of each forward.
+
+        Raises:
+            PlanError: a method of the plan does not know a softmax like it.
+        """
+        model, plan = self.state.model, self.guard.engine.plan
+        # Checked once: what a module hands over does not change its kind.
+        if not softmax.plain and model.softmax.plain and (faults := plan.softmax_faults(softmax)):
+            raise PlanError(str(plan), faults)
+        model.softmax = softmax
 
     def _reading_layer(self, module: torch.nn.Module) -> int:
         """The layer of the model to which a module that reads this layer belongs: this one, or one of its readers."""

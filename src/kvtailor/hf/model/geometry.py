@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model.layer_shapes import LayerShape, layer_shapes, unknown_kinds
+from kvtailor.hf.model.shapes.layer_shapes import LayerShape, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 
@@ -175,8 +175,6 @@ def refusal(config: Any) -> str | None:
             f"{name} keeps no keys and values, only states of constant size (recurrent, convolutional), so its cache "
             "does not grow with the text and there is nothing to compress"
         )
-    if getattr(text, "attn_logit_softcapping", None):
-        return f"{name} caps its attention logits (softcapping); kvtailor does not support that yet"
     if text.model_type in _STATES_IN_MODULES:
         return (
             f"{name} keeps its recurrent states in the model's modules and not in the cache, so a cache of its own "

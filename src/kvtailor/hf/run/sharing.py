@@ -58,6 +58,7 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
 
     def take_in(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         for other in others:
+            other.layers[layer].take_softmax(source.layers[layer].state.model.softmax)
             other.layers[layer].prefill_shared(keys, values, query, visible, scaling)
 
     with ExitStack() as changes:
@@ -93,6 +94,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
         layer.lazy_initialization(*states)
         layer.state.append(*states, exactly=True)
         layer.state.model.scaling = state.model.scaling
+        layer.take_softmax(state.model.softmax)
         layer.state.clock.reindex = True
         wanted = cache.plan.needs.window
         if wanted and state.observed.evidence.queries is not None and state.observed.evidence.columns is not None:
