@@ -64,7 +64,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
         raise PlanError(str(parsed), faults)
     share = share_of(model, geometry)
     check_plan(parsed, geometry, share)
-    modules = modules_by_layer(model)
+    modules = modules_by_layer(model, attending=_with_states(geometry))
     # Of a model whose modules do not show their layers, its first forward tells.
     known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
     check_plan_softmax(parsed, list(known.values()), share)
@@ -85,7 +85,7 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     _calibrate(cache, model, devices)
     if not (needs.output or needs.rotation):
         return
-    modules = modules_by_layer(model)
+    modules = modules_by_layer(model, attending=_with_states(geometry))
     missing = [layer for layer in geometry.compressed if layer not in modules]
     if missing:
         raise UnsupportedModel(
@@ -98,6 +98,11 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
             state.model.output = OutputProjection(modules[layer], shape.q_heads, shape.value_size)
         if needs.rotation:
             state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size)
+
+
+def _with_states(geometry: Geometry) -> list[int]:
+    """The compressed layers that keep a state as well."""
+    return [layer for layer in geometry.compressed if geometry.shapes[layer].states]
 
 
 def layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:
