@@ -189,7 +189,7 @@ def test_a_convolution_is_taken_back(plan: str) -> None:
     ids = prompts((12,))[0].repeat(1, 3)
     expected = kvtailor.generate(own, ids, plan=plan, max_new_tokens=16).sequences
     drafted = kvtailor.generate(
-        ours, ids, plan=plan, draft_plan="streaming @ tokens=8", gamma=3, min_gain=None, max_new_tokens=16
+        ours, ids, plan=plan, draft_plan="streaming(sinks=1) @ tokens=2", gamma=3, min_gain=None, max_new_tokens=16
     )
     assert torch.equal(drafted.sequences, expected)
     level = drafted.statistics.levels[0]

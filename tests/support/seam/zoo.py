@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 T = TypeVar("T")
 # Their embeddings are their logits' weights too: beside large ones, what these attend to would hardly show.
-QUIET = ("gemma4", "gemma4_shared", "zamba")
+QUIET = {"gemma4": 0.25, "gemma4_shared": 0.25, "zamba": 0.1}
 VOCABULARY = 131
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -91,7 +91,7 @@ def _made(family: str, attention: str, dtype: torch.dtype, state: int, layers: i
             if parameter.dim() == 2:
                 scale = 1.0 if "embed" in name or "wte" in name else 0.25
                 if family in QUIET and "embed" in name:
-                    scale = 0.25
+                    scale = QUIET[family]
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
