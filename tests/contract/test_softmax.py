@@ -339,6 +339,53 @@ def test_expected_attention_shares_with_the_sink() -> None:
         assert same(scorer.score(held), due.expand(1, 1, 30))
 
 
+@pytest.mark.parametrize("name", ["quest", "rocket"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_reads_a_part_chooses_it_by_the_models_own_logits(name: str, seed: int) -> None:
+    """One query of one channel: capped keys under a plain softmax are read as the keys are under the cap."""
+    from kvtailor.attend.quest import Quest
+    from kvtailor.attend.rocket import Rocket
+    from kvtailor.encode.indexed import Indexed
+    from kvtailor.types import Layout, PlainSegment
+
+    method = Quest(tokens=16, least=1, dense_layers=0) if name == "quest" else Rocket(tokens=24, expect=8)
+    generator = torch.Generator().manual_seed(seed)
+    b, h, g, n, d = 2, 3, 2, 64, 8
+    layout = Layout(rows=b, heads=h, size=n, start=0)
+    keys, values = (torch.randn((b * h, n + 1, d), generator=generator) * 4 for _ in range(2))
+    query = torch.zeros(b, h * g, 1, d)
+    query[..., 0], query[:, 1::2] = 1 / SCALING, 0.5 * torch.eye(d)[1][None, None, None] / SCALING
+    made = case((b, h, g, d, d), "prompt", 1)
+    visible = dataclasses.replace(made.visible, new_tokens=1, first_column=n)
+
+    def read(keys: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        parts = [
+            Indexed(page=4).encode(layout, keys[:, :n], values[:, :n]),
+            PlainSegment(
+                layout=Layout(rows=b, heads=h, size=1, start=n), keys=keys[:, n:].clone(), values=values[:, n:].clone()
+            ),
+        ]
+        request = request_of(query, parts, visible, SCALING, context=STILL, softmax=softmax)
+        got = method.attend(request)
+        assert got.tokens_read is not None and int(got.tokens_read.max()) < n and got.lse is not None
+        return got.output, got.lse
+
+    # The second query head of a group asks for half of its channel.
+    half = keys.clone()
+    half[..., 0], half[..., 1] = CAP * (keys[..., 0] / CAP).tanh(), 2 * CAP * (keys[..., 1] / 2 / CAP).tanh()
+    out, lse = read(keys, Softmax(softcap=CAP))
+    plain, plain_lse = read(half, Softmax())
+    assert same(out, plain) and same(lse, plain_lse)
+    assert not same(out, read(keys, Softmax())[0])
+    # Both query heads have the same sink, so that the same is read as without.
+    sinks = torch.full((h * g,), 2.0)
+    beside, beside_lse = read(keys, Softmax(softcap=CAP, sinks=sinks))
+    share = (lse - sinks[None, :, None]).sigmoid()
+    assert same(beside_lse, torch.logaddexp(lse, sinks[None, :, None].expand_as(lse)))
+    if name == "quest":
+        assert same(beside, out * share[..., None])
+
+
 WHICH = ("softcap", "sinks", "both")
 
 
