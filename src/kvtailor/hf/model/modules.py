@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -89,10 +89,7 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
         )
     device = runs_on(module)
     cos, sin = (each.to(device) for each in _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type))
-    for interleaved in (False, True):
-        frequencies = _frequencies(cos, sin, interleaved)
-        if frequencies is None:
-            continue
+    for frequencies, interleaved in _candidates(cos, sin):
         rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
         if rotation.size <= head_dim and _agrees(rotation, module, cos, sin, head_dim):
             if not _turns(module, cos, sin, name):
@@ -178,13 +175,16 @@ def _angles(rotary: Any, positions: Tensor, layer_type: str | None) -> tuple[Ten
     return cos[0].float(), sin[0].float()
 
 
-def _frequencies(cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
-    """(r / 2,) angles of one position, if the channels are paired like this; None if not."""
-    pairs = (cos[:, 0::2], cos[:, 1::2]) if interleaved else cos.chunk(2, -1)
-    if cos.shape[-1] % 2 or not torch.equal(*pairs):
-        return None
-    wanted = sin[:, 0::2] if interleaved else sin.chunk(2, -1)[0]
-    return torch.atan2(wanted[1], pairs[0][1])
+def _candidates(cos: Tensor, sin: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """(r / 2,) angles of one position, and whether channels are interleaved, as the angles may be meant."""
+    if cos.shape[-1] % 2 == 0:
+        if torch.equal(*cos.chunk(2, -1)):
+            yield torch.atan2(sin.chunk(2, -1)[0][1], cos.chunk(2, -1)[0][1]), False
+        if torch.equal(cos[:, 0::2], cos[:, 1::2]):
+            yield torch.atan2(sin[1, 0::2], cos[1, 0::2]), True
+    # Some families give each angle once (gpt-oss).
+    for interleaved in (False, True):
+        yield torch.atan2(sin[1], cos[1]), interleaved
 
 
 def _stored_frequencies(rotary: Any, layer_type: str | None) -> Tensor | None:
