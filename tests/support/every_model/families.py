@@ -41,7 +41,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "chunk_size": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx_attention": {"rope_theta": 10000.0, "kv_n_heads": 2},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    # One stack is applied eight times for each of its layers, which multiplies rounding.
+    "hrm_text": {"num_hidden_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
         "num_key_value_heads": 4, "head_dim": 24, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
@@ -67,7 +69,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _SECTIONS},
     "ministral": {"head_dim": 16, "layer_types": _LOCAL_AND_GLOBAL[:4]},
-    "moshi": {"sliding_window": None},
+    "moshi": {"sliding_window": 512},
     "nemotron": {"num_key_value_heads": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "qwen4_exp_text": {
@@ -120,3 +122,4 @@ for _name in (
     "xmod",
 ):
     CHANGES[_name] = {"is_decoder": True, "add_cross_attention": False}
+CHANGES["xmod"]["default_language"] = "en_XX"

@@ -119,7 +119,7 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
             numbers["padded batch"] = _compared(_generated(model, padded, mask, cache), own_padded, "a padded batch")
             del cache
     if not _compressed(model):
-        raise _Ends(REFUSED, "every layer of it has a sliding window: nothing to compress", "cache_for")
+        raise _Ends(WORKS, "every layer has a sliding window of the model's own: there is nothing to compress", "")
     _evicts(model, ids, own, numbers)
     _encodes(model, ids, numbers)
     with _errors("its own cache afterwards"):
@@ -172,8 +172,9 @@ def _generated(model: Any, ids: Tensor, mask: Tensor, cache: Any = None, steps: 
     torch.manual_seed(3)
     with torch.no_grad():
         found = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, num_beams=1,
-            eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True, use_cache=True, **options,
+            input_ids=ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
+            num_beams=1, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+            use_cache=True, **options,
         )  # fmt: skip
     return Generated(found.sequences, torch.stack(found.logits, 1).float(), getattr(found, "past_key_values", None))
 

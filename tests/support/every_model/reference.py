@@ -36,7 +36,8 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> T
     """
     prompt = ids.shape[1]
     held = {layer: columns[:, :, :prompt] for layer, columns in held_columns(cache).items()}
-    masked = _Masked(held)
+    modules = {id(m) for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "is_causal")}
+    masked = _Masked(held, len(cache.layers) if len(modules) < len(cache.layers) else None)
     AttentionInterface.register(NAME, masked.attention)
     AttentionMaskInterface.register(NAME, eager_mask)
     own = copy.deepcopy(model)
@@ -58,8 +59,16 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> T
 
 
 class _Masked:
-    def __init__(self, held: dict[int, Tensor]):
-        self.held, self.found_eager = held, True
+    """Attention on a full cache.
+
+    Args:
+        held: by layer (b, h, n) bool.
+        in_turn: layers of the cache, where modules run several times in a forward and count them by their turn; None
+            where a module's `layer_idx` is its layer of the cache.
+    """
+
+    def __init__(self, held: dict[int, Tensor], in_turn: int | None):
+        self.held, self.found_eager, self.in_turn, self.calls = held, True, in_turn, 0
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
@@ -69,7 +78,9 @@ class _Masked:
         if eager is None:
             self.found_eager = False
             eager = _plain
-        held = self.held.get(getattr(module, "layer_idx", None))
+        layer = getattr(module, "layer_idx", None) if self.in_turn is None else self.calls % self.in_turn
+        self.calls += 1
+        held = self.held.get(layer)
         if held is not None and query.shape[2] == 1:
             # (b, h, n) of kv heads, or of one latent, to (b, q, 1, n + decoded)
             denied = ~held.repeat_interleave(query.shape[1] // held.shape[1], 1)[:, :, None]

@@ -8,6 +8,7 @@ import multiprocessing
 import resource
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def _received(reader: Any, limit: float) -> Verdict | None:
 
 
 def _work(pair: Pair, writer: Any) -> None:
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     try:
         found = judge(pair)

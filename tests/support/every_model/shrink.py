@@ -60,7 +60,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
         KV_HEADS,
         """
         num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads num_query_groups
-        num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k encoder_layers num_encoder_layers
+        num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k
         conf_num_hidden_layers aligner_num_add_layers num_codebooks resampler_depth expert_layer_period
         attn_layer_period num_lstm_layers num_global_layers heads_per_ngram o_groups num_res_blocks
         """,
@@ -90,7 +90,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (3, "moe_layer_end_index"),
     (
         LAYERS,
-        "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers layers max_window_layers",
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers layers max_window_layers",
     ),
     (
         512,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.model.modules import own_attention
 
 __all__ = ["Geometry", "check", "refusal"]
 
@@ -161,10 +162,18 @@ def check(model: Any, own_name: str) -> None:
     if sentence is not None:
         raise UnsupportedModel(sentence)
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"{type(model).__name__} does not declare that all of its attention comes from transformers' "
-            "AttentionInterface (_supports_attention_backend), which kvtailor needs"
-        )
+        # Not all families declare it whose attention can be replaced.
+        own = own_attention(model)
+        if own is None:
+            raise UnsupportedModel(
+                f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
+                "(past_key_values.update), so there is nothing that kvtailor could compress"
+            )
+        if own:
+            raise UnsupportedModel(
+                f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
+                "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"
+            )
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise UnsupportedModel(
@@ -174,13 +183,17 @@ def check(model: Any, own_name: str) -> None:
     text = config.get_text_config(decoder=True)
     # Some prefixes are read in both directions by a decoder; an encoder declares it itself.
     if getattr(text, "is_decoder", None) is False:
-        for module in model.modules():
-            own = getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
-            if own and getattr(module, "is_causal", True) is False:
-                raise UnsupportedModel(
-                    f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
-                    "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
-                )
+        causal = {
+            getattr(module, "is_causal", True)
+            for module in model.modules()
+            if getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
+        }
+        # A decoder's cross-attention is not causal either, beside its self-attention that is.
+        if causal == {False}:
+            raise UnsupportedModel(
+                f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
+                "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
+            )
     asked = text._attn_implementation
     if asked not in (None, "sdpa", "eager", own_name):
         raise UnsupportedModel(

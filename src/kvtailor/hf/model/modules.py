@@ -7,6 +7,7 @@ differ in how they pair the channels of a rotation and in how they lay out a pro
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Sequence
@@ -21,9 +22,11 @@ from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 
-__all__ = ["attention_modules", "rotation_of"]
+__all__ = ["attention_modules", "own_attention", "rotation_of"]
 
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+# What a layer calls to hand its new keys to a cache, under each name that transformers' families have for it.
+_READS_CACHE = re.compile(r"\b(past_key_values?|curr_past_key_values?|layer_past|cache|past)\.update\(")
 # Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
 _turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
@@ -38,6 +41,31 @@ def attention_modules(model: Any) -> list[torch.nn.Module]:
         if isinstance(index, int) and getattr(module, "config", text) is text and output_layer(module) is not None:
             found.setdefault(index, module)
     return [found[index] for index in sorted(found)]
+
+
+def own_attention(model: Any) -> list[str] | None:
+    """Which classes of a model read a cache and compute their attention themselves, instead of asking the interface.
+
+    The source of each class tells, as it does for transformers' own `set_attn_implementation`: an attention that can be
+    replaced looks its function up in `ALL_ATTENTION_FUNCTIONS`.
+
+    Returns:
+        The classes' names; empty where all that read a cache ask the interface; None where none reads one.
+    """
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    sources = {kind.__name__: _source(kind) for kind in kinds}
+    reading = {name: source for name, source in sources.items() if _READS_CACHE.search(source)}
+    if not reading:
+        return None
+    return [name for name, source in reading.items() if "ALL_ATTENTION_FUNCTIONS" not in source]
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        # Made while the program runs: there is no file to read.
+        return ""
 
 
 def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, head_dim: int) -> Rotation:
