@@ -13,6 +13,7 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.errors import PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
@@ -68,7 +69,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
     check_plan_softmax(parsed, list(known.values()), share)
     check_same_plan(parsed, share)
-    cache = KvCache(parsed, geometry, config, share=share)
+    cache = cache_class(config)(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if layer in known:
