@@ -29,10 +29,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     # A window on every layer would leave nothing to compress; most published weights have none.
     "mistral": {"sliding_window": None},
     # A scale of 1 on products of 16 channels makes a softmax that rounding alone moves.
+    "granite_swa": {"attention_multiplier": 0.25},
+    "granitemoe_swa": {"attention_multiplier": 0.25},
     "granite": {"attention_multiplier": 0.25},
     "granitemoe": {"attention_multiplier": 0.25},
     "granitemoeshared": {"attention_multiplier": 0.25},
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {
         **_MAMBA,
         "attention_multiplier": 0.25,
@@ -100,7 +102,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": _QWEN_OMNI,
     "qwen3_omni_moe_thinker": _QWEN_OMNI,
     "step3p5": {"sliding_window": 16},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    # The shared attention reads the embeddings beside the hidden states: twice the width.
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba": {
+        "attention_hidden_size": 128, "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    # transformers counts a decoder's layers of this family by its encoder's.
+    "blenderbot": {"encoder_layers": 4},
 }  # fmt: skip
 # Encoders by default; as a causal language model each is used with `is_decoder=True`.
 for _name in (

@@ -107,7 +107,9 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
         numbers["turn two"] = _compared(
             _next_turn(model, ours, turn, cache), _next_turn(model, own, turn, own.past), "turn two"
         )
-    del cache
+        plain_bytes = cache.ledger().total
+    # The model has its own attention back once no cache of ours is there.
+    del cache, ours
     padded, mask = _padded()
     try:
         own_padded = _generated(model, padded, mask)
@@ -121,7 +123,7 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
     if not _compressed(model):
         raise _Ends(WORKS, "every layer has a sliding window of the model's own: there is nothing to compress", "")
     _evicts(model, ids, own, numbers)
-    _encodes(model, ids, numbers)
+    _encodes(model, ids, numbers, plain_bytes)
     with _errors("its own cache afterwards"):
         if not torch.equal(_generated(model, ids, torch.ones_like(ids)).logits, own.logits):
             raise _Ends(DIFFERS, "the model's own generation is not what it was before", "its own cache afterwards")
@@ -147,15 +149,18 @@ def _evicts(model: Any, ids: Tensor, own: Generated, numbers: dict[str, float]) 
                 )
 
 
-def _encodes(model: Any, ids: Tensor, numbers: dict[str, float]) -> None:
+def _encodes(model: Any, ids: Tensor, numbers: dict[str, float], plain_bytes: int) -> None:
     with _errors(ENCODING):
         with _refusals(ENCODING, model):
             cache = kvtailor.cache_for(model, ENCODING)
-        _finite(_generated(model, ids, torch.ones_like(ids), cache), ENCODING)
-        ledger = cache.ledger()
-        numbers["encoded bytes"] = ledger.total / ledger.full
-        if not ledger.total < ledger.full:
-            raise _Ends(DIFFERS, f"{ledger.total} bytes are held, and {ledger.full} without compression", ENCODING)
+        found = _generated(model, ids, torch.ones_like(ids), cache)
+        _finite(found, ENCODING)
+        turn = torch.cat([found.tokens, _prompt(1, TURN, state=5)], 1)
+        _finite(_generated(model, turn, torch.ones_like(turn), cache, steps=4), ENCODING)
+        held = cache.ledger().total
+        numbers["encoded bytes"] = held / plain_bytes
+        if not held < plain_bytes:
+            raise _Ends(DIFFERS, f"{held} bytes are held, and {plain_bytes} under full", ENCODING)
 
 
 @dataclass

@@ -7,6 +7,7 @@ transformers' own; the mask is transformers' too. Nothing of kvtailor's attentio
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from typing import Any
 
@@ -36,8 +37,11 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> T
     """
     prompt = ids.shape[1]
     held = {layer: columns[:, :, :prompt] for layer, columns in held_columns(cache).items()}
-    modules = {id(m) for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "is_causal")}
-    masked = _Masked(held, len(cache.layers) if len(modules) < len(cache.layers) else None)
+    shapes = cache.geometry.shapes
+    # A layer that reads another one's keys sees what that one holds.
+    held |= {index: held[shape.reads] for index, shape in enumerate(shapes) if shape.reads in held}
+    keeping = [index for index, shape in enumerate(shapes) if shape.kv_heads]
+    masked = _Masked(held, keeping if _runs_several_times(model) else None)
     AttentionInterface.register(NAME, masked.attention)
     AttentionMaskInterface.register(NAME, eager_mask)
     own = copy.deepcopy(model)
@@ -58,16 +62,22 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> T
     return logits[:, : min(int(same.sum()) + 1, logits.shape[1])]
 
 
+def _runs_several_times(model: Any) -> bool:
+    """Whether modules of a model are called several times in a forward, each time for another layer of the cache."""
+    attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
+    return any({"cycle_offset", "layer_idx"} & set(inspect.signature(each.forward).parameters) for each in attentions)
+
+
 class _Masked:
     """Attention on a full cache.
 
     Args:
         held: by layer (b, h, n) bool.
-        in_turn: layers of the cache, where modules run several times in a forward and count them by their turn; None
-            where a module's `layer_idx` is its layer of the cache.
+        in_turn: the layers of the cache in the order in which a forward comes to them, where modules run several times;
+            None where a module's `layer_idx` is its layer of the cache.
     """
 
-    def __init__(self, held: dict[int, Tensor], in_turn: int | None):
+    def __init__(self, held: dict[int, Tensor], in_turn: list[int] | None):
         self.held, self.found_eager, self.in_turn, self.calls = held, True, in_turn, 0
 
     def attention(
@@ -78,10 +88,14 @@ class _Masked:
         if eager is None:
             self.found_eager = False
             eager = _plain
-        layer = getattr(module, "layer_idx", None) if self.in_turn is None else self.calls % self.in_turn
+        if self.in_turn is None:
+            layer = getattr(module, "layer_idx", None)
+        else:
+            layer = self.in_turn[self.calls % len(self.in_turn)]
         self.calls += 1
         held = self.held.get(layer)
-        if held is not None and query.shape[2] == 1:
+        # A forward of the prompt may read its last token alone in some layers; nothing is dropped then.
+        if held is not None and key.shape[2] > held.shape[-1]:
             # (b, h, n) of kv heads, or of one latent, to (b, q, 1, n + decoded)
             denied = ~held.repeat_interleave(query.shape[1] // held.shape[1], 1)[:, :, None]
             mask = torch.zeros((1, 1, 1, key.shape[2])) if mask is None else mask
