@@ -90,7 +90,10 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (3, "moe_layer_end_index"),
     (
         LAYERS,
-        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers layers max_window_layers",
+        """
+        num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers
+        num_encoder_layers layers max_window_layers
+        """,
     ),
     (
         512,
