@@ -7,9 +7,11 @@ differ in how they pair the channels of a rotation and in how they lay out a pro
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 
-__all__ = ["attention_modules", "modules_by_layer", "rotation_of"]
+__all__ = ["attention_modules", "modules_by_layer", "own_attention", "rotation_of"]
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+# What a layer calls to hand its new keys to a cache, under each name that transformers' families have for it.
+_READS_CACHE = re.compile(r"\b(past_key_values?|curr_past_key_values?|layer_past|cache|past)\.update\(")
 # Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
 _turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
@@ -59,6 +63,33 @@ def modules_by_layer(model: Any, *, attending: Collection[int] = ()) -> dict[int
 
 def _projects_keys(module: torch.nn.Module) -> bool:
     return any(isinstance(getattr(module, name, None), torch.nn.Module) for name in _KEY_PROJECTIONS)
+
+
+def own_attention(model: Any) -> list[str] | None:
+    """Which classes of a model read a cache and compute their attention themselves, instead of asking the interface.
+
+    The source of each class tells, as it does for transformers' own `set_attn_implementation`: an attention that can be
+    replaced looks its function up in `ALL_ATTENTION_FUNCTIONS`.
+
+    Returns:
+        The classes' names; empty where all that read a cache ask the interface; None where none reads one.
+    """
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    sources = {kind.__name__: _source(kind) for kind in kinds}
+    reading = {name: source for name, source in sources.items() if _READS_CACHE.search(source)}
+    if not reading:
+        return None
+    return [name for name, source in reading.items() if "ALL_ATTENTION_FUNCTIONS" not in source]
+
+
+def _source(kind: type) -> str:
+    """The source of a class and of those it derives from; of one that was made while the program runs there is none."""
+    found = []
+    for base in kind.__mro__:
+        if issubclass(base, torch.nn.Module) and base is not torch.nn.Module:
+            with suppress(OSError, TypeError):
+                found.append(inspect.getsource(base))
+    return "\n".join(found)
 
 
 def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, head_dim: int) -> Rotation:
