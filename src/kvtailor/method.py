@@ -29,6 +29,12 @@ class Method:
         splits_heads: it works where a process holds some of a layer's kv heads and others hold the rest: a head's
             result depends on that head alone, or the method meets the other heads through the `HeadShare` that it is
             given. What does not declare it is refused under tensor parallelism.
+        latent_refusal: why it is refused on layers that hold latents, a clause; None: it is right there. Such a layer
+            is one kv head with the queries of all heads, whose keys are [latent ; rotated key] and whose values are the
+            latents (`types.latent_attention`). A codec gets latents as keys and rotated keys as values, and what
+            attention reads must be what it decodes. An attention may get the heads that latents expand to instead, so
+            that it carries nothing from call to call. A merger must change latents alike in keys and in values. What a
+            class inherits does not count.
     """
 
     examples: ClassVar[tuple[str, ...]] = ()
@@ -36,6 +42,7 @@ class Method:
     old_names: ClassVar[Mapping[str, str]] = {}
     old_members: ClassVar[Mapping[str, str]] = {}
     splits_heads: ClassVar[bool] = False
+    latent_refusal: ClassVar[str | None] = "it does not declare that it is right on them"
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a class that goes on with a name of before: what it means by that would be passed over in silence.

@@ -47,6 +47,7 @@ class Coverage(Allocator):
     scope: ClassVar[str] = "prompt"
     examples: ClassVar[tuple[str, ...]] = ("coverage", "coverage(per_head=true)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not 0 < self.mass < 1:

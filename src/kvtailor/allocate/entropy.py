@@ -46,6 +46,7 @@ class Entropy(Allocator):
     scope: ClassVar[str] = "prompt"
     even_heads: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.window < 1:

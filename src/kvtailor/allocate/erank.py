@@ -72,6 +72,7 @@ class Erank(CalibratedMethod, Allocator):
     calibrates: ClassVar[str] = "erank"
     examples: ClassVar[tuple[str, ...]] = ("erank", "erank(static=true)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.file is not None and not self.static:

@@ -40,6 +40,7 @@ class Shuffled(LayersReordered, Allocator):
     state: int = 0
     examples: ClassVar[tuple[str, ...]] = ("shuffled(of=pyramid)", "shuffled(of=pooled, state=3)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def source(self, budgets: Tensor) -> Tensor:
         """One order for all rows."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction
+from kvtailor.engine.latent_reading import read_latents
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.observe import observe
 from kvtailor.engine.pending import Pending
@@ -220,7 +221,7 @@ class Engine:
 
     def read(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
         """Return the attention of the tokens that were appended last; see `attend`."""
-        parts = state.parts()
+        parts, latents = state.parts(), state.model.latents
         self.offload.prefetch(state.index)
         self._check_limit(state)
         request = AttentionRequest(
@@ -232,6 +233,8 @@ class Engine:
             real_queries=_real_queries(visible),
             context=self._context(state),
         )
+        if latents is not None:
+            return read_latents(self.plan.attend, request, latents)
         attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
@@ -266,7 +269,7 @@ class Engine:
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
-            request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
+            request = IndexRequest(parts=state.readable_parts(), visible=visible, context=self._context(state))
             state.observed.carry = self.plan.attend.index(request)
         if not state.clock.due:
             state.put_away()

@@ -22,6 +22,7 @@ from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
 from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
 from kvtailor.hf.guard import CacheGuard
+from kvtailor.hf.latent_layer import LatentLayer
 from kvtailor.hf.layers import CompressedLayer, WindowLayer
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
@@ -53,13 +54,17 @@ class KvCache(Cache):
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
         misfits = plan.misfits(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)
+        if getattr(config, "kv_lora_rank", None):
+            misfits += plan.latent_misfits()
         if misfits and geometry.compressed:
             raise PlanError(str(plan), misfits)
         self.plan, self.geometry, self.share = plan, geometry, share
         self.guard = guard = CacheGuard(plan, geometry, config, len(geometry.windows), share=share)
         states = iter(guard.engine.states)
         layers: list[Any] = [
-            CompressedLayer(guard, next(states), i) if window is None else WindowLayer(guard, i, sliding_window=window)
+            (LatentLayer if getattr(config, "kv_lora_rank", None) else CompressedLayer)(guard, next(states), i)
+            if window is None
+            else WindowLayer(guard, i, sliding_window=window)
             for i, window in enumerate(geometry.windows)
         ]
         super().__init__(layers=layers)

@@ -16,6 +16,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
+from kvtailor.hf.model.latents import LatentOutput, projections_of
 from kvtailor.hf.model.modules import attention_modules, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
@@ -74,6 +75,10 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     """Gives the layers what their plan needs of calibration files and of the model's own modules."""
     needs, geometry = cache.plan.needs, cache.geometry
     _calibrate(cache, model, devices)
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        modules = attention_modules(model)
+        for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
+            state.model.latents = projections_of(modules[layer])
     if not (needs.output or needs.rotation):
         return
     modules = attention_modules(model)
@@ -84,7 +89,11 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
         )
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if needs.output:
-            state.model.output = OutputProjection(modules[layer], cache.own_geometry.q_heads, geometry.head_dim)
+            state.model.output = (
+                OutputProjection(modules[layer], cache.own_geometry.q_heads, geometry.head_dim)
+                if state.model.latents is None
+                else LatentOutput(state.model.latents, modules[layer])
+            )
         if needs.rotation:
             state.model.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
 

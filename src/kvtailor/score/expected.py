@@ -50,6 +50,9 @@ class Expected(Scorer):
     value_norm: bool = True
     epsilon: float = 0.0
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
+    )
 
     def __post_init__(self) -> None:
         if self.future < 1:

@@ -45,6 +45,7 @@ class H2O(Scorer):
     normalise: bool = False
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.recent < 0:

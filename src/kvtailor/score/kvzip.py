@@ -49,6 +49,7 @@ class KVzip(Scorer):
     lead: int = 8
     sinks: int = 4
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

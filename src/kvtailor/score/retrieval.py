@@ -47,6 +47,7 @@ class Retrieval(Scorer):
     chunk: int = 8
     window: int = 1
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -53,6 +53,7 @@ class SnapKV(Scorer):
     pooling: Pooling = "average"
     reduce: Reduce = "mean"
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -70,8 +70,10 @@ class Geometry:
             compressed=tuple(i for i, window in enumerate(windows) if window is None),
             windows=windows,
             q_heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            kv_heads=1 if getattr(text, "kv_lora_rank", None) else getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=(text.kv_lora_rank + text.qk_rope_head_dim) // 2
+            if getattr(text, "kv_lora_rank", None)
+            else getattr(text, "head_dim", None) or text.hidden_size // heads,
             max_positions=getattr(text, "max_position_embeddings", None),
             model_type=text.model_type,
             layer_types=tuple(_layer_types(text)),
@@ -107,8 +109,6 @@ def refusal(config: Any) -> str | None:
     if differing or any(each != text.num_attention_heads for each in heads):
         what = ", ".join(differing) or "num_attention_heads_per_layer"
         return f"{name} has layers that differ in their shapes ({what}); kvtailor does not support that yet"
-    if getattr(text, "kv_lora_rank", None):
-        return f"{name} uses multi-head latent attention (MLA): its cache is a latent already, which is not supported"
     if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
         return (
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
