@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.ops.lanes.ragged import slots_of_part
-from kvtailor.ops.segments.latent_keys import joined
+from kvtailor.ops.segments.latent_keys import joined, parted
 from kvtailor.ops.segments.weighted import log_weight_of
 from kvtailor.types import Held, Needs, Segment, Visibility
 
-__all__ = ["view_held"]
+__all__ = ["stored_sides", "view_held"]
 
 
 def view_held(
@@ -89,6 +89,11 @@ def view_held(
         share=state.model.share,
     )
     return _with_memories(held, state, needs).meeting_others(), slots
+
+
+def stored_sides(state: LayerState, held: Held) -> tuple[Tensor, Tensor]:
+    """Return what a view shows, as the layer stores it: keys and values, or latents and rotated keys."""
+    return (held.keys, held.values) if state.model.latents is None else parted(held.keys, held.values)
 
 
 def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:

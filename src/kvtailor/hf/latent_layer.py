@@ -14,6 +14,7 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import expect
 from kvtailor.hf.layers import CompressedLayer
+from kvtailor.hf.mask import LazyMask
 from kvtailor.hf.model.latents import LatentProjections
 
 __all__ = ["LatentLayer"]
@@ -26,6 +27,7 @@ class LatentLayer(CompressedLayer):
     """One layer that holds latents in the place of keys and rotated keys in that of values."""
 
     _shown = 0
+    _ours: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes new latents (b, 1, t, r) and rotated keys (b, 1, t, e), and gives NaN for the module to expand."""
@@ -60,10 +62,25 @@ class LatentLayer(CompressedLayer):
                 f"layer {self.layer_idx} of this cache is used by another {type(module).__name__} than its projections "
                 "were read from; make a cache with kvtailor.cache_for once the model is as it shall be"
             )
+        # Of a forward that was broken off and one that uses no cache at all, the second may come to this place. Its keys
+        # are numbers where this layer gave NaN; on a device that shows only when waited for, in `attend`.
+        ours = torch.isnan(keys[:, :, -1:, :1]).any()
+        if keys.shape[2] != self._shown + 1 or (keys.device.type == "cpu" and not bool(ours)):
+            raise CacheMisuse(
+                f"the attention of layer {self.layer_idx} got {keys.shape[2]} keys of its own, and not what this cache "
+                "gave for it: a forward on the cache was broken off, and another without it has followed"
+            )
+        self._ours = ours
         if self._shown:
             assert self.arriving is not None
             latents, rotated = (states[:, 0, : self._shown] for states in self.arriving)
             projections.check(keys[:, :, :-1], values[:, :, :-1], latents, rotated)
+
+    def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
+        """See `CompressedLayer.attend`; (b, H, t, dv), and NaN where the keys were not those of this cache."""
+        output = super().attend(query, mask, scaling)
+        ours, self._ours = self._ours, None
+        return output if ours is None or output.device.type == "cpu" else output.masked_fill(~ours, float("nan"))
 
 
 def _with_nan(states: Tensor, tokens: int) -> Tensor:

@@ -41,7 +41,7 @@ class Queries:
     """The queries of one layer for one row.
 
     Attributes:
-        states: (q, t, d) float32, post-RoPE.
+        states: (q, t, d) float32, post-RoPE; those of the one kv head where the layer holds latents.
         scaling: factor before the softmax.
     """
 
@@ -53,7 +53,7 @@ def contents(cache: KvCache) -> list[Contents]:
     """Every compressed layer of a `KvCache` of one row, decoded; with the heads that other processes have."""
     found = []
     for state in cache.engine.states:
-        parts = state.parts()
+        parts = state.readable_parts()
         decoded = [part.decode() for part in parts]
         keys, values = (torch.zeros(state.heads, state.stored.seen, x.shape[-1]) for x in decoded[0])
         held = torch.zeros(state.heads, state.stored.seen, dtype=torch.bool)
@@ -74,8 +74,13 @@ def contents(cache: KvCache) -> list[Contents]:
 def queries_of(cache: KvCache) -> Iterator[list[Queries]]:
     """While it is open, the queries that come to the compressed layers of a `KvCache` are kept, in layer order."""
     kept: list[Queries] = []
+    latents = {
+        layer: state.model.latents for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True)
+    }
 
     def keep(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+        held = latents[layer]
+        query = query if held is None else held.absorbed(query)
         kept.append(Queries(cache.share.gather(query[0].float().cpu(), 0), scaling))
 
     with cache.guard.observed(keep):
