@@ -13,7 +13,9 @@ __all__ = ["RandomProjections"]
 class RandomProjections(LatentAttention):
     """Matrices (H, d', r) that make keys, (H, dv, r) that make values; `expands` forces one form of reading."""
 
-    def __init__(self, heads: int, nope: int, rope: int, value: int, rank: int, *, seed: int = 0, expands: bool = False):
+    def __init__(
+        self, heads: int, nope: int, rope: int, value: int, rank: int, *, seed: int = 0, expands: bool = False
+    ):
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.nope, self.rope, self.value, self.rank = heads, nope, rope, value, rank
         self.of_keys = torch.randn(heads, nope, rank, generator=generator) * rank**-0.5
