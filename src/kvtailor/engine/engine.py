@@ -7,7 +7,7 @@ does what follows. Prefill, every chunk of a chunked prefill, a later turn and d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.engine.encode_tail import encode_tail
-from kvtailor.engine.evict import Eviction
+from kvtailor.engine.evict import Eviction, no_bytes
 from kvtailor.engine.latent_reading import read_latents
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.observe import observe
@@ -35,7 +35,7 @@ class Engine:
     Args:
         plan: what to do.
         layers: how many layers of the model the plan compresses.
-        window_elements: elements of one row that the model's own sliding windows hold, on the other layers.
+        other_bytes, sizes: see `Eviction`.
 
     Attributes:
         states: what each compressed layer remembers.
@@ -45,7 +45,13 @@ class Engine:
         needs: the evidence that is gathered: what the plan's methods declare, and what `keep_queries` adds.
     """
 
-    def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
+    def __init__(
+        self,
+        plan: Plan,
+        layers: int,
+        other_bytes: Callable[[int], int] = no_bytes,
+        sizes: Sequence[tuple[int, int, int]] = (),
+    ):
         self.plan = plan
         self.needs = plan.needs
         self._groups = plan.encode.layer_groups(layers)
@@ -55,7 +61,7 @@ class Engine:
         self.switch = PhaseSwitch()
         self._taken: dict[int, int] = {}
         self._keeps_queries = self._takes_short_context = False
-        self.eviction = Eviction(plan, self.states, window_elements)
+        self.eviction = Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a deep copy, whose layers must know each other and not the originals."""

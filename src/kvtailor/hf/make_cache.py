@@ -17,7 +17,7 @@ from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.latents import LatentOutput, projections_of
-from kvtailor.hf.model.modules import attention_modules, rotation_of
+from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
 from kvtailor.hf.switch import switch
@@ -75,36 +75,35 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     """Gives the layers what their plan needs of calibration files and of the model's own modules."""
     needs, geometry = cache.plan.needs, cache.geometry
     _calibrate(cache, model, devices)
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
-        modules = attention_modules(model)
-        for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
-            state.model.latents = projections_of(modules[layer])
-    if not (needs.output or needs.rotation):
+    if not (needs.output or needs.rotation or geometry.has_latents):
         return
-    modules = attention_modules(model)
-    if len(modules) != geometry.layers:
+    modules = modules_by_layer(model)
+    missing = [layer for layer in geometry.compressed if layer not in modules]
+    if missing:
         raise UnsupportedModel(
-            f"the plan {cache.plan} reads the modules of {geometry.layers} attention layers, and this "
-            f"{geometry.model_type} shows {len(modules)}"
+            f"kvtailor has to read the modules of {len(geometry.compressed)} attention layers for the plan "
+            f"{cache.plan}, and this {geometry.model_type} does not show those of layers "
+            f"{', '.join(map(str, missing))}"
         )
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
-        if needs.output:
-            state.model.output = (
-                OutputProjection(modules[layer], cache.own_geometry.q_heads, geometry.head_dim)
-                if state.model.latents is None
-                else LatentOutput(state.model.latents, modules[layer])
-            )
+        shape = cache.own_geometry.shapes[layer]
+        if shape.latents:
+            state.model.latents = latents = projections_of(modules[layer])
+            state.model.output = LatentOutput(latents, modules[layer]) if needs.output else None
+        elif needs.output:
+            state.model.output = OutputProjection(modules[layer], shape.q_heads, shape.value_size)
         if needs.rotation:
-            state.model.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+            state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size)
 
 
 def layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:
     """Return the device of each layer of a model."""
-    modules = attention_modules(model)
-    if len(modules) != geometry.layers:
+    modules = modules_by_layer(model)
+    if any(layer not in modules for layer in geometry.compressed):
         # No module shows its layer: such a model is taken to be on one device.
         return [input_device(model)] * geometry.layers
-    return [runs_on(module) for module in modules]
+    elsewhere = input_device(model)
+    return [runs_on(modules[layer]) if layer in modules else elsewhere for layer in range(geometry.layers)]
 
 
 def _groups_apart(plan: Plan, devices: Sequence[torch.device]) -> list[str]:

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from tests.support.crossed import crossed
-from tests.support.seam.latent_zoo import LATENT_FAMILIES, LatentReference, build_latent, own_bytes
-from tests.support.seam.zoo import error, held_columns, prompts
 from transformers import DynamicCache
 
 import kvtailor
+from tests.support.crossed import crossed
+from tests.support.seam.latent_zoo import LATENT_FAMILIES, LatentReference, build_latent, own_bytes
+from tests.support.seam.zoo import error, held_columns, prompts
 
 MODES = {
     "greedy": {},

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.seam.model.test_adapters import Adapted
-from tests.seam.test_speculation import assert_same_state
-from tests.support.crossed import crossed
-from tests.support.seam.latent_zoo import LATENT_FAMILIES, LatentReference, build_latent, own_bytes
-from tests.support.seam.zoo import error, prompts
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 import kvtailor
 from kvtailor.hf.run.sharing import remake, sharing_prefill
+from tests.seam.model.test_adapters import Adapted
+from tests.seam.test_speculation import assert_same_state
+from tests.support.crossed import crossed
+from tests.support.seam.latent_zoo import LATENT_FAMILIES, LatentReference, build_latent, own_bytes
+from tests.support.seam.zoo import error, prompts
 
 PLANS = (
     "full",

@@ -15,7 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 from kvtailor.attend.contract import Attention, AttentionRequest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.hf.attention import HANDLE
-from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.types import Layout, PlainSegment, Segment, Visibility
 
 __all__ = ["FixedLayer", "Ring", "with_free_slots"]

@@ -18,7 +18,7 @@ from kvtailor.hf.model.devices import aligned, runs_on
 from kvtailor.hf.model.projection import OutputProjection
 from kvtailor.types.latent_attention import LatentAttention
 
-__all__ = ["LatentOutput", "LatentProjections", "holds_latents", "projections_of"]
+__all__ = ["LatentOutput", "LatentProjections", "projections_of"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Latents that are no rows of an identity matrix, on which what was found is checked.
@@ -26,7 +26,7 @@ _PROBES = 4
 _found: weakref.WeakKeyDictionary[nn.Module, LatentProjections] = weakref.WeakKeyDictionary()
 
 
-def holds_latents(module: nn.Module) -> bool:
+def _holds_latents(module: nn.Module) -> bool:
     """Return whether an attention module caches latents and expands them after its cache."""
     return callable(getattr(module, "expand_kv", None))
 
@@ -38,6 +38,12 @@ def projections_of(module: nn.Module) -> LatentProjections:
         UnsupportedModel: its expansion is not what multi-head latent attention does.
     """
     known = _found.get(module)
+    if known is None and not _holds_latents(module):
+        raise UnsupportedModel(
+            f"its configuration gives this model latents (kv_lora_rank), and its {type(module).__name__} has no "
+            "expand_kv that would make keys and values of what it caches; kvtailor supports transformers' own code of "
+            "multi-head latent attention"
+        )
     if known is None:
         known = _found[module] = LatentProjections(module)
     return known

@@ -18,6 +18,7 @@ from kvtailor.engine.phase import Compressing, Deferred
 from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.layers.of_cache import states_kept
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
@@ -134,8 +135,10 @@ def read(
                 if last_only:
                     logits = logits[-1:]
             for piece, new in passes:
+                restore = states_kept(cache.layers)
                 with engine.switch.reconstructing(piece):
                     fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
+                restore()
         if hold:
             rows, tokens = ids.shape
             engine.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import expect
-from kvtailor.hf.layers import CompressedLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.mask import LazyMask
 from kvtailor.hf.model.latents import LatentProjections
 
@@ -62,8 +62,8 @@ class LatentLayer(CompressedLayer):
                 f"layer {self.layer_idx} of this cache is used by another {type(module).__name__} than its projections "
                 "were read from; make a cache with kvtailor.cache_for once the model is as it shall be"
             )
-        # Of a forward that was broken off and one that uses no cache at all, the second may come to this place. Its keys
-        # are numbers where this layer gave NaN; on a device that shows only when waited for, in `attend`.
+        # After a forward that was broken off, one that uses no cache at all may come to this place. Its keys are numbers
+        # where this layer gave NaN, which is waited for on the CPU alone; see `attend`.
         ours = torch.isnan(keys[:, :, -1:, :1]).any()
         if keys.shape[2] != self._shown + 1 or (keys.device.type == "cpu" and not bool(ours)):
             raise CacheMisuse(
