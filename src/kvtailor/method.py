@@ -35,6 +35,10 @@ class Method:
             attention reads must be what it decodes. An attention may get the heads that latents expand to instead, so
             that it carries nothing from call to call. A merger must change latents alike in keys and in values. What a
             class inherits does not count.
+        knows_softcap: it is right for a model that caps its attention logits: what it computes of queries and keys goes
+            through the `Softmax` that it is given, or does not depend on the cap. What sees queries or attention and
+            does not declare it is refused for such a model.
+        knows_sinks: the same for a model with learned sinks, whose shares belong to no token.
     """
 
     examples: ClassVar[tuple[str, ...]] = ()
@@ -43,6 +47,8 @@ class Method:
     old_members: ClassVar[Mapping[str, str]] = {}
     splits_heads: ClassVar[bool] = False
     latent_refusal: ClassVar[str | None] = "it does not declare that it is right on them"
+    knows_softcap: ClassVar[bool] = False
+    knows_sinks: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a class that goes on with a name of before: what it means by that would be passed over in silence.

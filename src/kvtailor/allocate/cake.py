@@ -54,6 +54,8 @@ class Cake(Allocator):
     even_heads: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 2:

@@ -58,6 +58,8 @@ class Rolling(Attention):
     latent_refusal: ClassVar[str | None] = (
         "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
     )
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`.
@@ -73,7 +75,7 @@ class Rolling(Attention):
             rolled += pieces
             splits.append(split)
         counts = counting(query, request.want_mass, request.real_queries)
-        read = read_all(query, rolled, visible, request.scaling, counts)
+        read = read_all(query, rolled, visible, request.scaling, counts, request.softmax)
         mass = None if read.mass is None else _joined(splits, read.mass)
         return Attended(output=read.output, lse=read.lse, mass=mass)
 

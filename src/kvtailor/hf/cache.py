@@ -218,6 +218,12 @@ class KvCache(Cache):
         Raises:
             CacheMisuse: transformers' assisted decoding begins, and would not give the text of plain decoding.
         """
+        obstacle = self.geometry.taking_back_refusal()
+        if obstacle is not None:
+            raise CacheMisuse(
+                "asked to record forwards that a crop may take back (prompt lookup, assisted decoding), and "
+                f"{obstacle}: decode without it"
+            )
         prompt = prompt_of_caller()
         if prompt is not None:
             why = refusal(

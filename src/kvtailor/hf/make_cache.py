@@ -19,6 +19,7 @@ from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.latents import LatentOutput, projections_of
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
+from kvtailor.hf.model.softmax import check_plan_softmax, softmax_before
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
 from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
@@ -63,9 +64,16 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
         raise PlanError(str(parsed), faults)
     share = share_of(model, geometry)
     check_plan(parsed, geometry, share)
+    modules = modules_by_layer(model)
+    # Of a model whose modules do not show their layers, its first forward tells.
+    known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
+    check_plan_softmax(parsed, list(known.values()), share)
     check_same_plan(parsed, share)
     cache = KvCache(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
+    for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
+        if layer in known:
+            state.model.softmax = softmax_before(known[layer], share)
     _equip(cache, model, devices)
     cache.lease = switch(model, NAME)
     return cache

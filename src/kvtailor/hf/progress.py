@@ -59,7 +59,7 @@ class Alone:
         self.refusal = refusal
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Alone:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
         return Alone(self.refusal)
 
     def __enter__(self) -> None:

@@ -49,6 +49,8 @@ class CaM(Merger):
     window: int = 32
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = "it changes values and not keys, and a latent is both at once"
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.share < 1:

@@ -78,6 +78,8 @@ class ATSKV(CalibratedMethod, Scorer):
     latent_refusal: ClassVar[str | None] = (
         "it is calibrated head by head, and such a layer holds one latent for all heads"
     )
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,6 +50,8 @@ class KVzip(Scorer):
     sinks: int = 4
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -54,6 +54,8 @@ class SnapKV(Scorer):
     reduce: Reduce = "mean"
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -116,6 +118,7 @@ class SnapKV(Scorer):
             held.valid[:, head],
             held.scaling,
             None if held.log_weight is None else held.log_weight[:, head],
+            held.softmax_of(head),
         )
         if self.reduce == "max":
             return votes.amax(1)

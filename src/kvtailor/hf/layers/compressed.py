@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvtailor.attend.contract import Attended
 from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.pending import Reading
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
-from kvtailor.types import Visibility
+from kvtailor.types import Softmax, Visibility
 
 __all__ = ["CompressedLayer", "record_past_of_all"]
 
@@ -42,8 +45,12 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.guard, self.state, self.layer_idx = guard, state, layer_idx
         self.arriving: tuple[Tensor, Tensor] | None = None
-        self._module: weakref.ref[Any] | None = None
+        self._modules: dict[int, weakref.ref[Any]] = {}
         self._recorded_after = 0
+        # The layers of the model that read what this one holds, after its own attention, and what they have read.
+        self._readers = guard.geometry.readers.get(layer_idx, ())
+        self._read: list[tuple[Reading, Attended]] = []
+        self._repeated: tuple[Tensor, Tensor] | None = None
 
     @property
     def record_past(self) -> bool:
@@ -113,7 +120,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def check_model(self, module: torch.nn.Module) -> None:
         """Raises where another model's attention layer calls than the one that this layer belongs to."""
-        bound = None if self._module is None else self._module()
+        index = self._reading_layer(module)
+        known = self._modules.get(index)
+        bound = None if known is None else known()
         if bound is None:
             model = None if self.guard.model is None else self.guard.model()
             # Two models may share one configuration.
@@ -123,15 +132,44 @@ class CompressedLayer(CacheLayerMixin):
                     f"this cache was made for another model than the {type(module).__name__} that is using it; make "
                     "one for this model with kvtailor.cache_for(model, plan)"
                 )
-            self._module = weakref.ref(module)
+            self._modules[index] = weakref.ref(module)
         elif bound is not module:
-            raise CacheMisuse(
-                f"layer {self.layer_idx} of this cache is in use by another model; make a cache for each model"
-            )
+            raise CacheMisuse(f"layer {index} of this cache is in use by another model; make a cache for each model")
 
-    def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
-        """Attention of the new tokens (b, q, t, d) over what this layer holds, then what follows it. (b, q, t, dv)."""
+    def take_softmax(self, softmax: Softmax) -> None:
+        """Take what the model's softmax has besides the factor, before the attention of each forward.
+
+        Raises:
+            PlanError: a method of the plan does not know a softmax like it.
+        """
+        model, plan = self.state.model, self.guard.engine.plan
+        # Checked once: what a module hands over does not change its kind.
+        if not softmax.plain and model.softmax.plain and (faults := plan.softmax_faults(softmax)):
+            raise PlanError(str(plan), faults)
+        model.softmax = softmax
+
+    def _reading_layer(self, module: torch.nn.Module) -> int:
+        """The layer of the model to which a module that reads this layer belongs: this one, or one of its readers."""
+        index = getattr(module, "layer_idx", None) if self._readers else None
+        return index if index in self._readers and isinstance(index, int) else self.layer_idx
+
+    def attend(
+        self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float, module: torch.nn.Module | None = None
+    ) -> Tensor:
+        """Attention of new tokens (b, q, t, d) over what this layer holds, then what follows it. (b, q, t, dv).
+
+        Where other layers of the model read it as well, what follows waits for the last of them.
+
+        Args:
+            query: post-RoPE.
+            mask: of the model.
+            scaling: the model's own factor before the softmax.
+            module: of the model, that attends; None: of this very layer.
+        """
         guard, engine = self.guard, self.guard.engine
+        reader = self.layer_idx if module is None else self._reading_layer(module)
+        if reader != self.layer_idx:
+            return self._attend_for(reader, query, mask, scaling)
         guard.attention_begins(self.layer_idx)
         assert self.arriving is not None
         (keys, values), self.arriving = self.arriving, None
@@ -148,6 +186,7 @@ class CompressedLayer(CacheLayerMixin):
         guard.layer_changes(self.layer_idx)
         if reconstructing:
             output = engine.reconstruct(self.state, keys, values, query, visible, scaling)
+            self._repeated = (keys, values) if self._readers else None
         else:
             for observe in guard.observers:
                 observe(self.layer_idx, keys, values, query, visible, scaling)
@@ -180,13 +219,59 @@ class CompressedLayer(CacheLayerMixin):
         """Return the attention (b, q, t, dv) of the tokens that were appended last, once what follows it is done."""
         engine, state = self.guard.engine, self.state
         attended = engine.attend(state, query, visible, scaling)
-        engine.act(state, query, visible, attended)
+        if self._readers:
+            self._read = [(Reading(query=query, visible=visible, scaling=scaling, mass=attended.mass), attended)]
+        else:
+            engine.act(state, query, visible, attended)
         return attended.output
 
-    def _visible(self, query: Tensor, mask: LazyMask | Tensor | None) -> Visibility:
-        """What the new tokens may see, by the model's mask; raises where that does not fit what was seen."""
+    def _attend_for(self, reader: int, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
+        """Attention of another layer of the model over what this one holds; after the last of them, what follows.
+
+        Args:
+            reader: that layer.
+            query: (b, q, t, d), of all new tokens of the forward or of the last of them.
+            mask, scaling: see `attend`.
+        """
+        guard, engine, state = self.guard, self.guard.engine, self.state
+        guard.reading_begins(reader, self.layer_idx)
+        own = state.model.scaling
+        if scaling != own:
+            raise UnsupportedModel(
+                f"layer {reader} reads the keys of layer {self.layer_idx} and multiplies its logits with {scaling}, "
+                f"where that one has {own}; kvtailor supports shared keys for layers with one factor"
+            )
+        if self._repeated is not None:
+            visible = self._visible(query, mask, seen=state.stored.seen + self._repeated[0].shape[2])
+            output = engine.reconstruct(state, *self._repeated, query, visible, scaling)
+            if reader == self._readers[-1]:
+                self._repeated = None
+        else:
+            visible = self._visible(query, mask, seen=state.stored.seen)
+            first = self._read[0][1]
+            # What the attention carries along goes from one reader to the next.
+            state.observed.carry = self._read[-1][1].carry
+            attended = engine.attend(state, query, visible, scaling)
+            output = attended.output
+            self._read.append((Reading(query=query, visible=visible, scaling=scaling, mass=attended.mass), attended))
+            if reader == self._readers[-1]:
+                (own_reading, _), *others = self._read
+                self._read = []
+                last = replace(attended, output=first.output, mass=own_reading.mass)
+                engine.act(state, own_reading.query, own_reading.visible, last, [each for each, _ in others])
+        guard.layer_ends(reader)
+        return output
+
+    def _visible(self, query: Tensor, mask: LazyMask | Tensor | None, seen: int | None = None) -> Visibility:
+        """What the new tokens may see, by the model's mask; raises where that does not fit what was seen.
+
+        Args:
+            query: of the new tokens.
+            mask: of the model.
+            seen: tokens seen, the new ones included; None: the new ones come on top of what the layer has seen.
+        """
         new = query.shape[2]
-        seen = self.state.stored.seen + new
+        seen = self.state.stored.seen + new if seen is None else seen
         visible: Visibility
         if mask is None:
             visible = LazyMask.causal(query.shape[0], new, seen - new, query.device)
@@ -241,6 +326,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
+        self._read, self._repeated = [], None
         self.state.reset()
         self.arriving = None
         self.is_initialized = False

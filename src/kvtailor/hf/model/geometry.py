@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model.layer_shapes import LayerShape, has_indexer, layer_shapes, unknown_kinds
+from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 
@@ -77,6 +77,14 @@ class Geometry:
     def has_states(self) -> bool:
         """Whether layers keep linear-attention or convolution states."""
         return any(shape.states for shape in self.shapes)
+
+    def taking_back_refusal(self) -> str | None:
+        """Why the newest tokens of such a model cannot be taken back, as a clause; None where they can."""
+        if any(shape.states and not shape.convolution for shape in self.shapes):
+            return f"layers of this {self.model_type} keep recurrent states, out of which no token can be taken"
+        if self.readers:
+            return f"layers of this {self.model_type} read the keys of others, which kvtailor cannot take back yet"
+        return None
 
     @property
     def has_latents(self) -> bool:
@@ -175,8 +183,6 @@ def refusal(config: Any) -> str | None:
             f"{name} keeps no keys and values, only states of constant size (recurrent, convolutional), so its cache "
             "does not grow with the text and there is nothing to compress"
         )
-    if getattr(text, "attn_logit_softcapping", None):
-        return f"{name} caps its attention logits (softcapping); kvtailor does not support that yet"
     if text.model_type in _STATES_IN_MODULES:
         return (
             f"{name} keeps its recurrent states in the model's modules and not in the cache, so a cache of its own "

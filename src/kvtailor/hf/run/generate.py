@@ -134,6 +134,10 @@ def generate(
     if do_sample:
         rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=_shared(generator, model))
     small = model if draft is None else _loaded(draft, model)
+    for each in (model, small) if draft is not None or small_plan is not None else ():
+        obstacle = Geometry.of(each.config).taking_back_refusal()
+        if obstacle is not None:
+            raise UnsupportedModel(f"a draft may be rejected, and {obstacle}: leave draft and draft_plan out")
     device = input_device(model)
     ids, mask = input_ids.to(device), None
     if attention_mask is not None and not bool(attention_mask.all()):

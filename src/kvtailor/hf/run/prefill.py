@@ -137,7 +137,9 @@ def read(
             for piece, new in passes:
                 restore = states_kept(cache.layers)
                 with engine.switch.reconstructing(piece):
-                    fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
+                    # A model whose last layers read the keys of others feeds them the tokens with logits alone.
+                    keep = 0 if cache.geometry.readers else 1
+                    fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=keep)
                 restore()
         if hold:
             rows, tokens = ids.shape

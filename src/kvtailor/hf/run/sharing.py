@@ -51,10 +51,14 @@ def forget_queries(source: KvCache) -> None:
 
 @contextmanager
 def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None]:
-    """Inside, new caches of the same model take in what a new cache reads, each after its own plan."""
+    """Inside, new caches of the same model take in what a new cache reads, each after its own plan.
+
+    Only for drafts, so that no layer is read by others: see `Geometry.taking_back_refusal`.
+    """
 
     def take_in(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         for other in others:
+            other.layers[layer].take_softmax(source.layers[layer].state.model.softmax)
             other.layers[layer].prefill_shared(keys, values, query, visible, scaling)
 
     with ExitStack() as changes:
@@ -90,6 +94,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
         layer.lazy_initialization(*states)
         layer.state.append(*states, exactly=True)
         layer.state.model.scaling = state.model.scaling
+        layer.take_softmax(state.model.softmax)
         layer.state.clock.reindex = True
         wanted = cache.plan.needs.window
         if wanted and state.observed.evidence.queries is not None and state.observed.evidence.columns is not None:

@@ -56,6 +56,8 @@ class Pairs(Scorer):
     latent_refusal: ClassVar[str | None] = (
         "it prices merges that change values apart from keys, and a latent is both at once"
     )
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

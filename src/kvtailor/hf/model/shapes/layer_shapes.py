@@ -32,6 +32,7 @@ _KNOWN = frozenset(
         "DummyLayer",
     }
 )
+_CONVOLUTIONS_ALONE = frozenset({"inkling_text", "inkling2_text"})
 _WITHOUT_CACHE = frozenset({"moe", "mlp"})
 
 
@@ -46,6 +47,7 @@ class LayerShape:
         kv_heads: kv heads whose keys and values the layer keeps; 0 where it keeps none.
         key_size, value_size: of one head, in elements.
         states: linear-attention or convolution states of constant size that it keeps; 0 on most layers.
+        convolution: these states are the newest inputs of convolutions, which can be taken back, and none is recurrent.
         state_elements: elements of all of these for one row, those in the cache's dtype and those in float32; None
             where they are not known from the configuration.
         reads: the layer whose keys and values this one attends to, where it has none of its own.
@@ -60,6 +62,7 @@ class LayerShape:
     key_size: int = 0
     value_size: int = 0
     states: int = 0
+    convolution: bool = False
     state_elements: tuple[int, int] | None = None
     reads: int | None = None
     latents: bool = False
@@ -156,8 +159,9 @@ def _shape(config: Any, layer: Any, kind: str, index: int, reads: int | None) ->
         return LayerShape(kind=kind, q_heads=q_heads, reads=reads)
     states = layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0
     # A legacy type of a layer without a mixer ("moe", "mlp") has a cache layer in older releases, which stays empty.
+    convolution = bool(states) and (kind == "conv" or config.model_type in _CONVOLUTIONS_ALONE)
     if not isinstance(layer, DynamicLayer) or kind in _WITHOUT_CACHE:
-        return LayerShape(kind=kind, states=states)
+        return LayerShape(kind=kind, states=states, convolution=convolution)
     return LayerShape(
         kind=kind,
         window=layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None,
@@ -167,6 +171,7 @@ def _shape(config: Any, layer: Any, kind: str, index: int, reads: int | None) ->
         value_size=value_size,
         states=states,
         latents=_has_latents(config),
+        convolution=convolution,
     )
 
 
