@@ -62,8 +62,8 @@ class LatentLayer(CompressedLayer):
                 f"layer {self.layer_idx} of this cache is used by another {type(module).__name__} than its projections "
                 "were read from; make a cache with kvtailor.cache_for once the model is as it shall be"
             )
-        # After a forward that was broken off, one that uses no cache at all may come to this place. Its keys are numbers
-        # where this layer gave NaN, which is waited for on the CPU alone; see `attend`.
+        # After a forward that was broken off, one that uses no cache may come to this place. Its keys are numbers where
+        # this layer gave NaN, which is waited for on the CPU alone; see `attend`.
         ours = torch.isnan(keys[:, :, -1:, :1]).any()
         if keys.shape[2] != self._shown + 1 or (keys.device.type == "cpu" and not bool(ours)):
             raise CacheMisuse(
@@ -76,9 +76,11 @@ class LatentLayer(CompressedLayer):
             latents, rotated = (states[:, 0, : self._shown] for states in self.arriving)
             projections.check(keys[:, :, :-1], values[:, :, :-1], latents, rotated)
 
-    def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
+    def attend(
+        self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float, module: torch.nn.Module | None = None
+    ) -> Tensor:
         """See `CompressedLayer.attend`; (b, H, t, dv), and NaN where the keys were not those of this cache."""
-        output = super().attend(query, mask, scaling)
+        output = super().attend(query, mask, scaling, module)
         ours, self._ours = self._ours, None
         return output if ours is None or output.device.type == "cpu" else output.masked_fill(~ours, float("nan"))
 
