@@ -83,8 +83,8 @@ def expect(layer: Any) -> None:
     _EXPECTED.layer = weakref.ref(layer)
 
 
-def _expected(module: torch.nn.Module) -> Any:
-    """The layer that this thread expects, if the module is one of its model and of its place; else None."""
+def _expected(module: torch.nn.Module, key: Tensor) -> Any:
+    """The layer that this thread expects, if module and keys are those of its model and of its place; else None."""
     reference = _EXPECTED.layer
     layer = None if reference is None else reference()
     if layer is None or getattr(module, "config", None) is not layer.guard.config:
@@ -92,7 +92,7 @@ def _expected(module: torch.nn.Module) -> Any:
     if getattr(module, "layer_idx", None) != layer.layer_idx or not layer.guard.awaits_attention(layer.layer_idx):
         return None
     _EXPECTED.layer = None
-    return layer
+    return layer if layer.has_given(key) else None
 
 
 def attention(
@@ -119,7 +119,8 @@ def attention(
     Returns:
         (b, t, q, dv), and no attention weights.
     """
-    layer = getattr(key, HANDLE, None) or _expected(module)
+    expected = _expected(module, key)
+    layer = getattr(key, HANDLE, None) or expected
     if layer is None:
         for each in _COUNTED:
             each.attention_came(module, query, key)
@@ -137,7 +138,8 @@ def attention(
             )
         layer.check_model(module)
         layer.take_softmax(softmax)
-        layer.check_states(module, key, value)
+        if layer is expected:
+            layer.check_states(module, key, value)
     except (CacheMisuse, PlanError, UnsupportedModel):
         layer.refuse_forward()
         raise

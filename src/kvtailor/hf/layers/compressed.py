@@ -97,9 +97,6 @@ class CompressedLayer(CacheLayerMixin):
         setattr(nan, HANDLE, self)
         return nan, values.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, values.shape[-1])
 
-    def check_states(self, module: torch.nn.Module, keys: Tensor, values: Tensor) -> None:
-        """Raises where the attention got something else than what `update` gave, made as this layer expects."""
-
     def _check_shape(self, keys: Tensor, values: Tensor) -> None:
         """Raise where the first keys (b, h, t, d) and values are not of the heads and sizes that are expected."""
         guard, shape = self.guard, self.guard.geometry.shapes[self.layer_idx]

@@ -54,23 +54,25 @@ class LatentLayer(CompressedLayer):
             )
         return found
 
+    def has_given(self, keys: Tensor) -> bool:
+        """Whether keys (b, H, k, d) are made of what `update` gave, and not those of a forward without this cache.
+
+        Such a forward may come to this layer's module after one that was broken off.
+        """
+        if keys.shape[2] != self._shown + 1:
+            return False
+        self._ours = torch.isnan(keys[:, :, -1:, :1]).any()
+        # Elsewhere the answer would have to be waited for; `attend` uses it without.
+        return keys.device.type != "cpu" or bool(self._ours)
+
     def check_states(self, module: torch.nn.Module, keys: Tensor, values: Tensor) -> None:
-        """See `CompressedLayer.check_states`."""
+        """Raises where the attention got other keys (b, H, k, d) and values than this layer's module makes."""
         projections = self.projections
         if projections.module is not module:
             raise CacheMisuse(
                 f"layer {self.layer_idx} of this cache is used by another {type(module).__name__} than its projections "
                 "were read from; make a cache with kvtailor.cache_for once the model is as it shall be"
             )
-        # After a forward that was broken off, one that uses no cache may come to this place. Its keys are numbers where
-        # this layer gave NaN, which is waited for on the CPU alone; see `attend`.
-        ours = torch.isnan(keys[:, :, -1:, :1]).any()
-        if keys.shape[2] != self._shown + 1 or (keys.device.type == "cpu" and not bool(ours)):
-            raise CacheMisuse(
-                f"the attention of layer {self.layer_idx} got {keys.shape[2]} keys of its own, and not what this cache "
-                "gave for it: a forward on the cache was broken off, and another without it has followed"
-            )
-        self._ours = ours
         if self._shown:
             assert self.arriving is not None
             latents, rotated = (states[:, 0, : self._shown] for states in self.arriving)

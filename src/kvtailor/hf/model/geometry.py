@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_shapes, unknown_kinds
+from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 
@@ -162,7 +162,9 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder model; kvtailor compresses the cache of decoder-only models"
     text = config.get_text_config(decoder=True)
-    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+    # Where layers differ, the configuration of all refuses to be asked for what is one layer's.
+    layers = getattr(text, "num_hidden_layers", None)
+    if not layers or getattr(layer_config(text, 0), "num_attention_heads", None) is None:
         return (
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
             "recurrent, or made of several transformers, and kvtailor supports neither"
