@@ -221,7 +221,9 @@ def test_a_prompt_of_keys_and_values_of_unequal_sizes_is_read_by_the_fused_kerne
     """Whose scratch does not grow with the square of the prompt, as that of torch's other form does."""
     d, dv = sizes
     generator = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(2, h, 80, c, generator=generator).to(dtype) for h, c in ((6, d), (3, d), (3, dv)))
+    query, keys, values = (
+        torch.randn(2, h, 80, c, generator=generator).to(dtype) for h, c in ((6, d), (3, d), (3, dv))
+    )
     with torch.profiler.profile() as seen:
         found = causal(query, keys, values, 0.3)
     names = {event.key for event in seen.key_averages()}

@@ -11,17 +11,18 @@ import weakref
 import pytest
 import torch
 import transformers
-from tests.support.every_plan import every_plan
-from tests.support.seam.latent_zoo import LATENT_FAMILIES, build_latent
-from tests.support.seam.zoo import build, error, prompts
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvtailor
 from kvtailor.calibration.run import calibrate
 from kvtailor.errors import CacheMisuse, CalibrationError, KvtailorError, PlanError, UnsupportedModel
 from kvtailor.hf.graphs.replaying import Replays
+from kvtailor.hf.layers.latent import LatentLayer
 from kvtailor.hf.model.latents import projections_of
 from kvtailor.plan import Plan
+from tests.support.every_plan import every_plan
+from tests.support.seam.latent_zoo import LATENT_FAMILIES, build_latent
+from tests.support.seam.zoo import build, error, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
 
@@ -166,6 +167,17 @@ def test_a_forward_without_the_cache_after_one_that_was_broken_off(length: int, 
         model(ids, past_key_values=cache)
     cache.reset()
     assert error(model(ids, past_key_values=cache).logits, own(ids).logits) < 1e-5
+
+
+@torch.no_grad()
+def test_a_new_forward_forgets_what_a_broken_one_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where keys cannot be looked at without waiting for a device: the mask that begins a forward comes first."""
+    model, own = build_latent("deepseek_v3"), build_latent("deepseek_v3")
+    ids, cache = prompts((17,))[0], kvtailor.cache_for(model, "full")
+    broken_off(model, cache, prompts((17,), state=8)[0])
+    monkeypatch.setattr(LatentLayer, "has_given", lambda self, keys: True)
+    assert torch.equal(model(ids).logits, own(ids).logits)
+    assert cache.engine.states[0].stored.seen == 0
 
 
 @torch.no_grad()

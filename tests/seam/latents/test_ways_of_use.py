@@ -222,6 +222,23 @@ def test_a_budget_in_bytes_is_kept_and_used(plan: str) -> None:
     assert 0.8 * cache.plan.bytes < stored <= cache.plan.bytes
 
 
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+@torch.no_grad()
+def test_the_output_projection_of_latents_is_that_of_the_values_they_make(family: str) -> None:
+    """What critical weighs values by: each head's sum of latents, through its values and its rows of the projection."""
+    model = build_latent(family)
+    cache = kvtailor.cache_for(model, "critical(of=snapkv(window=6)) @ tokens=16")
+    modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    for state, module in zip(cache.engine.states, modules, strict=True):
+        weight = state.model.output()
+        latents = torch.randn(4, 36, generator=torch.Generator().manual_seed(2))
+        # (1, H, 4, dv) values of four latents; head j is given the latent j.
+        values = module.expand_kv(latents[None, None], torch.zeros(1, 1, 4, 8))[1]
+        own = torch.cat([values[0, head, head] for head in range(4)])
+        due = module.o_proj(own) - module.o_proj(torch.zeros_like(own))
+        assert error(torch.einsum("hr,hrd->d", latents, weight), due) < 1e-5
+
+
 @torch.no_grad()
 def test_adapters_and_changed_weights_count_at_once() -> None:
     """What the cache absorbs is the projection as it is now: adapted, switched off, scaled, or written over."""
