@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.modules import own_attention
-from kvtailor.hf.model.shapes.layer_shapes import LayerShape, layer_shapes, unknown_kinds
+from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 
@@ -95,6 +95,11 @@ class Geometry:
         return None
 
     @property
+    def has_latents(self) -> bool:
+        """Whether compressed layers keep latents (multi-head latent attention)."""
+        return any(shape.latents for shape in self.compressed_shapes)
+
+    @property
     def compressed_shapes(self) -> tuple[LayerShape, ...]:
         """The shapes of the compressed layers."""
         return tuple(self.shapes[index] for index in self.compressed)
@@ -165,12 +170,17 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder model; kvtailor compresses the cache of decoder-only models"
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
-        return f"{name} uses multi-head latent attention (MLA): its cache is a latent already, which is not supported"
-    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+    # Where layers differ, the configuration of all refuses to be asked for what is one layer's.
+    layers = getattr(text, "num_hidden_layers", None)
+    if not layers or getattr(layer_config(text, 0), "num_attention_heads", None) is None:
         return (
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
             "recurrent, or made of several transformers, and kvtailor supports neither"
+        )
+    if has_indexer(text):
+        return (
+            f"{name} lets an indexer choose the tokens that each query sees (sparse attention), by keys of its own "
+            "that it caches beside the others; kvtailor does not support that"
         )
     unknown = unknown_kinds(text)
     if unknown:
