@@ -22,6 +22,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.model.rope_deltas import RopeDeltas
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Visibility
 
@@ -114,6 +115,7 @@ class CacheGuard:
         engine: the engine and the state of the compressed layers.
         model: a weak reference to the model that the cache was made for; None where that is not known.
         observers: called at each compressed layer with what has come, before it changes what is held; see `Observer`.
+        rope: by how much images have shifted the positions of what follows them.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
     """
 
@@ -125,6 +127,7 @@ class CacheGuard:
             state.model.share = share
         self.observers: tuple[Observer, ...] = ()
         self.model: weakref.ref[Any] | None = None
+        self.rope = RopeDeltas()
         self._warned = False
         self.reset()
 
@@ -136,6 +139,7 @@ class CacheGuard:
     def reset(self) -> None:
         """Forgets what was seen, and what went wrong."""
         self.real: Tensor | None = None
+        self.rope.reset()
         self._alone = _Alone()
         self._undo: dict[int, Callable[[], object]] = {}
         # Replaced as a whole, never changed: an interrupt leaves either the old or the new.
@@ -289,6 +293,7 @@ class CacheGuard:
             return
         if visible.real is not None:
             self.real = visible.real.clone()
+        self.rope.forward_began(self.engine.states[0].rows, visible.first_column, visible.new_tokens)
         self._warn_of_positions(visible.first_column + visible.new_tokens)
 
     def _goes_on(self, layer: int, before: str, after: str) -> None:
@@ -334,6 +339,7 @@ class CacheGuard:
             return
         for undo in self._undo.values():
             undo()
+        self.rope.forward_never_was()
         self._undo, self._now = {}, None
 
     def _unfinished(self, now: _Progress) -> str:

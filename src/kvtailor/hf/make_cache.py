@@ -18,6 +18,7 @@ from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.modules import attention_modules, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
+from kvtailor.hf.model.rope_deltas import RopeDeltas
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
 from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
@@ -65,6 +66,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     check_same_plan(parsed, share)
     cache = KvCache(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
+    cache.guard.rope = RopeDeltas(model, turned_by=str(parsed) if cache.plan.needs.rotation else None)
     _equip(cache, model, devices)
     cache.lease = switch(model, NAME)
     return cache

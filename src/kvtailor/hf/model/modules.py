@@ -137,7 +137,8 @@ def _rotary(model: Any, module: torch.nn.Module) -> Any:
     # An adapter has the model that it wraps as its base model; the method belongs to that one.
     model = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
     base = getattr(model, "base_model", model)
-    for owner in (base, getattr(base, "decoder", None), getattr(base, "language_model", None), module):
+    parts = (getattr(base, name, None) for name in ("decoder", "language_model", "text_model"))
+    for owner in (base, *parts, module):
         found = getattr(owner, "rotary_emb", None)
         if found is not None:
             return found
