@@ -18,6 +18,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
+from kvtailor.hf.model.projection import check_projections
 from kvtailor.types import Visibility
 
 __all__ = ["CompressedLayer", "WindowLayer"]
@@ -121,6 +122,8 @@ class CompressedLayer(CacheLayerMixin):
             raise CacheMisuse(
                 f"layer {self.layer_idx} of this cache is in use by another model; make a cache for each model"
             )
+        if self.layer_idx == self.guard.geometry.compressed[0]:
+            check_projections(state.model.output for state in self.guard.engine.states)
 
     def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
         """Attention of the new tokens (b, q, t, d) over what this layer holds, then what follows it. (b, q, t, dv)."""

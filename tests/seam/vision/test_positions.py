@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import CacheMisuse, UnsupportedModel
 from tests.seam.vision.test_identity import apart, generated, inputs_of_turn_two
 from tests.support.seam.vision import MROPE, ROWS, build, prompt, turn_two
 from tests.support.seam.zoo import error
@@ -117,9 +117,12 @@ def test_a_later_image_without_positions_warns() -> None:
 @pytest.mark.parametrize("plan", ["expected @ tokens=20", "position + rolling @ tokens=16, slack=3", "kvquant4"])
 def test_plans_that_turn_by_columns_refuse_images(plan: str) -> None:
     model, first = build("qwen2_vl"), prompt("qwen2_vl", ROWS[:1])
+    try:
+        cache = kvtailor.cache_for(model, plan)
+    except UnsupportedModel as error:
+        pytest.skip(f"before transformers 5.23 such a plan is refused for this model altogether: {error}")
     with pytest.raises(CacheMisuse, match=r"position of three axes \(M-RoPE\)"):
         generated(model, kvtailor.cache_for(model, plan), first.inputs())
-    cache = kvtailor.cache_for(model, plan)
     with pytest.raises(CacheMisuse, match=r"position of three axes \(M-RoPE\)"):
         model(**first.inputs(), past_key_values=cache)
     # Nothing was fed, and text is taken.

@@ -67,7 +67,12 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             "whose angles depend on the length of the text"
         )
     device = runs_on(module)
-    cos, sin = (each.to(device) for each in _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type))
+    try:
+        angles = _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type)
+    except IndexError as error:
+        # Before transformers 5.23 some of these take positions of three axes alone.
+        raise _not_understood(name) from error
+    cos, sin = (each.to(device) for each in angles)
     for interleaved in (False, True):
         frequencies = _frequencies(cos, sin, interleaved)
         if frequencies is None:
@@ -81,7 +86,11 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             if exact is not None and exact.shape == frequencies.shape and torch.allclose(exact, frequencies, atol=1e-4):
                 rotation = Rotation(frequencies=exact, interleaved=interleaved)
             return rotation
-    raise UnsupportedModel(
+    raise _not_understood(name)
+
+
+def _not_understood(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
         f"the plan turns queries or keys by positions, and what {name} does with its rotary embedding is not understood"
     )
 
