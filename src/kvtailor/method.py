@@ -29,6 +29,10 @@ class Method:
         splits_heads: it works where a process holds some of a layer's kv heads and others hold the rest: a head's
             result depends on that head alone, or the method meets the other heads through the `HeadShare` that it is
             given. What does not declare it is refused under tensor parallelism.
+        knows_softcap: it is right for a model that caps its attention logits: what it computes of queries and keys goes
+            through the `Softmax` that it is given, or does not depend on the cap. What sees queries or attention and
+            does not declare it is refused for such a model.
+        knows_sinks: the same for a model with learned sinks, whose shares belong to no token.
     """
 
     examples: ClassVar[tuple[str, ...]] = ()
@@ -36,6 +40,8 @@ class Method:
     old_names: ClassVar[Mapping[str, str]] = {}
     old_members: ClassVar[Mapping[str, str]] = {}
     splits_heads: ClassVar[bool] = False
+    knows_softcap: ClassVar[bool] = False
+    knows_sinks: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a class that goes on with a name of before: what it means by that would be passed over in silence.

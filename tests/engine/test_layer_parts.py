@@ -21,6 +21,7 @@ LEFT_OUT = {
     "Clock": {"due": "nothing is due between two forwards", "reindex": "likewise"},
     "ModelPart": {
         "output": "the model's",
+        "softmax": "the model's",
         "rotation": "the model's",
         "calibration": "a file",
         "encoding": "a file",

@@ -40,6 +40,7 @@ class AdaKV(Allocator):
 
     floor: float = 0.2
     needs_scores: ClassVar[bool] = True
+    even_layers: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -53,6 +53,8 @@ class Cake(Allocator):
     scope: ClassVar[str] = "progressive"
     even_heads: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 2:

@@ -8,9 +8,9 @@ its attention, and budgets are split by the mean of these counts.
 
 *Source*: our own; the question that budgets by rank or by entropy answer indirectly.
 
-*Departs*: nothing known. Counts are averaged over queries as they are, so a query that attends to many tokens counts
-for more than one that attends to few. The budget that is split includes what a scorer always keeps. When tokens are
-evicted again, counts are of the attention to what is held.
+*Departs*: nothing known. What a learned sink gets is covered without a token. Counts are averaged over queries as they
+are, so a query that attends to many tokens counts for more than one that attends to few. The budget that is split
+includes what a scorer always keeps. When tokens are evicted again, counts are of the attention to what is held.
 
 *Cost*: the last `window` queries, and waiting for all layers; time O(q * window * n * (d + log n)), scratch float32
 (g * window, n), one row and kv head at a time.
@@ -19,6 +19,7 @@ evicted again, counts are of the attention to what is held.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -47,6 +48,8 @@ class Coverage(Allocator):
     scope: ClassVar[str] = "prompt"
     examples: ClassVar[tuple[str, ...]] = ("coverage", "coverage(per_head=true)")
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.mass < 1:
@@ -64,7 +67,7 @@ class Coverage(Allocator):
 
     def measure(self, held: Held) -> Tensor:
         """(b,) float32 from 1 to n: tokens needed, mean over queries and heads; with `per_head` (b, h), over groups."""
-        counts = window_means(held, self._counts)
+        counts = window_means(held, partial(self._counts, sinks=held.softmax.sinks is not None))
         counts = held.share.gather(counts, 1)
         return counts if self.per_head else counts.mean(-1)
 
@@ -84,8 +87,10 @@ class Coverage(Allocator):
         """g w n (2 d + 5): for each query and token 2 d for the logit, 4 for the softmax, 1 for the running sum."""
         return group * min(self.window, tokens) * tokens * (2 * size + 5)
 
-    def _counts(self, rows: Tensor) -> Tensor:
+    def _counts(self, rows: Tensor, *, sinks: bool) -> Tensor:
         """(v,) float32: how many of the largest probabilities of each row (v, n) it takes to reach the mass."""
         reached = rows.sort(dim=-1, descending=True).values.cumsum(-1)
+        if sinks:
+            reached += (1 - rows.sum(-1, keepdim=True)).clamp_min(0.0)
         # What float32 sums to may stay below the mass of a row whose every token is needed.
         return ((reached < self.mass).sum(-1) + 1).clamp_max(rows.shape[-1]).float()

@@ -9,10 +9,10 @@ entropy H itself as one of two factors; Roy and Vetterli take the same exponenti
 
 *Source*: our own.
 
-*Departs*: nothing known. exp(H) and not H, because budgets count tokens: twice as many tokens at the same attention
-each are twice the number, and only a constant more entropy. The mean is taken after the exponential, so that heads add
-up as their tokens do. The budget that is split includes what a scorer always keeps. When tokens are evicted again, the
-entropies are of the attention to what is held.
+*Departs*: nothing known. A learned sink's share counts as attention to no token. exp(H) and not H, because budgets
+count tokens: twice as many tokens at the same attention each are twice the number, and only a constant more entropy.
+The mean is taken after the exponential, so that heads add up as their tokens do. The budget that is split includes what
+a scorer always keeps. When tokens are evicted again, the entropies are of the attention to what is held.
 
 *Cost*: the last `window` queries, and waiting for all layers; time O(q * window * n * d), scratch float32
 (g * window, n), one row and kv head at a time.
@@ -46,6 +46,8 @@ class Entropy(Allocator):
     scope: ClassVar[str] = "prompt"
     even_heads: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

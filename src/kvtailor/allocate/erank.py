@@ -72,6 +72,8 @@ class Erank(CalibratedMethod, Allocator):
     calibrates: ClassVar[str] = "erank"
     examples: ClassVar[tuple[str, ...]] = ("erank", "erank(static=true)")
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.file is not None and not self.static:

@@ -40,6 +40,8 @@ class Shuffled(LayersReordered, Allocator):
     state: int = 0
     examples: ClassVar[tuple[str, ...]] = ("shuffled(of=pyramid)", "shuffled(of=pooled, state=3)")
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def source(self, budgets: Tensor) -> Tensor:
         """One order for all rows."""

@@ -31,6 +31,7 @@ class Uniform(Allocator):
     """Equal shares for layers, and for the heads of a layer."""
 
     even_heads: ClassVar[bool] = True
+    even_layers: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
 
     def allocate(self, request: BudgetRequest) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from kvtailor.method import Method
-from kvtailor.types import ALL_HEADS, HeadShare, Rotation, Segment, Visibility
+from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, Rotation, Segment, Softmax, Visibility
 
 __all__ = ["Attended", "Attention", "AttentionContext", "AttentionRequest", "FlopsRequest", "IndexRequest"]
 
@@ -68,6 +68,7 @@ class AttentionRequest:
         visible: which columns each query may see.
         scaling: the model's own factor before the softmax.
         want_mass: also give `Attended.mass`.
+        softmax: what the model's softmax has besides `scaling`.
         real_queries: (b, t) bool: queries that are not padding, the only ones that count for the mass; None: all.
         context: of the layer.
     """
@@ -79,6 +80,7 @@ class AttentionRequest:
     want_mass: bool = False
     real_queries: Tensor | None = None
     context: AttentionContext = field(default_factory=AttentionContext)
+    softmax: Softmax = PLAIN_SOFTMAX
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ pages with the highest bounds are read, the rest is not; nothing is evicted, so 
 greatest bound of any of them. The newest tokens, which have no bounds yet, are always read and do not count for the
 budget (the paper counts the page of the newest). The first `dense_layers` of the layers that a plan compresses read
 everything, as the paper's first 2 do; layers with the model's own window are not counted. Their bounds are held all the
-same. More than one new token at a time reads everything, as the paper's prompt does.
+same. A cap grows with the logit and sinks are the same for all pages, so pages stand in one order with and without
+them. More than one new token at a time reads everything, as the paper's prompt does.
 *Cost* Reads 2 / page of the keys for the bounds, and the chosen tokens, which it copies unless a kernel reads pages in
 place. Saves no memory.
 """
@@ -99,6 +100,8 @@ class Quest(Attention):
     least: int = 3
     dense_layers: int = 2
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.least < 1:
@@ -116,16 +119,17 @@ class Quest(Attention):
             CacheMisuse: mass was asked for.
         """
         query, parts, visible, scaling = request.query, request.parts, request.visible, request.scaling
+        softmax = request.softmax
         if request.want_mass:
             raise CacheMisuse("quest reads a part of the cache and knows no attention mass; use attend=segments")
         paged = [part for part in parts if _is_paged(part)]
         if query.shape[2] > 1 or request.context.deferred or not paged or request.context.layer < self.dense_layers:
-            read = read_all(query, parts, visible, scaling)
+            read = read_all(query, parts, visible, scaling, softmax=softmax)
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
         chosen = self._choose(query, paged, visible, newest=_is_paged(parts[-1]))
         # A kernel reads chosen pages where they lie; else they are copied into lanes, and read with what has no pages.
-        found = _in_place(query.reshape(b * heads, -1, 1, query.shape[-1]), chosen, scaling)
+        found = _in_place(query.reshape(b * heads, -1, 1, query.shape[-1]), chosen, scaling, softmax.softcap)
         lanes, count = [] if found else [_copied(chosen)], chosen.tokens
         for part in parts:
             if not _is_paged(part):
@@ -135,7 +139,7 @@ class Quest(Attention):
                 shape = (part.layout.lanes, 1, part.layout.size)
                 each = torch.ones(shape, device=device) if seen is None else seen.expand(shape)
                 count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))
-        read = read_lanes(query, heads, lanes, scaling, found=found)
+        read = read_lanes(query, heads, lanes, scaling, found=found, softmax=softmax)
         return Attended(output=read.output, lse=read.lse, tokens_read=count.view(b, heads))
 
     def flops(self, request: FlopsRequest) -> int:
@@ -198,7 +202,7 @@ def _copied(chosen: _Chosen) -> Lanes:
     return Lanes(keys=keys.flatten(1, 2), values=values.flatten(1, 2), visible=seen.flatten(1)[:, None])
 
 
-def _in_place(query: Tensor, chosen: _Chosen, scaling: float) -> list[tuple[Tensor, Tensor]]:
+def _in_place(query: Tensor, chosen: _Chosen, scaling: float, softcap: float | None) -> list[tuple[Tensor, Tensor]]:
     """Out and log-sum-exp of a query (b * h, g, 1, d) over the chosen pages of each part; none where nothing can."""
     found = []
     for part, pages, here, place in zip(chosen.parts, chosen.pages, chosen.here, chosen.places, strict=True):
@@ -222,6 +226,7 @@ def _in_place(query: Tensor, chosen: _Chosen, scaling: float) -> list[tuple[Tens
                 table.to(torch.int32),
                 part.page,
                 scaling=scaling,
+                softcap=softcap,
                 owner=None if part.layout.owner is None else part.layout.owner.to(query.device),
                 visible=None if pages.seen is None else pages.seen[:, None],
             )

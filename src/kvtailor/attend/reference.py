@@ -30,6 +30,8 @@ class Reference(Attention):
     gives_mass: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""
@@ -63,6 +65,7 @@ class Reference(Attention):
                     mask[:, None],
                     request.scaling,
                     added,
+                    request.softmax.of_heads(head * group, group),
                 )
                 output[row, heads], lse[row, heads] = out[0].to(query.dtype), sums[0].float()
                 received = torch.einsum("gtn,t->n", weights[0, 0], real[row].to(weights.dtype)).float()

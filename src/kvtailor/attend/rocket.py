@@ -74,6 +74,8 @@ class Rocket(Attention):
     window: int = 32
     kernel: int = 63
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens < 2:
@@ -99,7 +101,7 @@ class Rocket(Attention):
         if request.want_mass:
             raise CacheMisuse("rocket reads a part of the cache and knows no attention mass; use attend=segments")
         if query.shape[2] > 1 or request.context.deferred:
-            read = read_all(query, parts, visible, scaling)
+            read = read_all(query, parts, visible, scaling, softmax=request.softmax)
             carry = self._choose(request) if self.turns else {}
             return Attended(output=read.output, lse=read.lse, carry=carry)
         carry = {name: tensor for name, tensor in request.context.carry.items() if name != "queries"}
@@ -108,7 +110,7 @@ class Rocket(Attention):
             # It is found from the heads of all processes, so all of them go on to find it, or none does.
             few = request.context.share.all(few)
         if few:
-            read = read_all(query, parts, visible, scaling)
+            read = read_all(query, parts, visible, scaling, softmax=request.softmax)
             return Attended(output=read.output, lse=read.lse, carry=carry)
         return self._attend_some(request, carry)
 
@@ -173,7 +175,7 @@ class Rocket(Attention):
         keys = [k for k, _ in states]
         rows = _candidates(rows_of(parts, visible.real, device), carry)
         if not rows.columns.shape[1]:
-            read = read_all(query, parts, visible, scaling)
+            read = read_all(query, parts, visible, scaling, softmax=request.softmax)
             return Attended(output=read.output, lse=read.lse, carry=carry)
         if "capacity" not in carry or not _is_of(carry, rows):
             carry = self._indexed(rows, keys, b, carry, request.context.share)
@@ -185,8 +187,9 @@ class Rocket(Attention):
         rows_of_query = query.reshape(b * heads, -1, query.shape[-1])
         bounds = carry["bounds"].flatten(0, 1) if "bounds" in carry else None
         scores = promised(
-            rows_of_query, keys, rows, scaling, bounds=bounds, size=chunk, covered=covered, channels=channels
-        )
+            rows_of_query, keys, rows, scaling, bounds=bounds, size=chunk, covered=covered, channels=channels,
+            softmax=request.softmax, sinks=request.softmax.sink_rows(b, heads),
+        )  # fmt: skip
         seen = rows.valid()
         if not visible.causal_only:
             row = torch.arange(b, device=device).repeat_interleave(heads)
@@ -199,7 +202,7 @@ class Rocket(Attention):
         lanes = Lanes(
             keys=gather(keys, address), values=gather([v for _, v in states], address), visible=chosen[:, None]
         )
-        read = read_lanes(query, heads, [lanes], scaling)
+        read = read_lanes(query, heads, [lanes], scaling, softmax=request.softmax)
         return Attended(output=read.output, lse=read.lse, tokens_read=chosen.sum(1).view(b, heads), carry=carry)
 
     def _choose(self, request: AttentionRequest) -> Mapping[str, Tensor]:
@@ -225,6 +228,7 @@ class Rocket(Attention):
                     positions[:, head],
                     valid[:, head],
                     request.scaling,
+                    softmax=request.softmax.of_heads(head * q // heads, q // heads),
                 ).sum(1)
                 for head in range(heads)
             ],

@@ -55,6 +55,8 @@ class Rolling(Attention):
     needs_rotation: ClassVar[bool] = True
     in_cache_positions: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`.
@@ -70,7 +72,7 @@ class Rolling(Attention):
             rolled += pieces
             splits.append(split)
         counts = counting(query, request.want_mass, request.real_queries)
-        read = read_all(query, rolled, visible, request.scaling, counts)
+        read = read_all(query, rolled, visible, request.scaling, counts, request.softmax)
         mass = None if read.mass is None else _joined(splits, read.mass)
         return Attended(output=read.output, lse=read.lse, mass=mass)
 

@@ -33,11 +33,13 @@ class Segments(Attention):
     weighs_tokens: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""
         counts = counting(request.query, request.want_mass, request.real_queries)
-        read = read_all(request.query, request.parts, request.visible, request.scaling, counts)
+        read = read_all(request.query, request.parts, request.visible, request.scaling, counts, request.softmax)
         return Attended(output=read.output, lse=read.lse, mass=read.mass)
 
     def flops(self, request: FlopsRequest) -> int:

@@ -8,7 +8,7 @@ recent = its recent tokens.
 *Source* The paper; kvtailor's own code.
 *Departs* A group's query heads count together, as one longer window. Decoded tokens are encoded too, each block with
 channels of its own, where the paper leaves them as they are. Keys are read with zeros in place, where the paper drops
-the query's channels.
+the query's channels. Channels are ranked by products before any cap on logits.
 *Cost* keep of the keys' bytes, so (1 + keep) / 2 of the cache, and 1 byte for each channel that stays and 128 tokens;
 `window` queries of each query head.
 """
@@ -85,6 +85,8 @@ class Channels(Codec):
     block_size: int = 128
     _lengths: Tensor | None = field(init=False, repr=False, compare=False, default=None)
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:

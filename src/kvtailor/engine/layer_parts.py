@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtailor.ops.segments.coded import under
 from kvtailor.store.recent_window import Tail
-from kvtailor.types import ALL_HEADS, HeadShare, Rotation, Segment
+from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, Rotation, Segment, Softmax
 from kvtailor.types.evidence import Evidence
 
 __all__ = ["Clock", "ModelPart", "Observed", "Stored", "whole_number"]
@@ -169,6 +169,7 @@ class ModelPart:
 
     Attributes:
         scaling: the model's own factor before the softmax.
+        softmax: what its softmax has besides, as the newest forward told it; a saved cache has none of it.
         output: gives the layer's own output projection, (q, dv, D), as it is now; for plans that need it.
         rotation: the layer's rotary embedding, for plans that need it.
         calibration: this layer's tensors of the scorer's calibration file.
@@ -177,6 +178,7 @@ class ModelPart:
     """
 
     scaling: float = 1.0
+    softmax: Softmax = PLAIN_SOFTMAX
     output: Callable[[], Tensor] | None = None
     rotation: Rotation | None = None
     calibration: Mapping[str, Tensor] | None = None

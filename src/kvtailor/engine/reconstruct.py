@@ -17,7 +17,7 @@ from kvtailor.attend.contract import AttentionRequest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.plan import registry
 from kvtailor.plan.registry import Attention
-from kvtailor.types import PlainSegment, Visibility
+from kvtailor.types import PlainSegment, Softmax, Visibility
 
 __all__ = ["ReconstructionPass"]
 
@@ -68,13 +68,20 @@ class ReconstructionPass:
         for row, columns in enumerate(self.columns):
             if columns.numel():
                 mine = keys.unflatten(0, (state.rows, state.heads))[row]
-                best = self._looked_at(row, mine, query[row], visible, scaling)
-                state.observed.reconstruction[row, :, columns.to(best.device)] = best
+                best = self._looked_at(row, mine, query[row], visible, scaling, state.model.softmax)
+                place = columns.to(best.device)
+                # Several modules may read one layer, each with queries of its own.
+                known = state.observed.reconstruction[row, :, place]
+                state.observed.reconstruction[row, :, place] = torch.maximum(known, best)
         exact = registry.method_of("attend", registry.null("attend"))
         assert isinstance(exact, Attention)
-        return exact.attend(AttentionRequest(query=query, parts=[whole], visible=visible, scaling=scaling)).output
+        return exact.attend(
+            AttentionRequest(query=query, parts=[whole], visible=visible, scaling=scaling, softmax=state.model.softmax)
+        ).output
 
-    def _looked_at(self, row: int, keys: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
+    def _looked_at(
+        self, row: int, keys: Tensor, query: Tensor, visible: Visibility, scaling: float, softmax: Softmax
+    ) -> Tensor:
         """(h, k) float32: the highest probability that a new token of this row gives to each of its piece.
 
         Args:
@@ -92,11 +99,15 @@ class ReconstructionPass:
         step = max(1, _SCRATCH // (query.shape[0] * shared.shape[-1]))
         for first in range(0, new, step):
             some = grouped[:, :, first : first + step].float() * scaling
-            logits = (some.flatten(1, 2) @ shared).unflatten(1, some.shape[1:3])
+            logits = softmax.cap_((some.flatten(1, 2) @ shared).unflatten(1, some.shape[1:3]))
             # What stands before the new tokens is real and earlier, so each of them sees it.
             sees = visible.at(torch.tensor([row], device=device), own[None], first, first + step)[0]
             logits[..., before.numel() :].masked_fill_(~sees, -torch.inf)
-            given = logits[..., before.numel() - piece.numel() : before.numel()] - logits.logsumexp(-1, keepdim=True)
+            total = logits.logsumexp(-1, keepdim=True)
+            if softmax.sinks is not None:
+                # (h, g, t', 1): a sink is one more logit of each query head.
+                total = torch.logaddexp(total, softmax.sinks.view(heads, -1, 1, 1).expand_as(total))
+            given = logits[..., before.numel() - piece.numel() : before.numel()] - total
             given = given.masked_fill_(~real[first : first + step, None], -torch.inf)
             best = torch.maximum(best, given.amax((1, 2)))
         return best.exp()

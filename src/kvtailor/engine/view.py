@@ -81,6 +81,7 @@ def view_held(
         rotation=state.model.rotation if needs.rotation else None,
         calibration=state.model.calibration,
         log_weight=log_weight,
+        softmax=state.model.softmax,
         share=state.model.share,
     )
     return _with_memories(held, state, needs).meeting_others(), slots

@@ -17,8 +17,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.mask import LazyMask, lazy_mask
+from kvtailor.hf.model.own_layers import own_attention
+from kvtailor.hf.model.softmax import softmax_of
 from kvtailor.hf.switch import forward_began
 
 __all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "register"]
@@ -78,7 +80,8 @@ def attention(
         module: the model's attention layer.
         query: (b, q, t, d) post-RoPE.
         key, value: what the cache's `update` gave. Without the handle (no cache, transformers' own cache, or one of the
-            model's sliding-window layers) this is transformers' own sdpa.
+            model's sliding-window layers) this is transformers' own sdpa; `own_attention` where that cannot do it (a
+            softcap, sinks).
         attention_mask: a `LazyMask`, a user's 4-D tensor, or None.
         scaling: factor before the softmax; None for 1 / sqrt(d).
 
@@ -89,26 +92,27 @@ def attention(
     if layer is None:
         for each in _COUNTED:
             each.attention_came(module, query, key)
+        softmax = softmax_of(module, query.shape[1], kwargs, of_sdpa=True)
+        if not softmax.plain:
+            output = own_attention(module, query, key, value, attention_mask, scaling, softmax, dropout, **kwargs)
+            return output, None
         mask = attention_mask.dense() if isinstance(attention_mask, LazyMask) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     try:
-        for name, what in (("softcap", "softcapped attention logits"), ("s_aux", "learned attention sinks")):
-            if kwargs.get(name) is not None:
-                raise UnsupportedModel(
-                    f"{type(module).__name__} asks for {what} ({name}=), which kvtailor does not support"
-                )
+        softmax = softmax_of(module, query.shape[1], kwargs)
         if dropout:
             raise CacheMisuse(
                 "a compressed cache is for inference: the model asks for dropout; call model.eval() first"
             )
         layer.check_model(module)
-    except (CacheMisuse, UnsupportedModel):
+        layer.take_softmax(softmax)
+    except (CacheMisuse, PlanError, UnsupportedModel):
         layer.refuse_forward()
         raise
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        output = layer.attend(query.to(layer.dtype), attention_mask, factor).to(query.dtype)
+        output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
     if query.requires_grad and torch.is_grad_enabled():
         output = _Ungraded.apply(output, query)
     return output.transpose(1, 2).contiguous(), None

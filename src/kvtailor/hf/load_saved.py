@@ -18,7 +18,9 @@ from kvtailor.engine.saving.regroup_heads import HeadsOf, regroup
 from kvtailor.errors import CacheFileError, KvtailorError, PlanError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.conversation import Conversation, Known
-from kvtailor.hf.layers import CompressedLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.states import StatesMixin
+from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.make_cache import cache_for, layer_devices
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
@@ -259,21 +261,26 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
         # A tensor of several names stays one.
         tensors[name] = moved.setdefault((id(tensor), device), tensor.to(device))
     rows = {each["rows"] for each in layers if "rows" in each}
-    if len(rows) > 1 or len({each["seen"] for each in layers}) > 1:
+    if len(rows) > 1 or len({each["seen"] for each in layers if "seen" in each}) > 1:
         raise ValueError("its layers differ in their rows, or in the tokens that they have seen")
     for index, (layer, fields) in enumerate(zip(cache.layers, layers, strict=True)):
         mine = under(f"{index}.", tensors)
         if isinstance(layer, CompressedLayer):
-            restore(layer.state, fields, mine, cache.plan, cache.own_geometry.kv_heads)
+            heads = cache.own_geometry.shapes[index].kv_heads
+            held = {name: tensor for name, tensor in mine.items() if not name.startswith("state.")}
+            restore(layer.state, fields, held, cache.plan, heads)
             if fields["dtype"] is not None:
                 like = torch.empty(0, dtype=getattr(torch, fields["dtype"]), device=places[index])
                 layer.lazy_initialization(like, like)
-        elif mine:
+        elif isinstance(layer, WindowLayer) and mine:
+            heads = cache.own_geometry.shapes[index].kv_heads
             for states in (mine["keys"], mine["values"]):
-                if states.ndim != 4 or states.shape[:2] != (*(rows or {states.shape[0]}), cache.own_geometry.kv_heads):
+                if states.ndim != 4 or states.shape[:2] != (*(rows or {states.shape[0]}), heads):
                     raise ValueError(f"a window of layer {index} has the shape {tuple(states.shape)}")
             layer.lazy_initialization(mine["keys"], mine["values"])
             layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
+        if isinstance(layer, StatesMixin):
+            layer.restore_states(fields["states"], under("state.", mine), next(iter(rows), None))
     real = tensors.get("real")
     if real is not None and (real.dtype != torch.bool or real.ndim != 2 or real.shape[0] not in (rows or {len(real)})):
         raise ValueError(f"its mask of tokens that are no padding is {real.dtype} of shape {tuple(real.shape)}")

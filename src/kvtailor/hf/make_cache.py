@@ -13,12 +13,14 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.errors import PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.images.rope_deltas import RopeDeltas
+from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
-from kvtailor.hf.model.modules import attention_modules, rotation_of
+from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
-from kvtailor.hf.model.rope_deltas import RopeDeltas
+from kvtailor.hf.model.softmax import check_plan_softmax, softmax_before
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
 from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
@@ -63,10 +65,17 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
         raise PlanError(str(parsed), faults)
     share = share_of(model, geometry)
     check_plan(parsed, geometry, share)
+    modules = modules_by_layer(model)
+    # Of a model whose modules do not show their layers, its first forward tells.
+    known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
+    check_plan_softmax(parsed, list(known.values()), share)
     check_same_plan(parsed, share)
-    cache = KvCache(parsed, geometry, config, share=share)
+    cache = cache_class(config)(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
     cache.guard.rope = RopeDeltas(model, turned_by=str(parsed) if cache.plan.needs.rotation else None)
+    for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
+        if layer in known:
+            state.model.softmax = softmax_before(known[layer], share)
     _equip(cache, model, devices)
     cache.lease = switch(model, NAME)
     return cache
@@ -78,26 +87,29 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     _calibrate(cache, model, devices)
     if not (needs.output or needs.rotation):
         return
-    modules = attention_modules(model)
-    if len(modules) != geometry.layers:
+    modules = modules_by_layer(model)
+    missing = [layer for layer in geometry.compressed if layer not in modules]
+    if missing:
         raise UnsupportedModel(
-            f"the plan {cache.plan} reads the modules of {geometry.layers} attention layers, and this "
-            f"{geometry.model_type} shows {len(modules)}"
+            f"the plan {cache.plan} reads the modules of {len(geometry.compressed)} attention layers, and this "
+            f"{geometry.model_type} does not show those of layers {', '.join(map(str, missing))}"
         )
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
+        shape = cache.own_geometry.shapes[layer]
         if needs.output:
-            state.model.output = OutputProjection(modules[layer], cache.own_geometry.q_heads, geometry.head_dim)
+            state.model.output = OutputProjection(modules[layer], shape.q_heads, shape.value_size)
         if needs.rotation:
-            state.model.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+            state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size)
 
 
 def layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:
     """Return the device of each layer of a model."""
-    modules = attention_modules(model)
-    if len(modules) != geometry.layers:
+    modules = modules_by_layer(model)
+    if any(layer not in modules for layer in geometry.compressed):
         # No module shows its layer: such a model is taken to be on one device.
         return [input_device(model)] * geometry.layers
-    return [runs_on(module) for module in modules]
+    elsewhere = input_device(model)
+    return [runs_on(modules[layer]) if layer in modules else elsewhere for layer in range(geometry.layers)]
 
 
 def _groups_apart(plan: Plan, devices: Sequence[torch.device]) -> list[str]:

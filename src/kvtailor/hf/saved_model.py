@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from kvtailor.hf.model.fingerprint import config_values, exact_fingerprint, rotary_frequencies
@@ -17,13 +18,17 @@ _SAME_FREQUENCY = 1e-5
 
 def said_of_geometry(geometry: Geometry) -> dict[str, Any]:
     """Shapes of the model's cache, JSON-able."""
-    return {
+    said: dict[str, Any] = {
         "model_type": geometry.model_type,
         "windows": list(geometry.windows),
         "q_heads": geometry.q_heads,
         "kv_heads": geometry.kv_heads,
         "head_dim": geometry.head_dim,
     }
+    # Files of models that have no other kinds of layers than these stay as they were.
+    if len({(s.q_heads, s.kv_heads, s.key_size, s.value_size, s.states, s.reads) for s in geometry.shapes}) > 1:
+        said["shapes"] = [asdict(shape) for shape in geometry.shapes]
+    return said
 
 
 def said_of_model(model: Any) -> dict[str, Any]:
@@ -52,7 +57,7 @@ def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
     """
     clauses = []
     for name in sorted(found):
-        there: Any = saved[name]
+        there: Any = saved.get(name)
         here: Any = found[name]
         if name == "config":
             common = sorted(there.keys() & here.keys())

@@ -13,12 +13,13 @@ with which a softmax over q k_j + log l_j gives the same.
 
 *Departs*: h comes from the layer's own output instead of the gradient of the loss, so that no backward pass is needed.
 With o = sum_j a_j v_j, and a_j the share of token j, multiplicity counted, the derivative of o by channel c of k_j is
-a_j (v_j - o) s q_c (s: the scaling), so over the window's queries h_jc = sum (a_j s q_c)^2 |v_j - o|^2. Multiplicities
-are not clipped at 5 as in the repository, where what is above it adds to the values and counts no more. Pairs that
-share a token become one, where the repository loses a part. The paper numbers tokens anew by their multiplicities; here
-a token keeps its position, and keys are turned to that of the kept one before they are averaged (`turned`; set it false
-for a model without rotary embedding). A token whose neighbour is encoded by a lossy codec, and can take nothing in, is
-dropped; those before the first kept token join that one. Each kv head merges by itself.
+a_j (v_j - o) s q_c (s: the scaling), so over the window's queries h_jc = sum (a_j s q_c)^2 |v_j - o|^2; under a cap on
+logits a_j is times its slope, and a learned sink has a share and the value 0. Multiplicities are not clipped at 5 as in
+the repository, where what is above it adds to the values and counts no more. Pairs that share a token become one, where
+the repository loses a part. The paper numbers tokens anew by their multiplicities; here a token keeps its position, and
+keys are turned to that of the kept one before they are averaged (`turned`; set it false for a model without rotary
+embedding). A token whose neighbour is encoded by a lossy codec, and can take nothing in, is dropped; those before the
+first kept token join that one. Each kv head merges by itself.
 
 *Cost*: the last `window` queries; scratch (g * window, n) float32 and some blocks, one kv head at a time.
 """
@@ -59,6 +60,8 @@ class AsymKV(Merger):
     weighted: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("asymkv", "asymkv(turned=false)")
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -129,7 +132,12 @@ class AsymKV(Merger):
         for some, where in zip(at.split(_BLOCK), target.split(_BLOCK), strict=True):
             states, keys = held.values[row, head][some].double(), held.keys[row, head][some].float()
             apart = (states**2).sum(-1) - 2 * output @ states.t() + (output**2).sum(-1, keepdim=True)
-            fisher = (given[:, number[some]] ** 2 * apart.clamp_min_(0.0).float()).t() @ squares
+            given_here = given[:, number[some]]
+            if held.softmax.softcap is not None:
+                # The slope of the cap, d (c tanh(l / c)) / dl = 1 - tanh(l / c)^2, at each product l.
+                products = queries.flatten(0, 1) @ keys.t()
+                given_here = given_here * (1 - products.div_(held.softmax.softcap).tanh_().square_())
+            fisher = (given_here**2 * apart.clamp_min_(0.0).float()).t() @ squares
             fisher = fisher.clamp_min_(_UNSEEN)
             if self.turned:
                 assert held.rotation is not None

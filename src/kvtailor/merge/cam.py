@@ -48,6 +48,8 @@ class CaM(Merger):
     share: int = 32
     window: int = 32
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.share < 1:

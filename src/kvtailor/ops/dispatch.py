@@ -111,7 +111,7 @@ def using(which: str) -> Iterator[None]:
 
 
 def coded_attention(
-    query: Tensor, keys: Coded, values: Coded, *, mass: bool = False
+    query: Tensor, keys: Coded, values: Coded, *, mass: bool = False, caps: bool = False
 ) -> Callable[..., tuple[Any, ...]] | None:
     """What reads these sides as they are stored; None: they must be decoded.
 
@@ -120,6 +120,7 @@ def coded_attention(
         keys, values: the two sides of a part.
         mass: whether the attention that each slot receives is needed: an `attend_keeping` gives it, which Triton has
             for plain keys alone, and otherwise an `attend_coded`.
+        caps: whether logits are capped, which C++ kernels that were built from older sources cannot do.
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
@@ -137,6 +138,8 @@ def coded_attention(
         return None
     built = library()
     if built is None:
+        return None if mass or folded_codes.unsuited(keys, values) is not None else folded_codes.attend_coded
+    if caps and not built.has("kvtailor_caps"):
         return None if mass or folded_codes.unsuited(keys, values) is not None else folded_codes.attend_coded
     if unsuited(keys, values) is not None:
         return None

@@ -26,7 +26,7 @@ from kvtailor.plan.grammar import Word, toml_value, write_bytes, write_value
 from kvtailor.plan.read import Asked, line_parts, toml_parts
 from kvtailor.plan.registry import Allocator, Attention, Codec, Merger, Placement, Scorer, Selector
 from kvtailor.presets import FULL
-from kvtailor.types import Needs
+from kvtailor.types import Needs, Softmax
 
 __all__ = ["Plan", "parse"]
 
@@ -108,6 +108,18 @@ class Plan:
         inside = [each for part in self.parts.values() for each in with_nested(part)]
         found = [each.misfit(layers=layers, heads=heads, size=size) for each in inside]
         return [sentence for sentence in found if sentence is not None]
+
+    def softmax_faults(self, softmax: Softmax) -> list[str]:
+        """Why a model with this softmax cannot be served, a sentence for each method that does not know one like it.
+
+        Methods that see neither queries nor attention need not know.
+        """
+        faults = []
+        for part in self.parts.values():
+            for each in with_nested(part):
+                if _looks_at_attention(each):
+                    faults += _unknown(each, softmax)
+        return list(dict.fromkeys(faults))
 
     @property
     def evicts(self) -> bool:
@@ -192,6 +204,29 @@ def parse(text: str) -> Plan:
         PlanError: with all faults at once.
     """
     return _made(text, line_parts(text))
+
+
+def _looks_at_attention(method: Method) -> bool:
+    if isinstance(method, Attention):
+        return True
+    needs = getattr(method, "needs", None)
+    return isinstance(needs, Needs) and needs.of_attention
+
+
+def _unknown(method: Method, softmax: Softmax) -> list[str]:
+    # What a method inherits was declared of another one.
+    said, name = vars(type(method)), registry.name_of(method)
+    asked = {"knows_softcap": softmax.softcap is not None, "knows_sinks": softmax.sinks is not None}
+    what = {
+        "knows_softcap": f"caps its attention logits (softcap={softmax.softcap})",
+        "knows_sinks": "has learned attention sinks",
+    }
+    return [
+        f"{name} is not known to be right for a model that {what[field]}: take another method, or set {field} = True "
+        "in its class, if it is"
+        for field, there in asked.items()
+        if there and not said.get(field, False)
+    ]
 
 
 def _made(text: str, asked: Asked) -> Plan:

@@ -75,6 +75,8 @@ class ATSKV(CalibratedMethod, Scorer):
     per_head: ClassVar[tuple[str, ...]] = ("hidden", "hidden_bias", "out", "out_bias")
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

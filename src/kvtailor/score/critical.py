@@ -56,6 +56,8 @@ class Critical(Scorer):
     epsilon: float = 1e-4
     examples: ClassVar[tuple[str, ...]] = ("critical(of=snapkv)", "critical(of=h2o)", "critical(of=position)")
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= 1:

@@ -11,7 +11,8 @@ in closed form. Times the length of its value, that is what a token is expected 
 
 *Departs*: the model's own factor stands for 1 / sqrt(d). The statistics go on while decoding, where tokens are evicted
 again; the paper's are those of the prompt. Each head of a group is weighed alone, without the sinks, then averaged, as
-in its implementation.
+in its implementation; a learned sink of the model's is one more expected weight of its head. Under a cap on logits the
+expectation has no closed form, and the method is refused.
 
 *Cost*: mean and covariance, 4 d (d + 1) bytes for each query head; O(q n d^2) time, and float32 scratch (n, d) for one
 head at a time.
@@ -50,6 +51,7 @@ class Expected(Scorer):
     value_norm: bool = True
     epsilon: float = 0.0
     splits_heads: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.future < 1:
@@ -113,7 +115,9 @@ class Expected(Scorer):
                 logits += held.scaling**2 / 2 * ((keys @ spread[:, query_head]) * keys).sum(-1)
             # A finite fill: a row may hold nothing but sinks in this head.
             logits = logits.masked_fill(~weighed[:, head], torch.finfo(torch.float32).min)
-            total += torch.softmax(logits, -1)
+            own = held.softmax.of_heads(query_head, 1)
+            # (b, 1, 1, n): one query head, and its expectation in place of a query.
+            total += own.probabilities_(logits[:, None, None])[:, 0, 0]
         return total / group
 
 

@@ -45,6 +45,8 @@ class H2O(Scorer):
     normalise: bool = False
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.recent < 0:

@@ -49,6 +49,8 @@ class KVzip(Scorer):
     lead: int = 8
     sinks: int = 4
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -12,7 +12,8 @@ holds the sinks, outranks all. Made for the cache of a draft: what it misses cos
 *Departs*: the implementation has one query head for each kv head; here a group's queries are averaged, which ranks as
 the sum of their logits does. Budgets are exact, so of the last chunk that fits in part the earliest tokens stay. The
 newest `window` tokens always stay. Tokens that are written later are added, where the implementation lets them take the
-place of the lowest chunks: give a slack, or refresh the cache.
+place of the lowest chunks: give a slack, or refresh the cache. A cap on logits and learned sinks change no product, and
+so no score.
 
 *Cost*: the last `window` queries; one pass over the keys, widened a piece at a time.
 """
@@ -47,6 +48,8 @@ class Retrieval(Scorer):
     chunk: int = 8
     window: int = 1
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

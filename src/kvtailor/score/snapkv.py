@@ -53,6 +53,8 @@ class SnapKV(Scorer):
     pooling: Pooling = "average"
     reduce: Reduce = "mean"
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -115,6 +117,7 @@ class SnapKV(Scorer):
             held.valid[:, head],
             held.scaling,
             None if held.log_weight is None else held.log_weight[:, head],
+            held.softmax_of(head),
         )
         if self.reduce == "max":
             return votes.amax(1)

@@ -10,6 +10,7 @@ from kvtailor.types.head_share import ALL_HEADS, HeadShare
 from kvtailor.types.lanes import Layout
 from kvtailor.types.segment_view import Lift, SegmentView
 from kvtailor.types.segments import PlainSegment, Segment
+from kvtailor.types.softmax import PLAIN_SOFTMAX, Softmax
 from kvtailor.types.visibility import Visibility
 
 __all__ = [
@@ -20,10 +21,12 @@ __all__ = [
     "Lift",
     "Moments",
     "Needs",
+    "PLAIN_SOFTMAX",
     "PlainSegment",
     "SegmentView",
     "Repetition",
     "Rotation",
     "Segment",
+    "Softmax",
     "Visibility",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
+from kvtailor.types.softmax import PLAIN_SOFTMAX, Softmax
 
 __all__ = ["Evidence", "Held", "Moments", "Needs", "Repetition", "Rotation"]
 
@@ -58,6 +59,11 @@ class Needs:
     reconstruction: Repetition | None = None
     output: bool = False
     rotation: bool = False
+
+    @property
+    def of_attention(self) -> bool:
+        """Whether queries, or what they attend to, are among it."""
+        return bool(self.window or self.mass or self.rows or self.moments or self.reconstruction)
 
     def __or__(self, other: Needs) -> Needs:
         """What serves both."""
@@ -119,8 +125,9 @@ class Evidence:
     """What one layer remembers for its methods.
 
     Attributes:
-        queries: (b, q, w, d) the newest post-RoPE queries, at most the needed window; None if none are needed.
-        columns: (w,) int64 their columns.
+        queries: (b, q, w, d) the newest post-RoPE queries, those of the needed window; None if none are needed.
+        columns: (w,) int64 their columns, ascending. Where other layers of the model read what this one holds, their
+            queries are here as well, and several are of one column.
         mass: for each stored part, in time order, (m, s) float32 attention mass received so far.
         sampled: (b, q, m, d) post-RoPE queries spread over each row; None if none are needed.
         sampled_columns: (b, m) int64 their columns, -1 for filler.
@@ -188,8 +195,9 @@ class Held:
         scaling: the model's own factor before the softmax.
         budget: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average over heads and layers; None
             where the caller gave none.
-        queries: (b, q, w, d) the newest w <= needs.window post-RoPE queries; None if not needed.
-        query_columns: (w,) int64 their columns; None with `queries`.
+        queries: (b, q, w, d) the post-RoPE queries of the newest needs.window columns; None if not needed.
+        query_columns: (w,) int64 their columns, ascending, several of one column where several layers of the model read
+            this one; None with `queries`.
         mass: (b, h, n) float32, see `Needs.mass`; None if not needed.
         sampled: (b, q, m, d) post-RoPE queries spread over each row, in time order; None if not needed.
         sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
@@ -205,6 +213,7 @@ class Held:
             None where each stands for itself.
         window_held: (2, b, w) bool: each query's own token is held by the layer's first head, and by any head; None
             where all heads are here, so that it is found from `positions`.
+        softmax: what the model's softmax has besides `scaling`; its sinks are of these kv heads' query heads.
         share: which of the model's heads these are. A method whose result depends on other heads of the layer meets
             those of other processes through it.
     """
@@ -232,17 +241,28 @@ class Held:
     calibration: Mapping[str, Tensor] | None = None
     log_weight: Tensor | None = None
     window_held: Tensor | None = None
+    softmax: Softmax = PLAIN_SOFTMAX
     share: HeadShare = ALL_HEADS
 
     def counts(self) -> Tensor:
         """(b, h) int64: valid tokens of each row and kv head."""
         return self.valid.sum(-1)
 
+    def softmax_of(self, head: int) -> Softmax:
+        """The softmax of one kv head's query heads; with `queries`, or with `sampled` ones."""
+        of = self.queries if self.queries is not None else self.sampled
+        assert of is not None
+        group = of.shape[1] // self.keys.shape[1]
+        return self.softmax.of_heads(head * group, group)
+
     def within(self, needs: Needs) -> Held:
         """The same with no more queries than one method declared, where others of its plan declared more."""
         held = self
         if held.queries is not None and held.query_columns is not None and held.query_columns.shape[0] > needs.window:
-            first = held.query_columns.shape[0] - needs.window
+            # By columns and not by number: several modules that read one layer have queries of the same columns.
+            first = 0
+            if needs.window:
+                first = int((held.query_columns <= held.query_columns[-1] - needs.window).sum())
             queries, columns = held.queries[:, :, first:], held.query_columns[first:]
             held = replace(
                 held,

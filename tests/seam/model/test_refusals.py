@@ -154,7 +154,6 @@ def test_models_that_cannot_be_supported_are_refused_in_a_sentence() -> None:
         n_routed_experts=2, num_experts_per_tok=1, first_k_dense_replace=2, num_key_value_heads=2,
     )  # fmt: skip
     assert "MLA" in refused(mla)
-    assert "softcap" in refused(transformers.Gemma2Config(**_TINY, head_dim=16, num_key_value_heads=1))
 
 
 def test_a_second_attention_implementation_is_refused() -> None:

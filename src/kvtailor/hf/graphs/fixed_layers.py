@@ -15,8 +15,9 @@ from transformers.cache_utils import CacheLayerMixin
 from kvtailor.attend.contract import Attention, AttentionRequest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.hf.attention import HANDLE
-from kvtailor.hf.layers import CompressedLayer, WindowLayer
-from kvtailor.types import Layout, PlainSegment, Segment, Visibility
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.window import WindowLayer
+from kvtailor.types import PLAIN_SOFTMAX, Layout, PlainSegment, Segment, Softmax, Visibility
 
 __all__ = ["FixedLayer", "Ring", "with_free_slots"]
 
@@ -52,6 +53,7 @@ class FixedLayer(CacheLayerMixin):
         assert isinstance(growing, PlainSegment)
         self.layer, self.attention, self.growing, self.filled, self.turn = layer, attention, growing, filled, turn
         self.rule, self.real = rule, real
+        self.softmax = PLAIN_SOFTMAX
         self.dtype, self.is_initialized = growing.keys.dtype, True
         shape = growing.layout.rows, growing.layout.heads, self.get_seq_length()
         self._shown = [
@@ -81,13 +83,19 @@ class FixedLayer(CacheLayerMixin):
         if isinstance(self.layer, CompressedLayer):
             self.layer.check_model(module)
 
+    def take_softmax(self, softmax: Softmax) -> None:
+        """See `CompressedLayer.take_softmax`; sinks are read where the model keeps them, at each replay."""
+        if isinstance(self.layer, CompressedLayer):
+            self.layer.take_softmax(softmax)
+        self.softmax = softmax
+
     def refuse_forward(self) -> None:
         """Nothing is to be undone: a step that is refused is never replayed."""
 
-    def attend(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
+    def attend(self, query: Tensor, mask: Any, scaling: float, module: torch.nn.Module) -> Tensor:
         """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
         parts = [*self.parts, self.growing]
-        request = AttentionRequest(query=query, parts=parts, visible=self.rule, scaling=scaling)
+        request = AttentionRequest(query=query, parts=parts, visible=self.rule, scaling=scaling, softmax=self.softmax)
         return self.attention.attend(request).output
 
     def get_seq_length(self) -> int:

@@ -21,23 +21,39 @@ from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 
-__all__ = ["attention_modules", "rotation_of"]
+__all__ = ["attention_modules", "modules_by_layer", "rotation_of"]
 
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 # Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
 _turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def attention_modules(model: Any) -> list[torch.nn.Module]:
-    """The decoder's attention modules by layer, those that have a `layer_idx` and an output projection."""
+    """The decoder's attention modules in the order of their layers; see `modules_by_layer`."""
+    return list(modules_by_layer(model).values())
+
+
+def modules_by_layer(model: Any) -> dict[int, torch.nn.Module]:
+    """The decoder's attention modules by layer: those that have a `layer_idx` and an output projection.
+
+    A layer that keeps a state and has no attention is there as well, by the module that writes the state.
+    """
     text = model.config.get_text_config(decoder=True)
     found: dict[int, torch.nn.Module] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         # A vision encoder's modules may count their layers too.
-        if isinstance(index, int) and getattr(module, "config", text) is text and output_layer(module) is not None:
-            found.setdefault(index, module)
-    return [found[index] for index in sorted(found)]
+        if not isinstance(index, int) or getattr(module, "config", text) is not text or output_layer(module) is None:
+            continue
+        # A layer may have both, an attention and what writes its state.
+        if index not in found or (_projects_keys(module) and not _projects_keys(found[index])):
+            found[index] = module
+    return {index: found[index] for index in sorted(found)}
+
+
+def _projects_keys(module: torch.nn.Module) -> bool:
+    return any(isinstance(getattr(module, name, None), torch.nn.Module) for name in _KEY_PROJECTIONS)
 
 
 def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, head_dim: int) -> Rotation:

@@ -14,10 +14,10 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse, PlanError, UnknownName, UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.replaying import ReplayingReader
+from kvtailor.hf.images.placeholders import check_text
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
-from kvtailor.hf.model.placeholders import check_text
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
@@ -141,6 +141,10 @@ def generate(
     if do_sample:
         rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=_shared(generator, model))
     small = model if draft is None else _loaded(draft, model)
+    for each in (model, small) if draft is not None or small_plan is not None else ():
+        obstacle = Geometry.of(each.config).taking_back_refusal()
+        if obstacle is not None:
+            raise UnsupportedModel(f"a draft may be rejected, and {obstacle}: leave draft and draft_plan out")
     device = input_device(model)
     ids, mask = input_ids.to(device), None
     if attention_mask is not None and not bool(attention_mask.all()):

@@ -18,10 +18,11 @@ from kvtailor.engine.phase import Compressing, Deferred
 from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.images.placeholders import check_inputs, check_text
+from kvtailor.hf.layers.of_cache import states_kept
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
-from kvtailor.hf.model.placeholders import check_inputs, check_text
 from kvtailor.plan import Plan
 from kvtailor.types import Repetition
 
@@ -145,8 +146,12 @@ def read(
                 if last_only:
                     logits = logits[-1:]
             for piece, new in passes:
+                restore = states_kept(cache.layers)
                 with engine.switch.reconstructing(piece):
-                    fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
+                    # A model whose last layers read the keys of others feeds them the tokens with logits alone.
+                    keep = 0 if cache.geometry.readers else 1
+                    fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=keep)
+                restore()
         if hold:
             rows, tokens = ids.shape
             engine.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.attention.lanes import Lanes
+from kvtailor.types import PLAIN_SOFTMAX, Softmax
 
 __all__ = ["folded", "merge", "over_owners", "suits"]
 
 
-def suits(query: Tensor, part: Lanes) -> bool:
-    """Whether `folded` is the fast path of a plain part: bfloat16 on the CPU, one new token, heads of one size."""
+def suits(query: Tensor, part: Lanes, softmax: Softmax = PLAIN_SOFTMAX) -> bool:
+    """Whether `folded` is the fast path of a plain part: bfloat16 on the CPU, one new token, one head size, no cap."""
     return (
         part.plain
+        and softmax.softcap is None
         and part.keys.device.type == "cpu"
         and part.keys.dtype == torch.bfloat16
         and query.shape[2] == 1
@@ -46,19 +48,30 @@ def folded(query: Tensor, parts: Sequence[Lanes], scaling: float) -> tuple[Tenso
     return merge(found)
 
 
-def merge(found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of what disjoint parts saw, from each part's out (..., dv) and lse (...)."""
+def merge(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over the union of what disjoint parts saw, from each part's out (..., dv) and lse (...).
+
+    Args:
+        found: at least one part.
+        sinks: logits that broadcast to lse, each of a slot with the value 0; None: none.
+    """
     if len(found) == 1:
-        return found[0]
+        return found[0] if sinks is None else _with_sinks(*found[0], sinks)
     # Softmax over a union: part i counts exp(lse_i - lse). Where no part sees anything all are -inf; with 0 in place of
     # the sum the shares are exp(-inf) = 0, and not NaN.
-    lses = torch.stack([lse for _, lse in found])
+    lses = torch.stack([lse for _, lse in found] + ([] if sinks is None else [sinks.expand_as(found[0][1])]))
     lse = lses.logsumexp(0)
     shares = (lses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     out = shares[0][..., None] * found[0][0]
-    for share, (part, _) in zip(shares[1:], found[1:], strict=True):
+    # A sink is the last of the parts: it has a share, and adds 0 to the output.
+    for share, (part, _) in zip(shares[1:], found[1:], strict=sinks is None):
         out.addcmul_(share[..., None], part.float())
     return out, lse
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge` of one part and the sinks: the tokens keep exp(lse) / (exp(lse) + exp(sink)) of the probability."""
+    return out * (lse - sinks).sigmoid_()[..., None], torch.logaddexp(lse, sinks.expand_as(lse))
 
 
 def _paged(query: Tensor, part: Lanes, owner: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from kvtailor.ops.codes.quant import unpack
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import Coded
+from kvtailor.types import Softmax
 
 __all__ = ["attend_coded", "unsuited"]
 
@@ -47,6 +48,7 @@ def attend_coded(
     values: Coded,
     *,
     scaling: float,
+    softcap: float | None = None,
     owner: Tensor | None = None,
     lengths: Tensor | None = None,
     visible: Tensor | None = None,
@@ -67,6 +69,7 @@ def attend_coded(
     rows = (query.float() * scaling).reshape(owners, group * new, size)
     # Each lane is read as if it were alone, with the queries of its owner; lanes of one owner are merged in the end.
     logits = _logits(rows if owner is None else rows.index_select(0, owner), keys)
+    Softmax(softcap=softcap).cap_(logits)
     lanes, _, slots = logits.shape
     if log_weight is not None:
         logits += log_weight[:, None]

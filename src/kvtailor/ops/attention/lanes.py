@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.lanes.pieces import pieces
-from kvtailor.types import Lift
+from kvtailor.types import PLAIN_SOFTMAX, Lift, Softmax
 
 __all__ = ["Lanes", "joint"]
 
@@ -53,7 +53,13 @@ class Lanes:
 
 
 def joint(
-    query: Tensor, parts: Sequence[Lanes], scaling: float, *, weight: Tensor | None = None
+    query: Tensor,
+    parts: Sequence[Lanes],
+    scaling: float,
+    *,
+    weight: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
     """Attention of queries over all slots of all parts.
 
@@ -62,19 +68,23 @@ def joint(
         parts: at least one; all of one dtype.
         scaling: factor before the softmax.
         weight: (n, t) float32: how much each query counts for the mass; None: no mass is wanted.
+        softmax: whose cap is taken; its sinks are not, since there may be more parts elsewhere.
+        sinks: (n, g, 1) float32 sinks that join these parts; None: none.
 
     Returns:
-        out (n, g, t, dv) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there; and for each
-        part the column mass (m, s) float32, or None.
+        out (n, g, t, dv) float32, zeros where a query sees nothing; lse (n, g, t) float32 over slots and sinks, -inf
+        where there are neither; and for each part the column mass (m, s) float32, or None.
     """
     # A group's query heads and its new tokens are one axis of rows, g * t long, token innermost: all of them read the
     # same keys, so one product with the keys serves them all.
     owners, group, new, size = query.shape
     rows = (query.float() * scaling).reshape(owners, group * new, size)
-    scores = [_scores(rows, part, new) for part in parts]
+    scores = [_scores(rows, part, new, softmax) for part in parts]
     # (n, g * t): each row's greatest logit over all parts. Lanes of one owner meet by scatter, since an owner has
     # several where heads hold different numbers of tokens.
-    top = rows.new_full((owners, group * new), -torch.inf)
+    top = rows.new_full((owners, group, new), -torch.inf) if sinks is None else sinks.expand(owners, group, new).clone()
+    top = top.view(owners, group * new)
+    sink = None if sinks is None else top.clone()
     for part, score in zip(parts, scores, strict=True):
         highest = score.amax(-1)
         if part.owner is None:
@@ -83,7 +93,7 @@ def joint(
             top.scatter_reduce_(0, part.owner[:, None].expand_as(highest), highest, "amax")
     # A row that sees nothing has the greatest logit -inf; shifted by 0 its weights are exp(-inf) = 0 and not NaN.
     shift = top.masked_fill(top == -torch.inf, 0.0)
-    total = torch.zeros_like(top)
+    total = torch.zeros_like(top) if sink is None else sink.sub_(shift).exp_()
     width = parts[0].values.shape[-1] if parts[0].lift is None else parts[0].lift.matrix.shape[-1]
     out = rows.new_zeros((owners, group * new, width))
     for part, score in zip(parts, scores, strict=True):
@@ -117,7 +127,7 @@ def _of(each: Tensor, owner: Tensor | None) -> Tensor:
     return each if owner is None else each.index_select(0, owner)
 
 
-def _scores(rows: Tensor, part: Lanes, new: int) -> Tensor:
+def _scores(rows: Tensor, part: Lanes, new: int, softmax: Softmax) -> Tensor:
     """(m, g * t, s) float32 logits of the owners' rows (n, g * t, d), -inf where a query does not see a slot."""
     mine = _of(rows, part.owner)
     keys = part.keys
@@ -130,6 +140,7 @@ def _scores(rows: Tensor, part: Lanes, new: int) -> Tensor:
         # anew at every token. So keys are widened piece by piece into one small scratch.
         for (lane, last), (slot, end), wide in _widened(keys):
             _product(mine[lane:last], wide, score[lane:last, :, slot:end])
+    softmax.cap_(score)
     if part.log_weight is not None:
         score += part.log_weight[:, None]
     if part.visible is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvtailor.types import Held
+from kvtailor.types import PLAIN_SOFTMAX, Held, Softmax
 
 __all__ = ["lane_attention", "mean_attention", "observed_queries", "window_attention", "window_means"]
 
@@ -19,6 +19,7 @@ def lane_attention(
     positions: Tensor,
     scaling: float,
     log_weight: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Causal attention probabilities of some queries over one lane.
 
@@ -29,20 +30,22 @@ def lane_attention(
         positions: (n,) int64 columns of the keys.
         scaling: factor before the softmax.
         log_weight: (n,) see `Held.log_weight`.
+        softmax: of these query heads, what it has besides the factor.
 
     Returns:
-        (g, m, n) float32; rows sum to 1, those of a query that sees no key are zeros.
+        (g, m, n) float32; rows sum to 1 less the sink's share, those of a query that sees no key are zeros.
     """
     group, count, size = queries.shape
     # (g * m, d) times (d, n), since all heads of a group read the same keys.
     rows = (queries.float() * scaling).reshape(group * count, size)
     given = (rows @ keys.float().t()).view(group, count, keys.shape[0])
+    softmax.cap_(given)
     if log_weight is not None:
         given += log_weight
     unseen = positions > columns[:, None]
     # (m, n) beside (g, m, n). A finite fill, whose softmax over nothing else is even and not NaN; those rows end as 0.
     given.masked_fill_(unseen, torch.finfo(torch.float32).min)
-    torch.softmax(given, -1, out=given)
+    softmax.probabilities_(given)
     return given.masked_fill_(unseen.all(-1)[:, None], 0.0)
 
 
@@ -88,7 +91,9 @@ def window_attention(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
     keys, positions = held.keys[row, head][there], held.positions[row, head][there]
     queries = held.queries[row, head * group : (head + 1) * group][:, own]
     weight = None if held.log_weight is None else held.log_weight[row, head][there]
-    given = lane_attention(queries, held.query_columns[own], keys, positions, held.scaling, weight)
+    given = lane_attention(
+        queries, held.query_columns[own], keys, positions, held.scaling, weight, held.softmax_of(head)
+    )
     return given, positions < held.query_columns[0]
 
 
@@ -142,7 +147,9 @@ def mean_attention(held: Held, row: int) -> Tensor:
         # Heads hold the same tokens until they are given different budgets; their columns then need no search.
         place = None if positions.shape == tokens.shape else torch.searchsorted(tokens, positions)
         for query in range(head * group, (head + 1) * group):
-            given = lane_attention(queries[query : query + 1], columns, keys, positions, held.scaling, weight)[0]
+            softmax = held.softmax.of_heads(query, 1)
+            one = queries[query : query + 1]
+            given = lane_attention(one, columns, keys, positions, held.scaling, weight, softmax)[0]
             total = total.add_(given) if place is None else total.index_add_(1, place, given)
             del given
     return held.share.sum(total).div_(held.share.total(query_heads))

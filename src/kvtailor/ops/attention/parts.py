@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from kvtailor.ops.attention.folded import folded, merge, suits
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
-from kvtailor.types import Layout, PlainSegment, Segment, SegmentView, Visibility
+from kvtailor.types import PLAIN_SOFTMAX, Layout, PlainSegment, Segment, SegmentView, Softmax, Visibility
 
 __all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes"]
 
@@ -31,7 +32,7 @@ class Read:
 
     Attributes:
         output: (b, q, t, dv) in the query's dtype, zeros where a query sees nothing.
-        lse: (b, q, t) float32; None for a prompt on one part.
+        lse: (b, q, t) float32 over what each query sees and its sink; None for a prompt on one part.
         mass: for each part (m, s) float32; None where no weight was given.
     """
 
@@ -41,7 +42,12 @@ class Read:
 
 
 def read_all(
-    query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float, weight: Tensor | None = None
+    query: Tensor,
+    parts: Sequence[Segment],
+    visible: Visibility,
+    scaling: float,
+    weight: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Read:
     """Attention of the new tokens over every slot of every part, on the cache's dtype with a float32 softmax.
 
@@ -51,10 +57,11 @@ def read_all(
         visible: what each query may see.
         scaling: factor before the softmax.
         weight: (b, t) float32: how much each query counts for the mass, see `counting`; None: no mass.
+        softmax: what the softmax has besides the factor.
     """
     layout = parts[-1].layout
     if query.shape[2] <= dispatch.MOST_QUERIES:
-        read = _as_stored(query, parts, visible, scaling, weight)
+        read = _as_stored(query, parts, visible, scaling, weight, softmax)
         if read is not None:
             return read
     # torch's own kernel reads one part with one mask for all heads; lanes with owners, free slots, weights or lifts
@@ -62,8 +69,8 @@ def read_all(
     readings = [part.view() for part in parts]
     plain = len(parts) == 1 and layout.owner is None and layout.lengths is None and readings[0].plain
     if plain and query.shape[2] >= _PROMPT and (weight is not None or visible.causal_only or layout.start is not None):
-        return _prompt(query, layout, readings[0], visible, scaling, weight)
-    return _few(query, [part.layout for part in parts], readings, visible, scaling, weight)
+        return _prompt(query, layout, readings[0], visible, scaling, weight, softmax)
+    return _few(query, [part.layout for part in parts], readings, visible, scaling, weight, softmax)
 
 
 def counting(query: Tensor, want_mass: bool, real_queries: Tensor | None) -> Tensor | None:
@@ -76,7 +83,13 @@ def counting(query: Tensor, want_mass: bool, real_queries: Tensor | None) -> Ten
 
 
 def _prompt(
-    query: Tensor, layout: Layout, reading: SegmentView, visible: Visibility, scaling: float, weight: Tensor | None
+    query: Tensor,
+    layout: Layout,
+    reading: SegmentView,
+    visible: Visibility,
+    scaling: float,
+    weight: Tensor | None,
+    softmax: Softmax,
 ) -> Read:
     b, _, t, _ = query.shape
     device = query.device
@@ -99,11 +112,11 @@ def _prompt(
 
     if weight is not None:
         rule = None if visible.causal_only else row_sees
-        output, mass = with_mass(cast, keys, values, scaling, weight, rule)
+        output, mass = with_mass(cast, keys, values, scaling, weight, rule, softmax)
         return Read(output=output.to(query.dtype), mass=[mass.flatten(0, 1)])
     if visible.causal_only and n == t:
-        return Read(output=causal(cast, keys, values, scaling).to(query.dtype))
-    return Read(output=masked(cast, keys, values, scaling, sees).to(query.dtype))
+        return Read(output=causal(cast, keys, values, scaling, softmax).to(query.dtype))
+    return Read(output=masked(cast, keys, values, scaling, sees, softmax).to(query.dtype))
 
 
 def _stored(part: Segment) -> tuple[Coded, Coded] | None:
@@ -117,7 +130,12 @@ def _stored(part: Segment) -> tuple[Coded, Coded] | None:
 
 
 def _as_stored(
-    query: Tensor, parts: Sequence[Segment], visible: Visibility, scaling: float, weight: Tensor | None
+    query: Tensor,
+    parts: Sequence[Segment],
+    visible: Visibility,
+    scaling: float,
+    weight: Tensor | None,
+    softmax: Softmax,
 ) -> Read | None:
     """Attention that decodes only what nothing reads as it is stored; None where that is every part.
 
@@ -129,7 +147,10 @@ def _as_stored(
     stored = [_stored(part) for part in parts]
     # Asked of every part before anything is computed: where no part can be read as it is stored, all are decoded
     # together, and one softmax goes over them.
-    kernels = [None if sides is None else dispatch.coded_attention(grouped, *sides, mass=mass) for sides in stored]
+    caps = softmax.softcap is not None
+    kernels = [
+        None if sides is None else dispatch.coded_attention(grouped, *sides, mass=mass, caps=caps) for sides in stored
+    ]
     if not any(kernels):
         return None
     jointly = dispatch.joint_attention(device)
@@ -141,7 +162,7 @@ def _as_stored(
             # Decoded states are read by the kernels as well, unless several kv heads share a lane of values.
             if reading.shared is None:
                 sides = Whole(states=reading.keys), Whole(states=reading.values)
-                attend = dispatch.coded_attention(grouped, *sides, mass=mass)
+                attend = dispatch.coded_attention(grouped, *sides, mass=mass, caps=caps)
             if attend is None:
                 if mass:
                     return None
@@ -149,7 +170,7 @@ def _as_stored(
                 rest.append(lanes_of(layout, reading, mask))
                 continue
         assert sides is not None
-        how = {
+        how: dict[str, Any] = {
             "owner": None if layout.owner is None else layout.owner.to(device),
             "lengths": None if layout.lengths is None else layout.lengths.to(device),
             "visible": _rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
@@ -160,7 +181,7 @@ def _as_stored(
         if unlifted and jointly is not None and attend is jointly.attend_coded:
             together.append(jointly.Part(keys=sides[0], values=sides[1], **how))
             continue
-        out, lse, *weights = attend(grouped, *sides, scaling=scaling, **how)
+        out, lse, *weights = attend(grouped, *sides, scaling=scaling, softcap=softmax.softcap, **how)
         if reading is not None and reading.lift is not None:
             # The kernel gave normalised sums (n, g, t, r), whose weights add up to 1, or to 0 where nothing is seen.
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
@@ -168,10 +189,11 @@ def _as_stored(
         found.append((out, lse))
         kept += weights
     if together:
-        found.append(jointly.attend_parts(grouped, together, scaling=scaling))
+        found.append(jointly.attend_parts(grouped, together, scaling=scaling, softcap=softmax.softcap))
     if rest:
-        found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling)[:2])
-    out, lse = merge(found)
+        found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling, softmax=softmax)[:2])
+    # The sinks are one part more, which is no part's own.
+    out, lse = merge(found, softmax.sink_rows(b, h))
     if weight is None:
         return _by_heads(query, out, lse)
     # Each part kept its weights relative to what it saw itself; only the log-sum-exp over all parts makes them shares.
@@ -186,6 +208,7 @@ def _few(
     visible: Visibility,
     scaling: float,
     weight: Tensor | None,
+    softmax: Softmax,
 ) -> Read:
     b, q, t, _ = query.shape
     h, device = layouts[-1].heads, query.device
@@ -201,7 +224,8 @@ def _few(
             # Pages of ragged heads end at different columns, so there nothing can be cut off.
             cut = newest and visible.causal_only and layout.owner is None
             lanes.append(lanes_of(layout, reading, mask, layout.size - t + end if cut else layout.size))
-        read = read_lanes(query[:, :, first:end], h, lanes, scaling, None if weight is None else weight[:, first:end])
+        counts = None if weight is None else weight[:, first:end]
+        read = read_lanes(query[:, :, first:end], h, lanes, scaling, counts, softmax=softmax)
         assert read.lse is not None
         outputs.append(read.output)
         lses.append(read.lse)
@@ -241,6 +265,7 @@ def read_lanes(
     scaling: float,
     weight: Tensor | None = None,
     found: Sequence[tuple[Tensor, Tensor]] = (),
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Read:
     """Attention over lanes that are at hand.
 
@@ -249,30 +274,44 @@ def read_lanes(
         heads: h.
         lanes: all of one dtype.
         scaling, weight: see `read_all`.
-        found: out (b * h, g, t, dv) and lse (b * h, g, t) of what was read otherwise, where no weight is given.
+        found: out (b * h, g, t, dv) and lse (b * h, g, t) of what was read otherwise, where no weight is given; capped,
+            and without the sinks.
+        softmax: what the softmax has besides the factor.
     """
     b, q, t, d = query.shape
+    sinks, softcap = softmax.sink_rows(b, heads), softmax.softcap
     if not lanes:
-        return _by_heads(query, *merge(found))
+        return _by_heads(query, *merge(found, sinks))
     grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
     if weight is None and all(part.lift is None and part.shared is None for part in lanes):
         sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
-        kernels = [attend for each in sides if (attend := dispatch.coded_attention(grouped, *each)) is not None]
+        chosen = [dispatch.coded_attention(grouped, *each, caps=softcap is not None) for each in sides]
+        kernels = [attend for attend in chosen if attend is not None]
         if len(kernels) == len(lanes):
             stored = [
-                attend(grouped, *each, scaling=scaling, owner=p.owner, visible=p.visible, log_weight=p.log_weight)
+                attend(
+                    grouped,
+                    *each,
+                    scaling=scaling,
+                    softcap=softcap,
+                    owner=p.owner,
+                    visible=p.visible,
+                    log_weight=p.log_weight,
+                )  # fmt: skip
                 for p, each, attend in zip(lanes, sides, kernels, strict=True)
             ]
-            return _by_heads(query, *merge([*found, *stored]))
+            return _by_heads(query, *merge([*found, *stored], sinks))
     # The fused kernel gives no probabilities, so that with a weight everything goes through `joint`.
-    fused = [part for part in lanes if weight is None and suits(grouped, part)]
+    fused = [part for part in lanes if weight is None and suits(grouped, part, softmax)]
     if fused or found:
-        rest = [part for part in lanes if not suits(grouped, part)]
+        rest = [part for part in lanes if not suits(grouped, part, softmax)]
         each = [*found, *([folded(grouped, fused, scaling)] if fused else [])]
-        out, lse, mass = *merge([*each, *([joint(grouped, rest, scaling)[:2]] if rest else [])]), None
+        if rest:
+            each.append(joint(grouped, rest, scaling, softmax=softmax)[:2])
+        out, lse, mass = *merge(each, sinks), None
     else:
         counts = None if weight is None else weight.repeat_interleave(heads, 0)
-        out, lse, mass = joint(grouped, lanes, scaling, weight=counts)
+        out, lse, mass = joint(grouped, lanes, scaling, weight=counts, softmax=softmax, sinks=sinks)
     return _by_heads(query, out, lse, mass)
 
 

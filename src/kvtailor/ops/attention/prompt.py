@@ -2,6 +2,9 @@
 
 Queries are taken in blocks, and each block stops at the last slot that it may see, so that no t x n matrix or mask
 is ever held and the causal half of the work is not done.
+
+torch's fused kernels know neither a cap nor sinks. Sinks need only the log-sum-exp of what a query sees, which the
+kernel for the CPU gives; where it cannot be asked for, and where logits are capped, a block's logits are written down.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvtailor.ops import dispatch
+from kvtailor.types import PLAIN_SOFTMAX, Softmax
 
 __all__ = ["causal", "masked", "query_blocks", "with_mass"]
 
@@ -20,31 +24,45 @@ __all__ = ["causal", "masked", "query_blocks", "with_mass"]
 _BLOCK = 1 << 22
 
 
-def causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+def causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
     """Causal attention where the queries are the held tokens themselves.
 
     Args:
         query: (b, q, t, d). keys: (b, h, t, d). values: (b, h, t, dv). All of one dtype.
         scaling: factor before the softmax.
+        softmax: what the softmax has besides.
 
     Returns:
         (b, q, t, dv) in the query's dtype.
     """
-    return _sdpa(query, keys, values, scaling, None, is_causal=True)
+    if softmax.plain:
+        return _sdpa(query, keys, values, scaling, None, is_causal=True)
+    if softmax.softcap is None and _gives_lse(query, keys, values):
+        return _sinking(query, keys, values, scaling, softmax, None, is_causal=True)
+    return _blockwise(query, keys, values, scaling, softmax, None, None)[0]
 
 
-def masked(query: Tensor, keys: Tensor, values: Tensor, scaling: float, sees: Callable[[int, int], Tensor]) -> Tensor:
+def masked(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    sees: Callable[[int, int], Tensor],
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> Tensor:
     """Attention under any mask.
 
     Args:
         query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). All of one dtype.
         scaling: factor before the softmax.
         sees: for the queries first..end a bool (b or 1, end - first, n).
+        softmax: what the softmax has besides.
 
     Returns:
         (b, q, t, dv) in the query's dtype; zeros where a query sees nothing.
     """
     b, q, t, _ = query.shape
+    fused = softmax.plain or (softmax.softcap is None and _gives_lse(query, keys, values))
     # Laid out as (b, t, q, dv), in which order the model joins the heads of a token.
     out = query.new_empty((b, t, q, values.shape[-1])).transpose(1, 2)
     # A mask has b * n elements for each query of a block.
@@ -55,9 +73,17 @@ def masked(query: Tensor, keys: Tensor, values: Tensor, scaling: float, sees: Ca
         if reach == 0:
             out[:, :, first:end] = 0
             continue
+        if not fused:
+            block = query[:, :, first:end]
+            out[:, :, first:end] = _blockwise(block, keys, values, scaling, softmax, None, _of_rows(mask))[0]
+            continue
         mask = mask[:, None, :, :reach]
         # Kernels differ on a query that sees nothing: zeros, an average of all values, or NaN.
-        block = _sdpa(query[:, :, first:end], keys[:, :, :reach], values[:, :, :reach], scaling, mask, is_causal=False)
+        sides = query[:, :, first:end], keys[:, :, :reach], values[:, :, :reach]
+        if softmax.plain:
+            block = _sdpa(*sides, scaling, mask, is_causal=False)
+        else:
+            block = _sinking(*sides, scaling, softmax, mask, is_causal=False)
         out[:, :, first:end] = block.masked_fill(~some[:, None, :, None], 0.0)
     return out
 
@@ -69,6 +95,7 @@ def with_mass(
     scaling: float,
     weight: Tensor,
     sees: Callable[[int, int, int], Tensor] | None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> tuple[Tensor, Tensor]:
     """Attention that also gives how much of it each slot received, in one pass.
 
@@ -78,18 +105,34 @@ def with_mass(
         scaling: factor before the softmax.
         weight: (b, t) float32: how much each query counts for the mass.
         sees: for a row and its queries first..end a bool (h or 1, end - first, n); None: causality alone.
+        softmax: what the softmax has besides.
 
     Returns:
         out (b, q, t, dv) in the query's dtype, zeros where a query sees nothing; mass (b, h, n) float32.
     """
-    fast = None if sees is not None else dispatch.prompt_mass(query, keys, values)
+    fast = None if sees is not None or softmax.softcap is not None else dispatch.prompt_mass(query, keys, values)
     if fast is not None:
-        return fast(query, keys, values, scaling, weight)
+        return fast(query, keys, values, scaling, weight, softmax.sinks)
+    out, mass = _blockwise(query, keys, values, scaling, softmax, weight, sees)
+    assert mass is not None
+    return out, mass
+
+
+def _blockwise(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softmax: Softmax,
+    weight: Tensor | None,
+    sees: Callable[[int, int, int], Tensor] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`with_mass` with the logits of a block of queries and one kv head at a time; no mass where there is no weight."""
     b, q, t, d = query.shape
     h, n, dv = values.shape[1:]
     group = q // h
     out = query.new_empty((b, t, q, dv)).transpose(1, 2)
-    mass = torch.zeros((b, h, n), dtype=torch.float32, device=query.device)
+    mass = None if weight is None else torch.zeros((b, h, n), dtype=torch.float32, device=query.device)
     lowest = torch.finfo(torch.float32).min
     for first, end in query_blocks(t, group * n, most=128):
         new = end - first
@@ -107,18 +150,20 @@ def with_mass(
                 mine = slice(head * group, (head + 1) * group)
                 # (g, new, d) as g * new rows; the weights of a block, (g, new, reach) float32, are all that is held.
                 rows = (query[row, mine, first:end].float() * scaling).reshape(group * new, d)
-                weights = torch.mm(rows, keys[row, head, :reach].float().t()).view(group, new, reach)
-                share = weight[row, first:end]
+                weights = softmax.cap_(torch.mm(rows, keys[row, head, :reach].float().t()).view(group, new, reach))
+                share = None if weight is None else weight[row, first:end]
                 if mask is None or some is None:
                     weights[..., n - t + first :].masked_fill_(future, lowest)
                 else:
                     # A query that sees nothing would share itself out evenly; it counts for nothing instead.
                     weights.masked_fill_(~mask[head % mask.shape[0], :, :reach], lowest)
-                    share = share * some[head % mask.shape[0]]
+                    share = None if share is None else share * some[head % mask.shape[0]]
                 # `lowest` and not -inf, whose softmax over a row of nothing else would be NaN.
-                weights = torch.softmax(weights, -1, out=weights).view(group * new, reach)
-                # (1, g * new) times (g * new, reach): each query counts as often as the group has heads.
-                mass[row, head, :reach] += torch.mm(share.repeat(group)[None], weights)[0]
+                own = softmax.of_heads(head * group, group)
+                weights = own.probabilities_(weights).view(group * new, reach)
+                if mass is not None and share is not None:
+                    # (1, g * new) times (g * new, reach): each query counts as often as the group has heads.
+                    mass[row, head, :reach] += torch.mm(share.repeat(group)[None], weights)[0]
                 block = _mixed(weights, values[row, head, :reach]).view(group, new, dv)
                 if some is not None:
                     block.masked_fill_(~some[head % some.shape[0], :, None], 0.0)
@@ -133,6 +178,11 @@ def query_blocks(count: int, width: int, *, most: int) -> Iterator[tuple[int, in
         yield first, min(first + size, count)
 
 
+def _of_rows(mask: Tensor) -> Callable[[int, int, int], Tensor]:
+    """What `_blockwise` asks for, of a mask (b or 1, t, n)."""
+    return lambda row, first, end: mask[row % mask.shape[0], first:end][None]
+
+
 def _reach(mask: Tensor) -> int:
     """Slots up to the last one that any query sees."""
     seen = mask.flatten(0, -2).any(0).nonzero()
@@ -143,6 +193,39 @@ def _mixed(weights: Tensor, values: Tensor) -> Tensor:
     if values.dtype == torch.float16 and values.device.type == "cpu":
         return torch.mm(weights, values.float())
     return torch.mm(weights.to(values.dtype), values)
+
+
+def _gives_lse(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether torch's kernel for the CPU reads these states, which gives their log-sum-exp beside the output."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.bfloat16)
+        and query.dtype == keys.dtype
+        and keys.shape[-1] == values.shape[-1]
+        and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    )
+
+
+def _sinking(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softmax: Softmax,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """`_sdpa` with sinks: the output over the tokens alone, less the sinks' shares. See `_gives_lse`."""
+    assert softmax.sinks is not None
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, is_causal=is_causal, attn_mask=bias, scale=scaling
+    )
+    found: Tensor = out.mul_((lse - softmax.sinks[:, None]).sigmoid_()[..., None].to(out.dtype))
+    return found
 
 
 def _sdpa(

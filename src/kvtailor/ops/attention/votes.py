@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtailor.types import PLAIN_SOFTMAX, Softmax
+
 __all__ = ["window_votes"]
 
 
@@ -17,6 +19,7 @@ def window_votes(
     valid: Tensor,
     scaling: float,
     log_weight: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Attention probability that a window's queries give to the tokens of one kv head, summed over the window.
 
@@ -29,6 +32,7 @@ def window_votes(
         valid: (b, n) bool: a real token sits here.
         scaling: factor before the softmax.
         log_weight: (b, n) see `Held.log_weight`.
+        softmax: of the group's query heads, what it has besides the factor.
 
     Returns:
         (b, g, n) float32, 0 where `valid` is False for a query that sees anything. Scratch: (b, g * w, n) float32.
@@ -36,10 +40,10 @@ def window_votes(
     rows, _, window, _ = queries.shape
     # The group's heads and the window's queries are one axis of rows, (b, g * w, d) times (b, d, n): same keys for all.
     logits = (queries.float().flatten(1, 2) * scaling) @ keys.float().transpose(1, 2)
-    logits = logits.view(rows, -1, window, keys.shape[1])
+    logits = softmax.cap_(logits).view(rows, -1, window, keys.shape[1])
     if log_weight is not None:
         logits += log_weight[:, None, None]
     seen = valid[:, None] & (positions[:, None] <= query_columns[None, :, None])
     # A finite fill: a padding query sees nothing, and its row must not turn into NaN before it is left out.
     logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    return torch.einsum("bgwn,bw->bgn", torch.softmax(logits, dim=-1), voters.to(torch.float32))
+    return torch.einsum("bgwn,bw->bgn", softmax.probabilities_(logits), voters.to(torch.float32))

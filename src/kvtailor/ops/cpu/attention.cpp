@@ -30,6 +30,7 @@ struct Call {
   float* kept;          // kvtailor_kept() floats: weights (m, rows, s), what they are relative to (m, rows, blocks)
   const float* counts;  // (owners, queries) of each query for the mass
   float* mass;          // (m, s)
+  double softcap;       // logits are softcap * tanh(logit / softcap); 0: as they are
 };
 
 namespace {
@@ -198,6 +199,16 @@ struct Piece {
     return any;
   }
 
+  // What stands past `count` in a row is its own to fill.
+  void cap(int64_t count) const {
+    const F inverse = all((float)(1 / call.softcap)), most = all((float)call.softcap);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t t = 0; t < count; t += W) {
+        float* at = logits_at + r * BLOCK + t;
+        store(at, tangent(load<F>(at) * inverse) * most);
+      }
+  }
+
   void raise(int64_t first, int64_t count) const {
     for (int64_t r = 0; r < rows; r++) {
       float* mine = logits_at + r * BLOCK;
@@ -324,6 +335,7 @@ struct Piece {
       over(call.keys, wide, first, count, [&](auto type, const char* keys, int64_t stride, int64_t at, int64_t n) {
         logits<decltype(type)>(query, rows, wide, keys, stride, n, logits_at + at);
       });
+    if (call.softcap > 0) cap(count);
     raise(first, count);
     for (int64_t r = 0; r < rows; r++)
       soften(logits_at + r * BLOCK, count, tops + r, totals + r, out + r * width, width);
@@ -430,6 +442,9 @@ int32_t kvtailor_mass(const Call* call) {
     mass_of(*call, index / each, index % each * BLOCK);
   });
 }
+
+// Whether `softcap` is read: a library from older sources has no such function.
+int32_t kvtailor_caps() { return 1; }
 
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {

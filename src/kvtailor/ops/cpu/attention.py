@@ -73,6 +73,7 @@ def attend_coded(
     values: Coded,
     *,
     scaling: float,
+    softcap: float | None = None,
     owner: Tensor | None = None,
     lengths: Tensor | None = None,
     visible: Tensor | None = None,
@@ -85,6 +86,8 @@ def attend_coded(
         query: (n, g, t, d), any dtype, on the CPU; n = b * h.
         keys, values: (m, s, d) and (m, s, r); see `unsuited`.
         scaling: factor before the softmax.
+        softcap: logits l are softcap * tanh(l / softcap); None: as they are. A variant that was built from older
+            sources cannot do that.
         owner: (m,) int64 ascending row * h + head of each lane; None: lane i belongs to owner i.
         lengths: (m,) int32 filled slots of each lane; None: all.
         visible: bool that broadcasts to (m, t, s); None: every query sees every slot.
@@ -94,7 +97,7 @@ def attend_coded(
     Returns:
         out (n, g, t, r) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
     """
-    call, held = _call(query, keys, values, scaling, owner, lengths, visible, log_weight)
+    call, held = _call(query, keys, values, scaling, softcap, owner, lengths, visible, log_weight)
     return _run(call, held, query.shape, using or library())
 
 
@@ -116,6 +119,7 @@ def _call(
     keys: Coded,
     values: Coded,
     scaling: float,
+    softcap: float | None = None,
     owner: Tensor | None = None,
     lengths: Tensor | None = None,
     visible: Tensor | None = None,
@@ -129,6 +133,8 @@ def _call(
     lanes, slots = _shape(values)
     call.owners, call.lanes, call.slots = owners, lanes, slots
     call.rows, call.queries, call.scaling = group * new, new, scaling
+    if softcap is not None:
+        call.softcap = softcap
     if owner is not None:
         call.owner = _pointer(owner, torch.int64, held)
     if lengths is not None:
@@ -146,6 +152,8 @@ def _call(
 def _run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None) -> tuple[Tensor, Tensor]:
     """Outputs and lse for a query of this shape."""
     assert used is not None, "asked for a kernel that was not built"
+    if call.softcap and not used.has("kvtailor_caps"):
+        raise RuntimeError("capped logits need C++ kernels that were built from these sources: build them again")
     owners, group, new, size = shape
     lanes, slots = call.lanes, call.slots
     threads = 1

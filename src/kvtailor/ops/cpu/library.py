@@ -49,6 +49,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("owners", "lanes", "slots", "rows", "queries", "chunk", "threads")),
         ("scaling", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
+        ("softcap", ctypes.c_double),
     ]
 
 

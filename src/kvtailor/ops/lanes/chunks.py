@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.lanes.rows import Rows, gather
+from kvtailor.types import PLAIN_SOFTMAX, Softmax
 
 __all__ = ["Reduced", "chunk_bounds", "promised", "reduce_channels"]
 
@@ -60,6 +61,8 @@ def promised(
     size: Tensor,
     covered: Tensor,
     channels: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What the bounds promise that each token receives of one new token's attention.
 
@@ -75,6 +78,8 @@ def promised(
         size: (b * h,) int64 tokens of an owner's chunks.
         covered: (b * h,) int64 tokens of each owner, the oldest, that have bounds.
         channels: (b * h,) int64 channels that are looked at: those in which the group's queries are largest.
+        softmax: whose cap is taken. It grows with the logit, so that the cap of a bound bounds the capped logits.
+        sinks: (b * h, g, 1) logits that belong to no token; None: none.
 
     Returns:
         (b * h, n) float32: the probability of each token's chunk, mean over the group's heads.
@@ -84,16 +89,21 @@ def promised(
     place = covered[:, None] + torch.arange(int((rows.counts - covered).max()), device=device)
     own = gather(keys, rows.address.gather(1, place.clamp(max=rows.address.shape[1] - 1)))
     own = own.gather(2, reduced.channels[:, None].expand(-1, own.shape[1], -1)).float()
-    logits = torch.bmm(reduced.query, own.transpose(1, 2)).masked_fill((place >= rows.counts[:, None])[:, None], lowest)
+    logits = softmax.cap_(torch.bmm(reduced.query, own.transpose(1, 2))).masked_fill(
+        (place >= rows.counts[:, None])[:, None], lowest
+    )
     number = 0
     if bounds is not None:
         number = bounds.shape[-1]
         row = reduced.channels + reduced.low * (bounds.shape[1] // 2)
         owner = torch.arange(row.shape[0], device=device)[:, None]
         empty = torch.arange(number, device=device)[None] * size[:, None] >= covered[:, None]
-        of_chunks = torch.bmm(reduced.query, bounds[owner, row].float()).masked_fill(empty[:, None], lowest)
+        of_chunks = softmax.cap_(torch.bmm(reduced.query, bounds[owner, row].float())).masked_fill(
+            empty[:, None], lowest
+        )
         logits = torch.cat([of_chunks, logits], 2)
-    received = logits.softmax(-1).mean(1)
+    given = logits.softmax(-1) if sinks is None else torch.cat([logits, sinks], 2).softmax(-1)[..., :-1]
+    received = given.mean(1)
     token = torch.arange(rows.columns.shape[1], device=device)[None]
     chunk = torch.div(token, size[:, None], rounding_mode="floor")
     at = torch.where(token < covered[:, None], chunk, number + token - covered[:, None])

@@ -41,6 +41,7 @@ def attend_coded(
     values: Coded,
     *,
     scaling: float,
+    softcap: float | None = None,
     owner: Tensor | None = None,
     visible: Tensor | None = None,
     log_weight: Tensor | None = None,
@@ -57,6 +58,7 @@ def attend_coded(
         query: (n, g, t, d) any float dtype, n = b * h.
         keys, values: of m lanes of s slots; see `suits`.
         scaling: factor before the softmax.
+        softcap: logits l are softcap * tanh(l / softcap); None: as they are.
         owner: (m,) int64 ascending row * h + head of each lane; None where lane i belongs to owner i.
         visible: bool that broadcasts to (m, t, s); None where every query sees every slot.
         log_weight: (m, s) float32 added to the logits; None: nothing.
@@ -77,7 +79,7 @@ def attend_coded(
         causal=causal,
         splits=splits,
     )
-    return attend_parts(query, [part], scaling=scaling)
+    return attend_parts(query, [part], scaling=scaling, softcap=softcap)
 
 
 def attend_pages(
@@ -88,6 +90,7 @@ def attend_pages(
     page: int,
     *,
     scaling: float,
+    softcap: float | None = None,
     owner: Tensor | None = None,
     visible: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -116,9 +119,11 @@ def attend_pages(
         page=page,
         splits=splits,
     )
-    return attend_parts(query, [part], scaling=scaling)
+    return attend_parts(query, [part], scaling=scaling, softcap=softcap)
 
 
-def attend_parts(query: Tensor, parts: Sequence[Part], *, scaling: float) -> tuple[Tensor, Tensor]:
+def attend_parts(
+    query: Tensor, parts: Sequence[Part], *, scaling: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """`attend_coded` over the slots of several parts, with one softmax over all of them."""
-    return plan_of(query, parts, scaling=scaling)()
+    return plan_of(query, parts, scaling=scaling, softcap=softcap)()

@@ -26,12 +26,14 @@ class Kept:
     Attributes:
         query: (n, g, t, d) of the keys' dtype. keys: (m, s, d).
         scaling: factor before the softmax.
+        softcap: of the logits; None: none.
         owner, lengths, visible, log_weight: as they were given.
     """
 
     query: Tensor
     keys: Tensor
     scaling: float
+    softcap: float | None = None
     owner: Tensor | None = None
     lengths: Tensor | None = None
     visible: Tensor | None = None
@@ -41,7 +43,7 @@ class Kept:
         """(m, s) float32: the attention that each slot received, 0 past what is filled.
 
         Args:
-            lse: (n, g, t) float32 over all parts that were read.
+            lse: (n, g, t) float32 over all parts that were read, and the sinks.
             counts: (n, t) float32: how much each query counts.
         """
         lanes, slots, _ = self.keys.shape
@@ -73,7 +75,9 @@ class Kept:
         )
         # The heads of a group are so many new tokens of one head, and share a tile.
         rows, keys = query[:, None].contiguous(), self.keys[:, None]
-        return column_mass(rows, keys, lse[:, None], self.scaling, weight=weight, causal=False)[:, 0]
+        return column_mass(rows, keys, lse[:, None], self.scaling, softcap=self.softcap, weight=weight, causal=False)[
+            :, 0
+        ]
 
 
 def attend_keeping(

@@ -67,13 +67,21 @@ class Part:
     splits: int | None = None
 
 
-def plan_of(query: Tensor, parts: Sequence[Part], *, scaling: float, processors: int | None = None) -> Plan:
+def plan_of(
+    query: Tensor,
+    parts: Sequence[Part],
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    processors: int | None = None,
+) -> Plan:
     """What `attend_parts` launches; tensors on any device.
 
     Args:
         query: (n, g, t, d).
         parts: at least one.
         scaling: factor before the softmax.
+        softcap: of the logits; None: none.
         processors: of the device; None: read from it.
     """
     owners, group, new, _ = query.shape
@@ -87,7 +95,7 @@ def plan_of(query: Tensor, parts: Sequence[Part], *, scaling: float, processors:
     out, lse = empty(owners, group, new, size), empty(owners, group, new)
     flat = query.reshape(owners, rows, -1).contiguous()
     splits = [
-        _split_call(flat, part, shape, new, scaling, sums[base:], tops[base:], totals[base:])
+        _split_call(flat, part, shape, new, (scaling, softcap), sums[base:], tops[base:], totals[base:])
         for part, shape, base in zip(parts, shapes, bases, strict=False)
     ]
     alone = len(parts) == 1 and parts[0].owner is None
@@ -145,9 +153,17 @@ class _Shape:
 
 
 def _split_call(
-    query: Tensor, part: Part, shape: _Shape, new: int, scaling: float, sums: Tensor, tops: Tensor, totals: Tensor
+    query: Tensor,
+    part: Part,
+    shape: _Shape,
+    new: int,
+    logits: tuple[float, float | None],
+    sums: Tensor,
+    tops: Tensor,
+    totals: Tensor,
 ) -> Call:
     """The launch that reads one part for queries (n, g * t, d) and leaves what it found at the head of the three."""
+    scaling, softcap = logits
     rows, block, left, right = query.shape[1], shape.block, shape.left, shape.right
     visible, log_weight, pages = part.visible, part.log_weight, part.pages
     seen = None if visible is None else visible.expand(shape.lanes, new, shape.slots).view(torch.uint8)
@@ -169,6 +185,7 @@ def _split_call(
             "capacity": shape.slots,
             "slots": shape.held,
             "factor": scaling * LOG2E,
+            "cap": None if softcap is None else softcap * LOG2E,
             **dict(zip(("seen_lane", "seen_new", "seen_slot"), strides, strict=True)),
             "weight_lane": shape.slots,
             "pages_lane": 0 if pages is None else pages.shape[1],

@@ -38,7 +38,7 @@ def unsuited(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
 
 
 def attend_with_mass(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, weight: Tensor
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, weight: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a prompt or of its next piece, and the attention that each slot received.
 
@@ -46,6 +46,7 @@ def attend_with_mass(
         query: (b, q, t, d). keys, values: (b, h, n, d), of which the last t are the queries' own; see `unsuited`.
         scaling: factor before the softmax.
         weight: (b, t) float32 how much each query counts for the mass.
+        sinks: (q,) float32 logits that belong to no slot; None: none.
 
     Returns:
         out (b, q, t, d) in the query's dtype; mass (b, h, n) float32.
@@ -54,7 +55,7 @@ def attend_with_mass(
     found = [_fused(query, keys[:, :, old:], values[:, :, old:], scaling, is_causal=True)]
     if old:
         found.append(_fused(query, keys[:, :, :old], values[:, :, :old], scaling, is_causal=False))
-    out, lse = merge(found)
+    out, lse = merge(found, None if sinks is None else sinks[:, None])
     return out.to(query.dtype), column_mass(query, keys, lse, scaling, weight=weight)
 
 
@@ -71,6 +72,7 @@ def column_mass(
     lse: Tensor,
     scaling: float,
     *,
+    softcap: float | None = None,
     weight: Tensor | None = None,
     start: Tensor | None = None,
     causal: bool = True,
@@ -79,8 +81,10 @@ def column_mass(
 
     Args:
         query: (b, q, t, d). keys: (b, h, n, d) of the query's dtype. Channels lie side by side in memory.
-        lse: (b, q, t) float32 log-sum-exp of each query's logits over the slots that it sees, -inf where there is none.
+        lse: (b, q, t) float32 log-sum-exp of each query's logits over the slots that it sees and its sink, -inf where
+            there is neither.
         scaling: factor before the softmax.
+        softcap: of the logits; None: none.
         weight: (b, t) float32 how much each query counts; None: all by 1.
         start: (b,) int32 first slot of each row that any query sees, for prompts padded on the left; None: 0.
         causal: query i sees the slots up to n - t + i.
@@ -88,7 +92,7 @@ def column_mass(
     Returns:
         (b, h, n) float32, summed over the queries of the new tokens and over the heads of a group.
     """
-    call, out = mass_call(query, keys, lse, scaling, weight=weight, start=start, causal=causal)
+    call, out = mass_call(query, keys, lse, scaling, softcap=softcap, weight=weight, start=start, causal=causal)
     call()
     return out
 
@@ -99,6 +103,7 @@ def mass_call(
     lse: Tensor,
     scaling: float,
     *,
+    softcap: float | None = None,
     weight: Tensor | None = None,
     start: Tensor | None = None,
     causal: bool = True,
@@ -124,6 +129,7 @@ def mass_call(
             "new": new,
             "slots": slots,
             "factor": scaling * LOG2E,
+            "cap": None if softcap is None else softcap * LOG2E,
             **dict(zip(("q_row", "q_head", "q_new"), query.stride()[:3], strict=True)),
             **dict(zip(("k_row", "k_head", "k_slot"), keys.stride()[:3], strict=True)),
             "HEADS": heads,

@@ -53,6 +53,8 @@ class Pairs(Scorer):
     window: int = 32
     sinks: int = 32
     splits_heads: ClassVar[bool] = True
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.window < 1:

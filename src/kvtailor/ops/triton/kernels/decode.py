@@ -18,6 +18,7 @@ from kvtailor.ops.triton.kernels.tiles import (
     TOKEN,
     VALUE,
     bytes_of,
+    capped,
     decoded,
     of_run,
     of_token,
@@ -51,7 +52,7 @@ def split_kernel(
     Q, OWNER, LENGTHS, SEEN, WEIGHT, PAGES,
     K, K_STEP, K_LOW, K_ROW, V, V_STEP, V_LOW, V_ROW,
     SUM, TOP, TOTAL,
-    slots, capacity, factor,
+    slots, capacity, factor, cap,
     k_lane, k_table, k_row,
     v_lane, v_table, v_row,
     seen_lane, seen_new, seen_slot, weight_lane, pages_lane,
@@ -73,6 +74,7 @@ def split_kernel(
         PAGES: (m, p) int32 pages of PAGE slots that are read, -1 where there is none; or None.
         SUM: (m, splits, ROWS, V_SIZE). TOP, TOTAL: (m, splits, ROWS). All float32.
         slots: that a lane reads: capacity, or those of its pages. capacity: slots of a lane. factor: scaling * log2(e).
+        cap: of the logits, times log2(e); or None.
         CAUSAL: the last NEW tokens of a lane are the queries' own.
     """
     lane = tl.program_id(0).to(tl.int64)
@@ -179,6 +181,8 @@ def split_kernel(
                 logits = tl.zeros([BLOCK, M], tl.float32) + bias[None, :]
                 for part in tl.static_range(K_PARTS):
                     logits = tl.dot(codes[part], folded[part], logits)
+        if cap is not None:
+            logits = capped(logits, cap, ASM)
         if WEIGHT is not None:
             more = tl.load(WEIGHT + lane * weight_lane + token, mask=ok, other=0.0)
             logits = logits + (more * 1.4426950408889634)[:, None]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtailor.ops.triton.kernels.tiles import power_of_two
+from kvtailor.ops.triton.kernels.tiles import capped, power_of_two
 
 __all__ = ["mass_kernel"]
 
 
 @triton.jit
 def mass_kernel(
-    Q, K, LSE, COUNTS, START, OUT, new, slots, factor,
+    Q, K, LSE, COUNTS, START, OUT, new, slots, factor, cap,
     q_row, q_head, q_new, k_row, k_head, k_slot,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr, ASM: tl.constexpr,
@@ -24,6 +24,7 @@ def mass_kernel(
         LSE: (b, q, new) contiguous, natural logarithm, -inf for a query that sees nothing.
         COUNTS: (b, new) float32, or None. START: (b,) first slot that is seen, or None.
         OUT: (b, HEADS, slots).
+        factor: scaling * log2(e). cap: of the logits, times log2(e); or None.
     """
     block = tl.program_id(0)
     row = (tl.program_id(1) // HEADS).to(tl.int64)
@@ -56,6 +57,8 @@ def mass_kernel(
             real = real & (lse > float("-inf"))
             lse = tl.where(real, lse, 0.0)
             logits = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * factor
+            if cap is not None:
+                logits = capped(logits, cap, ASM)
             sees = real[:, None] & ok[None, :]
             if CAUSAL:
                 sees = sees & (slot[None, :] <= query[:, None] + (slots - new))
