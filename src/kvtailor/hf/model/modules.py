@@ -119,7 +119,12 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             "whose angles depend on the length of the text"
         )
     device = runs_on(module)
-    cos, sin = (each.to(device) for each in _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type))
+    try:
+        angles = _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type)
+    except IndexError as error:
+        # Before transformers 5.23 some of these take positions of three axes alone.
+        raise _not_understood(name) from error
+    cos, sin = (each.to(device) for each in angles)
     for frequencies, interleaved in _candidates(cos, sin):
         rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
         if rotation.size <= head_dim and _agrees(rotation, module, cos, sin, head_dim):
@@ -130,7 +135,11 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             if exact is not None and exact.shape == frequencies.shape and torch.allclose(exact, frequencies, atol=1e-4):
                 rotation = Rotation(frequencies=exact, interleaved=interleaved)
             return rotation
-    raise UnsupportedModel(
+    raise _not_understood(name)
+
+
+def _not_understood(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
         f"the plan turns queries or keys by positions, and what {name} does with its rotary embedding is not understood"
     )
 
@@ -186,7 +195,8 @@ def _rotary(model: Any, module: torch.nn.Module) -> Any:
     # An adapter has the model that it wraps as its base model; the method belongs to that one.
     model = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
     base = getattr(model, "base_model", model)
-    for owner in (base, getattr(base, "decoder", None), getattr(base, "language_model", None), module):
+    parts = (getattr(base, name, None) for name in ("decoder", "language_model", "text_model"))
+    for owner in (base, *parts, module):
         found = getattr(owner, "rotary_emb", None)
         if found is not None:
             return found
