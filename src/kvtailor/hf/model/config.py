@@ -78,7 +78,7 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
 }
 """All of that kind, by name; the large ones have the shapes of Llama 3.1 8B and of Llama 2 7B.
 
-"random-qwen3-next" is a hybrid with the layers of Qwen3-Next 80B, and "random-llama-256" a plain model of its attention.
+"random-qwen3-next" has the layers of Qwen3-Next 80B, a hybrid, and "random-llama-256" is plain with its attention.
 """
 
 
