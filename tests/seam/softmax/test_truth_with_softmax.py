@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 import kvtailor
+from kvtailor.engine.layer_state import LayerState
 from kvtailor.errors import PlanError
 from kvtailor.hf.run.sharing import keep_queries, remake, sharing_prefill
 from tests.ops.gpu.exact_attention import needs_triton
 from tests.seam.methods.test_truth import check
+from tests.seam.run.test_repeat import CHUNK, KEPT, LEAD, SINKS, WORDS
 from tests.seam.run.test_replay import agrees
 from tests.seam.saving.test_saving import continued, saved
 from tests.seam.test_modes import decoded
@@ -66,6 +69,37 @@ def test_evidence_is_the_models_own_probabilities(family: str) -> None:
         for row, length in enumerate((56, 43)):
             due = given[row, :, -length:].topk(20).indices + 56 - length
             assert torch.equal(columns[row].nonzero()[:, 1].view(-1, 20), due.sort(-1).values)
+
+
+@every_family
+@torch.no_grad()
+def test_what_a_repetition_looks_at_is_of_the_models_own_softmax(family: str) -> None:
+    """A sink has its share beside the tokens that a piece shares the attention with."""
+    ids, _ = prompts((40,))
+    cache = kvtailor.prefill(build(family), KEPT, ids, instruction=WORDS)
+    reference = MaskedReference(family)
+    reference.model(ids, past_key_values=reference.cache)
+    count = -(-40 // CHUNK)
+    size = -(-40 // count)
+    expected = {layer: torch.zeros(state.heads, 40).double() for layer, state in _by_layer(cache)}
+    for start in range(0, 40, size):
+        end = min(40, start + size)
+        new = torch.cat([WORDS, ids[0, max(0, start - LEAD) : start], ids[0, start:end]])
+        reference.model(new[None], past_key_values=copy.deepcopy(reference.cache))
+        for layer, state in _by_layer(cache):
+            given = reference.given[layer][0]
+            sink = 1 - given.sum(-1, keepdim=True)
+            share = torch.zeros(given.shape[-1], dtype=torch.bool)
+            share[:SINKS] = share[start:end] = share[40:] = True
+            some = given * share
+            some = some / (some.sum(-1, keepdim=True) + sink)
+            expected[layer][:, start:end] = some[..., start:end].amax(1).unflatten(0, (state.heads, -1)).amax(1)
+    for layer, state in _by_layer(cache):
+        assert error(state.observed.reconstruction[0].double(), expected[layer]) < 1e-5
+
+
+def _by_layer(cache) -> list[tuple[int, LayerState]]:
+    return list(zip(cache.geometry.compressed, cache.engine.states, strict=True))
 
 
 @pytest.mark.parametrize(("family", "codec"), crossed(SOFTMAX_FAMILIES, CODECS, each=2))
