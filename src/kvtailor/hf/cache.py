@@ -60,7 +60,8 @@ class KvCache(Cache):
             raise PlanError(str(plan), misfits)
         self.plan, self.geometry, self.share = plan, geometry, share
         self.guard = CacheGuard(plan, geometry, config, share=share)
-        super().__init__(layers=layers_of(self.guard))
+        # By name: the class of some models is between this one and `Cache`, and keeps layers in its own way.
+        Cache.__init__(self, layers=layers_of(self.guard))
         self._first_keys = next(index for index, shape in enumerate(geometry.shapes) if shape.kv_heads)
         self.calibrations: tuple[Calibration, ...] = ()
         self.conversation = Conversation()
@@ -255,7 +256,7 @@ class KvCache(Cache):
         self._check_rows_may_change()
         rows = self.rows
         with self.guard.changing("a repetition of the rows"):
-            super().batch_repeat_interleave(repeats)
+            Cache.batch_repeat_interleave(self, repeats)
             self.conversation.select_rows([row for row in range(rows) for _ in range(repeats)])
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.repeat_interleave(repeats, 0)
@@ -266,7 +267,7 @@ class KvCache(Cache):
         chosen = torch.arange(self.rows)[indices.cpu()].tolist()
         with self.guard.changing("a choice of rows"):
             self.conversation.select_rows(chosen)
-            super().batch_select_indices(indices)
+            Cache.batch_select_indices(self, indices)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[indices.to(self.guard.real.device)]
 
@@ -283,7 +284,7 @@ class KvCache(Cache):
             elif isinstance(layer, StatesMixin):
                 layer.check_states_crop(count)
         with self.guard.changing("a crop"):
-            super().crop(tokens_to_remove)
+            Cache.crop(self, tokens_to_remove)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[:, : self.seen].clone()
             self.conversation.crop(self.seen)
@@ -300,20 +301,20 @@ class KvCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The state of a layer's convolution; None before the first token."""
-        self._touch(layer_idx)
+        self._touch(layer_idx, f"conv.{state_idx}")
         found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return found
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The recurrent state of a layer; None before the first token."""
-        self._touch(layer_idx)
+        self._touch(layer_idx, f"recurrent.{state_idx}")
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return found
 
-    def _touch(self, layer_idx: int) -> None:
+    def _touch(self, layer_idx: int, state: str) -> None:
         layer = self.layers[layer_idx]
         if isinstance(layer, StatesMixin):
-            layer.touched()
+            layer.touched(state)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer."""
@@ -355,6 +356,12 @@ class KvCache(Cache):
             raise CacheMisuse(
                 f"this cache has seen {self.seen} tokens, and generate() got so few that it has cut off all of them: "
                 f"{right_call()}"
+            )
+        if query_length > 1 and self.seen and self.geometry.restarts:
+            raise CacheMisuse(
+                f"this cache has seen {self.seen} tokens, and {query_length} come at once: transformers' "
+                f"{self.geometry.model_type} begins its recurrent state anew then, so they would not know what came "
+                "before. Give the whole text to a new cache, or feed one token at a time"
             )
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes

@@ -13,6 +13,7 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.errors import PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
@@ -64,12 +65,12 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
         raise PlanError(str(parsed), faults)
     share = share_of(model, geometry)
     check_plan(parsed, geometry, share)
-    modules = modules_by_layer(model)
+    modules = modules_by_layer(model, attending=_with_states(geometry))
     # Of a model whose modules do not show their layers, its first forward tells.
     known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
     check_plan_softmax(parsed, list(known.values()), share)
     check_same_plan(parsed, share)
-    cache = KvCache(parsed, geometry, config, share=share)
+    cache = cache_class(config)(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if layer in known:
@@ -85,7 +86,7 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     _calibrate(cache, model, devices)
     if not (needs.output or needs.rotation or geometry.has_latents):
         return
-    modules = modules_by_layer(model)
+    modules = modules_by_layer(model, attending=_with_states(geometry))
     missing = [layer for layer in geometry.compressed if layer not in modules]
     if missing:
         raise UnsupportedModel(
@@ -102,6 +103,11 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
             state.model.output = OutputProjection(modules[layer], shape.q_heads, shape.value_size)
         if needs.rotation:
             state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size)
+
+
+def _with_states(geometry: Geometry) -> list[int]:
+    """The compressed layers that keep a state as well."""
+    return [layer for layer in geometry.compressed if geometry.shapes[layer].states]
 
 
 def layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:

@@ -66,9 +66,17 @@ class StatesMixin(LinearAttentionLayer):
         found: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **options)
         return found
 
-    def touched(self) -> None:
-        """The model reads or writes these states in a forward; decoding writes them in place, without a call."""
-        self.guard.states_change(self.layer_idx)
+    def replace_recurrent_state(self, state: Tensor) -> None:
+        """Take a recurrent state as it is, for models that hand over a new tensor each time."""
+        self._check_rows(state)
+        self.guard.states_change(self.layer_idx, recurrent=True)
+        self.recurrent_states[0], self.is_recurrent_states_initialized[0] = state, True
+        self.has_previous_state[0] = True
+        self.dtype, self.device = state.dtype, state.device
+
+    def touched(self, asked: str | None = None) -> None:
+        """The model asks for a state of this name, or writes one; decoding writes in place what it has asked for."""
+        self.guard.states_change(self.layer_idx, asked=asked)
 
     def states(self) -> dict[str, Tensor]:
         """Return what is held, by name: "conv.0", "recurrent.0", and so on; rows first."""

@@ -13,6 +13,8 @@ __all__ = ["Geometry", "check", "refusal"]
 
 # Their attention changes keys or values between the cache and the attention function: the hand-over would be lost.
 _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
+# Their recurrent layers read the state where one token comes alone, and begin with zeros where several do.
+_RESTARTS = frozenset({"jamba"})
 # The state of such a model lies in its modules, whatever cache it is given: two texts on one model would share it.
 _STATES_IN_MODULES = frozenset({"recurrent_gemma"})
 _MASKS_BY_STATES = frozenset({"doge"})
@@ -72,6 +74,11 @@ class Geometry:
             if shape.reads in self.compressed and shape.reads is not None:
                 found[shape.reads] = (*found.get(shape.reads, ()), index)
         return found
+
+    @property
+    def restarts(self) -> bool:
+        """Whether transformers' code for these states forgets them where several tokens come after others."""
+        return self.model_type in _RESTARTS and self.has_states
 
     @property
     def has_states(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,15 @@ def attention_modules(model: Any) -> list[torch.nn.Module]:
     return list(modules_by_layer(model).values())
 
 
-def modules_by_layer(model: Any) -> dict[int, torch.nn.Module]:
+def modules_by_layer(model: Any, *, attending: Collection[int] = ()) -> dict[int, torch.nn.Module]:
     """The decoder's attention modules by layer: those that have a `layer_idx` and an output projection.
 
     A layer that keeps a state and has no attention is there as well, by the module that writes the state.
+
+    Args:
+        model: a transformers causal language model.
+        attending: layers that both keep a state and attend, of which the attention is wanted or nothing: one module
+            may attend for several layers (Zamba), and shows the number of one.
     """
     text = model.config.get_text_config(decoder=True)
     found: dict[int, torch.nn.Module] = {}
@@ -49,7 +54,7 @@ def modules_by_layer(model: Any) -> dict[int, torch.nn.Module]:
         # A layer may have both, an attention and what writes its state.
         if index not in found or (_projects_keys(module) and not _projects_keys(found[index])):
             found[index] = module
-    return {index: found[index] for index in sorted(found)}
+    return {i: found[i] for i in sorted(found) if i not in attending or _projects_keys(found[i])}
 
 
 def _projects_keys(module: torch.nn.Module) -> bool:

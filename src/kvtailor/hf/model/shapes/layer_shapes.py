@@ -19,6 +19,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from kvtailor.hf.model.shapes.state_sizes import state_elements
+
 __all__ = ["LayerShape", "has_indexer", "layer_config", "layer_shapes", "unknown_kinds"]
 
 # transformers' classes whose bookkeeping is known; a class derived from one of them may keep something else as well.
@@ -159,9 +161,10 @@ def _shape(config: Any, layer: Any, kind: str, index: int, reads: int | None) ->
         return LayerShape(kind=kind, q_heads=q_heads, reads=reads)
     states = layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0
     # A legacy type of a layer without a mixer ("moe", "mlp") has a cache layer in older releases, which stays empty.
+    elements = state_elements(config) if states else None
     convolution = bool(states) and (kind == "conv" or config.model_type in _CONVOLUTIONS_ALONE)
     if not isinstance(layer, DynamicLayer) or kind in _WITHOUT_CACHE:
-        return LayerShape(kind=kind, states=states, convolution=convolution)
+        return LayerShape(kind=kind, states=states, convolution=convolution, state_elements=elements)
     return LayerShape(
         kind=kind,
         window=layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None,
@@ -172,6 +175,7 @@ def _shape(config: Any, layer: Any, kind: str, index: int, reads: int | None) ->
         states=states,
         latents=_has_latents(config),
         convolution=convolution,
+        state_elements=elements,
     )
 
 
