@@ -70,5 +70,6 @@ def main(tokens: int = 8192, rounds: int = 15, dtype: str = "float32") -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    main(*(int(each) for each in given[:2]), *given[2:])
+    defaults = ["8192", "15", "float32"]
+    length, often, kind = [*sys.argv[1:4], *defaults[len(sys.argv[1:4]) :]]
+    main(int(length), int(often), kind)

@@ -76,7 +76,7 @@ LATENT_FAMILIES = tuple(latent_configs())
 
 @cache
 def mixed_configs() -> dict[str, transformers.PreTrainedConfig]:
-    """Families whose other layers are of linear attention or have a window of their own; those that transformers has."""
+    """Families whose other layers are linear or have a window of their own: those that this transformers has."""
     shape = {**_SHAPE, **_LATENT, **_EXPERTS, "num_hidden_layers": 4}
     in_turns = {"layer_types": ["linear_attention", "full_attention"] * 2}
     windowed = {**_LATENT, **_LOW_QUERIES, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24}
