@@ -95,8 +95,8 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
             yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in declarations.items())
             yield ""
     yield "## Layers that hold latents\n"
-    yield "On models of multi-head latent attention (DeepSeek, Kimi, GLM-4-MoE-Lite, LongCat-Flash, MiniCPM3 ...) a plan"
-    yield "with one of these methods is refused when its cache is made, and all others work.\n"
+    yield "On models of multi-head latent attention (DeepSeek, Kimi, GLM-4-MoE-Lite, LongCat-Flash, MiniCPM3 ...) a"
+    yield "plan with one of these methods is refused when its cache is made, and all others work.\n"
     for stage, infos in stages.items():
         for info in infos:
             if (why := registry.load(stage, info.name).latent_refusal) is not None:
