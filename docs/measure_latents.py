@@ -70,6 +70,5 @@ def main(tokens: int = 8192, rounds: int = 15, dtype: str = "float32") -> None:
 
 
 if __name__ == "__main__":
-    defaults = ["8192", "15", "float32"]
-    length, often, kind = [*sys.argv[1:4], *defaults[len(sys.argv[1:4]) :]]
-    main(int(length), int(often), kind)
+    tokens, rounds, dtype = [*sys.argv[1:], *("8192", "15", "float32")[len(sys.argv) - 1 :]]
+    main(int(tokens), int(rounds), dtype)

@@ -249,6 +249,7 @@ class KvCache(Cache):
             super().reorder_cache(beam_idx)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.index_select(0, beam_idx.to(self.guard.real.device))
+            self.guard.rope.select_rows(beam_idx)
             self.conversation.select_rows(beam_idx.tolist(), seen=self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -257,6 +258,7 @@ class KvCache(Cache):
         rows = self.rows
         with self.guard.changing("a repetition of the rows"):
             Cache.batch_repeat_interleave(self, repeats)
+            self.guard.rope.select_rows(torch.arange(rows).repeat_interleave(repeats))
             self.conversation.select_rows([row for row in range(rows) for _ in range(repeats)])
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.repeat_interleave(repeats, 0)
@@ -267,6 +269,7 @@ class KvCache(Cache):
         chosen = torch.arange(self.rows)[indices.cpu()].tolist()
         with self.guard.changing("a choice of rows"):
             self.conversation.select_rows(chosen)
+            self.guard.rope.select_rows(torch.tensor(chosen))
             Cache.batch_select_indices(self, indices)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[indices.to(self.guard.real.device)]
@@ -319,8 +322,9 @@ class KvCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer."""
         self.guard.check_whole()
-        length = int(super().get_seq_length(layer_idx))
-        shown = shown_to_generate(sys._getframe(1))
+        length, frame = int(super().get_seq_length(layer_idx)), sys._getframe(1)
+        self.guard.rope.asked_for_length(frame, length)
+        shown = shown_to_generate(frame)
         if shown is not None:
             self._check_shown(shown)
         return length

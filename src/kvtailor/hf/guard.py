@@ -21,6 +21,7 @@ from kvtailor.engine.phase import Recording
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
+from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.progress import START_OVER, STATES_ARE_ASKED_FOR, TWO_THREADS, Alone, Progress, bits_of_a_forward
 from kvtailor.plan import Plan
@@ -56,6 +57,7 @@ class CacheGuard:
         engine: the engine and the state of the compressed layers.
         model: a weak reference to the model that the cache was made for; None where that is not known.
         observers: called at each compressed layer with what has come, before it changes what is held; see `Observer`.
+        rope: by how much images have shifted the positions of what follows them.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
         layers: how many layers the cache has.
         first_compressed: the first of them that the plan compresses; None: none is.
@@ -72,6 +74,7 @@ class CacheGuard:
             state.model.share = share
         self.observers: tuple[Observer, ...] = ()
         self.model: weakref.ref[Any] | None = None
+        self.rope = RopeDeltas()
         self._warned = False
         self.reset()
 
@@ -83,6 +86,7 @@ class CacheGuard:
     def reset(self) -> None:
         """Forgets what was seen, and what went wrong."""
         self.real: Tensor | None = None
+        self.rope.reset()
         self._alone = Alone()
         self._undo: dict[int, Callable[[], object]] = {}
         # Replaced as a whole, never changed: an interrupt leaves either the old or the new.
@@ -296,6 +300,7 @@ class CacheGuard:
             return
         if visible.real is not None:
             self.real = visible.real.clone()
+        self.rope.forward_began(self.engine.states[0].rows, visible.first_column, visible.new_tokens)
         self._warn_of_positions(visible.first_column + visible.new_tokens)
 
     def _goes_on(self, layer: int, before: str, after: str) -> None:
@@ -343,6 +348,7 @@ class CacheGuard:
             return
         for undo in self._undo.values():
             undo()
+        self.rope.forward_never_was()
         self._undo, self._now = {}, None
 
     def _unfinished(self, now: Progress) -> str:

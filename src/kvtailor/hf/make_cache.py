@@ -13,6 +13,7 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.errors import PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
@@ -72,6 +73,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     check_same_plan(parsed, share)
     cache = cache_class(config)(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
+    cache.guard.rope = RopeDeltas(model, turned_by=str(parsed) if cache.plan.needs.rotation else None)
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if layer in known:
             state.model.softmax = softmax_before(known[layer], share)

@@ -58,6 +58,25 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
     }  # fmt: skip
 
 
+@cache
+def softmax_configs() -> dict[str, transformers.PreTrainedConfig]:
+    """Families whose softmax has more than a factor: learned sinks, or a cap on logits. Windows and full layers."""
+    hybrid = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    shape = {**_SHAPE, **_GROUPED, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16, "layer_types": hybrid}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return {
+        # All experts at once: rounding would otherwise choose others here and there.
+        "gpt_oss": transformers.GptOssConfig(**shape, **rope, num_local_experts=3, num_experts_per_tok=3),
+        # Its windows alone have sinks, and twice the kv heads.
+        "mimo_v2_flash": transformers.MiMoV2FlashConfig(
+            **shape, v_head_dim=12, n_routed_experts=3, num_experts_per_tok=3, moe_intermediate_size=32,
+        ),
+        "granite_swa": transformers.GraniteSWAConfig(**shape, attention_multiplier=0.25),
+        "gemma2": transformers.Gemma2Config(**shape, attn_logit_softcapping=3.0, query_pre_attn_scalar=16),
+    }  # fmt: skip
+
+
+SOFTMAX_FAMILIES = tuple(softmax_configs())
 FAMILIES = tuple(configs())
 COMPRESSIBLE = tuple(name for name in FAMILIES if name != "mistral_window")
 
@@ -81,7 +100,10 @@ def build(
 @cache
 def _made(family: str, attention: str, dtype: torch.dtype, state: int, layers: int | None):
     torch.manual_seed(state)
-    config = copy.deepcopy({**configs(), **hybrid_configs(), **mixed_configs()}[family])
+    config = copy.deepcopy({**configs(), **softmax_configs(), **hybrid_configs(), **mixed_configs()}[family])
+    if family in SOFTMAX_FAMILIES and attention == "sdpa":
+        # transformers' sdpa knows neither sinks nor a cap, and these families refuse it.
+        attention = "eager"
     if layers is not None:
         config.num_hidden_layers = layers
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
@@ -93,6 +115,11 @@ def _made(family: str, attention: str, dtype: torch.dtype, state: int, layers: i
                 if family in QUIET and "embed" in name:
                     scale = QUIET[family]
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            elif name.endswith("sinks"):
+                # As large as logits are, and otherwise for each head.
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2 + 2)
+            elif parameter.dim() == 3 and family in SOFTMAX_FAMILIES:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -150,6 +177,10 @@ class MaskedReference:
     """The same model on a full cache, in which each layer and kv head is denied the columns that it may not see.
 
     A plain softmax over repeated heads: nothing of kvtailor's attention, masks or caches is used.
+
+    Attributes:
+        ignores: arguments that the model hands over and that are left out ("softcap", "s_aux"): a wrong reference.
+        given: of each layer (b, q, t, n) the probabilities of the newest call, a sink's left out.
     """
 
     NAME = "masked-reference"
@@ -161,6 +192,8 @@ class MaskedReference:
         self.cache = minimax_cache() if family == "minimax" else DynamicCache(config=self.model.config)
         self.layer = -1
         self.held: Mapping[int, Tensor] = {}
+        self.ignores: tuple[str, ...] = ()
+        self.given: dict[int, Tensor] = {}
 
     @staticmethod
     def _mask(*args, allow_is_causal_skip: bool = True, **kwargs):
@@ -179,8 +212,17 @@ class MaskedReference:
             allowed[..., : held.shape[-1]] &= held.repeat_interleave(group, 1)[:, :, None]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         logits = (query.double() @ key.double().transpose(-1, -2)) * scaling
+        softcap, sinks = (None if name in self.ignores else kwargs.get(name) for name in ("softcap", "s_aux"))
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
-        return (logits.softmax(-1) @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+        if sinks is not None:
+            # One more key that is always seen, whose logit is the sink and whose value is 0.
+            logits = torch.cat([logits, sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+            value = torch.nn.functional.pad(value, (0, 0, 0, 1))
+        given = logits.softmax(-1)
+        self.given[module.layer_idx] = given[..., : key.shape[2]]
+        return (given @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
 
     def layer_of(self, module, key: Tensor) -> int:
         """The layer whose keys these are; Zamba's layers are one module."""

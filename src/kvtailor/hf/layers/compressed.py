@@ -20,6 +20,7 @@ from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
+from kvtailor.hf.model.projection import check_projections
 from kvtailor.types import Softmax, Visibility
 
 __all__ = ["CompressedLayer", "record_past_of_all"]
@@ -132,6 +133,8 @@ class CompressedLayer(CacheLayerMixin):
             self._modules[index] = weakref.ref(module)
         elif bound is not module:
             raise CacheMisuse(f"layer {index} of this cache is in use by another model; make a cache for each model")
+        if index == self.guard.first_compressed:
+            check_projections(state.model.output for state in self.guard.engine.states)
 
     def take_softmax(self, softmax: Softmax) -> None:
         """Take what the model's softmax has besides the factor, before the attention of each forward.

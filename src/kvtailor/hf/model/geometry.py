@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.model.modules import own_attention
 from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
@@ -230,11 +231,21 @@ def check(model: Any, own_name: str) -> None:
     sentence = refusal(config)
     if sentence is not None:
         raise UnsupportedModel(sentence)
-    if not _attends_through_interface(model):
-        raise UnsupportedModel(
-            f"{type(model).__name__} computes attention in code of its own, which cannot be set (it does not take it "
-            "from transformers' AttentionInterface); kvtailor's cache comes with an attention of its own"
-        )
+    # PEFT's wrappers hand this method on, and not what a class declares.
+    inner = getattr(model.set_attn_implementation, "__self__", model)
+    if not getattr(inner, "_supports_attention_backend", False):
+        # Not all families declare it whose attention can be replaced.
+        own = own_attention(model)
+        if own is None:
+            raise UnsupportedModel(
+                f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
+                "(past_key_values.update), so there is nothing that kvtailor could compress"
+            )
+        if own:
+            raise UnsupportedModel(
+                f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
+                "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"
+            )
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise UnsupportedModel(
@@ -244,13 +255,17 @@ def check(model: Any, own_name: str) -> None:
     text = config.get_text_config(decoder=True)
     # Some prefixes are read in both directions by a decoder; an encoder declares it itself.
     if getattr(text, "is_decoder", None) is False:
-        for module in model.modules():
-            own = getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
-            if own and getattr(module, "is_causal", True) is False:
-                raise UnsupportedModel(
-                    f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
-                    "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
-                )
+        causal = {
+            getattr(module, "is_causal", True)
+            for module in model.modules()
+            if getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
+        }
+        # A decoder's cross-attention is not causal either, beside its self-attention that is.
+        if causal == {False}:
+            raise UnsupportedModel(
+                f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
+                "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
+            )
     asked = text._attn_implementation
     if asked not in (None, "sdpa", "eager", own_name):
         raise UnsupportedModel(
@@ -258,12 +273,3 @@ def check(model: Any, own_name: str) -> None:
             "of its own; load the model without attn_implementation, or call model.set_attn_implementation('sdpa') "
             "first"
         )
-
-
-def _attends_through_interface(model: Any) -> bool:
-    """Whether the attention of a model can be set, by what it declares or by what transformers finds in its code."""
-    inner = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
-    if getattr(inner, "_supports_attention_backend", False):
-        return True
-    found: bool = inner._can_set_attn_implementation()
-    return found

@@ -68,6 +68,7 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
             yield
         for other in others:
             _copy_others(source, other)
+            other.guard.rope.become(source.guard.rope)
 
 
 def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
@@ -107,6 +108,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
     if layers:
         cache.guard.take_padding(layers[0].layer_idx, visible)
         cache.engine.release(visible)
+    cache.guard.rope.become(source.guard.rope)
 
 
 def _copy_others(source: KvCache, other: KvCache) -> None:
