@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.own_layers import own_attention
 from kvtailor.hf.model.softmax import softmax_of
@@ -64,6 +65,7 @@ def counting_plain_forwards(config: Any, layer: int) -> Iterator[PlainForwards]:
         _COUNTED[:] = [each for each in _COUNTED if each is not found]
 
 
+@run_eagerly
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -132,6 +134,7 @@ class _Ungraded(torch.autograd.Function):
         )
 
 
+@run_eagerly
 def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
     """`lazy_mask` for a forward of a model with this configuration, whose attention stays ours until it ends."""
     mask = lazy_mask(*args, **kwargs)
