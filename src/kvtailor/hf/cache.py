@@ -305,20 +305,20 @@ class KvCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The state of a layer's convolution; None before the first token."""
-        self._touch(layer_idx)
+        self._touch(layer_idx, f"conv.{state_idx}")
         found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return found
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The recurrent state of a layer; None before the first token."""
-        self._touch(layer_idx)
+        self._touch(layer_idx, f"recurrent.{state_idx}")
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return found
 
-    def _touch(self, layer_idx: int) -> None:
+    def _touch(self, layer_idx: int, state: str) -> None:
         layer = self.layers[layer_idx]
         if isinstance(layer, StatesMixin):
-            layer.touched()
+            layer.touched(state)
 
     @run_eagerly
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -363,6 +363,12 @@ class KvCache(Cache):
             raise CacheMisuse(
                 f"this cache has seen {self.seen} tokens, and generate() got so few that it has cut off all of them: "
                 f"{right_call()}"
+            )
+        if query_length > 1 and self.seen and self.geometry.restarts:
+            raise CacheMisuse(
+                f"this cache has seen {self.seen} tokens, and {query_length} come at once: transformers' "
+                f"{self.geometry.model_type} begins its recurrent state anew then, so they would not know what came "
+                "before. Give the whole text to a new cache, or feed one token at a time"
             )
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes

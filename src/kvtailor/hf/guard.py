@@ -93,7 +93,7 @@ class CacheGuard:
         self._now: Progress | None = None
         self._last_states = -1
 
-    def states_change(self, layer: int, *, recurrent: bool = False) -> None:
+    def states_change(self, layer: int, *, recurrent: bool = False, asked: str | None = None) -> None:
         """Called whenever the model reads or writes linear-attention or convolution states of a layer.
 
         What is done to the layer's states between two calls is not seen, so a forward that was broken off inside the
@@ -103,6 +103,7 @@ class CacheGuard:
         Args:
             layer: of the model.
             recurrent: its recurrent state is about to be written, which is the last that happens to a layer's states.
+            asked: which state is asked for, if one is; a forward asks once for each.
 
         Raises:
             CacheMisuse: another thread is at work, or the forward before did not come to its end.
@@ -123,11 +124,19 @@ class CacheGuard:
             self._check_thread(now, me)
             self._check_attended(now)
             again = bool(now.layers & bit)
-            if now.reached != "done" or (again and now.states != layer):
+            known = now.asked if now.states == layer else frozenset()
+            if now.reached != "done" or (again and now.states != layer) or asked in known:
                 self._alone.refuse(self._unfinished(now))
+            known = known if asked is None else known | {asked}
             # Where layers before this one have written a recurrent state in this forward, this one will, too.
             ended = now.layers | bit == self._whole and (recurrent or not now.recurrent)
-            now = now._replace(layer=layer, layers=now.layers | bit, states=layer, recurrent=now.recurrent or recurrent)
+            now = now._replace(
+                layer=layer,
+                layers=now.layers | bit,
+                states=layer,
+                recurrent=now.recurrent or recurrent,
+                asked=known,
+            )
             self._now, self._last_states = (None, layer) if ended else (now, -1)
         if begins:
             self.end_stale_recording()

@@ -91,11 +91,14 @@ class CompressedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         before = self.state.stored.seen
         self.arriving = key_states, value_states
-        b, h, t, d = key_states.shape
-        keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
-        values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, value_states.shape[-1])
-        setattr(keys, HANDLE, self)
-        return keys, values
+        return self._handed_on(key_states, value_states, before)
+
+    def _handed_on(self, keys: Tensor, values: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """What the model gets for new keys (b, h, t, d) and values (b, h, t, dv) after `before` tokens."""
+        b, h, t, d = keys.shape
+        nan = keys.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
+        setattr(nan, HANDLE, self)
+        return nan, values.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, values.shape[-1])
 
     def _check_shape(self, keys: Tensor, values: Tensor) -> None:
         """Raise where the first keys (b, h, t, d) and values are not of the heads and sizes that are expected."""

@@ -23,6 +23,7 @@ from kvtailor.engine.phase import Speculating
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import CompressedLayer, record_past_of_all
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.layers.window import WindowLayer
 
 __all__ = ["HybridLayer", "HybridWindowLayer", "StateLayer", "StatesMixin"]
@@ -52,6 +53,7 @@ class StatesMixin(LinearAttentionLayer):
     def record_past(self, on: bool) -> None:
         record_past_of_all(self.guard.engine, on)
 
+    @run_eagerly
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
         """See transformers' `LinearAttentionLayer`."""
         self._check_rows(conv_states)
@@ -59,6 +61,7 @@ class StatesMixin(LinearAttentionLayer):
         found: Tensor = super().update_conv_state(conv_states, state_idx, **options)
         return found
 
+    @run_eagerly
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
         """See transformers' `LinearAttentionLayer`."""
         self._check_rows(recurrent_states)
@@ -74,9 +77,9 @@ class StatesMixin(LinearAttentionLayer):
         self.has_previous_state[0] = True
         self.dtype, self.device = state.dtype, state.device
 
-    def touched(self) -> None:
-        """The model reads or writes these states in a forward; decoding writes them in place, without a call."""
-        self.guard.states_change(self.layer_idx)
+    def touched(self, asked: str | None = None) -> None:
+        """The model asks for a state of this name, or writes one; decoding writes in place what it has asked for."""
+        self.guard.states_change(self.layer_idx, asked=asked)
 
     def states(self) -> dict[str, Tensor]:
         """Return what is held, by name: "conv.0", "recurrent.0", and so on; rows first."""

@@ -7,12 +7,15 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model.shapes.layer_shapes import LayerShape, layer_shapes, unknown_kinds
+from kvtailor.hf.model.modules import own_attention
+from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 
 # Their attention changes keys or values between the cache and the attention function: the hand-over would be lost.
 _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
+# Their recurrent layers read the state where one token comes alone, and begin with zeros where several do.
+_RESTARTS = frozenset({"jamba"})
 # The state of such a model lies in its modules, whatever cache it is given: two texts on one model would share it.
 _STATES_IN_MODULES = frozenset({"recurrent_gemma"})
 _MASKS_BY_STATES = frozenset({"doge"})
@@ -74,6 +77,11 @@ class Geometry:
         return found
 
     @property
+    def restarts(self) -> bool:
+        """Whether transformers' code for these states forgets them where several tokens come after others."""
+        return self.model_type in _RESTARTS and self.has_states
+
+    @property
     def has_states(self) -> bool:
         """Whether layers keep linear-attention or convolution states."""
         return any(shape.states for shape in self.shapes)
@@ -85,6 +93,11 @@ class Geometry:
         if self.readers:
             return f"layers of this {self.model_type} read the keys of others, which kvtailor cannot take back yet"
         return None
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether compressed layers keep latents (multi-head latent attention)."""
+        return any(shape.latents for shape in self.compressed_shapes)
 
     @property
     def compressed_shapes(self) -> tuple[LayerShape, ...]:
@@ -157,12 +170,17 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder model; kvtailor compresses the cache of decoder-only models"
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
-        return f"{name} uses multi-head latent attention (MLA): its cache is a latent already, which is not supported"
-    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+    # Where layers differ, the configuration of all refuses to be asked for what is one layer's.
+    layers = getattr(text, "num_hidden_layers", None)
+    if not layers or getattr(layer_config(text, 0), "num_attention_heads", None) is None:
         return (
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
             "recurrent, or made of several transformers, and kvtailor supports neither"
+        )
+    if has_indexer(text):
+        return (
+            f"{name} lets an indexer choose the tokens that each query sees (sparse attention), by keys of its own "
+            "that it caches beside the others; kvtailor does not support that"
         )
     unknown = unknown_kinds(text)
     if unknown:
@@ -213,11 +231,21 @@ def check(model: Any, own_name: str) -> None:
     sentence = refusal(config)
     if sentence is not None:
         raise UnsupportedModel(sentence)
-    if not _attends_through_interface(model):
-        raise UnsupportedModel(
-            f"{type(model).__name__} computes attention in code of its own, which cannot be set (it does not take it "
-            "from transformers' AttentionInterface); kvtailor's cache comes with an attention of its own"
-        )
+    # PEFT's wrappers hand this method on, and not what a class declares.
+    inner = getattr(model.set_attn_implementation, "__self__", model)
+    if not getattr(inner, "_supports_attention_backend", False):
+        # Not all families declare it whose attention can be replaced.
+        own = own_attention(model)
+        if own is None:
+            raise UnsupportedModel(
+                f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
+                "(past_key_values.update), so there is nothing that kvtailor could compress"
+            )
+        if own:
+            raise UnsupportedModel(
+                f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
+                "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"
+            )
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise UnsupportedModel(
@@ -227,13 +255,17 @@ def check(model: Any, own_name: str) -> None:
     text = config.get_text_config(decoder=True)
     # Some prefixes are read in both directions by a decoder; an encoder declares it itself.
     if getattr(text, "is_decoder", None) is False:
-        for module in model.modules():
-            own = getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
-            if own and getattr(module, "is_causal", True) is False:
-                raise UnsupportedModel(
-                    f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
-                    "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
-                )
+        causal = {
+            getattr(module, "is_causal", True)
+            for module in model.modules()
+            if getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
+        }
+        # A decoder's cross-attention is not causal either, beside its self-attention that is.
+        if causal == {False}:
+            raise UnsupportedModel(
+                f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
+                "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
+            )
     asked = text._attn_implementation
     if asked not in (None, "sdpa", "eager", own_name):
         raise UnsupportedModel(
@@ -241,12 +273,3 @@ def check(model: Any, own_name: str) -> None:
             "of its own; load the model without attn_implementation, or call model.set_attn_implementation('sdpa') "
             "first"
         )
-
-
-def _attends_through_interface(model: Any) -> bool:
-    """Whether the attention of a model can be set, by what it declares or by what transformers finds in its code."""
-    inner = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
-    if getattr(inner, "_supports_attention_backend", False):
-        return True
-    found: bool = inner._can_set_attn_implementation()
-    return found

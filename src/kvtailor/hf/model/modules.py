@@ -7,9 +7,11 @@ differ in how they pair the channels of a rotation and in how they lay out a pro
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 
-__all__ = ["attention_modules", "modules_by_layer", "rotation_of"]
+__all__ = ["attention_modules", "modules_by_layer", "own_attention", "rotation_of"]
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+# What a layer calls to hand its new keys to a cache, under each name that transformers' families have for it.
+_READS_CACHE = re.compile(r"\b(past_key_values?|curr_past_key_values?|layer_past|cache|past)\.update\(")
 # Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
 _turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
@@ -34,10 +38,15 @@ def attention_modules(model: Any) -> list[torch.nn.Module]:
     return list(modules_by_layer(model).values())
 
 
-def modules_by_layer(model: Any) -> dict[int, torch.nn.Module]:
+def modules_by_layer(model: Any, *, attending: Collection[int] = ()) -> dict[int, torch.nn.Module]:
     """The decoder's attention modules by layer: those that have a `layer_idx` and an output projection.
 
     A layer that keeps a state and has no attention is there as well, by the module that writes the state.
+
+    Args:
+        model: a transformers causal language model.
+        attending: layers that both keep a state and attend, of which the attention is wanted or nothing: one module
+            may attend for several layers (Zamba), and shows the number of one.
     """
     text = model.config.get_text_config(decoder=True)
     found: dict[int, torch.nn.Module] = {}
@@ -49,11 +58,38 @@ def modules_by_layer(model: Any) -> dict[int, torch.nn.Module]:
         # A layer may have both, an attention and what writes its state.
         if index not in found or (_projects_keys(module) and not _projects_keys(found[index])):
             found[index] = module
-    return {index: found[index] for index in sorted(found)}
+    return {i: found[i] for i in sorted(found) if i not in attending or _projects_keys(found[i])}
 
 
 def _projects_keys(module: torch.nn.Module) -> bool:
     return any(isinstance(getattr(module, name, None), torch.nn.Module) for name in _KEY_PROJECTIONS)
+
+
+def own_attention(model: Any) -> list[str] | None:
+    """Which classes of a model read a cache and compute their attention themselves, instead of asking the interface.
+
+    The source of each class tells, as it does for transformers' own `set_attn_implementation`: an attention that can be
+    replaced looks its function up in `ALL_ATTENTION_FUNCTIONS`.
+
+    Returns:
+        The classes' names; empty where all that read a cache ask the interface; None where none reads one.
+    """
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    sources = {kind.__name__: _source(kind) for kind in kinds}
+    reading = {name: source for name, source in sources.items() if _READS_CACHE.search(source)}
+    if not reading:
+        return None
+    return [name for name, source in reading.items() if "ALL_ATTENTION_FUNCTIONS" not in source]
+
+
+def _source(kind: type) -> str:
+    """The source of a class and of those it derives from; of one that was made while the program runs there is none."""
+    found = []
+    for base in kind.__mro__:
+        if issubclass(base, torch.nn.Module) and base is not torch.nn.Module:
+            with suppress(OSError, TypeError):
+                found.append(inspect.getsource(base))
+    return "\n".join(found)
 
 
 def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, head_dim: int) -> Rotation:
@@ -89,10 +125,7 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
         # Before transformers 5.23 some of these take positions of three axes alone.
         raise _not_understood(name) from error
     cos, sin = (each.to(device) for each in angles)
-    for interleaved in (False, True):
-        frequencies = _frequencies(cos, sin, interleaved)
-        if frequencies is None:
-            continue
+    for frequencies, interleaved in _candidates(cos, sin):
         rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
         if rotation.size <= head_dim and _agrees(rotation, module, cos, sin, head_dim):
             if not _turns(module, cos, sin, name):
@@ -183,13 +216,16 @@ def _angles(rotary: Any, positions: Tensor, layer_type: str | None) -> tuple[Ten
     return cos[0].float(), sin[0].float()
 
 
-def _frequencies(cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
-    """(r / 2,) angles of one position, if the channels are paired like this; None if not."""
-    pairs = (cos[:, 0::2], cos[:, 1::2]) if interleaved else cos.chunk(2, -1)
-    if cos.shape[-1] % 2 or not torch.equal(*pairs):
-        return None
-    wanted = sin[:, 0::2] if interleaved else sin.chunk(2, -1)[0]
-    return torch.atan2(wanted[1], pairs[0][1])
+def _candidates(cos: Tensor, sin: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """(r / 2,) angles of one position, and whether channels are interleaved, as the angles may be meant."""
+    if cos.shape[-1] % 2 == 0:
+        if torch.equal(*cos.chunk(2, -1)):
+            yield torch.atan2(sin.chunk(2, -1)[0][1], cos.chunk(2, -1)[0][1]), False
+        if torch.equal(cos[:, 0::2], cos[:, 1::2]):
+            yield torch.atan2(sin[1, 0::2], cos[1, 0::2]), True
+    # Some families give each angle once (gpt-oss).
+    for interleaved in (False, True):
+        yield torch.atan2(sin[1], cos[1]), interleaved
 
 
 def _stored_frequencies(rotary: Any, layer_type: str | None) -> Tensor | None:

@@ -224,6 +224,13 @@ def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) 
             f"the cache has seen {cache.seen} tokens and {ids.shape[1]} are new, so the attention_mask must be "
             f"{wanted}, and is {tuple(mask.shape)}"
         )
+    twice = cache.engine.needs.reconstruction is not None
+    if cache.geometry.restarts and (twice or (chunk is not None and 1 < chunk < ids.shape[1])):
+        asked = f"{cache.plan} reads its context twice" if twice else f"asked for chunk={chunk}"
+        raise CacheMisuse(
+            f"{asked}: transformers' {cache.geometry.model_type} begins its recurrent state anew with each piece of a "
+            "text, so its context must be read at once, and once"
+        )
     if cache.engine.needs.reconstruction and cache.seen:
         raise CacheMisuse(
             f"{cache.plan} reads its context twice, and this cache holds one already, compressed: give the whole "
