@@ -22,8 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, lazy_mask
-from kvtailor.hf.model.own_layers import own_attention
-from kvtailor.hf.model.softmax import softmax_of
+from kvtailor.hf.model.attending.own_layers import own_attention
+from kvtailor.hf.model.attending.softmax import softmax_of
 from kvtailor.hf.switch import forward_began
 
 __all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "expect", "register"]
