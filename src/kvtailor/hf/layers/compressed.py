@@ -187,7 +187,7 @@ class CompressedLayer(CacheLayerMixin):
             raise
         guard.layer_changes(self.layer_idx)
         if reconstructing:
-            output = engine.reading.reconstruct(self.state, keys, values, query, visible, scaling)
+            output = engine.reconstruct(self.state, keys, values, query, visible, scaling)
             self._repeated = (keys, values) if self._readers else None
         else:
             for observe in guard.observers:
@@ -245,7 +245,7 @@ class CompressedLayer(CacheLayerMixin):
             )
         if self._repeated is not None:
             visible = self._visible(query, mask, seen=state.stored.seen + self._repeated[0].shape[2])
-            output = engine.reading.reconstruct(state, *self._repeated, query, visible, scaling)
+            output = engine.reconstruct(state, *self._repeated, query, visible, scaling)
             if reader == self._readers[-1]:
                 self._repeated = None
         else:
