@@ -23,7 +23,7 @@ from kvtailor.hf.model.own_layers import own_attention
 from kvtailor.hf.model.softmax import softmax_of
 from kvtailor.hf.switch import forward_began
 
-__all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "register"]
+__all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "register", "ungraded"]
 
 NAME = "kvtailor"
 HANDLE = "_kvtailor_layer"
@@ -113,9 +113,15 @@ def attention(
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
+    return ungraded(output, query).transpose(1, 2).contiguous(), None
+
+
+def ungraded(output: Tensor, query: Tensor) -> Tensor:
+    """Return an output whose gradient with respect to these queries is refused, where a gradient would be taken."""
     if query.requires_grad and torch.is_grad_enabled():
-        output = _Ungraded.apply(output, query)
-    return output.transpose(1, 2).contiguous(), None
+        refused: Tensor = _Ungraded.apply(output, query)
+        return refused
+    return output
 
 
 class _Ungraded(torch.autograd.Function):
@@ -135,6 +141,7 @@ class _Ungraded(torch.autograd.Function):
 def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
     """`lazy_mask` for a forward of a model with this configuration, whose attention stays ours until it ends."""
     mask = lazy_mask(*args, **kwargs)
+    mask.config = config
     if config is not None and not torch.compiler.is_compiling():
         forward_began(config, mask)
     return mask

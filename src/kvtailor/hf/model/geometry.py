@@ -16,6 +16,14 @@ __all__ = ["Geometry", "check", "refusal"]
 _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
 # The state of such a model lies in its modules, whatever cache it is given: two texts on one model would share it.
 _STATES_IN_MODULES = frozenset({"recurrent_gemma"})
+# Attention without transformers' interface: two products and a softmax, which `hf.layers.products` follows. Only what
+# `tests/seam/model/test_every_model.py` has shown to work stands here, since what a model computes is known too late.
+_MULTIPLIES = frozenset(
+    {
+        "big_bird", "codegen", "falcon", "gpt_neox_japanese", "gptj", "megatron-bert", "mvp", "rembert", "roformer",
+        "trocr", "xglm",
+    }
+)  # fmt: skip
 _MASKS_BY_STATES = frozenset({"doge"})
 
 
@@ -73,6 +81,11 @@ class Geometry:
             if shape.reads in self.compressed and shape.reads is not None:
                 found[shape.reads] = (*found.get(shape.reads, ()), index)
         return found
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the model computes its attention itself, in products that kvtailor follows."""
+        return self.model_type in _MULTIPLIES
 
     @property
     def has_states(self) -> bool:
@@ -181,6 +194,11 @@ def refusal(config: Any) -> str | None:
             f"{name} keeps its recurrent states in the model's modules and not in the cache, so a cache of its own "
             "does not keep one text apart from another; kvtailor does not support that"
         )
+    if text.model_type == "falcon" and text.alibi:
+        return (
+            f"this {name} adds a number to each attention logit by its position (alibi=True) in code of its own, which "
+            "kvtailor does not support; it supports the Falcon models with a rotary embedding (alibi=False)"
+        )
     if name in _CHANGES_STATES or text.model_type in _CHANGES_STATES:
         return f"{name} changes keys or values between cache and attention; kvtailor does not support that"
     if text.model_type in _MASKS_BY_STATES:
@@ -224,7 +242,7 @@ def check(model: Any, own_name: str) -> None:
                 f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
                 "(past_key_values.update), so there is nothing that kvtailor could compress"
             )
-        if own:
+        if own and config.get_text_config(decoder=True).model_type not in _MULTIPLIES:
             raise UnsupportedModel(
                 f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
                 "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"
