@@ -120,8 +120,13 @@ def request_of(
     return AttentionRequest(query=query, parts=parts, visible=visible, scaling=scaling, **more)
 
 
-def naive(case: Case, scaling: float) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Attention by its definition in float64, head by head: out, lse, mass of each part."""
+def naive(
+    case: Case, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Attention by its definition in float64, head by head: out, lse, mass of each part.
+
+    A sink (q,) is a key more whose logit is the sink and whose value is 0.
+    """
     b, h, g, _, dv = case.sizes
     out = torch.zeros((b, h * g, case.new, dv), dtype=torch.float64)
     lse = torch.full((b, h * g, case.new), -torch.inf, dtype=torch.float64)
@@ -143,8 +148,13 @@ def naive(case: Case, scaling: float) -> tuple[Tensor, Tensor, list[Tensor]]:
             )
             seen = case.visible.at(torch.tensor([row]), columns[None])[0].expand(case.new, -1)
             heads = slice(head * g, head * g + g)
-            logits = (case.query[row, heads].double() @ keys.T * scaling).masked_fill(~seen, -torch.inf)
-            weights = logits.softmax(-1).nan_to_num(0.0)
+            logits = case.query[row, heads].double() @ keys.T * scaling
+            if softcap is not None:
+                logits = softcap * (logits / softcap).tanh()
+            logits = logits.masked_fill(~seen, -torch.inf)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[heads].double()[:, None, None].expand(g, case.new, 1)], -1)
+            weights = logits.softmax(-1).nan_to_num(0.0)[..., : keys.shape[0]]
             out[row, heads] = weights @ values
             lse[row, heads] = logits.logsumexp(-1)
             shares = weights[:, real[row]].sum((0, 1)).split([int(m.sum()) for m in mine])

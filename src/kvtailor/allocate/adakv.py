@@ -42,6 +42,7 @@ class AdaKV(Allocator):
     needs_scores: ClassVar[bool] = True
     even_layers: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1:

@@ -140,6 +140,7 @@ def held_before(states: LayerStates, cut: int, window: int) -> Held:
         layer=states.layer,
         layers=states.layer + 1,
         scaling=states.scaling,
+        softmax=states.softmax,
         queries=states.queries[None, :, cut - window : cut],
         query_columns=columns[cut - window :],
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.hf.cache import KvCache
-from kvtailor.types import Visibility
+from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
 
 __all__ = ["LayerStates", "watched"]
 
@@ -25,6 +25,7 @@ class LayerStates:
         keys: (h, n, d) float32, the new tokens' at the end. Every token is there, so that slot i is column i.
         values: (h, n, dv) float32.
         scaling: factor before the softmax.
+        softmax: what it has besides.
     """
 
     layer: int
@@ -32,16 +33,18 @@ class LayerStates:
     keys: Tensor
     values: Tensor
     scaling: float
+    softmax: Softmax = PLAIN_SOFTMAX
 
     def attention(self, head: int, first: int, end: int) -> Tensor:
         """(g, end - first, n) probabilities that a kv head's queries first..end of this forward give to all columns."""
         group = self.queries.shape[0] // self.keys.shape[0]
         new, seen = self.queries.shape[1], self.keys.shape[1]
         asked = self.queries[head * group : (head + 1) * group, first:end]
-        logits = asked @ self.keys[head].t() * self.scaling
+        logits = self.softmax.cap_(asked @ self.keys[head].t() * self.scaling)
         columns = (seen - new + first) + torch.arange(end - first, device=logits.device)
         future = torch.arange(seen, device=logits.device)[None] > columns[:, None]
-        return logits.masked_fill(future, float("-inf")).softmax(-1)
+        logits = logits.masked_fill_(future, float("-inf"))
+        return self.softmax.of_heads(head * group, group).probabilities_(logits)
 
 
 @contextmanager
@@ -59,7 +62,11 @@ def watched(cache: KvCache, see: Callable[[LayerStates], None]) -> Iterator[None
         state = cache.engine.states[index_of[layer]]
         held = [part.decode() for part in (state.parts() if state.rows else ())]
         sides = [torch.cat([*(part[side] for part in held), new[0]], 1) for side, new in enumerate((keys, values))]
-        see(LayerStates(index_of[layer], query[0].float(), sides[0].float(), sides[1].float(), scaling))
+        see(
+            LayerStates(
+                index_of[layer], query[0].float(), sides[0].float(), sides[1].float(), scaling, state.model.softmax
+            )
+        )
 
     with cache.guard.observed(watch):
         yield

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction, no_bytes
+from kvtailor.engine.latent_reading import read_latents
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.observe import observe
 from kvtailor.engine.pending import Pending, Reading
@@ -240,7 +241,7 @@ class Engine:
 
     def read(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
         """Return the attention of the tokens that were appended last; see `attend`."""
-        parts = state.parts()
+        parts, latents = state.parts(), state.model.latents
         self.offload.prefetch(state.index)
         self._check_limit(state)
         request = AttentionRequest(
@@ -253,6 +254,8 @@ class Engine:
             context=self._context(state),
             softmax=state.model.softmax,
         )
+        if latents is not None:
+            return read_latents(self.plan.attend, request, latents)
         attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
@@ -298,7 +301,7 @@ class Engine:
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
-            request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
+            request = IndexRequest(parts=state.readable_parts(), visible=visible, context=self._context(state))
             state.observed.carry = self.plan.attend.index(request)
         if not state.clock.due:
             state.put_away()

@@ -249,6 +249,7 @@ class KvCache(Cache):
             super().reorder_cache(beam_idx)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.index_select(0, beam_idx.to(self.guard.real.device))
+            self.guard.rope.select_rows(beam_idx)
             self.conversation.select_rows(beam_idx.tolist(), seen=self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -257,6 +258,7 @@ class KvCache(Cache):
         rows = self.rows
         with self.guard.changing("a repetition of the rows"):
             Cache.batch_repeat_interleave(self, repeats)
+            self.guard.rope.select_rows(torch.arange(rows).repeat_interleave(repeats))
             self.conversation.select_rows([row for row in range(rows) for _ in range(repeats)])
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.repeat_interleave(repeats, 0)
@@ -267,6 +269,7 @@ class KvCache(Cache):
         chosen = torch.arange(self.rows)[indices.cpu()].tolist()
         with self.guard.changing("a choice of rows"):
             self.conversation.select_rows(chosen)
+            self.guard.rope.select_rows(torch.tensor(chosen))
             Cache.batch_select_indices(self, indices)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[indices.to(self.guard.real.device)]
@@ -301,26 +304,27 @@ class KvCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The state of a layer's convolution; None before the first token."""
-        self._touch(layer_idx)
+        self._touch(layer_idx, f"conv.{state_idx}")
         found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return found
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The recurrent state of a layer; None before the first token."""
-        self._touch(layer_idx)
+        self._touch(layer_idx, f"recurrent.{state_idx}")
         found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return found
 
-    def _touch(self, layer_idx: int) -> None:
+    def _touch(self, layer_idx: int, state: str) -> None:
         layer = self.layers[layer_idx]
         if isinstance(layer, StatesMixin):
-            layer.touched()
+            layer.touched(state)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer."""
         self.guard.check_whole()
-        length = int(super().get_seq_length(layer_idx))
-        shown = shown_to_generate(sys._getframe(1))
+        length, frame = int(super().get_seq_length(layer_idx)), sys._getframe(1)
+        self.guard.rope.asked_for_length(frame, length)
+        shown = shown_to_generate(frame)
         if shown is not None:
             self._check_shown(shown)
         return length
@@ -356,6 +360,12 @@ class KvCache(Cache):
             raise CacheMisuse(
                 f"this cache has seen {self.seen} tokens, and generate() got so few that it has cut off all of them: "
                 f"{right_call()}"
+            )
+        if query_length > 1 and self.seen and self.geometry.restarts:
+            raise CacheMisuse(
+                f"this cache has seen {self.seen} tokens, and {query_length} come at once: transformers' "
+                f"{self.geometry.model_type} begins its recurrent state anew then, so they would not know what came "
+                "before. Give the whole text to a new cache, or feed one token at a time"
             )
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes

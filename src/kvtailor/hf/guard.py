@@ -21,6 +21,7 @@ from kvtailor.engine.phase import Recording
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
+from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.progress import START_OVER, STATES_ARE_ASKED_FOR, TWO_THREADS, Alone, Progress, bits_of_a_forward
 from kvtailor.plan import Plan
@@ -56,6 +57,7 @@ class CacheGuard:
         engine: the engine and the state of the compressed layers.
         model: a weak reference to the model that the cache was made for; None where that is not known.
         observers: called at each compressed layer with what has come, before it changes what is held; see `Observer`.
+        rope: by how much images have shifted the positions of what follows them.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
         layers: how many layers the cache has.
         first_compressed: the first of them that the plan compresses; None: none is.
@@ -72,6 +74,7 @@ class CacheGuard:
             state.model.share = share
         self.observers: tuple[Observer, ...] = ()
         self.model: weakref.ref[Any] | None = None
+        self.rope = RopeDeltas()
         self._warned = False
         self.reset()
 
@@ -83,13 +86,14 @@ class CacheGuard:
     def reset(self) -> None:
         """Forgets what was seen, and what went wrong."""
         self.real: Tensor | None = None
+        self.rope.reset()
         self._alone = Alone()
         self._undo: dict[int, Callable[[], object]] = {}
         # Replaced as a whole, never changed: an interrupt leaves either the old or the new.
         self._now: Progress | None = None
         self._last_states = -1
 
-    def states_change(self, layer: int, *, recurrent: bool = False) -> None:
+    def states_change(self, layer: int, *, recurrent: bool = False, asked: str | None = None) -> None:
         """Called whenever the model reads or writes linear-attention or convolution states of a layer.
 
         What is done to the layer's states between two calls is not seen, so a forward that was broken off inside the
@@ -99,6 +103,7 @@ class CacheGuard:
         Args:
             layer: of the model.
             recurrent: its recurrent state is about to be written, which is the last that happens to a layer's states.
+            asked: which state is asked for, if one is; a forward asks once for each.
 
         Raises:
             CacheMisuse: another thread is at work, or the forward before did not come to its end.
@@ -119,11 +124,19 @@ class CacheGuard:
             self._check_thread(now, me)
             self._check_attended(now)
             again = bool(now.layers & bit)
-            if now.reached != "done" or (again and now.states != layer):
+            known = now.asked if now.states == layer else frozenset()
+            if now.reached != "done" or (again and now.states != layer) or asked in known:
                 self._alone.refuse(self._unfinished(now))
+            known = known if asked is None else known | {asked}
             # Where layers before this one have written a recurrent state in this forward, this one will, too.
             ended = now.layers | bit == self._whole and (recurrent or not now.recurrent)
-            now = now._replace(layer=layer, layers=now.layers | bit, states=layer, recurrent=now.recurrent or recurrent)
+            now = now._replace(
+                layer=layer,
+                layers=now.layers | bit,
+                states=layer,
+                recurrent=now.recurrent or recurrent,
+                asked=known,
+            )
             self._now, self._last_states = (None, layer) if ended else (now, -1)
         if begins:
             self.end_stale_recording()
@@ -287,6 +300,7 @@ class CacheGuard:
             return
         if visible.real is not None:
             self.real = visible.real.clone()
+        self.rope.forward_began(self.engine.states[0].rows, visible.first_column, visible.new_tokens)
         self._warn_of_positions(visible.first_column + visible.new_tokens)
 
     def _goes_on(self, layer: int, before: str, after: str) -> None:
@@ -334,6 +348,7 @@ class CacheGuard:
             return
         for undo in self._undo.values():
             undo()
+        self.rope.forward_never_was()
         self._undo, self._now = {}, None
 
     def _unfinished(self, now: Progress) -> str:

@@ -79,11 +79,18 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
             else:
                 _fill_from_shards(cache, files, model)
             _fill_conversation(cache, about["conversation"], files[0].tensors.get("conversation.real"))
+            _fill_rope_deltas(cache, about["rope_deltas"], files[0].tensors.get("rope_deltas"), model)
         except _MALFORMED as error:
             if isinstance(error, KvtailorError):
                 raise
             raise _damaged(name, error) from error
     _warn_of_what_it_lacks(name, files[0])
+    if cache.guard.rope.kept and about["rope_deltas"] is None:
+        warnings.warn(
+            f"{name!r} was written before kvtailor saved by how much images shift the positions of what follows them; "
+            "if its conversation has images, what comes next is read at wrong positions: make the cache again",
+            stacklevel=2,
+        )
     return cache
 
 
@@ -110,6 +117,7 @@ def _read(shard: Shard) -> _Part:
     try:
         about: dict[str, Any] = {each: json.loads(file.about[each]) for each in ("geometry", "layers")}
         about["conversation"] = json.loads(file.about.get("conversation", "[]"))
+        about["rope_deltas"] = json.loads(file.about.get("rope_deltas", "null"))
         about["model"] = json.loads(file.about["model"]) if file.checked else None
         about["plan"], about["plan_hash"] = file.about["plan"], file.about["plan_hash"]
         part = json.loads(file.about.get("part", "null"))
@@ -285,3 +293,9 @@ def _fill_conversation(cache: KvCache, known: list[Any], real: Tensor | None) ->
         raise ValueError(f"its mask of known token ids is {real.dtype} of shape {tuple(real.shape)}")
     beginnings = [Known(int(columns), tuple(int(each) for each in hashes)) for columns, *hashes in known]
     cache.conversation = Conversation(beginnings, None if real is None else real.cpu())
+
+
+def _fill_rope_deltas(cache: KvCache, known: bool | None, values: Tensor | None, model: Any) -> None:
+    """Tell a cache by how much images have shifted positions; raises as `_fill` does."""
+    values = None if values is None else values.to(input_device(model))
+    cache.guard.rope.restore(values, rows=cache.rows, known=known is not False)

@@ -13,10 +13,12 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.errors import PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
+from kvtailor.hf.model.latents import LatentOutput, projections_of
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
 from kvtailor.hf.model.softmax import check_plan_softmax, softmax_before
@@ -64,13 +66,14 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
         raise PlanError(str(parsed), faults)
     share = share_of(model, geometry)
     check_plan(parsed, geometry, share)
-    modules = modules_by_layer(model)
+    modules = modules_by_layer(model, attending=_with_states(geometry))
     # Of a model whose modules do not show their layers, its first forward tells.
     known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
     check_plan_softmax(parsed, list(known.values()), share)
     check_same_plan(parsed, share)
     cache = cache_class(config)(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
+    cache.guard.rope = RopeDeltas(model, turned_by=str(parsed) if cache.plan.needs.rotation else None)
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if layer in known:
             state.model.softmax = softmax_before(known[layer], share)
@@ -83,21 +86,30 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     """Gives the layers what their plan needs of calibration files and of the model's own modules."""
     needs, geometry = cache.plan.needs, cache.geometry
     _calibrate(cache, model, devices)
-    if not (needs.output or needs.rotation):
+    if not (needs.output or needs.rotation or geometry.has_latents):
         return
-    modules = modules_by_layer(model)
+    modules = modules_by_layer(model, attending=_with_states(geometry))
     missing = [layer for layer in geometry.compressed if layer not in modules]
     if missing:
         raise UnsupportedModel(
-            f"the plan {cache.plan} reads the modules of {len(geometry.compressed)} attention layers, and this "
-            f"{geometry.model_type} does not show those of layers {', '.join(map(str, missing))}"
+            f"kvtailor has to read the modules of {len(geometry.compressed)} attention layers for the plan "
+            f"{cache.plan}, and this {geometry.model_type} does not show those of layers "
+            f"{', '.join(map(str, missing))}"
         )
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         shape = cache.own_geometry.shapes[layer]
-        if needs.output:
+        if shape.latents:
+            state.model.latents = latents = projections_of(modules[layer])
+            state.model.output = LatentOutput(latents, modules[layer]) if needs.output else None
+        elif needs.output:
             state.model.output = OutputProjection(modules[layer], shape.q_heads, shape.value_size)
         if needs.rotation:
             state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size)
+
+
+def _with_states(geometry: Geometry) -> list[int]:
+    """The compressed layers that keep a state as well."""
+    return [layer for layer in geometry.compressed if geometry.shapes[layer].states]
 
 
 def layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:

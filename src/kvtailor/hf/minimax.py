@@ -33,7 +33,7 @@ def _minimax_cache() -> type[KvCache]:
         def get_linear_cache(self, layer_idx: int) -> Tensor | None:
             """The state of a linear layer (b, q, d, d); None before the first token."""
             layer: StateLayer = self.layers[layer_idx]
-            layer.touched()
+            layer.touched("recurrent.0")
             return layer.recurrent_states[0]
 
         def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:

@@ -33,6 +33,7 @@ class Progress(NamedTuple):
             `CacheGuard.layers` places higher.
         states: the layer whose states were touched last; -1: none in this forward.
         recurrent: a recurrent state was written in this forward.
+        asked: the states of that layer that the model has asked for in this forward.
         what: the change, in words.
     """
 
@@ -43,6 +44,7 @@ class Progress(NamedTuple):
     what: str = "a forward"
     states: int = -1
     recurrent: bool = False
+    asked: frozenset[str] = frozenset()
 
 
 class Alone:

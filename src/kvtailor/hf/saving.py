@@ -65,6 +65,8 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
         tensors["real"] = guard.real
     if conversation.real is not None:
         tensors["conversation.real"] = conversation.real
+    if guard.rope.values is not None:
+        tensors["rope_deltas"] = guard.rope.values
     once, same = _once(tensors)
     about = {
         "plan": str(guard.plan),
@@ -73,6 +75,7 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
         "model": json.dumps(_model_of(guard)),
         "layers": json.dumps(fields),
         "same": json.dumps(same),
+        "rope_deltas": json.dumps(guard.rope.known),
         "conversation": json.dumps([[known.columns, *known.hashes] for known in conversation.known]),
     }
     share = guard.share

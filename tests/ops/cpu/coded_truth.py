@@ -10,19 +10,25 @@ from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.segments.coded import Coded, Whole
+from kvtailor.types import Softmax
 
 __all__ = ["merges_ragged_lanes", "same", "truth"]
 
 
 def truth(
-    query: Tensor, keys: Coded, values: Coded, visible: Tensor | None = None, log_weight: Tensor | None = None
+    query: Tensor,
+    keys: Coded,
+    values: Coded,
+    visible: Tensor | None = None,
+    log_weight: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """By owner, (n, g, t, dv) and (n, g, t)."""
     owners, group, new, size = query.shape
     mask = None if visible is None else visible[None]
     weight = None if log_weight is None else log_weight[None].double()
     rows = query.double().reshape(1, owners * group, new, size)
-    out, lse, _ = reference(rows, exact(keys)[None], exact(values)[None], mask, 0.1, weight)
+    out, lse, _ = reference(rows, exact(keys)[None], exact(values)[None], mask, 0.1, weight, Softmax(softcap=softcap))
     return out.view(owners, group, new, -1), lse.view(owners, group, new)
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import cache
+from typing import TypeVar
 
 import torch
 import transformers
+from tests.support.seam.layer_kinds import hybrid_configs, mixed_configs
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
+T = TypeVar("T")
+# Their embeddings are their logits' weights too: beside large ones, what these attend to would hardly show.
+QUIET = {"gemma4": 0.25, "gemma4_shared": 0.25, "zamba": 0.1}
 VOCABULARY = 131
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -53,6 +58,25 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
     }  # fmt: skip
 
 
+@cache
+def softmax_configs() -> dict[str, transformers.PreTrainedConfig]:
+    """Families whose softmax has more than a factor: learned sinks, or a cap on logits. Windows and full layers."""
+    hybrid = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    shape = {**_SHAPE, **_GROUPED, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16, "layer_types": hybrid}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return {
+        # All experts at once: rounding would otherwise choose others here and there.
+        "gpt_oss": transformers.GptOssConfig(**shape, **rope, num_local_experts=3, num_experts_per_tok=3),
+        # Its windows alone have sinks, and twice the kv heads.
+        "mimo_v2_flash": transformers.MiMoV2FlashConfig(
+            **shape, v_head_dim=12, n_routed_experts=3, num_experts_per_tok=3, moe_intermediate_size=32,
+        ),
+        "granite_swa": transformers.GraniteSWAConfig(**shape, attention_multiplier=0.25),
+        "gemma2": transformers.Gemma2Config(**shape, attn_logit_softcapping=3.0, query_pre_attn_scalar=16),
+    }  # fmt: skip
+
+
+SOFTMAX_FAMILIES = tuple(softmax_configs())
 FAMILIES = tuple(configs())
 COMPRESSIBLE = tuple(name for name in FAMILIES if name != "mistral_window")
 
@@ -76,7 +100,10 @@ def build(
 @cache
 def _made(family: str, attention: str, dtype: torch.dtype, state: int, layers: int | None):
     torch.manual_seed(state)
-    config = copy.deepcopy(configs()[family])
+    config = copy.deepcopy({**configs(), **softmax_configs(), **hybrid_configs(), **mixed_configs()}[family])
+    if family in SOFTMAX_FAMILIES and attention == "sdpa":
+        # transformers' sdpa knows neither sinks nor a cap, and these families refuse it.
+        attention = "eager"
     if layers is not None:
         config.num_hidden_layers = layers
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
@@ -85,7 +112,14 @@ def _made(family: str, attention: str, dtype: torch.dtype, state: int, layers: i
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 scale = 1.0 if "embed" in name or "wte" in name else 0.25
+                if family in QUIET and "embed" in name:
+                    scale = QUIET[family]
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            elif name.endswith("sinks"):
+                # As large as logits are, and otherwise for each head.
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2 + 2)
+            elif parameter.dim() == 3 and family in SOFTMAX_FAMILIES:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -116,13 +150,37 @@ def held_columns(cache) -> dict[int, Tensor]:
             assert not mask[owner[filled], columns[filled]].any(), "a column is held twice"
             mask[owner[filled], columns[filled]] = True
         found[layer] = mask.view(state.rows, state.heads, -1)
-    return found
+    return with_readers(cache, found)
+
+
+def with_readers(cache, of_layers: dict[int, T]) -> dict[int, T]:
+    """The same for the layers of the model that read what a compressed layer holds."""
+    readers = cache.geometry.readers.items()
+    return of_layers | {layer: of_layers[source] for source, layers in readers for layer in layers}
+
+
+def minimax_cache() -> DynamicCache:
+    """MiniMax's own cache, which counts what it has seen by its first layer, although that one keeps no keys."""
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    class ByItsFirstKeys(MiniMaxCache):
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return super().get_seq_length(1)
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            return super().get_mask_sizes(query_length, 1)
+
+    return ByItsFirstKeys()
 
 
 class MaskedReference:
     """The same model on a full cache, in which each layer and kv head is denied the columns that it may not see.
 
     A plain softmax over repeated heads: nothing of kvtailor's attention, masks or caches is used.
+
+    Attributes:
+        ignores: arguments that the model hands over and that are left out ("softcap", "s_aux"): a wrong reference.
+        given: of each layer (b, q, t, n) the probabilities of the newest call, a sink's left out.
     """
 
     NAME = "masked-reference"
@@ -131,24 +189,45 @@ class MaskedReference:
         AttentionInterface.register(self.NAME, self._attention)
         AttentionMaskInterface.register(self.NAME, self._mask)
         self.model = build(family, attention=self.NAME, dtype=dtype, state=state)
-        self.cache = DynamicCache()
+        self.cache = minimax_cache() if family == "minimax" else DynamicCache(config=self.model.config)
+        self.layer = -1
         self.held: Mapping[int, Tensor] = {}
+        self.ignores: tuple[str, ...] = ()
+        self.given: dict[int, Tensor] = {}
 
     @staticmethod
     def _mask(*args, allow_is_causal_skip: bool = True, **kwargs):
         return sdpa_mask(*args, allow_is_causal_skip=False, **kwargs)
 
     def _attention(self, module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
+        self.layer = self.layer_of(module, key)
+        return self._attended(module, query, key, value, mask, scaling, **kwargs)
+
+    def _attended(self, module, query, key, value, mask, scaling=None, **kwargs):
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         allowed = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2]).clone()
-        held = self.held.get(module.layer_idx)
+        held = self.held.get(self.layer)
         if held is not None:
             allowed[..., : held.shape[-1]] &= held.repeat_interleave(group, 1)[:, :, None]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         logits = (query.double() @ key.double().transpose(-1, -2)) * scaling
+        softcap, sinks = (None if name in self.ignores else kwargs.get(name) for name in ("softcap", "s_aux"))
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
-        return (logits.softmax(-1) @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+        if sinks is not None:
+            # One more key that is always seen, whose logit is the sink and whose value is 0.
+            logits = torch.cat([logits, sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+            value = torch.nn.functional.pad(value, (0, 0, 0, 1))
+        given = logits.softmax(-1)
+        self.given[module.layer_idx] = given[..., : key.shape[2]]
+        return (given @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+
+    def layer_of(self, module, key: Tensor) -> int:
+        """The layer whose keys these are; Zamba's layers are one module."""
+        layers = enumerate(getattr(self.cache, "layers", ()))
+        return next((i for i, layer in layers if getattr(layer, "keys", None) is key), module.layer_idx)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, mask: Tensor, held: Mapping[int, Tensor]) -> Tensor:

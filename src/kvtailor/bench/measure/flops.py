@@ -94,7 +94,7 @@ def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int)
         geometry = Geometry.of(subject.model.config)
     except UnsupportedModel:
         return None
-    if geometry.has_states or geometry.readers or not geometry.alike:
+    if geometry.has_states or geometry.has_latents or geometry.readers or not geometry.alike:
         return None
     weights = Weights.of(subject.model)
     if weights is None:

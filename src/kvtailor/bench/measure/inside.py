@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.hf.cache import KvCache
-from kvtailor.types import Visibility
+from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
 
 __all__ = ["LAYERWISE", "Contents", "Queries", "compare_layers", "contents", "queries_of"]
 
@@ -41,19 +41,21 @@ class Queries:
     """The queries of one layer for one row.
 
     Attributes:
-        states: (q, t, d) float32, post-RoPE.
+        states: (q, t, d) float32, post-RoPE; those of the one kv head where the layer holds latents.
         scaling: factor before the softmax.
+        softmax: what it has besides, for all query heads.
     """
 
     states: Tensor
     scaling: float
+    softmax: Softmax = PLAIN_SOFTMAX
 
 
 def contents(cache: KvCache) -> list[Contents]:
     """Every compressed layer of a `KvCache` of one row, decoded; with the heads that other processes have."""
     found = []
     for state in cache.engine.states:
-        parts = state.parts()
+        parts = state.readable_parts()
         decoded = [part.decode() for part in parts]
         keys, values = (torch.zeros(state.heads, state.stored.seen, x.shape[-1]) for x in decoded[0])
         held = torch.zeros(state.heads, state.stored.seen, dtype=torch.bool)
@@ -74,9 +76,15 @@ def contents(cache: KvCache) -> list[Contents]:
 def queries_of(cache: KvCache) -> Iterator[list[Queries]]:
     """While it is open, the queries that come to the compressed layers of a `KvCache` are kept, in layer order."""
     kept: list[Queries] = []
+    state_of = dict(zip(cache.geometry.compressed, cache.engine.states, strict=True))
 
     def keep(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
-        kept.append(Queries(cache.share.gather(query[0].float().cpu(), 0), scaling))
+        model = state_of[layer].model
+        softmax = model.softmax
+        if softmax.sinks is not None:
+            softmax = Softmax(softcap=softmax.softcap, sinks=cache.share.gather(softmax.sinks.cpu(), 0))
+        query = query if model.latents is None else model.latents.absorbed(query)
+        kept.append(Queries(cache.share.gather(query[0].float().cpu(), 0), scaling, softmax))
 
     with cache.guard.observed(keep):
         yield kept
@@ -96,9 +104,8 @@ def compare_layers(full: list[Contents], ours: list[Contents], queries: list[Que
         heads, columns = kept.held.shape
         true_keys, true_values = true.keys[:, :columns], true.values[:, :columns]
         states = asked.states.unflatten(0, (heads, -1)).flatten(1, 2)
-        whole = (states @ true_keys.mT * asked.scaling).softmax(-1)
-        logits = (states @ kept.keys.mT * asked.scaling).masked_fill(~kept.held[:, None], -torch.inf)
-        part = logits.softmax(-1)
+        whole = _probabilities(states @ true_keys.mT * asked.scaling, asked.softmax, None)
+        part = _probabilities(states @ kept.keys.mT * asked.scaling, asked.softmax, kept.held[:, None])
         outputs, theirs = whole @ true_values, part @ kept.values
         found["key_error"].append(_error(true_keys[kept.held], kept.keys[kept.held]))
         found["value_error"].append(_error(true_values[kept.held], kept.values[kept.held]))
@@ -106,6 +113,18 @@ def compare_layers(full: list[Contents], ours: list[Contents], queries: list[Que
         found["attention_cosine"].append(torch.cosine_similarity(whole, part, dim=-1).mean().item())
         found["output_error"].append(((outputs - theirs).norm(dim=-1) / outputs.norm(dim=-1)).mean().item())
     return {name: tuple(values) for name, values in found.items()}
+
+
+def _probabilities(products: Tensor, softmax: Softmax, held: Tensor | None) -> Tensor:
+    """(h, g * t, n) of scaled products, over the tokens that are held (h, 1, n); in place."""
+    logits = softmax.cap_(products)
+    if held is not None:
+        logits = logits.masked_fill_(~held, -torch.inf)
+    if softmax.sinks is None:
+        return logits.softmax(-1)
+    # A head's query heads and its queries are one axis here; each query head has a sink.
+    by_heads = logits.unflatten(1, (softmax.sinks.shape[0] // logits.shape[0], -1)).flatten(0, 1)
+    return softmax.probabilities_(by_heads).view(logits.shape)
 
 
 def _error(true: Tensor, found: Tensor) -> float:

@@ -139,9 +139,10 @@ class Replay:
         """Gives the layers the counters of how far they are filled."""
         self._turns = torch.tensor([each.turn for each in layers], dtype=torch.int32, device=self.device)[:, None]
         self._slots = torch.tensor([each.filled for each in layers], device=self.device)[:, None]
-        self._lengths = self._slots.to(torch.int32).repeat(1, layers[0].growing.layout.lanes)
+        # Layers may have other numbers of heads: a row is as long as the most lanes are.
+        self._lengths = self._slots.to(torch.int32).repeat(1, max(each.growing.layout.lanes for each in layers))
         for layer, lengths, slot in zip(layers, self._lengths, self._slots, strict=True):
-            layer.count_by(lengths, slot)
+            layer.count_by(lengths[: layer.growing.layout.lanes], slot)
 
     def _ring_rule(self, ring: Ring) -> tuple[LazyMask, Tensor | None]:
         """What may be seen of a ring, and its slots that are no padding, which change."""

@@ -29,6 +29,8 @@ def _obstacle(cache: KvCache, model: Any) -> str | None:
     if geometry.has_states or geometry.readers:
         kept = "states of constant size" if geometry.has_states else "keys that several of them read"
         return f"this {geometry.model_type} has layers with {kept}, which are not recorded yet"
+    if geometry.has_latents:
+        return f"the attention of this {geometry.model_type} reads latents, which steps that are recorded do not"
     if not plan.attend.graph_safe:
         return f"{plan} chooses anew at every token what it reads"
     if cache.engine.listens:

@@ -21,6 +21,7 @@ from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.products import operands
 from kvtailor.hf.mask import LazyMask, TensorMask
+from kvtailor.hf.model.projection import check_projections
 from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
 
 __all__ = ["CompressedLayer", "record_past_of_all"]
@@ -89,13 +90,17 @@ class CompressedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         before = self.state.stored.seen
         self.arriving = key_states, value_states
-        b, h, t, d = key_states.shape
-        keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
-        values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, value_states.shape[-1])
+        return self._handed_on(key_states, value_states, before)
+
+    def _handed_on(self, keys: Tensor, values: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """What the model gets for new keys (b, h, t, d) and values (b, h, t, dv) after `before` tokens."""
+        b, h, t, d = keys.shape
+        nan = keys.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
+        nan_values = values.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, values.shape[-1])
         if self.guard.geometry.multiplies:
-            return operands(self, keys, values)
-        setattr(keys, HANDLE, self)
-        return keys, values
+            return operands(self, nan, nan_values)
+        setattr(nan, HANDLE, self)
+        return nan, nan_values
 
     def attend_products(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
         """`attend` for a model that multiplies queries, keys and values itself; see `hf.layers.products`."""
@@ -149,6 +154,8 @@ class CompressedLayer(CacheLayerMixin):
             self._modules[index] = weakref.ref(module)
         elif bound is not module:
             raise CacheMisuse(f"layer {index} of this cache is in use by another model; make a cache for each model")
+        if index == self.guard.first_compressed:
+            check_projections(state.model.output for state in self.guard.engine.states)
 
     def take_softmax(self, softmax: Softmax) -> None:
         """Take what the model's softmax has besides the factor, before the attention of each forward.

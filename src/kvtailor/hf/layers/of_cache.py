@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.latent import LatentLayer
 from kvtailor.hf.layers.states import HybridLayer, HybridWindowLayer, StateLayer, StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.geometry import Geometry
@@ -59,7 +60,7 @@ def layers_of(guard: CacheGuard) -> list[Any]:
         layer: Any = EmptyLayer()
         if shape.compressed:
             state = next(states)
-            layer = CompressedLayer(guard, state, index)
+            layer = LatentLayer(guard, state, index) if shape.latents else CompressedLayer(guard, state, index)
             if shape.states:
                 layer = HybridLayer(guard, state, index, shape.states)
         elif shape.window is not None:
@@ -77,6 +78,8 @@ def plan_misfits(plan: Plan, geometry: Geometry) -> list[str]:
     sizes = dict.fromkeys((shape.kv_heads, shape.key_size) for shape in geometry.compressed_shapes)
     layers = len(geometry.compressed)
     found = [each for heads, size in sizes for each in plan.misfits(layers=layers, heads=heads, size=size)]
+    if geometry.has_latents:
+        found += plan.latent_misfits()
     if not geometry.alike and len({shape.token_elements for shape in geometry.compressed_shapes}) > 1:
         found += _unequal_layers(plan, geometry)
     if plan.bytes is not None and geometry.state_bytes(1) is None:

@@ -74,9 +74,9 @@ class StatesMixin(LinearAttentionLayer):
         self.has_previous_state[0] = True
         self.dtype, self.device = state.dtype, state.device
 
-    def touched(self) -> None:
-        """The model reads or writes these states in a forward; decoding writes them in place, without a call."""
-        self.guard.states_change(self.layer_idx)
+    def touched(self, asked: str | None = None) -> None:
+        """The model asks for a state of this name, or writes one; decoding writes in place what it has asked for."""
+        self.guard.states_change(self.layer_idx, asked=asked)
 
     def states(self) -> dict[str, Tensor]:
         """Return what is held, by name: "conv.0", "recurrent.0", and so on; rows first."""

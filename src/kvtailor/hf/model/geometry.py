@@ -8,12 +8,14 @@ from typing import Any
 
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.modules import own_attention
-from kvtailor.hf.model.shapes.layer_shapes import LayerShape, layer_shapes, unknown_kinds
+from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 
 # Their attention changes keys or values between the cache and the attention function: the hand-over would be lost.
 _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
+# Their recurrent layers read the state where one token comes alone, and begin with zeros where several do.
+_RESTARTS = frozenset({"jamba"})
 # The state of such a model lies in its modules, whatever cache it is given: two texts on one model would share it.
 _STATES_IN_MODULES = frozenset({"recurrent_gemma"})
 # Attention without transformers' interface: two products and a softmax, which `hf.layers.products` follows. Only what
@@ -24,6 +26,8 @@ _MULTIPLIES = frozenset(
         "trocr", "xglm",
     }
 )  # fmt: skip
+_ADDS_TO_LOGITS = frozenset({"inkling_text", "inkling2_text"})
+_BY_BLOCKS = frozenset({"diffusion_gemma_text"})
 _MASKS_BY_STATES = frozenset({"doge"})
 
 
@@ -88,6 +92,11 @@ class Geometry:
         return self.model_type in _MULTIPLIES
 
     @property
+    def restarts(self) -> bool:
+        """Whether transformers' code for these states forgets them where several tokens come after others."""
+        return self.model_type in _RESTARTS and self.has_states
+
+    @property
     def has_states(self) -> bool:
         """Whether layers keep linear-attention or convolution states."""
         return any(shape.states for shape in self.shapes)
@@ -99,6 +108,11 @@ class Geometry:
         if self.readers:
             return f"layers of this {self.model_type} read the keys of others, which kvtailor cannot take back yet"
         return None
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether compressed layers keep latents (multi-head latent attention)."""
+        return any(shape.latents for shape in self.compressed_shapes)
 
     @property
     def compressed_shapes(self) -> tuple[LayerShape, ...]:
@@ -171,12 +185,17 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder model; kvtailor compresses the cache of decoder-only models"
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
-        return f"{name} uses multi-head latent attention (MLA): its cache is a latent already, which is not supported"
-    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+    # Where layers differ, the configuration of all refuses to be asked for what is one layer's.
+    layers = getattr(text, "num_hidden_layers", None)
+    if not layers or getattr(layer_config(text, 0), "num_attention_heads", None) is None:
         return (
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
             "recurrent, or made of several transformers, and kvtailor supports neither"
+        )
+    if has_indexer(text):
+        return (
+            f"{name} lets an indexer choose the tokens that each query sees (sparse attention), by keys of its own "
+            "that it caches beside the others; kvtailor does not support that"
         )
     unknown = unknown_kinds(text)
     if unknown:
@@ -210,6 +229,16 @@ def refusal(config: Any) -> str | None:
         return (
             f"{name} has cross-attention layers ({', '.join(map(str, text.cross_attention_layers))}) in its decoder; "
             "kvtailor supports self-attention only"
+        )
+    if text.model_type in _ADDS_TO_LOGITS:
+        return (
+            f"{name} gives its attention numbers that are added to each logit, or sinks that differ from token to "
+            "token; kvtailor supports one sink for each query head, and nothing that is added"
+        )
+    if text.model_type in _BY_BLOCKS:
+        return (
+            f"{name} denoises whole blocks of tokens, which see each other in both directions, and does not decode "
+            "token by token; kvtailor supports causal decoding"
         )
     if getattr(text, "is_causal", True) is False:
         return f"{name} is configured for bidirectional attention; a KV cache needs causal attention"

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,10 +38,15 @@ def attention_modules(model: Any) -> list[torch.nn.Module]:
     return list(modules_by_layer(model).values())
 
 
-def modules_by_layer(model: Any) -> dict[int, torch.nn.Module]:
+def modules_by_layer(model: Any, *, attending: Collection[int] = ()) -> dict[int, torch.nn.Module]:
     """The decoder's attention modules by layer: those that have a `layer_idx` and an output projection.
 
     A layer that keeps a state and has no attention is there as well, by the module that writes the state.
+
+    Args:
+        model: a transformers causal language model.
+        attending: layers that both keep a state and attend, of which the attention is wanted or nothing: one module
+            may attend for several layers (Zamba), and shows the number of one.
     """
     text = model.config.get_text_config(decoder=True)
     found: dict[int, torch.nn.Module] = {}
@@ -53,7 +58,7 @@ def modules_by_layer(model: Any) -> dict[int, torch.nn.Module]:
         # A layer may have both, an attention and what writes its state.
         if index not in found or (_projects_keys(module) and not _projects_keys(found[index])):
             found[index] = module
-    return {index: found[index] for index in sorted(found)}
+    return {i: found[i] for i in sorted(found) if i not in attending or _projects_keys(found[i])}
 
 
 def _projects_keys(module: torch.nn.Module) -> bool:
@@ -114,11 +119,13 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             "whose angles depend on the length of the text"
         )
     device = runs_on(module)
-    cos, sin = (each.to(device) for each in _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type))
-    for interleaved in (False, True):
-        frequencies = _frequencies(cos, sin, interleaved)
-        if frequencies is None:
-            continue
+    try:
+        angles = _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type)
+    except IndexError as error:
+        # Before transformers 5.23 some of these take positions of three axes alone.
+        raise _not_understood(name) from error
+    cos, sin = (each.to(device) for each in angles)
+    for frequencies, interleaved in _candidates(cos, sin):
         rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
         if rotation.size <= head_dim and _agrees(rotation, module, cos, sin, head_dim):
             if not _turns(module, cos, sin, name):
@@ -128,7 +135,11 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             if exact is not None and exact.shape == frequencies.shape and torch.allclose(exact, frequencies, atol=1e-4):
                 rotation = Rotation(frequencies=exact, interleaved=interleaved)
             return rotation
-    raise UnsupportedModel(
+    raise _not_understood(name)
+
+
+def _not_understood(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
         f"the plan turns queries or keys by positions, and what {name} does with its rotary embedding is not understood"
     )
 
@@ -184,7 +195,8 @@ def _rotary(model: Any, module: torch.nn.Module) -> Any:
     # An adapter has the model that it wraps as its base model; the method belongs to that one.
     model = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
     base = getattr(model, "base_model", model)
-    for owner in (base, getattr(base, "decoder", None), getattr(base, "language_model", None), module):
+    parts = (getattr(base, name, None) for name in ("decoder", "language_model", "text_model"))
+    for owner in (base, *parts, module):
         found = getattr(owner, "rotary_emb", None)
         if found is not None:
             return found
@@ -204,13 +216,16 @@ def _angles(rotary: Any, positions: Tensor, layer_type: str | None) -> tuple[Ten
     return cos[0].float(), sin[0].float()
 
 
-def _frequencies(cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:
-    """(r / 2,) angles of one position, if the channels are paired like this; None if not."""
-    pairs = (cos[:, 0::2], cos[:, 1::2]) if interleaved else cos.chunk(2, -1)
-    if cos.shape[-1] % 2 or not torch.equal(*pairs):
-        return None
-    wanted = sin[:, 0::2] if interleaved else sin.chunk(2, -1)[0]
-    return torch.atan2(wanted[1], pairs[0][1])
+def _candidates(cos: Tensor, sin: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """(r / 2,) angles of one position, and whether channels are interleaved, as the angles may be meant."""
+    if cos.shape[-1] % 2 == 0:
+        if torch.equal(*cos.chunk(2, -1)):
+            yield torch.atan2(sin.chunk(2, -1)[0][1], cos.chunk(2, -1)[0][1]), False
+        if torch.equal(cos[:, 0::2], cos[:, 1::2]):
+            yield torch.atan2(sin[1, 0::2], cos[1, 0::2]), True
+    # Some families give each angle once (gpt-oss).
+    for interleaved in (False, True):
+        yield torch.atan2(sin[1], cos[1]), interleaved
 
 
 def _stored_frequencies(rotary: Any, layer_type: str | None) -> Tensor | None:

@@ -94,6 +94,11 @@ def share_of(model: Any, geometry: Geometry) -> HeadShare:
             f"this {name} has layers that {what}, and kvtailor does not support such models on {processes} processes "
             "yet: load it in one, or with a device_map"
         )
+    if geometry.has_latents:
+        raise UnsupportedModel(
+            f"this {name} has layers that keep one latent for all heads, which {processes} processes cannot share by "
+            "heads: load it in one process, or with a device_map"
+        )
     shards_heads = _shards_heads(model, name)
     for shape in geometry.shapes if shards_heads else ():
         if shape.kv_heads % processes or shape.q_heads % processes:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from kvtailor.engine.view import view_held
+from kvtailor.engine.view import stored_sides, view_held
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.of_cache import become
@@ -68,6 +68,7 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
             yield
         for other in others:
             _copy_others(source, other)
+            other.guard.rope.become(source.guard.rope)
 
 
 def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
@@ -88,7 +89,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
         # Padding was dropped when it was encoded; its columns are there, and no token sees them.
         place = held.positions.clamp(min=0).masked_fill(~held.valid, seen)[..., None]
         states = []
-        for each in (held.keys, held.values):
+        for each in stored_sides(state, held):
             whole = each.new_zeros((*each.shape[:2], seen + 1, each.shape[-1]))
             states.append(whole.scatter(2, place.expand(-1, -1, -1, each.shape[-1]), each)[:, :, :seen])
         layer.lazy_initialization(*states)
@@ -107,6 +108,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
     if layers:
         cache.guard.take_padding(layers[0].layer_idx, visible)
         cache.engine.release(visible)
+    cache.guard.rope.become(source.guard.rope)
 
 
 def _copy_others(source: KvCache, other: KvCache) -> None:

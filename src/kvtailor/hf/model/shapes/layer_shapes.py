@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from kvtailor.hf.model.shapes.state_sizes import state_elements
 
-__all__ = ["LayerShape", "layer_config", "layer_shapes", "unknown_kinds"]
+__all__ = ["LayerShape", "has_indexer", "layer_config", "layer_shapes", "unknown_kinds"]
 
 # transformers' classes whose bookkeeping is known; a class derived from one of them may keep something else as well.
 _KNOWN = frozenset(
@@ -48,6 +53,8 @@ class LayerShape:
         state_elements: elements of all of these for one row, those in the cache's dtype and those in float32; None
             where they are not known from the configuration.
         reads: the layer whose keys and values this one attends to, where it has none of its own.
+        latents: it keeps latents in the place of keys and rotated keys in that of values, of one kv head, from which
+            its module makes the keys and values of all query heads.
     """
 
     kind: str
@@ -60,6 +67,7 @@ class LayerShape:
     convolution: bool = False
     state_elements: tuple[int, int] | None = None
     reads: int | None = None
+    latents: bool = False
 
     @property
     def compressed(self) -> bool:
@@ -83,6 +91,15 @@ class LayerShape:
         if not self.kv_heads:
             return 0
         return seen if self.window is None else min(seen, self.window - 1)
+
+
+def has_indexer(text: Any) -> bool:
+    """Return whether layers of a decoder cache keys of an indexer, which chooses the tokens that a query sees."""
+    try:
+        return any(isinstance(layer, DynamicIndexedLayer) for layer in _own_layers(text))
+    except KeyError:
+        # A type of layer that transformers' own general cache does not know; see `unknown_kinds`.
+        return False
 
 
 def unknown_kinds(text: Any) -> list[str]:
@@ -156,6 +173,7 @@ def _shape(config: Any, layer: Any, kind: str, index: int, reads: int | None) ->
         key_size=key_size,
         value_size=value_size,
         states=states,
+        latents=_has_latents(config),
         convolution=convolution,
         state_elements=elements,
     )
@@ -175,8 +193,15 @@ def _heads(config: Any, kind: str, index: int) -> tuple[int, int, int, int]:
         # One head for all queries, or keys that are repeated before the cache gets them.
         shared = config.multi_query and not config.new_decoder_architecture
         return q_heads, 1 if shared else q_heads, config.head_dim, config.head_dim
+    if _has_latents(config):
+        return q_heads, 1, config.kv_lora_rank, config.qk_rope_head_dim
     size = named("head_dim") or config.hidden_size // config.num_attention_heads
     return q_heads, named("num_key_value_heads") or q_heads, size, named("v_head_dim") or size
+
+
+def _has_latents(config: Any) -> bool:
+    """Whether the attention of a layer is multi-head latent attention."""
+    return bool(getattr(config, "kv_lora_rank", None))
 
 
 def _sources(text: Any, types: Sequence[str]) -> dict[int, int]:
