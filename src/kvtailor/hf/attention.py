@@ -146,6 +146,7 @@ def attention(
                 "a compressed cache is for inference: the model asks for dropout; call model.eval() first"
             )
         layer.check_model(module)
+        _check_direction(module, attention_mask)
         layer.take_softmax(softmax)
         if layer is expected:
             layer.check_states(module, key, value)
@@ -157,6 +158,22 @@ def attention(
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
     return ungraded(output, query).transpose(1, 2).contiguous(), None
+
+
+def _check_direction(module: torch.nn.Module, mask: Tensor | LazyMask | None) -> None:
+    """Raise where transformers' own forms of attention disagree about which tokens a prompt sees.
+
+    Its sdpa gets no mask for a prompt that is merely causal and goes by `is_causal` of the module; its eager attention
+    gets the mask. PaliGemma's modules say False, since its prefix is read in both directions.
+    """
+    if getattr(module, "is_causal", True) or not isinstance(mask, LazyMask):
+        return
+    if mask.causal_only and mask.first_column == 0 and mask.new_tokens > 1:
+        raise CacheMisuse(
+            f"{type(module).__name__} reads in both directions what no mask forbids (is_causal=False), and this prompt "
+            "comes without a mask of its own, so transformers' sdpa and eager attention differ on it: pass "
+            "token_type_ids, as the model's processor gives them"
+        )
 
 
 def ungraded(output: Tensor, query: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ NAME = "masked-by-eviction"
 
 
 @torch.no_grad()
-def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> Tensor | None:
+def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor, **options: Any) -> Tensor | None:
     """Return the logits (1, t, v) of a model that decodes `tokens` behind `ids`, seeing what the cache holds of them.
 
     Args:
@@ -31,6 +31,7 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> T
         cache: of ours, after the generation; its plan evicts after the prompt and not while decoding.
         ids: (1, n) the prompt.
         tokens: (1, n + t) the prompt and what was generated.
+        options: further arguments of `generate`.
 
     Returns:
         None where the model's own eager attention cannot be found.
@@ -42,14 +43,14 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> T
     held |= {index: held[shape.reads] for index, shape in enumerate(shapes) if shape.reads in held}
     keeping = [index for index, shape in enumerate(shapes) if shape.kv_heads]
     masked = _Masked(held, keeping if _runs_several_times(model) else None)
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = dict(options)
     if cache.geometry.multiplies:
         given["past_key_values"] = _DenyingCache(held, config=model.config.get_text_config(decoder=True))
     AttentionInterface.register(NAME, masked.attention)
     AttentionMaskInterface.register(NAME, eager_mask)
     own = copy.deepcopy(model)
     text = own.config.get_text_config(decoder=True)
-    if given:
+    if cache.geometry.multiplies:
         # The lease of our cache has our name in the configuration; what the model itself would have is eager.
         text._attn_implementation = {"": "eager"}
     else:
