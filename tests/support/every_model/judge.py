@@ -81,8 +81,8 @@ def judge(pair: Pair) -> Verdict:
 def _judge(pair: Pair, numbers: dict[str, float]) -> None:
     try:
         model = build(pair)
-    except NotBuilt as error:
-        raise _Ends(NOT_BUILT, str(error), "building") from error
+    except NotBuilt as missing:
+        raise _Ends(NOT_BUILT, str(missing), "building") from missing
     if not hasattr(model, "generate") or not model.can_generate():
         # A forward without generation is no decoding; what kvtailor makes of the model is asked all the same.
         _refusal_expected(model, "it cannot generate")
@@ -90,9 +90,9 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
     try:
         own = _generated(model, ids, torch.ones_like(ids))
         again = _generated(model, ids, torch.ones_like(ids))
-    except Exception as error:
-        _refusal_expected(model, f"its own generate() ends with {_told(error)}")
-        raise AssertionError from error
+    except Exception as broken:
+        _refusal_expected(model, f"its own generate() ends with {_told(broken)}")
+        raise
     if own.past is None:
         _refusal_expected(model, "its own generate() gives no cache back")
     if not torch.equal(own.logits, again.logits):
