@@ -20,9 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, lazy_mask
-from kvtailor.hf.model.own_layers import own_attention
-from kvtailor.hf.model.softmax import softmax_of
+from kvtailor.hf.model.attending.own_layers import own_attention
+from kvtailor.hf.model.attending.softmax import softmax_of
 from kvtailor.hf.switch import forward_began
 
 __all__ = [
@@ -104,6 +105,7 @@ def _expected(module: torch.nn.Module, key: Tensor) -> Any:
     return layer if layer.has_given(key) else None
 
 
+@run_eagerly
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -199,6 +201,7 @@ class _Ungraded(torch.autograd.Function):
         )
 
 
+@run_eagerly
 def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
     """`lazy_mask` for a forward of a model with this configuration, whose attention stays ours until it ends."""
     # A forward begins. What one before it expected, and was broken off, must not be found by this one's attention.

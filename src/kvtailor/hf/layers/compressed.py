@@ -20,6 +20,7 @@ from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.products import operands
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, TensorMask
 from kvtailor.hf.model.projection import check_projections
 from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
@@ -72,6 +73,7 @@ class CompressedLayer(CacheLayerMixin):
         """Remembers dtype and device of the first keys."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
+    @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes new keys (b, h, t, d) and values, and gives the handle by which the attention finds this layer."""
         # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
