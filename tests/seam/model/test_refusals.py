@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import kvtailor
-from kvtailor.errors import UnsupportedModel
+from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.geometry import refusal
 from tests.support.seam.zoo import build
@@ -73,12 +73,9 @@ REFUSED = {
         lambda: transformers.DogeConfig(**_TINY, num_key_value_heads=1),
         "makes an attention mask of its own from the values",
     ),
-    "bart": (
-        lambda: transformers.BartConfig(
-            vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        ),
-        "XXX",
+    "bloom": (
+        lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
+        r"BloomForCausalLM computes its attention itself \(BloomAttention\) and does not ask transformers' Attention",
     ),
     "bert": (lambda: transformers.BertConfig(**_TINY), "configured as an encoder.*set is_decoder=True"),
 }  # fmt: skip
@@ -134,3 +131,23 @@ def test_a_second_attention_implementation_is_refused() -> None:
     model.set_attn_implementation("flex_attention")
     with pytest.raises(UnsupportedModel, match="flex_attention"):
         kvtailor.cache_for(model, SNAP)
+
+
+def test_a_prompt_that_transformers_own_forms_read_differently_is_refused() -> None:
+    """PaliGemma without `token_type_ids`: sdpa reads the prompt in both directions, eager does not."""
+    text = {**_TINY, "model_type": "gemma", "num_key_value_heads": 1, "head_dim": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config={**vision, "image_size": 16, "patch_size": 8}, projection_dim=32,
+        image_token_index=60,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 50, (1, 12))
+    cache = kvtailor.cache_for(model, "full")
+    with torch.no_grad():
+        with pytest.raises(CacheMisuse, match="pass token_type_ids"):
+            model(ids, past_key_values=cache)
+        prefix = torch.zeros_like(ids)
+        ours = model(ids, past_key_values=cache, token_type_ids=prefix).logits
+        assert torch.allclose(ours, model(ids, token_type_ids=prefix).logits, atol=1e-5)
