@@ -27,6 +27,7 @@ bench: $(READY)
 
 docs: $(READY)
 	.venv/bin/python docs/write_methods.py
+	.venv/bin/python docs/write_models.py --page
 
 # One thread: the other core is left to whoever else is there, and processor time is work alone.
 cost: $(READY)

@@ -29,6 +29,12 @@ class Method:
         splits_heads: it works where a process holds some of a layer's kv heads and others hold the rest: a head's
             result depends on that head alone, or the method meets the other heads through the `HeadShare` that it is
             given. What does not declare it is refused under tensor parallelism.
+        latent_refusal: why it is refused on layers that hold latents, a clause; None: it is right there. Such a layer
+            is one kv head with the queries of all heads, whose keys are [latent ; rotated key] and whose values are the
+            latents (`types.latent_attention`). A codec gets latents as keys and rotated keys as values, and what
+            attention reads must be what it decodes. An attention may get the heads that latents expand to instead, so
+            that it carries nothing from call to call. A merger must change latents alike in keys and in values. What a
+            class inherits does not count.
         knows_softcap: it is right for a model that caps its attention logits: what it computes of queries and keys goes
             through the `Softmax` that it is given, or does not depend on the cap. What sees queries or attention and
             does not declare it is refused for such a model.
@@ -40,6 +46,7 @@ class Method:
     old_names: ClassVar[Mapping[str, str]] = {}
     old_members: ClassVar[Mapping[str, str]] = {}
     splits_heads: ClassVar[bool] = False
+    latent_refusal: ClassVar[str | None] = "it does not declare that it is right on them"
     knows_softcap: ClassVar[bool] = False
     knows_sinks: ClassVar[bool] = False
 

@@ -28,7 +28,8 @@ from kvtailor.attend.contract import Attention, AttentionContext, AttentionReque
 from kvtailor.calibration_file import calibrated
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.encode.indexed import Indexed
-from kvtailor.engine.evict import Budget, Candidate, decide
+from kvtailor.engine.budget import Budget
+from kvtailor.engine.evict import Candidate, decide
 from kvtailor.hf.mask import LazyMask
 from kvtailor.merge.contract import Merger
 from kvtailor.method import Method

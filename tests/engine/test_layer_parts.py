@@ -26,6 +26,7 @@ LEFT_OUT = {
         "calibration": "a file",
         "encoding": "a file",
         "share": "the processes'",
+        "latents": "the model's",
     },
 }
 

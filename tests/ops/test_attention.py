@@ -211,3 +211,25 @@ def test_query_blocks_cover_every_query_once() -> None:
             (end - first) * width <= prompt._BLOCK or end - first == 1
             for first, end in query_blocks(count, width, most=256)
         )
+
+
+@pytest.mark.parametrize("sizes", [(24, 16), (16, 24), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_prompt_of_keys_and_values_of_unequal_sizes_is_read_by_the_fused_kernel(
+    sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Whose scratch does not grow with the square of the prompt, as that of torch's other form does."""
+    d, dv = sizes
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(2, h, 80, c, generator=generator).to(dtype) for h, c in ((6, d), (3, d), (3, dv))
+    )
+    with torch.profiler.profile() as seen:
+        found = causal(query, keys, values, 0.3)
+    names = {event.key for event in seen.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+    assert "aten::_scaled_dot_product_attention_math" not in names
+    mask = torch.ones(80, 80, dtype=torch.bool).tril()
+    due = reference(query.double(), keys.double(), values.double(), mask, 0.3)[0]
+    assert found.shape == (2, 6, 80, dv) and found.dtype == dtype
+    assert (found.double() - due).abs().max() < 16 * torch.finfo(dtype).eps

@@ -53,6 +53,7 @@ class Cake(Allocator):
     scope: ClassVar[str] = "progressive"
     even_heads: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -112,6 +112,15 @@ class Allocator(Method, ABC):
         return False
 
     @property
+    def even_layers(self) -> bool:
+        """Whether all layers get the same where they hold the same, whatever their scores.
+
+        Needed where the layers of a model differ in heads or head sizes, so that a token costs more in some than in
+        others.
+        """
+        return False
+
+    @property
     def needs(self) -> Needs:
         """The evidence to gather for `measure`."""
         return Needs()

@@ -48,6 +48,7 @@ class Coverage(Allocator):
     scope: ClassVar[str] = "prompt"
     examples: ClassVar[tuple[str, ...]] = ("coverage", "coverage(per_head=true)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

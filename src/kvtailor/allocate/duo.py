@@ -59,6 +59,9 @@ class Duo(CalibratedMethod, Allocator):
         "duo(gates=[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], streaming=0)",
     )
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it is calibrated head by head, and such a layer holds one latent for all heads"
+    )
 
     def __post_init__(self) -> None:
         if self.gates is not None:

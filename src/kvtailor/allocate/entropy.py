@@ -46,6 +46,7 @@ class Entropy(Allocator):
     scope: ClassVar[str] = "prompt"
     even_heads: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -72,6 +72,7 @@ class Erank(CalibratedMethod, Allocator):
     calibrates: ClassVar[str] = "erank"
     examples: ClassVar[tuple[str, ...]] = ("erank", "erank(static=true)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -37,6 +37,7 @@ class Inverse(LayersReordered, Allocator):
 
     examples: ClassVar[tuple[str, ...]] = ("inverse(of=pyramid)", "inverse(of=adakv)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -40,6 +40,7 @@ class Pooled(Allocator):
     scope: ClassVar[str] = "prompt"
     needs_scores: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1:

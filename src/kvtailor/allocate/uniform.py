@@ -31,7 +31,9 @@ class Uniform(Allocator):
     """Equal shares for layers, and for the heads of a layer."""
 
     even_heads: ClassVar[bool] = True
+    even_layers: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU."""

@@ -100,6 +100,9 @@ class Quest(Attention):
     least: int = 3
     dense_layers: int = 2
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it ranks pages by ranges of whole keys, and a latent layer's keys lie in two parts"
+    )
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -74,6 +74,9 @@ class Rocket(Attention):
     window: int = 32
     kernel: int = 63
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it looks at chosen channels of whole keys, and a latent layer's keys lie in two parts"
+    )
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

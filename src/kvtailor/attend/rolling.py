@@ -55,6 +55,9 @@ class Rolling(Attention):
     needs_rotation: ClassVar[bool] = True
     in_cache_positions: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
+    )
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -33,6 +33,7 @@ class Segments(Attention):
     weighs_tokens: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

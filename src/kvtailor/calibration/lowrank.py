@@ -21,7 +21,7 @@ from kvtailor.calibration.passages import Passage
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.errors import KvtailorError, UnsupportedModel
 from kvtailor.hf.make_cache import cache_for
-from kvtailor.hf.model.modules import attention_modules, rotation_of
+from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.ops.codes.subspace import Moments, principal
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.presets import FULL
@@ -45,12 +45,12 @@ class LowRank(Calibrator):
     def measure(self, job: Job) -> Made:
         """Mean, deviation and correlation for each of keys, unrotated (keys) and values; fisher_keys, fisher_values."""
         cache = cache_for(job.subject.model, FULL)
-        modules, geometry = attention_modules(job.subject.model), cache.geometry
+        modules, geometry = modules_by_layer(job.subject.model), cache.geometry
         rotations: list[Rotation | None] = []
         for layer in geometry.compressed:
             try:
-                kind = geometry.layer_types[layer]
-                rotations.append(rotation_of(job.subject.model, modules[layer], kind, geometry.head_dim))
+                kind = geometry.shapes[layer].kind
+                rotations.append(rotation_of(job.subject.model, modules[layer], kind, geometry.shapes[layer].key_size))
             except UnsupportedModel:
                 rotations.append(None)
         sums = _Sums(rotations=rotations)

@@ -87,7 +87,14 @@ def calibrate(
         raise CalibrationError(f"a calibration of kind {kind} is measured on text, and none was given: give some")
     subject = _subject(model, tokenizer, name)
     check(subject.model, NAME)
-    share = share_of(subject.model, Geometry.of(subject.model.config))
+    geometry = Geometry.of(subject.model.config)
+    if geometry.has_latents:
+        raise CalibrationError(
+            f"a calibration is measured on the keys and values of each kv head, and layers of this "
+            f"{geometry.model_type} hold one latent for all heads (multi-head latent attention): use methods that need "
+            "none"
+        )
+    share = share_of(subject.model, geometry)
     if isinstance(share, RankHeads):
         raise CalibrationError(
             f"a calibration is measured on a model in one process, and {share.processes} share this one: load it "

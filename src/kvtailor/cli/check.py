@@ -10,6 +10,7 @@ import click
 
 from kvtailor.cli.words.budget import ELEMENT_SIZES, budget_notes, element_of
 from kvtailor.cli.words.plan import read_plan
+from kvtailor.cli.words.reach import reachable, say_reachable
 
 if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
@@ -42,7 +43,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
     from kvtailor.errors import PlanError
     from kvtailor.ops.dispatch import explained
 
-    parsed, geometry, element = None, None, 1
+    parsed, geometry, element, reach = None, None, 1, None
     faults: list[str] = []
     notes: list[str] = []
     try:
@@ -60,6 +61,8 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
         else:
             geometry, element = Geometry.of(config), ELEMENT_SIZES[element_of(config, None)]
             found, notes = _against(parsed, geometry, model)
+            reach = reachable(geometry, element, tokens)
+            notes += say_reachable(reach)
             faults += found
     if parsed is not None:
         notes += budget_notes(parsed, geometry, element, tokens)
@@ -84,6 +87,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
                     "layers": None if geometry is None else geometry.layers,
                     "compressed_layers": None if geometry is None else list(geometry.compressed),
                     "tokens": tokens,
+                    "reachable": None if reach is None else asdict(reach),
                     "notes": notes,
                     "implementations": [{"device": device.type, **asdict(choice)} for choice in choices],
                 }
@@ -96,23 +100,44 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
 def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[str], list[str]]:
     """Faults and notes of a plan on a model."""
     from kvtailor.cli.words.calibration import read_by
+    from kvtailor.hf.layers.of_cache import plan_misfits
 
     faults, notes = [], []
-    count, windowed = len(geometry.compressed), geometry.layers - len(geometry.compressed)
-    if windowed:
-        windows = " and ".join(str(size) for size in sorted({size for size in geometry.windows if size is not None}))
-        own = f"{windowed} keep the model's own window of {windows} tokens"
-        notes.append(f"{count} of {geometry.layers} layers are compressed; {own}")
+    count = len(geometry.compressed)
+    others = _others(geometry)
+    if others:
+        notes.append(f"{count} of {geometry.layers} layers are compressed; {'; '.join(others)}")
     else:
         notes.append(f"all {count} layers are compressed")
     if plan is not None and not count and (plan.evicts or plan.encode.block):
         faults.append(
-            f"every layer of {model} keeps only the model's own window, so the plan has nothing to compress: use the "
-            "plan 'full', or a model with layers that see all tokens"
+            f"no layer of {model} keeps the keys of all tokens, so the plan has nothing to compress: use the plan "
+            "'full', or a model with layers that see all tokens"
         )
     if plan is not None and count:
-        faults += plan.misfits(layers=count, heads=geometry.kv_heads, size=geometry.head_dim)
+        faults += plan_misfits(plan, geometry)
         for word, found in read_by(plan, model).items():
             named = ", ".join(f"{each.name} of {each.model}" for each in found) or "none that is shipped"
             notes.append(f"{word} reads a calibration: {named}; it must be of this model's very weights")
     return faults, notes
+
+
+def _others(geometry: Geometry) -> list[str]:
+    """What the layers keep that no plan compresses, a clause for each kind."""
+    shapes = geometry.shapes
+    windows = sorted({shape.window for shape in shapes if shape.window is not None})
+    windowed = sum(shape.window is not None for shape in shapes)
+    alone = sum(bool(shape.states) and not shape.kv_heads for shape in shapes)
+    both = sum(bool(shape.states) and shape.compressed for shape in shapes)
+    reading = sum(shape.reads is not None for shape in shapes)
+    found = []
+    if windowed:
+        sizes = " and ".join(map(str, windows))
+        found.append(f"{windowed} keep the model's own window of {sizes} tokens")
+    if alone:
+        found.append(f"{alone} keep a state of constant size (linear attention, convolution)")
+    if both:
+        found.append(f"{both} of the compressed ones keep a state of constant size as well")
+    if reading:
+        found.append(f"{reading} read the keys of other layers")
+    return found

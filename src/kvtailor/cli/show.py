@@ -77,8 +77,7 @@ def command(
     notes = budget_notes(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
     held = step = None
     if tokens is not None and geometry is not None:
-        each = cost["bytes_per_token_and_kv_head"]
-        held = holding(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], each, tokens)
+        held = holding(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
         say_holding(parsed, held)
         step = _forecast(parsed, sizes, cost, held, link, step_ms)
     for note in notes:

@@ -85,6 +85,9 @@ class Channels(Codec):
     block_size: int = 128
     _lengths: Tensor | None = field(init=False, repr=False, compare=False, default=None)
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it leaves out channels of keys, and the channels of a latent are those of values as well"
+    )
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

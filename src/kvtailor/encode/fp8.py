@@ -52,6 +52,7 @@ class Fp8(TwoSided, Codec):
     only: Sides = "both"
     segment = Fp8Segment
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.group < 1:

@@ -62,6 +62,7 @@ class Hadamard(Around, Codec):
         "hadamard(of=fp8, only=values)",
     )
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def segment_type(self) -> type[HadamardSegment]:
         return HadamardSegment

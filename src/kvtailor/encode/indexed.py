@@ -96,6 +96,9 @@ class Indexed(Codec):
     page: int = 16
     block_size: int = 128
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "its ranges are of whole keys, and of a latent layer's keys it is given one part"
+    )
 
     def __post_init__(self) -> None:
         if self.page < 1:

@@ -62,6 +62,7 @@ class Kivi(TwoSided, Codec):
     only: Sides = "both"
     segment = KiviSegment
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for name in ("bits", "key_bits", "value_bits"):

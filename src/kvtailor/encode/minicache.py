@@ -134,6 +134,9 @@ class MiniCache(Around, Codec):
         "minicache(of=kivi(bits=4, group=20, recent=40), only=values)",
     )
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it gives two layers one direction of keys, and the latents of two layers have no channel in common"
+    )
 
     def __post_init__(self) -> None:
         for name in ("start", "t", "retained"):

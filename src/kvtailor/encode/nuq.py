@@ -70,6 +70,7 @@ class Nuq(TwoSided, Codec):
     only: Sides = "both"
     segment = NuqSegment
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for name in ("bits", "key_bits", "value_bits"):

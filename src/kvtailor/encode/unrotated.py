@@ -87,6 +87,9 @@ class Unrotated(Around, Codec):
     )
     _rotation: Rotation | None = field(init=False, repr=False, compare=False, default=None)
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
+    )
 
     @property
     def needs_rotation(self) -> bool:

@@ -61,6 +61,7 @@ class Vector(TwoSided, Codec):
     only: Sides = "both"
     segment = VectorSegment
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         least = 2 if self.symmetric else 1

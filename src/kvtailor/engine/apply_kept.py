@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.merge.contract import Merged
 from kvtailor.ops.lanes.kept import place_among_kept
 from kvtailor.ops.lanes.ragged import Cut, cut_lanes, gather_held, tokens_of_part
+from kvtailor.ops.segments.latent_keys import parted
 from kvtailor.ops.segments.weighted import Weighted, without_weight
 from kvtailor.plan.registry import name_of
 from kvtailor.types import Held, PlainSegment, Segment
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
     from kvtailor.merge.contract import Merger
     from kvtailor.plan import Plan
+
+_Seen = TypeVar("_Seen", Held, Merged)
 
 __all__ = ["Kept", "apply_kept", "has_unencoded", "what_stays"]
 
@@ -86,7 +89,7 @@ def what_stays(
         whole = cut_lanes(keep)
         # Every head keeps the same number: one lane for each (row, head), which a tail can hold.
         if whole is not None and whole.owner is None:
-            return Kept(tail=_gathered(held, keep, merged, whole), mass=_mass(held, [whole]))
+            return Kept(tail=_gathered(state, held, keep, merged, whole), mass=_mass(held, [whole]))
     # (b, h, n) bool: what leaves the tail, or has left it before.
     old = keep & ~held.recent(recent) if recent else keep
     cuts, segments = [], []
@@ -95,7 +98,7 @@ def what_stays(
         cuts, segments = [cut for cut, _ in moved], [segment for _, segment in moved]
     fresh = cut_lanes(old, codec.lane_multiple)
     if fresh is not None:
-        plain = _gathered(held, keep, merged, fresh)
+        plain = _gathered(state, held, keep, merged, fresh)
         stored = plain if not encoding or state.layer_group else _encoded_now(state, plan, held, plain)
         segments.append(_weighed(stored, held, keep, merged, fresh))
         cuts.append(fresh)
@@ -105,7 +108,7 @@ def what_stays(
         assert staying is not None
         cuts.append(staying)
         if merged is not None:
-            taken = _gathered(held, keep, merged, staying)
+            taken = _gathered(state, held, keep, merged, staying)
             rewritten = taken.keys, taken.values
     return Kept(segments=tuple(segments), recent=recent, rewritten=rewritten, mass=_mass(held, cuts))
 
@@ -227,14 +230,24 @@ def _only_codes(state: LayerState, plan: Plan, slots: Sequence[Tensor], keep: Te
     return found
 
 
-def _gathered(held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> PlainSegment:
-    """Return the kept tokens in the lanes of a cut, as they are from now on."""
+def _gathered(state: LayerState, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> PlainSegment:
+    """Return the kept tokens in the lanes of a cut, as they are stored from now on."""
+    if state.model.latents is not None:
+        # The scorer saw one kv head of joined keys; what is stored are their two parts.
+        held = _parted(held)
+        merged = None if merged is None else _parted(merged)
     if merged is None:
         return gather_held(held, cut)
     # `merged` holds kept tokens alone, (b, h, k, d): index along n -> place among the kept ones of the same head.
     at = cut.owners[:, None], place_among_kept(keep).flatten(0, 1)[cut.owners[:, None], cut.index]
     layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
     return PlainSegment(layout=layout, keys=merged.keys.flatten(0, 1)[at], values=merged.values.flatten(0, 1)[at])
+
+
+def _parted(seen: _Seen) -> _Seen:
+    """Return the same with latents in the place of keys and rotated keys in that of values."""
+    keys, values = parted(seen.keys, seen.values)
+    return replace(seen, keys=keys, values=values)
 
 
 def _weighed(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, cut: Cut) -> Segment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from kvtailor.ops.lanes.ragged import page_size
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["CacheShape", "only_recent", "recent_tokens", "total_tokens"]
+__all__ = ["Budget", "CacheShape", "budget_of", "only_recent", "recent_tokens", "total_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,51 @@ class CacheShape:
         return self.key_size, self.value_size, self.element_size
 
 
-def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: CacheShape, window_bytes: int = 0) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What rows may hold.
+
+    Attributes:
+        total: (b,) int64 on the CPU: tokens over all compressed layers and kv heads.
+        each: (b,) int64 on the CPU: tokens per kv head, on average.
+        row_tokens: (b,) int64 on the CPU: real tokens seen.
+    """
+
+    total: Tensor
+    each: Tensor
+    row_tokens: Tensor
+
+
+def budget_of(
+    plan: Plan,
+    tokens: Tensor,
+    *,
+    layers: int,
+    newest: CacheShape,
+    other_bytes: int = 0,
+    shapes: Sequence[CacheShape] = (),
+) -> Budget:
+    """Return what rows may hold, as the layer that is cut now is told it.
+
+    Args:
+        plan, tokens, layers, other_bytes, shapes: see `total_tokens`.
+        newest: the shape of the layer that is cut now.
+    """
+    total = total_tokens(plan, tokens, layers=layers, template=newest, other_bytes=other_bytes, shapes=shapes)
+    every = sum(each.heads for each in shapes) or layers * newest.heads
+    # A layer is given the total that would be due if all layers had its heads: only its own share counts then.
+    return Budget(total=total * (layers * newest.heads) // every, each=total // every, row_tokens=tokens)
+
+
+def total_tokens(
+    plan: Plan,
+    tokens: Tensor,
+    *,
+    layers: int,
+    template: CacheShape,
+    other_bytes: int = 0,
+    shapes: Sequence[CacheShape] = (),
+) -> Tensor:
     """Tokens that each row may hold, over all compressed layers and kv heads.
 
     Args:
@@ -53,19 +98,22 @@ def total_tokens(plan: Plan, tokens: Tensor, *, layers: int, template: CacheShap
         tokens: (b,) int64 on the CPU: real tokens seen by each row.
         layers: layers that the plan compresses.
         template: the shape of any one of them, which prices a token.
-        window_bytes: bytes of one row that the model's own sliding windows take, which `bytes=` has to pay first.
+        other_bytes: bytes of one row that the other layers take (sliding windows of the model's own, states), which
+            `bytes=` has to pay first.
+        shapes: of each of them, where they differ; a token is then priced by its layer.
 
     Returns:
         (b,) int64 on the CPU, at least one token for each layer and head.
     """
-    heads = layers * template.heads
+    every = tuple(shapes) or (template,) * layers
+    heads = sum(shape.heads for shape in every)
     if plan.tokens is not None:
         total = torch.full_like(tokens, plan.tokens * heads)
     elif plan.keep is not None:
         # 0.3 of 90 tokens in 12 heads are 324, which binary fractions miss by a hair.
         total = (tokens.double() * (plan.keep * heads) + 1e-6).floor().to(torch.int64)
     elif plan.bytes is not None:
-        total = torch.full_like(tokens, _affordable(plan, heads, template, window_bytes))
+        total = torch.full_like(tokens, _affordable(plan, every, other_bytes))
     elif (held := plan.attend.held_tokens(tokens)) is not None:
         total = held * heads
     else:
@@ -98,19 +146,28 @@ def only_recent(*, seen: int | None, held: int, recent: int) -> str:
     )
 
 
-def _affordable(plan: Plan, heads: int, template: CacheShape, window_bytes: int) -> int:
-    """Tokens of one row that fit its share of `plan.bytes`, positions, tail and half-empty pages included."""
+def _affordable(plan: Plan, shapes: Sequence[CacheShape], other_bytes: int) -> int:
+    """Tokens of one row that fit its share of `plan.bytes`, positions, tail and half-empty pages included.
+
+    Prices are means over all heads of all layers, since the heads of a row hold equally many tokens on average.
+    """
     assert plan.bytes is not None and plan.score is not None
-    key_size, value_size, element = template.sizes()
-    plain = (key_size + value_size) * element
-    recent = plan.score.recent
-    ragged = template.rows > 1 or not (plan.allocate.even_heads and plan.select.exact)
-    layers = heads // template.heads
-    encoded = plan.encode.mean_bytes_per_token(layers, key_size, value_size, element, heads=template.heads)
+    layers, rows, recent = len(shapes), shapes[0].rows, plan.score.recent
+    heads = sum(shape.heads for shape in shapes)
+    ragged = rows > 1 or not (plan.allocate.even_heads and plan.select.exact)
+
+    def priced(shape: CacheShape) -> tuple[float, float]:
+        """Bytes of a token in full precision and encoded."""
+        key_size, value_size, element = shape.sizes()
+        encoded = plan.encode.mean_bytes_per_token(layers, key_size, value_size, element, heads=shape.heads)
+        return (key_size + value_size) * element, encoded
+
+    prices = {shape: priced(shape) for shape in dict.fromkeys(shapes)}
+    plain, encoded = (sum(shape.heads * prices[shape][side] for shape in shapes) / heads for side in (0, 1))
     # Each token carries its column (4 bytes), and a weight (4) where the merger gives it one; a ragged lane of s slots
     # carries 12 more, and an owner's last is half empty.
     each = encoded + (8 if plan.merge.weighted else 4)
-    whole = plan.bytes / template.rows - window_bytes
+    whole = plan.bytes / rows - other_bytes
     share = whole - heads * recent * (plain + 4)
     if share < 0:
         # The window itself does not fit, so all that is held are the newest of it, as many in each head.

@@ -7,7 +7,8 @@ does what follows. Prefill, every chunk of a chunked prefill, a later turn and d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.engine.encode_tail import encode_tail
-from kvtailor.engine.evict import Eviction
+from kvtailor.engine.evict import Eviction, no_bytes
+from kvtailor.engine.latent_reading import read_latents
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.observe import observe
-from kvtailor.engine.pending import Pending
+from kvtailor.engine.pending import Pending, Reading
 from kvtailor.engine.phase import Deferred, Phase, PhaseSwitch, Reconstructing
 from kvtailor.errors import TierError
 from kvtailor.plan import Plan
@@ -34,7 +36,7 @@ class Engine:
     Args:
         plan: what to do.
         layers: how many layers of the model the plan compresses.
-        window_elements: elements of one row that the model's own sliding windows hold, on the other layers.
+        other_bytes, sizes: see `Eviction`.
 
     Attributes:
         states: what each compressed layer remembers.
@@ -44,7 +46,13 @@ class Engine:
         needs: the evidence that is gathered: what the plan's methods declare, and what `keep_queries` adds.
     """
 
-    def __init__(self, plan: Plan, layers: int, window_elements: int = 0):
+    def __init__(
+        self,
+        plan: Plan,
+        layers: int,
+        other_bytes: Callable[[int], int] = no_bytes,
+        sizes: Sequence[tuple[int, int, int]] = (),
+    ):
         self.plan = plan
         self.needs = plan.needs
         self._groups = plan.encode.layer_groups(layers)
@@ -54,7 +62,7 @@ class Engine:
         self.switch = PhaseSwitch()
         self._taken: dict[int, int] = {}
         self._keeps_queries = self._takes_short_context = False
-        self.eviction = Eviction(plan, self.states, window_elements)
+        self.eviction = Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a deep copy, whose layers must know each other and not the originals."""
@@ -107,24 +115,36 @@ class Engine:
         state.model.scaling = scaling
         return self.read(state, query, visible, want_mass=self.needs.mass and not self.phase.can_be_taken_back)
 
-    def act(self, state: LayerState, query: Tensor, visible: Visibility, attended: Attended) -> None:
+    def act(
+        self,
+        state: LayerState,
+        query: Tensor,
+        visible: Visibility,
+        attended: Attended,
+        others: Sequence[Reading] = (),
+    ) -> None:
         """Do what follows the attention of new tokens: observe them, evict, encode, store; or wait for a crop.
 
         Args:
             state, query, visible: what `attend` was given.
             attended: what it returned.
+            others: of the modules that have read the layer in the same forward, and are evidence like its own.
         """
         phase, before = self.phase, state.observed.carry
         state.observed.tokens_read, state.observed.carry = attended.tokens_read, attended.carry
         if (query.shape[2] > 1 and not phase.all_decoded) or isinstance(phase, Deferred):
             state.clock.reindex = True
         if not phase.can_be_taken_back:
-            self._settle(state, query, visible, attended.mass, decoded=query.shape[2] == 1)
+            self._settle(state, query, visible, attended.mass, decoded=query.shape[2] == 1, others=others)
         elif state.pending is not None:
-            state.pending = state.pending.followed_by(query.detach(), visible)
+            state.pending = state.pending.followed_by(query.detach(), visible, others)
         else:
             state.pending = Pending(
-                query=query.detach().clone(), visible=visible, carry=before, decoded=phase.all_decoded
+                query=query.detach().clone(),
+                visible=visible,
+                carry=before,
+                decoded=phase.all_decoded,
+                others=tuple(replace(each, query=each.query.detach().clone()) for each in others),
             )
         self.leave(state)
 
@@ -188,7 +208,8 @@ class Engine:
             observed.carry = pending.carry
             attended = self.read(state, query, visible, want_mass=self.needs.mass)
             observed.carry, mass = attended.carry, attended.mass
-        self._settle(state, query, visible, mass, decoded=pending.decoded)
+        others = [self._again(state, each, rejected) for each in pending.others]
+        self._settle(state, query, visible, mass, decoded=pending.decoded, others=others)
         self.leave(state)
 
     def release(self, visible: Visibility) -> None:
@@ -220,7 +241,7 @@ class Engine:
 
     def read(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
         """Return the attention of the tokens that were appended last; see `attend`."""
-        parts = state.parts()
+        parts, latents = state.parts(), state.model.latents
         self.offload.prefetch(state.index)
         self._check_limit(state)
         request = AttentionRequest(
@@ -233,9 +254,22 @@ class Engine:
             context=self._context(state),
             softmax=state.model.softmax,
         )
+        if latents is not None:
+            return read_latents(self.plan.attend, request, latents)
         attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
+
+    def _again(self, state: LayerState, reading: Reading, rejected: int) -> Reading:
+        """Return what another module read of the tokens that stay, with its mass where that is needed."""
+        own = state.model.scaling
+        query = reading.query[:, :, : reading.query.shape[2] - rejected]
+        visible, mass = reading.visible.without_last(rejected), None
+        if self.needs.mass:
+            state.model.scaling = reading.scaling
+            mass = self.read(state, query, visible, want_mass=True).mass
+            state.model.scaling = own
+        return replace(reading, query=query, visible=visible, mass=mass)
 
     def leave(self, state: LayerState) -> None:
         """End the reading of a layer, and of those that it is encoded together with."""
@@ -267,7 +301,7 @@ class Engine:
         encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
-            request = IndexRequest(parts=state.parts(), visible=visible, context=self._context(state))
+            request = IndexRequest(parts=state.readable_parts(), visible=visible, context=self._context(state))
             state.observed.carry = self.plan.attend.index(request)
         if not state.clock.due:
             state.put_away()
@@ -295,8 +329,11 @@ class Engine:
         mass: Sequence[Tensor] | None,
         *,
         decoded: bool,
+        others: Sequence[Reading] = (),
     ) -> None:
         """Gather the evidence of new tokens and let the plan act on them, as decoded ones or as a prompt or turn."""
+        if mass is not None and others:
+            mass = [sum(parts[1:], parts[0]) for parts in zip(mass, *(each.mass or () for each in others), strict=True)]
         state.observed.evidence = observe(
             self.needs,
             state.observed.evidence,
@@ -305,6 +342,7 @@ class Engine:
             mass,
             real=visible.real,
             rotation=state.model.rotation,
+            others=[(each.query, each.visible.first_column) for each in others],
         )
         if not isinstance(self.phase, Deferred):
             self._evict_and_encode(state, 1 if decoded else query.shape[2], visible)

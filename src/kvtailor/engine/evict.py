@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.apply_kept import apply_kept, has_unencoded, what_stays
-from kvtailor.engine.budget import CacheShape, only_recent, recent_tokens, total_tokens
+from kvtailor.engine.budget import Budget, CacheShape, budget_of, only_recent, recent_tokens
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.view import view_held
 from kvtailor.errors import CacheMisuse
@@ -23,22 +23,7 @@ from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Held, Needs, Visibility
 from kvtailor.types.checked_returns import checked_budgets, checked_counts, checked_scores, checked_tensor, refuse
 
-__all__ = ["Budget", "Candidate", "Cut", "Decision", "Eviction", "decide", "score_layer"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """What rows may hold.
-
-    Attributes:
-        total: (b,) int64 on the CPU: tokens over all compressed layers and kv heads.
-        each: (b,) int64 on the CPU: tokens per kv head, on average.
-        row_tokens: (b,) int64 on the CPU: real tokens seen.
-    """
-
-    total: Tensor
-    each: Tensor
-    row_tokens: Tensor
+__all__ = ["Candidate", "Cut", "Decision", "Eviction", "decide", "score_layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,20 +187,34 @@ def decide(
     return Decision(cuts=tuple(cuts), budgets=budgets, last=last)
 
 
+def no_bytes(element_size: int) -> int:
+    """0: no other layers hold anything."""
+    return 0
+
+
 class Eviction:
     """The evictions of one cache.
 
     Args:
         plan: what to do.
         states: all layers that the plan compresses.
-        window_elements: elements of one row that the model's own sliding windows hold, on the other layers.
+        other_bytes: from the bytes of an element to those of one row that the layers hold which the plan does not
+            compress.
+        sizes: of each of `states` its kv heads, over all processes, and the sizes of a key and a value; none where the
+            layers are alike.
 
     Attributes:
         calibration: the tensors of the allocator's calibration file, over all layers; None where it has none.
     """
 
-    def __init__(self, plan: Plan, states: list[LayerState], window_elements: int = 0):
-        self.plan, self.states, self.window_elements = plan, states, window_elements
+    def __init__(
+        self,
+        plan: Plan,
+        states: list[LayerState],
+        other_bytes: Callable[[int], int] = no_bytes,
+        sizes: Sequence[tuple[int, int, int]] = (),
+    ):
+        self.plan, self.states, self.other_bytes, self.sizes = plan, states, other_bytes, tuple(sizes)
         self.calibration: Mapping[str, Tensor] | None = None
         self._arrived: list[Candidate] = []
         self._warned = False
@@ -259,12 +258,16 @@ class Eviction:
     def _budget(self, newest: LayerState, visible: Visibility) -> Budget:
         # The tail of a layer that was cut in this eviction may be empty; the newest one has its new tokens.
         seen, rows, real = newest.stored.seen, newest.rows, visible.real
-        tokens = torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu()
-        window_bytes = self.window_elements * newest.sizes()[2]
-        layers, heads = len(self.states), newest.model.share.total(newest.heads)
-        shape = CacheShape.of(newest.sizes(), heads=heads, rows=rows)
-        total = total_tokens(self.plan, tokens, layers=layers, template=shape, window_bytes=window_bytes)
-        return Budget(total=total, each=total // (layers * heads), row_tokens=tokens)
+        element = newest.sizes()[2]
+        shape = CacheShape.of(newest.sizes(), heads=newest.model.share.total(newest.heads), rows=rows)
+        return budget_of(
+            self.plan,
+            torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu(),
+            layers=len(self.states),
+            newest=shape,
+            other_bytes=0 if self.plan.bytes is None else self.other_bytes(element),
+            shapes=[CacheShape.of((key, value, element), heads=h, rows=rows) for h, key, value in self.sizes],
+        )
 
     def _warn_if_only_recent(self, budget: Budget) -> None:
         """Warn once of rows whose budgets leave nothing to the score."""

@@ -13,6 +13,7 @@ from kvtailor.ops.segments.coded import under
 from kvtailor.store.recent_window import Tail
 from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, Rotation, Segment, Softmax
 from kvtailor.types.evidence import Evidence
+from kvtailor.types.latent_attention import LatentAttention
 
 __all__ = ["Clock", "ModelPart", "Observed", "Stored", "whole_number"]
 
@@ -175,6 +176,9 @@ class ModelPart:
         calibration: this layer's tensors of the scorer's calibration file.
         encoding: the tensors of the codec's calibration files, stacked over the layers.
         share: which of the model's kv heads this process holds.
+        latents: the layer's projections where it holds latents (in the place of keys) and rotated keys (in that of
+            values) of one kv head; None where it holds keys and values. Queries are as the model made them even so,
+            and are absorbed where they meet what is held.
     """
 
     scaling: float = 1.0
@@ -184,6 +188,7 @@ class ModelPart:
     calibration: Mapping[str, Tensor] | None = None
     encoding: Mapping[str, Tensor] | None = None
     share: HeadShare = ALL_HEADS
+    latents: LatentAttention | None = None
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return JSON-able fields of what the forwards told. The rest comes from the model when a cache is loaded."""

@@ -18,6 +18,7 @@ from kvtailor.engine.pending import Checkpoint, Draft, Pending
 from kvtailor.errors import CacheMisuse
 from kvtailor.ledger import Entry, storage_bytes
 from kvtailor.ops.segments.coded import under
+from kvtailor.ops.segments.latent_keys import as_one_head
 from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.store.contract import OffloadStore
 from kvtailor.store.recent_window import Tail
@@ -134,6 +135,11 @@ class LayerState:
         if self.stored.tail is not None and self.stored.tail.length:
             parts.append(self.stored.tail.as_segment())
         return parts
+
+    def readable_parts(self) -> list[Segment]:
+        """All that is held, as keys and values: `parts`, but where the layer holds latents."""
+        parts = self.parts()
+        return parts if self.model.latents is None else [as_one_head(part) for part in parts]
 
     def here(self, segments: Sequence[Segment] | None = None) -> list[Segment]:
         """The segments where they can be read; of this layer at an earlier time where they are given."""

@@ -32,8 +32,12 @@ def observe(
     *,
     real: Tensor | None = None,
     rotation: Rotation | None = None,
+    others: Sequence[tuple[Tensor, int]] = (),
 ) -> Evidence:
     """The evidence after one forward.
+
+    Queries of other modules that read the same layer (`others`) join its window and its moments. Samples are of its own
+    queries, as many as were asked for.
 
     Args:
         needs: what the methods declared.
@@ -43,6 +47,7 @@ def observe(
         mass: for each part (m, s) what this forward's attention gave it; None where `needs.mass` is not.
         real: (b, first_column + t) bool: this column is a token and not padding; None where all are.
         rotation: the layer's rotary embedding, for moments.
+        others: queries (b, q, t', d) of each of these modules and the column of the first; t' may be less than t.
 
     Returns:
         New evidence; the old is unchanged. Its tensors share no storage with `query`.
@@ -51,7 +56,10 @@ def observe(
         ValueError: mass or a rotation is needed and was not given.
     """
     if needs.window:
-        evidence = _windowed(needs.window, evidence, query, first_column)
+        if others:
+            evidence = _windowed_together(needs.window, evidence, [(query, first_column), *others])
+        else:
+            evidence = _windowed(needs.window, evidence, query, first_column)
     if needs.mass:
         if mass is None:
             raise ValueError("the scorer needs attention mass, and the attention gave none")
@@ -66,6 +74,10 @@ def observe(
             if rotation is None:
                 raise ValueError("the plan needs queries before their rotation, and the layer knows no rotation")
             evidence = _with_moments(needs.moments_skip, evidence, query, columns, ages, rotation)
+            for more, first in others:
+                theirs = torch.arange(more.shape[2], device=more.device) + first
+                aged = _ages(theirs, real, more.shape[0])
+                evidence = _with_moments(needs.moments_skip, evidence, more, theirs, aged, rotation)
     return evidence
 
 
@@ -77,6 +89,19 @@ def _windowed(window: int, evidence: Evidence, query: Tensor, first_column: int)
         new = torch.cat([evidence.queries[:, :, -missing:], new], 2)
         columns = torch.cat([evidence.columns[-missing:], columns])
     return replace(evidence, queries=new.detach().clone(), columns=columns)
+
+
+def _windowed_together(window: int, evidence: Evidence, new: Sequence[tuple[Tensor, int]]) -> Evidence:
+    """The queries of the newest `window` columns, in the order of columns; several modules have one of each column."""
+    queries = [] if evidence.queries is None else [evidence.queries]
+    columns = [] if evidence.columns is None else [evidence.columns]
+    for query, first in new:
+        queries.append(query[:, :, -window:])
+        columns.append(torch.arange(query.shape[2], device=query.device)[-window:] + first)
+    every = torch.cat(columns)
+    order = every.argsort(stable=True)
+    order = order[every[order] > every.max() - window]
+    return replace(evidence, queries=torch.cat(queries, 2)[:, :, order].detach(), columns=every[order])
 
 
 def _add(old: Tensor | None, now: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,29 @@ from torch import Tensor
 from kvtailor.engine.layer_parts import Clock, Observed, Stored
 from kvtailor.types import Visibility
 
-__all__ = ["Checkpoint", "Draft", "Pending"]
+__all__ = ["Checkpoint", "Draft", "Pending", "Reading"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Queries of another attention module of the model that reads what a layer holds, in the same forward.
+
+    Attributes:
+        query: (b, q, t, d) post-RoPE; of the last t tokens of the forward.
+        visible: what each of them may see.
+        scaling: that module's factor before the softmax.
+        mass: for each part (m, s) the attention that it was given; None where it is not needed.
+    """
+
+    query: Tensor
+    visible: Visibility
+    scaling: float
+    mass: list[Tensor] | None = None
+
+    def and_next(self, other: Reading) -> Reading:
+        """Return the same and that of the next forward, as if all queries had come at once."""
+        visible = other.visible.with_earlier(self.query.shape[2])
+        return replace(other, query=torch.cat([self.query, other.query], 2), visible=visible)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,22 +45,25 @@ class Pending:
         visible: what each of them may see.
         carry: what the attention had carried before.
         decoded: they are decoded tokens if they stay, and not a prompt or a turn.
+        others: of the modules that read the same layer.
     """
 
     query: Tensor
     visible: Visibility
     carry: Mapping[str, Tensor]
     decoded: bool = False
+    others: tuple[Reading, ...] = ()
 
     @property
     def tokens(self) -> int:
         """How many tokens may be taken back."""
         return self.query.shape[2]
 
-    def followed_by(self, query: Tensor, visible: Visibility) -> Pending:
+    def followed_by(self, query: Tensor, visible: Visibility, others: Sequence[Reading] = ()) -> Pending:
         """The same and the next forward, with queries (b, q, t, d), as if all had come at once."""
         joined = visible.with_earlier(self.tokens)
-        return replace(self, query=torch.cat([self.query, query], 2), visible=joined)
+        both = tuple(old.and_next(new) for old, new in zip(self.others, others, strict=True))
+        return replace(self, query=torch.cat([self.query, query], 2), visible=joined, others=both)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.attend.contract import AttentionRequest
+from kvtailor.engine.latent_reading import read_latents
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.ops.segments.latent_keys import joined
 from kvtailor.plan import registry
 from kvtailor.plan.registry import Attention
 from kvtailor.types import PlainSegment, Softmax, Visibility
@@ -56,7 +58,7 @@ class ReconstructionPass:
         assert state.stored.tail is not None and not state.stored.segments, (
             "a context is repeated before anything is dropped"
         )
-        held = state.stored.tail.as_segment()
+        held, latents = state.stored.tail.as_segment(), state.model.latents
         # One part, although it takes a copy of the layer for a moment: torch's own kernel reads no two.
         layout = replace(held.layout, size=state.stored.seen + passing.layout.size)
         keys, values = torch.cat([held.keys, passing.keys], 1), torch.cat([held.values, passing.values], 1)
@@ -65,16 +67,21 @@ class ReconstructionPass:
             state.observed.reconstruction = torch.zeros(
                 (state.rows, state.heads, state.stored.seen), device=query.device
             )
+        seen, asked = (keys, query) if latents is None else (joined(keys, values)[0], latents.absorbed(query))
         for row, columns in enumerate(self.columns):
             if columns.numel():
-                mine = keys.unflatten(0, (state.rows, state.heads))[row]
-                best = self._looked_at(row, mine, query[row], visible, scaling, state.model.softmax)
-                state.observed.reconstruction[row, :, columns.to(best.device)] = best
+                mine = seen.unflatten(0, (state.rows, state.heads))[row]
+                best = self._looked_at(row, mine, asked[row], visible, scaling, state.model.softmax)
+                place = columns.to(best.device)
+                # Several modules may read one layer, each with queries of its own.
+                known = state.observed.reconstruction[row, :, place]
+                state.observed.reconstruction[row, :, place] = torch.maximum(known, best)
         exact = registry.method_of("attend", registry.null("attend"))
         assert isinstance(exact, Attention)
-        return exact.attend(
-            AttentionRequest(query=query, parts=[whole], visible=visible, scaling=scaling, softmax=state.model.softmax)
-        ).output
+        request = AttentionRequest(
+            query=query, parts=[whole], visible=visible, scaling=scaling, softmax=state.model.softmax
+        )
+        return (exact.attend(request) if latents is None else read_latents(exact, request, latents)).output
 
     def _looked_at(
         self, row: int, keys: Tensor, query: Tensor, visible: Visibility, scaling: float, softmax: Softmax

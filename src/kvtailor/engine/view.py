@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.ops.lanes.ragged import slots_of_part
+from kvtailor.ops.segments.latent_keys import joined, parted
 from kvtailor.ops.segments.weighted import log_weight_of
 from kvtailor.types import Held, Needs, Segment, Visibility
-from kvtailor.types.evidence import Evidence
 
-__all__ = ["view_held"]
+__all__ = ["stored_sides", "view_held"]
 
 
 def view_held(
@@ -42,6 +42,12 @@ def view_held(
         parts, slots, [p.layout.columns(device).expand(p.layout.lanes, -1) for p in parts], b * h, longest, -1
     )
     keys, values = _padded_states(parts, slots, b * h, longest)
+    latents, evidence = state.model.latents, state.observed.evidence
+    queries, sampled = evidence.queries, evidence.sampled
+    if latents is not None:
+        keys, values = joined(keys, values)
+        queries = None if queries is None else latents.absorbed(queries)
+        sampled = None if sampled is None else latents.absorbed(sampled)
     valid = (positions >= 0).view(b, h, -1)
     positions = positions.view(b, h, -1)
     first = torch.zeros(b, dtype=torch.int64, device=device)
@@ -50,7 +56,6 @@ def view_held(
         first = real.to(torch.int8).argmax(-1)
         row = torch.arange(b, device=device)[:, None, None]
         valid = valid & real[row, positions.clamp(min=0)]
-    evidence: Evidence = state.observed.evidence
     mass = None
     if needs.mass:
         mass = _padded(parts, slots, list(evidence.mass), b * h, longest, 0.0).view(b, h, -1)
@@ -71,10 +76,10 @@ def view_held(
         layers=layers,
         scaling=state.model.scaling,
         budget=budget,
-        queries=evidence.queries,
+        queries=queries,
         query_columns=evidence.columns,
         mass=mass,
-        sampled=evidence.sampled,
+        sampled=sampled,
         sampled_columns=evidence.sampled_columns,
         moments=evidence.moments,
         output=state.model.output() if needs.output and state.model.output is not None else None,
@@ -85,6 +90,11 @@ def view_held(
         share=state.model.share,
     )
     return _with_memories(held, state, needs).meeting_others(), slots
+
+
+def stored_sides(state: LayerState, held: Held) -> tuple[Tensor, Tensor]:
+    """Return what a view shows, as the layer stores it: keys and values, or latents and rotated keys."""
+    return (held.keys, held.values) if state.model.latents is None else parted(held.keys, held.values)
 
 
 def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:

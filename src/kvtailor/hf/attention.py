@@ -7,6 +7,8 @@ NaN: where some other attention runs on it after all, the output is NaN instead 
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from kvtailor.hf.model.own_layers import own_attention
 from kvtailor.hf.model.softmax import softmax_of
 from kvtailor.hf.switch import forward_began
 
-__all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "register"]
+__all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "expect", "register"]
 
 NAME = "kvtailor"
 HANDLE = "_kvtailor_layer"
@@ -64,6 +66,35 @@ def counting_plain_forwards(config: Any, layer: int) -> Iterator[PlainForwards]:
         _COUNTED[:] = [each for each in _COUNTED if each is not found]
 
 
+class _Expected(threading.local):
+    """For each thread the layer whose update has come and whose attention has not, where no handle leads to it."""
+
+    layer: weakref.ref[Any] | None = None
+
+
+_EXPECTED = _Expected()
+
+
+def expect(layer: Any) -> None:
+    """The next attention of this thread is that of `layer`, of the module that has updated it.
+
+    For layers whose module makes other tensors of what `update` gave, so that a handle on those is lost.
+    """
+    _EXPECTED.layer = weakref.ref(layer)
+
+
+def _expected(module: torch.nn.Module, key: Tensor) -> Any:
+    """The layer that this thread expects, if module and keys are those of its model and of its place; else None."""
+    reference = _EXPECTED.layer
+    layer = None if reference is None else reference()
+    if layer is None or getattr(module, "config", None) is not layer.guard.config:
+        return None
+    if getattr(module, "layer_idx", None) != layer.layer_idx or not layer.guard.awaits_attention(layer.layer_idx):
+        return None
+    _EXPECTED.layer = None
+    return layer if layer.has_given(key) else None
+
+
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -88,7 +119,8 @@ def attention(
     Returns:
         (b, t, q, dv), and no attention weights.
     """
-    layer = getattr(key, HANDLE, None)
+    expected = _expected(module, key)
+    layer = getattr(key, HANDLE, None) or expected
     if layer is None:
         for each in _COUNTED:
             each.attention_came(module, query, key)
@@ -106,13 +138,15 @@ def attention(
             )
         layer.check_model(module)
         layer.take_softmax(softmax)
+        if layer is expected:
+            layer.check_states(module, key, value)
     except (CacheMisuse, PlanError, UnsupportedModel):
         layer.refuse_forward()
         raise
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        output = layer.attend(query.to(layer.dtype), attention_mask, factor).to(query.dtype)
+        output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
     if query.requires_grad and torch.is_grad_enabled():
         output = _Ungraded.apply(output, query)
     return output.transpose(1, 2).contiguous(), None
@@ -134,6 +168,8 @@ class _Ungraded(torch.autograd.Function):
 
 def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
     """`lazy_mask` for a forward of a model with this configuration, whose attention stays ours until it ends."""
+    # A forward begins. What one before it expected, and was broken off, must not be found by this one's attention.
+    _EXPECTED.layer = None
     mask = lazy_mask(*args, **kwargs)
     if config is not None and not torch.compiler.is_compiling():
         forward_began(config, mask)

@@ -22,7 +22,10 @@ from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
 from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
 from kvtailor.hf.guard import CacheGuard
-from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.of_cache import EmptyLayer, layers_of, plan_misfits
+from kvtailor.hf.layers.states import StateLayer, StatesMixin
+from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
 from kvtailor.hf.saving import save
@@ -52,23 +55,20 @@ class KvCache(Cache):
     lease: Lease | None = None
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
-        misfits = plan.misfits(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)
-        if misfits and geometry.compressed:
+        misfits = plan_misfits(plan, geometry)
+        if misfits:
             raise PlanError(str(plan), misfits)
         self.plan, self.geometry, self.share = plan, geometry, share
-        self.guard = guard = CacheGuard(plan, geometry, config, len(geometry.windows), share=share)
-        states = iter(guard.engine.states)
-        layers: list[Any] = [
-            CompressedLayer(guard, next(states), i) if window is None else WindowLayer(guard, i, sliding_window=window)
-            for i, window in enumerate(geometry.windows)
-        ]
-        super().__init__(layers=layers)
+        self.guard = CacheGuard(plan, geometry, config, share=share)
+        # By name: the class of some models is between this one and `Cache`, and keeps layers in its own way.
+        Cache.__init__(self, layers=layers_of(self.guard))
+        self._first_keys = next(index for index, shape in enumerate(geometry.shapes) if shape.kv_heads)
         self.calibrations: tuple[Calibration, ...] = ()
         self.conversation = Conversation()
         if not geometry.compressed and (plan.evicts or plan.encode.block):
             warnings.warn(
-                f"all {geometry.layers} layers of this {geometry.model_type} have a sliding window of the model's "
-                f"own, so the plan {plan} has nothing to compress",
+                f"no layer of this {geometry.model_type} keeps the keys of all tokens (they have a sliding window of "
+                f"the model's own, or keep a state), so the plan {plan} has nothing to compress",
                 stacklevel=3,
             )
 
@@ -85,14 +85,15 @@ class KvCache(Cache):
     @property
     def seen(self) -> int:
         """Tokens seen, padding included."""
-        return int(self.layers[0].get_seq_length()) if self.layers else 0
+        return int(self.layers[self._first_keys].get_seq_length())
 
     @property
     def rows(self) -> int:
         """b; 0 before the first token."""
         if self.engine.states:
             return self.engine.states[0].rows
-        return next((layer.keys.shape[0] for layer in self.layers if layer.is_initialized), 0)
+        windows = [layer for layer in self.layers if isinstance(layer, WindowLayer) and layer.is_initialized]
+        return windows[0].keys.shape[0] if windows else 0
 
     def check_ids(self, input_ids: Tensor) -> None:
         """Raises where a conversation is not one whose beginning this cache has seen.
@@ -140,18 +141,22 @@ class KvCache(Cache):
         """
         entries: list[Entry] = []
         states = iter(self.engine.states)
-        rows = element = 0
+        rows = element = in_states = 0
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CompressedLayer):
                 state = next(states)
                 entries += state.entries(index)
                 if state.stored.tail is not None and layer.is_initialized:
                     rows, element = state.rows, layer.dtype.itemsize
-            elif layer.is_initialized and layer.keys is not None:
+            elif isinstance(layer, WindowLayer) and layer.is_initialized:
                 held = {"keys": layer.keys, "values": layer.values}
                 form = sum(t.numel() * t.element_size() for t in held.values())
                 entries.append(Entry(layer=index, stage="window", tensors=held, closed_form=form))
                 rows, element = layer.keys.shape[0], layer.keys.element_size()
+            if isinstance(layer, StatesMixin) and (named := layer.states()):
+                form = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+                entries.append(Entry(layer=index, stage="state", tensors=named, closed_form=form))
+                in_states += form
         real = self.guard.real
         if real is not None:
             entries.append(Entry(layer=0, stage="observe", tensors={"real": real}, closed_form=real.numel()))
@@ -159,7 +164,7 @@ class KvCache(Cache):
         return Ledger.of(
             entries,
             layers=len(self.layers),
-            full=self.own_geometry.full_bytes(rows, self.seen, element),
+            full=self.own_geometry.full_bytes(rows, self.seen, element) + in_states,
             seen=self.seen,
             held=float(counts.double().mean()) if counts.numel() else None,
         )
@@ -214,6 +219,12 @@ class KvCache(Cache):
         Raises:
             CacheMisuse: transformers' assisted decoding begins, and would not give the text of plain decoding.
         """
+        obstacle = self.geometry.taking_back_refusal()
+        if obstacle is not None:
+            raise CacheMisuse(
+                "asked to record forwards that a crop may take back (prompt lookup, assisted decoding), and "
+                f"{obstacle}: decode without it"
+            )
         prompt = prompt_of_caller()
         if prompt is not None:
             why = refusal(
@@ -238,6 +249,7 @@ class KvCache(Cache):
             super().reorder_cache(beam_idx)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.index_select(0, beam_idx.to(self.guard.real.device))
+            self.guard.rope.select_rows(beam_idx)
             self.conversation.select_rows(beam_idx.tolist(), seen=self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -245,7 +257,8 @@ class KvCache(Cache):
         self._check_rows_may_change()
         rows = self.rows
         with self.guard.changing("a repetition of the rows"):
-            super().batch_repeat_interleave(repeats)
+            Cache.batch_repeat_interleave(self, repeats)
+            self.guard.rope.select_rows(torch.arange(rows).repeat_interleave(repeats))
             self.conversation.select_rows([row for row in range(rows) for _ in range(repeats)])
             if self.guard.real is not None:
                 self.guard.real = self.guard.real.repeat_interleave(repeats, 0)
@@ -256,7 +269,8 @@ class KvCache(Cache):
         chosen = torch.arange(self.rows)[indices.cpu()].tolist()
         with self.guard.changing("a choice of rows"):
             self.conversation.select_rows(chosen)
-            super().batch_select_indices(indices)
+            self.guard.rope.select_rows(torch.tensor(chosen))
+            Cache.batch_select_indices(self, indices)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[indices.to(self.guard.real.device)]
 
@@ -270,17 +284,47 @@ class KvCache(Cache):
         for layer in self.layers:
             if isinstance(layer, WindowLayer):
                 layer.check_crop(count)
+            elif isinstance(layer, StatesMixin):
+                layer.check_states_crop(count)
         with self.guard.changing("a crop"):
-            super().crop(tokens_to_remove)
+            Cache.crop(self, tokens_to_remove)
             if self.guard.real is not None:
                 self.guard.real = self.guard.real[:, : self.seen].clone()
             self.conversation.crop(self.seen)
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of each layer, whether it keeps states and no keys."""
+        return [isinstance(layer, StateLayer) for layer in self.layers]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Of each layer, whether it keeps nothing."""
+        return [isinstance(layer, EmptyLayer) for layer in self.layers]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer's convolution; None before the first token."""
+        self._touch(layer_idx, f"conv.{state_idx}")
+        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return found
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state of a layer; None before the first token."""
+        self._touch(layer_idx, f"recurrent.{state_idx}")
+        found: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return found
+
+    def _touch(self, layer_idx: int, state: str) -> None:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, StatesMixin):
+            layer.touched(state)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer."""
         self.guard.check_whole()
-        length = int(super().get_seq_length(layer_idx))
-        shown = shown_to_generate(sys._getframe(1))
+        length, frame = int(super().get_seq_length(layer_idx)), sys._getframe(1)
+        self.guard.rope.asked_for_length(frame, length)
+        shown = shown_to_generate(frame)
         if shown is not None:
             self._check_shown(shown)
         return length
@@ -316,6 +360,12 @@ class KvCache(Cache):
             raise CacheMisuse(
                 f"this cache has seen {self.seen} tokens, and generate() got so few that it has cut off all of them: "
                 f"{right_call()}"
+            )
+        if query_length > 1 and self.seen and self.geometry.restarts:
+            raise CacheMisuse(
+                f"this cache has seen {self.seen} tokens, and {query_length} come at once: transformers' "
+                f"{self.geometry.model_type} begins its recurrent state anew then, so they would not know what came "
+                "before. Give the whole text to a new cache, or feed one token at a time"
             )
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes

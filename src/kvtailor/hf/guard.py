@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -21,7 +21,9 @@ from kvtailor.engine.phase import Recording
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
+from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.progress import START_OVER, STATES_ARE_ASKED_FOR, TWO_THREADS, Alone, Progress, bits_of_a_forward
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Visibility
 
@@ -30,12 +32,6 @@ __all__ = ["CacheGuard", "Observer"]
 Observer = Callable[[int, Tensor, Tensor, Tensor, Visibility, float], None]
 """Layer of the model, keys (b, h, t, d), values (b, h, t, dv), queries (b, q, t, d), what they may see, and the factor
 before the softmax, of the tokens that have just come to a layer."""
-
-_START_OVER = "call cache.reset(), or go on with a copy that was made before"
-_TWO_THREADS = (
-    "two threads use this cache at once, or a forward on it was interrupted, and what it holds is not to be trusted: "
-    f"{_START_OVER}, and give each thread a cache of its own"
-)
 
 
 class _Same:
@@ -48,58 +44,6 @@ class _Same:
         return self
 
 
-class _Progress(NamedTuple):
-    """How far a forward, or another change of the cache, has come.
-
-    Attributes:
-        thread: identifier of the thread that does it.
-        reached: "updated" (a layer's keys came, its attention did not), "changing" (what is held is being changed) or
-            "done" (the layer is finished, and others follow).
-        layer: the newest layer of the forward; -1 for a change of all layers.
-        layers: the layers of the forward that have been updated, as bits.
-        what: the change, in words.
-    """
-
-    thread: int
-    reached: str
-    layer: int
-    layers: int
-    what: str = "a forward"
-
-
-class _Alone:
-    """Lets one thread at a time read and replace the progress, unless the cache is refused.
-
-    Never waits: a thread that finds another one there is a second user, and an interrupt on the way out of a `with` may
-    leave a lock taken for good.
-
-    Attributes:
-        refusal: why the cache is refused, a sentence; None while it is not.
-    """
-
-    def __init__(self, refusal: str | None = None):
-        self.refusal = refusal
-        self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Alone:
-        return _Alone(self.refusal)
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self.refuse(self.refusal or _TWO_THREADS)
-        if self.refusal is not None:
-            self._lock.release()
-            raise CacheMisuse(self.refusal)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def refuse(self, why: str) -> NoReturn:
-        """From now on the cache is refused for this reason."""
-        self.refusal = why
-        raise CacheMisuse(why)
-
-
 class CacheGuard:
     """See the module.
 
@@ -107,24 +51,30 @@ class CacheGuard:
         plan: of the cache.
         geometry: of the model that the cache was made for.
         config: of the model.
-        layers: how many layers the cache has, those with a window of the model's own included.
         share: which of the model's kv heads this process holds.
 
     Attributes:
         engine: the engine and the state of the compressed layers.
         model: a weak reference to the model that the cache was made for; None where that is not known.
         observers: called at each compressed layer with what has come, before it changes what is held; see `Observer`.
+        rope: by how much images have shifted the positions of what follows them.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
+        layers: how many layers the cache has.
+        first_compressed: the first of them that the plan compresses; None: none is.
     """
 
-    def __init__(self, plan: Plan, geometry: Geometry, config: Any, layers: int, *, share: HeadShare = ALL_HEADS):
-        self.plan, self.geometry, self._config, self.layers = plan, geometry, _Same(config), layers
-        self.share = share
-        self.engine = Engine(plan, len(geometry.compressed), geometry.window_elements())
+    def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
+        self.plan, self.geometry, self._config = plan, geometry, _Same(config)
+        self.share, self.layers = share, geometry.layers
+        self.first_compressed = geometry.compressed[0] if geometry.compressed else None
+        self._whole = bits_of_a_forward(geometry)
+        sizes = () if geometry.alike else [(s.kv_heads, s.key_size, s.value_size) for s in geometry.compressed_shapes]
+        self.engine = Engine(plan, len(geometry.compressed), geometry.other_bytes, sizes)
         for state in self.engine.states:
             state.model.share = share
         self.observers: tuple[Observer, ...] = ()
         self.model: weakref.ref[Any] | None = None
+        self.rope = RopeDeltas()
         self._warned = False
         self.reset()
 
@@ -136,10 +86,71 @@ class CacheGuard:
     def reset(self) -> None:
         """Forgets what was seen, and what went wrong."""
         self.real: Tensor | None = None
-        self._alone = _Alone()
+        self.rope.reset()
+        self._alone = Alone()
         self._undo: dict[int, Callable[[], object]] = {}
         # Replaced as a whole, never changed: an interrupt leaves either the old or the new.
-        self._now: _Progress | None = None
+        self._now: Progress | None = None
+        self._last_states = -1
+
+    def states_change(self, layer: int, *, recurrent: bool = False, asked: str | None = None) -> None:
+        """Called whenever the model reads or writes linear-attention or convolution states of a layer.
+
+        What is done to the layer's states between two calls is not seen, so a forward that was broken off inside the
+        model's last layer, behind this call, passes for whole where no layer writes its recurrent state by a call. With
+        releases of transformers whose models read states without a call, nothing is looked at here.
+
+        Args:
+            layer: of the model.
+            recurrent: its recurrent state is about to be written, which is the last that happens to a layer's states.
+            asked: which state is asked for, if one is; a forward asks once for each.
+
+        Raises:
+            CacheMisuse: another thread is at work, or the forward before did not come to its end.
+        """
+        if not STATES_ARE_ASKED_FOR:
+            return
+        me, bit = threading.get_ident(), 1 << (self.layers + layer)
+        with self._alone:
+            now, begins = self._now, False
+            if now is None:
+                if layer == self._last_states:
+                    # The newest forward ended in this layer, which has more to do.
+                    return
+                begins = True
+                self.engine.switch.check_free("a forward")
+                self._undo = {}
+                now = Progress(me, "done", layer, 0)
+            self._check_thread(now, me)
+            self._check_attended(now)
+            again = bool(now.layers & bit)
+            known = now.asked if now.states == layer else frozenset()
+            if now.reached != "done" or (again and now.states != layer) or asked in known:
+                self._alone.refuse(self._unfinished(now))
+            known = known if asked is None else known | {asked}
+            # Where layers before this one have written a recurrent state in this forward, this one will, too.
+            ended = now.layers | bit == self._whole and (recurrent or not now.recurrent)
+            now = now._replace(
+                layer=layer,
+                layers=now.layers | bit,
+                states=layer,
+                recurrent=now.recurrent or recurrent,
+                asked=known,
+            )
+            self._now, self._last_states = (None, layer) if ended else (now, -1)
+        if begins:
+            self.end_stale_recording()
+
+    def reading_begins(self, layer: int, source: int) -> None:
+        """Called when the attention of layer `layer` is about to read what the layer `source` holds."""
+        self._check_not_refused()
+        with self._alone:
+            now = self._now
+            if now is None or now.reached != "done" or not now.layers >> source & 1 or now.layers >> layer & 1:
+                self._out_of_order(layer)
+            self._check_thread(now, threading.get_ident())
+            self._undo = {}
+            self._now = now._replace(reached="changing", layer=layer, layers=now.layers | 1 << layer)
 
     def update_begins(self, layer: int) -> None:
         """Called before a layer's new keys are taken.
@@ -152,14 +163,14 @@ class CacheGuard:
             now = self._now
             if now is None:
                 self.engine.switch.check_free("a forward")
-                self._undo = {}
-                self._now = _Progress(me, "updated", layer, 1 << layer)
+                self._undo, self._last_states = {}, -1
+                self._now = Progress(me, "updated", layer, 1 << layer)
             else:
                 self._check_thread(now, me)
                 self._check_attended(now)
                 if now.reached != "done" or now.layers >> layer & 1:
                     self._alone.refuse(self._unfinished(now))
-                self._now = _Progress(me, "updated", layer, now.layers | 1 << layer)
+                self._now = now._replace(reached="updated", layer=layer, layers=now.layers | 1 << layer)
         if now is None:
             self.end_stale_recording()
 
@@ -170,7 +181,7 @@ class CacheGuard:
         if now is None or now.layer != layer or now.reached != "updated":
             self._out_of_order(layer)
         if now.thread != threading.get_ident():
-            self._alone.refuse(_TWO_THREADS)
+            self._alone.refuse(TWO_THREADS)
 
     def nothing_changed(self, layer: int) -> None:
         """The attention of a layer was refused; where no layer but windows has changed, the forward never was."""
@@ -212,7 +223,7 @@ class CacheGuard:
                 self._check_attended(self._now)
                 self._alone.refuse(self._unfinished(self._now))
             self.engine.switch.check_free(what)
-            self._now = _Progress(me, "changing", -1, 0, what)
+            self._now = Progress(me, "changing", -1, 0, what)
         yield
         with self._alone:
             self._now = None
@@ -229,7 +240,7 @@ class CacheGuard:
 
     def break_off(self, what: str) -> None:
         """What the cache holds is not to be trusted from now on, for the reason `what`."""
-        self._alone.refusal = f"{what}: {_START_OVER}"
+        self._alone.refusal = f"{what}: {START_OVER}"
 
     def check_whole(self) -> None:
         """Raises where the last update was never attended, or a forward or a change did not come to its end."""
@@ -267,7 +278,7 @@ class CacheGuard:
 
         Asked at the first compressed layer of a forward, before anything changes.
         """
-        if layer != self.geometry.compressed[0]:
+        if layer != self.first_compressed:
             return
         rows, now, before = self.engine.states[0].rows, visible.real, self.real
         if now is not None and rows and now.shape[0] != rows:
@@ -285,10 +296,11 @@ class CacheGuard:
 
     def take_padding(self, layer: int, visible: Visibility) -> None:
         """Remembers which columns are padding, once a forward has begun to change the cache."""
-        if layer != self.geometry.compressed[0]:
+        if layer != self.first_compressed:
             return
         if visible.real is not None:
             self.real = visible.real.clone()
+        self.rope.forward_began(self.engine.states[0].rows, visible.first_column, visible.new_tokens)
         self._warn_of_positions(visible.first_column + visible.new_tokens)
 
     def _goes_on(self, layer: int, before: str, after: str) -> None:
@@ -299,10 +311,12 @@ class CacheGuard:
                 self._check_thread(now, me)
             if now is None or now.layer != layer or now.reached != before:
                 self._out_of_order(layer)
-            whole = after == "done" and now.layers == (1 << self.layers) - 1
+            whole = after == "done" and now.layers == self._whole
             if whole:
                 self._undo = {}
-            self._now = None if whole else _Progress(me, after, layer, now.layers)
+                # Convolutions of the layer may follow its attention; a model of one layer begins with them again.
+                self._last_states = layer if now.states == layer and self.layers > 1 else -1
+            self._now = None if whole else now._replace(reached=after, layer=layer)
 
     def _check_not_refused(self) -> None:
         if self._alone.refusal is not None:
@@ -311,17 +325,17 @@ class CacheGuard:
     def _out_of_order(self, layer: int) -> NoReturn:
         raise CacheMisuse(f"the attention of layer {layer} used its cache twice, or without an update")
 
-    def _check_thread(self, now: _Progress, me: int) -> None:
+    def _check_thread(self, now: Progress, me: int) -> None:
         if now.thread != me:
-            self._alone.refuse(_TWO_THREADS)
+            self._alone.refuse(TWO_THREADS)
 
-    def _check_attended(self, now: _Progress) -> None:
+    def _check_attended(self, now: Progress) -> None:
         if now.reached == "updated":
             self._forget_forward(now.layer)
             raise CacheMisuse(
                 f"layer {now.layer} updated this cache, but its attention never used it, so its output is "
                 f"not to be trusted: the model must run with attn_implementation={NAME!r}, which kvtailor.cache_for "
-                f"sets and something has changed since. If the forward was interrupted, {_START_OVER}"
+                f"sets and something has changed since. If the forward was interrupted, {START_OVER}"
             )
 
     def _bits_of_undo(self) -> int:
@@ -334,13 +348,14 @@ class CacheGuard:
             return
         for undo in self._undo.values():
             undo()
+        self.rope.forward_never_was()
         self._undo, self._now = {}, None
 
-    def _unfinished(self, now: _Progress) -> str:
+    def _unfinished(self, now: Progress) -> str:
         where = "" if now.layer < 0 else f" at layer {now.layer} of {self.layers}"
         return (
             f"{now.what} on this cache ended{where} before its end (an error or an interrupt), so what it holds is not "
-            f"to be trusted: {_START_OVER}"
+            f"to be trusted: {START_OVER}"
         )
 
     def end_stale_recording(self) -> None:
@@ -356,7 +371,7 @@ class CacheGuard:
         if any(state.pending is not None for state in self.engine.states):
             self._alone.refuse(
                 "prompt lookup or assisted decoding on this cache was broken off before it had judged its last draft, "
-                f"so the cache may hold tokens that are no part of the text: {_START_OVER}"
+                f"so the cache may hold tokens that are no part of the text: {START_OVER}"
             )
         rollback.end_recording(self.engine)
 

@@ -18,7 +18,9 @@ from kvtailor.engine.saving.regroup_heads import HeadsOf, regroup
 from kvtailor.errors import CacheFileError, KvtailorError, PlanError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.conversation import Conversation, Known
-from kvtailor.hf.layers import CompressedLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.states import StatesMixin
+from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.make_cache import cache_for, layer_devices
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
@@ -77,11 +79,18 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
             else:
                 _fill_from_shards(cache, files, model)
             _fill_conversation(cache, about["conversation"], files[0].tensors.get("conversation.real"))
+            _fill_rope_deltas(cache, about["rope_deltas"], files[0].tensors.get("rope_deltas"), model)
         except _MALFORMED as error:
             if isinstance(error, KvtailorError):
                 raise
             raise _damaged(name, error) from error
     _warn_of_what_it_lacks(name, files[0])
+    if cache.guard.rope.kept and about["rope_deltas"] is None:
+        warnings.warn(
+            f"{name!r} was written before kvtailor saved by how much images shift the positions of what follows them; "
+            "if its conversation has images, what comes next is read at wrong positions: make the cache again",
+            stacklevel=2,
+        )
     return cache
 
 
@@ -108,6 +117,7 @@ def _read(shard: Shard) -> _Part:
     try:
         about: dict[str, Any] = {each: json.loads(file.about[each]) for each in ("geometry", "layers")}
         about["conversation"] = json.loads(file.about.get("conversation", "[]"))
+        about["rope_deltas"] = json.loads(file.about.get("rope_deltas", "null"))
         about["model"] = json.loads(file.about["model"]) if file.checked else None
         about["plan"], about["plan_hash"] = file.about["plan"], file.about["plan_hash"]
         part = json.loads(file.about.get("part", "null"))
@@ -251,21 +261,26 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
         # A tensor of several names stays one.
         tensors[name] = moved.setdefault((id(tensor), device), tensor.to(device))
     rows = {each["rows"] for each in layers if "rows" in each}
-    if len(rows) > 1 or len({each["seen"] for each in layers}) > 1:
+    if len(rows) > 1 or len({each["seen"] for each in layers if "seen" in each}) > 1:
         raise ValueError("its layers differ in their rows, or in the tokens that they have seen")
     for index, (layer, fields) in enumerate(zip(cache.layers, layers, strict=True)):
         mine = under(f"{index}.", tensors)
         if isinstance(layer, CompressedLayer):
-            restore(layer.state, fields, mine, cache.plan, cache.own_geometry.kv_heads)
+            heads = cache.own_geometry.shapes[index].kv_heads
+            held = {name: tensor for name, tensor in mine.items() if not name.startswith("state.")}
+            restore(layer.state, fields, held, cache.plan, heads)
             if fields["dtype"] is not None:
                 like = torch.empty(0, dtype=getattr(torch, fields["dtype"]), device=places[index])
                 layer.lazy_initialization(like, like)
-        elif mine:
+        elif isinstance(layer, WindowLayer) and mine:
+            heads = cache.own_geometry.shapes[index].kv_heads
             for states in (mine["keys"], mine["values"]):
-                if states.ndim != 4 or states.shape[:2] != (*(rows or {states.shape[0]}), cache.own_geometry.kv_heads):
+                if states.ndim != 4 or states.shape[:2] != (*(rows or {states.shape[0]}), heads):
                     raise ValueError(f"a window of layer {index} has the shape {tuple(states.shape)}")
             layer.lazy_initialization(mine["keys"], mine["values"])
             layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
+        if isinstance(layer, StatesMixin):
+            layer.restore_states(fields["states"], under("state.", mine), next(iter(rows), None))
     real = tensors.get("real")
     if real is not None and (real.dtype != torch.bool or real.ndim != 2 or real.shape[0] not in (rows or {len(real)})):
         raise ValueError(f"its mask of tokens that are no padding is {real.dtype} of shape {tuple(real.shape)}")
@@ -278,3 +293,9 @@ def _fill_conversation(cache: KvCache, known: list[Any], real: Tensor | None) ->
         raise ValueError(f"its mask of known token ids is {real.dtype} of shape {tuple(real.shape)}")
     beginnings = [Known(int(columns), tuple(int(each) for each in hashes)) for columns, *hashes in known]
     cache.conversation = Conversation(beginnings, None if real is None else real.cpu())
+
+
+def _fill_rope_deltas(cache: KvCache, known: bool | None, values: Tensor | None, model: Any) -> None:
+    """Tell a cache by how much images have shifted positions; raises as `_fill` does."""
+    values = None if values is None else values.to(input_device(model))
+    cache.guard.rope.restore(values, rows=cache.rows, known=known is not False)

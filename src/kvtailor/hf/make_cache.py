@@ -13,10 +13,13 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.errors import PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.images.rope_deltas import RopeDeltas
+from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
-from kvtailor.hf.model.modules import attention_modules, rotation_of
+from kvtailor.hf.model.latents import LatentOutput, projections_of
+from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
 from kvtailor.hf.model.softmax import check_plan_softmax, softmax_before
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
@@ -63,15 +66,17 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
         raise PlanError(str(parsed), faults)
     share = share_of(model, geometry)
     check_plan(parsed, geometry, share)
-    modules = attention_modules(model)
+    modules = modules_by_layer(model, attending=_with_states(geometry))
     # Of a model whose modules do not show their layers, its first forward tells.
-    compressed = [modules[layer] for layer in geometry.compressed] if len(modules) == geometry.layers else []
-    check_plan_softmax(parsed, compressed, share)
+    known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
+    check_plan_softmax(parsed, list(known.values()), share)
     check_same_plan(parsed, share)
-    cache = KvCache(parsed, geometry, config, share=share)
+    cache = cache_class(config)(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
-    for state, module in zip(cache.engine.states, compressed, strict=False):
-        state.model.softmax = softmax_before(module, share)
+    cache.guard.rope = RopeDeltas(model, turned_by=str(parsed) if cache.plan.needs.rotation else None)
+    for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
+        if layer in known:
+            state.model.softmax = softmax_before(known[layer], share)
     _equip(cache, model, devices)
     cache.lease = switch(model, NAME)
     return cache
@@ -81,28 +86,40 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
     """Gives the layers what their plan needs of calibration files and of the model's own modules."""
     needs, geometry = cache.plan.needs, cache.geometry
     _calibrate(cache, model, devices)
-    if not (needs.output or needs.rotation):
+    if not (needs.output or needs.rotation or geometry.has_latents):
         return
-    modules = attention_modules(model)
-    if len(modules) != geometry.layers:
+    modules = modules_by_layer(model, attending=_with_states(geometry))
+    missing = [layer for layer in geometry.compressed if layer not in modules]
+    if missing:
         raise UnsupportedModel(
-            f"the plan {cache.plan} reads the modules of {geometry.layers} attention layers, and this "
-            f"{geometry.model_type} shows {len(modules)}"
+            f"kvtailor has to read the modules of {len(geometry.compressed)} attention layers for the plan "
+            f"{cache.plan}, and this {geometry.model_type} does not show those of layers "
+            f"{', '.join(map(str, missing))}"
         )
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
-        if needs.output:
-            state.model.output = OutputProjection(modules[layer], cache.own_geometry.q_heads, geometry.head_dim)
+        shape = cache.own_geometry.shapes[layer]
+        if shape.latents:
+            state.model.latents = latents = projections_of(modules[layer])
+            state.model.output = LatentOutput(latents, modules[layer]) if needs.output else None
+        elif needs.output:
+            state.model.output = OutputProjection(modules[layer], shape.q_heads, shape.value_size)
         if needs.rotation:
-            state.model.rotation = rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+            state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size)
+
+
+def _with_states(geometry: Geometry) -> list[int]:
+    """The compressed layers that keep a state as well."""
+    return [layer for layer in geometry.compressed if geometry.shapes[layer].states]
 
 
 def layer_devices(model: Any, geometry: Geometry) -> list[torch.device]:
     """Return the device of each layer of a model."""
-    modules = attention_modules(model)
-    if len(modules) != geometry.layers:
+    modules = modules_by_layer(model)
+    if any(layer not in modules for layer in geometry.compressed):
         # No module shows its layer: such a model is taken to be on one device.
         return [input_device(model)] * geometry.layers
-    return [runs_on(module) for module in modules]
+    elsewhere = input_device(model)
+    return [runs_on(modules[layer]) if layer in modules else elsewhere for layer in range(geometry.layers)]
 
 
 def _groups_apart(plan: Plan, devices: Sequence[torch.device]) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import CacheMisuse, UnsupportedModel
 
 __all__ = ["LazyMask", "TensorMask", "lazy_mask"]
 
@@ -133,6 +133,23 @@ class LazyMask:
             )
             self._is_dense = True
         return self._dense
+
+    def __getitem__(self, index: Any) -> LazyMask:
+        """The mask of the newest queries alone: `mask[:, :, -count:, :]`, which some models take for their last layers.
+
+        Raises:
+            UnsupportedModel: another part of it is asked for, which needs the mask as a tensor.
+        """
+        if isinstance(index, tuple) and len(index) == 4 and all(index[i] == slice(None) for i in (0, 1, 3)):
+            part = index[2]
+            if isinstance(part, slice):
+                first, last, step = part.indices(self.new_tokens)
+                if last == self.new_tokens and step == 1 and first < last:
+                    return self.without_first(first)
+        raise UnsupportedModel(
+            f"this model takes {index} of its attention mask, so it computes with the mask itself; kvtailor's mask is "
+            "a rule and no tensor, and kvtailor supports the newest queries alone"
+        )
 
     def contiguous(self) -> LazyMask:
         """Some models call this before they hand the mask on."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtailor.hf.model.fingerprint import config_values, exact_fingerprint, rotary_frequencies
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.model.shapes.layer_shapes import LayerShape
 
 __all__ = ["differences", "said_of_geometry", "said_of_model"]
 
@@ -17,13 +18,29 @@ _SAME_FREQUENCY = 1e-5
 
 def said_of_geometry(geometry: Geometry) -> dict[str, Any]:
     """Shapes of the model's cache, JSON-able."""
-    return {
+    said: dict[str, Any] = {
         "model_type": geometry.model_type,
         "windows": list(geometry.windows),
         "q_heads": geometry.q_heads,
         "kv_heads": geometry.kv_heads,
         "head_dim": geometry.head_dim,
     }
+    # Files of models that have no other kinds of layers than these stay as they were.
+    if len({(s.q_heads, s.kv_heads, s.key_size, s.value_size, s.states, s.reads) for s in geometry.shapes}) > 1:
+        said["shapes"] = [_said_of_layer(shape) for shape in geometry.shapes]
+    return said
+
+
+def _said_of_layer(shape: LayerShape) -> str:
+    """What a layer keeps, in few words."""
+    kept = [shape.kind]
+    if shape.kv_heads:
+        kept.append(f"{shape.q_heads} heads on {shape.kv_heads} of {shape.key_size} and {shape.value_size}")
+    if shape.states:
+        kept.append(f"{shape.states} states")
+    if shape.reads is not None:
+        kept.append(f"reads layer {shape.reads}")
+    return ", ".join(kept)
 
 
 def said_of_model(model: Any) -> dict[str, Any]:
@@ -52,7 +69,7 @@ def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
     """
     clauses = []
     for name in sorted(found):
-        there: Any = saved[name]
+        there: Any = saved.get(name)
         here: Any = found[name]
         if name == "config":
             common = sorted(there.keys() & here.keys())

@@ -18,7 +18,9 @@ from kvtailor.engine.saving.layer_saving import state_of
 from kvtailor.errors import CacheFileError
 from kvtailor.hf.conversation import Conversation
 from kvtailor.hf.guard import CacheGuard
-from kvtailor.hf.layers import CompressedLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.states import StatesMixin
+from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.tensor_parallel import RankHeads, agreed
 from kvtailor.hf.saved_model import said_of_geometry, said_of_model
 from kvtailor.hf.saved_ranks import save_ranks
@@ -52,13 +54,19 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
             own, kept = state_of(layer.state)
             fields.append({**own, "dtype": str(layer.dtype).removeprefix("torch.") if layer.is_initialized else None})
         else:
-            kept = {} if layer.keys is None else {"keys": layer.keys, "values": layer.values}
-            fields.append({"seen": layer.get_seq_length()})
+            windowed = isinstance(layer, WindowLayer)
+            kept = {"keys": layer.keys, "values": layer.values} if windowed and layer.is_initialized else {}
+            fields.append({"seen": layer.get_seq_length()} if windowed else {})
+        if isinstance(layer, StatesMixin):
+            kept |= {f"state.{name}": tensor for name, tensor in layer.states().items()}
+            fields[-1]["states"] = layer.states_facts()
         tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
     if guard.real is not None:
         tensors["real"] = guard.real
     if conversation.real is not None:
         tensors["conversation.real"] = conversation.real
+    if guard.rope.values is not None:
+        tensors["rope_deltas"] = guard.rope.values
     once, same = _once(tensors)
     about = {
         "plan": str(guard.plan),
@@ -67,6 +75,7 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
         "model": json.dumps(_model_of(guard)),
         "layers": json.dumps(fields),
         "same": json.dumps(same),
+        "rope_deltas": json.dumps(guard.rope.known),
         "conversation": json.dumps([[known.columns, *known.hashes] for known in conversation.known]),
     }
     share = guard.share

@@ -60,6 +60,7 @@ class AsymKV(Merger):
     weighted: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("asymkv", "asymkv(turned=false)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = "it changes values otherwise than keys, and a latent is both at once"
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -48,6 +48,7 @@ class CaM(Merger):
     share: int = 32
     window: int = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = "it changes values and not keys, and a latent is both at once"
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

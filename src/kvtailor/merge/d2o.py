@@ -48,6 +48,9 @@ class D2O(Merger):
 
     all_of_them: bool = False
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it compares keys by their direction, and the direction of a latent is that of no head's key"
+    )
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged:
         """See the contract."""

@@ -29,6 +29,7 @@ class Drop(Merger):
     """Folds nothing. The default of the stage."""
 
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> None:
         """None: nothing changes."""

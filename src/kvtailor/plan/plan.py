@@ -109,6 +109,17 @@ class Plan:
         found = [each.misfit(layers=layers, heads=heads, size=size) for each in inside]
         return [sentence for sentence in found if sentence is not None]
 
+    def latent_misfits(self) -> list[str]:
+        """Why layers that hold latents cannot be served, a sentence for each method; see `Method.latent_refusal`."""
+        sentences = []
+        for each in (method for part in self.parts.values() for method in with_nested(part)):
+            # What a method inherits was declared of another one.
+            why = vars(type(each)).get("latent_refusal", Method.latent_refusal)
+            if why is not None:
+                name = registry.name_of(each)
+                sentences.append(f"{name} does not serve layers that hold latents (multi-head latent attention): {why}")
+        return list(dict.fromkeys(sentences))
+
     def softmax_faults(self, softmax: Softmax) -> list[str]:
         """Why a model with this softmax cannot be served, a sentence for each method that does not know one like it.
 

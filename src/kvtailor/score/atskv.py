@@ -75,6 +75,9 @@ class ATSKV(CalibratedMethod, Scorer):
     per_head: ClassVar[tuple[str, ...]] = ("hidden", "hidden_bias", "out", "out_bias")
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it is calibrated head by head, and such a layer holds one latent for all heads"
+    )
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

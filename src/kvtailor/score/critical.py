@@ -56,6 +56,7 @@ class Critical(Scorer):
     epsilon: float = 1e-4
     examples: ClassVar[tuple[str, ...]] = ("critical(of=snapkv)", "critical(of=h2o)", "critical(of=position)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -51,6 +51,9 @@ class Expected(Scorer):
     value_norm: bool = True
     epsilon: float = 0.0
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
+    )
     knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -45,6 +45,7 @@ class H2O(Scorer):
     normalise: bool = False
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

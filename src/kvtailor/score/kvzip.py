@@ -49,6 +49,7 @@ class KVzip(Scorer):
     lead: int = 8
     sinks: int = 4
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

@@ -42,6 +42,7 @@ class Position(Scorer):
     slack: ClassVar[int | None] = 32
     same_on_layers: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

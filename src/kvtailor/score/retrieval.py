@@ -48,6 +48,7 @@ class Retrieval(Scorer):
     chunk: int = 8
     window: int = 1
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

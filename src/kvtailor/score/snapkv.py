@@ -53,6 +53,7 @@ class SnapKV(Scorer):
     pooling: Pooling = "average"
     reduce: Reduce = "mean"
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

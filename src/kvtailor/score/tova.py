@@ -37,6 +37,7 @@ class TOVA(Scorer):
 
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 
@@ -84,8 +85,13 @@ class TOVA(Scorer):
         """(b, n) float32: attention that the newest queries of one kv head's group give to its tokens, summed."""
         assert held.queries is not None and held.query_columns is not None
         group = held.queries.shape[1] // held.keys.shape[1]
-        queries = held.queries[:, head * group : (head + 1) * group, -1].float()
-        logits = (queries * held.scaling) @ held.keys[:, head].float().transpose(1, 2)
+        queries = held.queries[:, head * group : (head + 1) * group]
+        if held.query_columns.shape[0] > 1:
+            # Several are of the newest column where other layers read what this one holds: the mean of them counts.
+            queries = queries[:, :, held.query_columns == held.query_columns[-1]]
+        count = queries.shape[2]
+        # (b, g * m, d) times (b, d, n): the m queries of each head of the group read the same keys.
+        logits = (queries.float().flatten(1, 2) * held.scaling) @ held.keys[:, head].float().transpose(1, 2)
         softmax = held.softmax_of(head)
         softmax.cap_(logits)
         if held.log_weight is not None:
@@ -93,5 +99,5 @@ class TOVA(Scorer):
         seen = held.valid[:, head] & (held.positions[:, head] <= held.query_columns[-1])
         # A finite fill: a row that sees nothing must not turn into NaN.
         logits = logits.masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-        # (b, g, 1, n): one query for each query head.
-        return softmax.probabilities_(logits[:, :, None])[:, :, 0].sum(1) * seen
+        # (b, g, m, n): the m queries of each query head.
+        return softmax.probabilities_(logits.unflatten(1, (group, count))).sum((1, 2)) / count * seen

@@ -47,6 +47,7 @@ class Chunks(Selector):
     heads: Heads = "each"
     added: ClassVar[tuple[str, ...]] = ("heads",)
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -49,6 +49,7 @@ class Threshold(Selector):
     of: Of = "mean"
     exact: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.at):

@@ -29,6 +29,7 @@ class TopK(Selector):
     """Exact counts, ties to the earliest."""
 
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def select(self, scores: Tensor, budgets: Tensor) -> Tensor:
         """See the contract.

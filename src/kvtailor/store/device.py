@@ -50,6 +50,7 @@ class Device(Placement):
     moves: ClassVar[bool] = False
     examples: ClassVar[tuple[str, ...]] = ("device", "device(device_bytes=67108864)")
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_bytes", asked_bytes(self.device_bytes, "device: device_bytes"))

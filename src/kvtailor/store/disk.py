@@ -130,6 +130,7 @@ class Disk(Tiered, Placement):
         "disk(resident_bytes=4096, policy=mru)",
     )
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = None
 
     def open(self, groups: Sequence[Sequence[int]]) -> OffloadStore:
         """Remove what dead processes left; the folder is made when the first segment leaves the device."""

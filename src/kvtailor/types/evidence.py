@@ -125,8 +125,9 @@ class Evidence:
     """What one layer remembers for its methods.
 
     Attributes:
-        queries: (b, q, w, d) the newest post-RoPE queries, at most the needed window; None if none are needed.
-        columns: (w,) int64 their columns.
+        queries: (b, q, w, d) the newest post-RoPE queries, those of the needed window; None if none are needed.
+        columns: (w,) int64 their columns, ascending. Where other layers of the model read what this one holds, their
+            queries are here as well, and several are of one column.
         mass: for each stored part, in time order, (m, s) float32 attention mass received so far.
         sampled: (b, q, m, d) post-RoPE queries spread over each row; None if none are needed.
         sampled_columns: (b, m) int64 their columns, -1 for filler.
@@ -194,8 +195,9 @@ class Held:
         scaling: the model's own factor before the softmax.
         budget: (b,) int64 on the CPU: tokens that each row may hold per kv head, on average over heads and layers; None
             where the caller gave none.
-        queries: (b, q, w, d) the newest w <= needs.window post-RoPE queries; None if not needed.
-        query_columns: (w,) int64 their columns; None with `queries`.
+        queries: (b, q, w, d) the post-RoPE queries of the newest needs.window columns; None if not needed.
+        query_columns: (w,) int64 their columns, ascending, several of one column where several layers of the model read
+            this one; None with `queries`.
         mass: (b, h, n) float32, see `Needs.mass`; None if not needed.
         sampled: (b, q, m, d) post-RoPE queries spread over each row, in time order; None if not needed.
         sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
@@ -257,7 +259,10 @@ class Held:
         """The same with no more queries than one method declared, where others of its plan declared more."""
         held = self
         if held.queries is not None and held.query_columns is not None and held.query_columns.shape[0] > needs.window:
-            first = held.query_columns.shape[0] - needs.window
+            # By columns and not by number: several modules that read one layer have queries of the same columns.
+            first = 0
+            if needs.window:
+                first = int((held.query_columns <= held.query_columns[-1] - needs.window).sum())
             queries, columns = held.queries[:, :, first:], held.query_columns[first:]
             held = replace(
                 held,

@@ -54,6 +54,8 @@ class SegmentView:
         lift: what makes sums of the values the model's; None: they are.
         shared: (m', c) int64: the lanes of keys that read each lane of values, all of them once. None: each its own,
             and m' = m.
+        more_keys: (m, s, e) further channels of the keys, behind those of `keys`, where they are stored apart. None:
+            `keys` has all d of them, else d - e.
     """
 
     keys: Tensor
@@ -61,11 +63,12 @@ class SegmentView:
     log_weight: Tensor | None = None
     lift: Lift | None = None
     shared: Tensor | None = None
+    more_keys: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether keys and values are all there is."""
-        return self.log_weight is None and self.lift is None and self.shared is None
+        return self.log_weight is None and self.lift is None and self.shared is None and self.more_keys is None
 
     @property
     def width(self) -> int:

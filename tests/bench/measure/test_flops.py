@@ -1,6 +1,7 @@
 """Arithmetic is known by hand, and by torch's own counter on the model's own forward."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def test_torch_counts_the_same_on_the_forward_of(family: str) -> None:
     total, cache = counted(model, ids)
     assert total - square == prefill_flops(
         weights,
-        Geometry(**{**vars(geometry), "windows": (None,) * geometry.layers}),
+        replace(geometry, shapes=tuple(replace(shape, window=None) for shape in geometry.shapes)),
         rows=ROWS,
         tokens=PROMPT,
     )

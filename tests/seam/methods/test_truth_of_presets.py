@@ -19,7 +19,7 @@ from tests.attend.test_rolling import check_rolling
 from tests.seam.methods.test_truth_of_reading import check_reading
 from tests.support.calibrated import shipped_for
 from tests.support.crossed import crossed
-from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts
+from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts, with_readers
 
 FAMILIES = ("llama", "gpt_neox", "gemma3")
 # Longer than what the preset reads of it, and than what its codec leaves in full precision.
@@ -35,19 +35,19 @@ class Stored(MaskedReference):
         super().__init__(family)
         self.states: Mapping[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def _attention(self, module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
-        if module.layer_idx in self.states:
-            held = self.held[module.layer_idx][..., None]
+    def _attended(self, module, query, key, value, mask, scaling=None, **kwargs):
+        if self.layer in self.states:
+            held = self.held[self.layer][..., None]
             n = held.shape[2]
             # A channel that is 1 in each query brings the logarithm of how often a token counts into its logit.
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             query = torch.nn.functional.pad(query, (0, 1), value=1.0)
             key, value = torch.nn.functional.pad(key, (0, 1)), value.clone()
-            keys, values, log_weight = self.states[module.layer_idx]
+            keys, values, log_weight = self.states[self.layer]
             keys = torch.cat([keys, log_weight / scaling], -1)
             for states, stored in zip((key, value), (keys, values), strict=True):
                 states[:, :, :n] = torch.where(held, stored, states[:, :, :n])
-        return super()._attention(module, query, key, value, mask, scaling, dropout, **kwargs)
+        return super()._attended(module, query, key, value, mask, scaling, **kwargs)
 
 
 def decoded(cache) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
@@ -69,7 +69,7 @@ def decoded(cache) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
                 into[owner[filled], columns[filled]] = states[filled]
         keys, values, log_weight = (x.unflatten(0, (state.rows, state.heads)) for x in whole)
         found[layer] = keys, values, log_weight
-    return found
+    return with_readers(cache, found)
 
 
 def text_of(preset: str) -> str:
@@ -118,7 +118,7 @@ def test_what_is_read_is_what_the_preset_chooses(family: str, preset: str, monke
 
 
 @torch.no_grad()
-def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int = 8) -> None:
+def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int = 8, most: float = 1e-5) -> None:
     """Prompt of a padded batch, then greedy decoding, against the reference at each step."""
     model, reference = build(family), Stored(family)
     ids, mask = prompts(lengths)
@@ -130,7 +130,7 @@ def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int =
         cache = kvtailor.cache_for(model, plan)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
-        assert error(logits * mask[..., None], exact * mask[..., None]) < 1e-5, "a prompt is read exactly"
+        assert error(logits * mask[..., None], exact * mask[..., None]) < most, "a prompt is read exactly"
     changed = 0
     token = logits[:, -1:].argmax(-1)
     for step in range(steps):
@@ -141,6 +141,6 @@ def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int =
         changed += sum(int((~columns & mask[:, None, :-1].bool()).sum()) for columns in held.values())
         changed += cache.ledger().by_stage.get("encode", 0)
         logits = model(token, past_key_values=cache, **options).logits
-        assert error(logits, expected) < 1e-5, f"at decoded token {step}"
+        assert error(logits, expected) < most, f"at decoded token {step}"
         token = logits.argmax(-1)
     assert changed > 0, "nothing was dropped or encoded, so this test has shown nothing"

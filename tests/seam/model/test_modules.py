@@ -30,7 +30,7 @@ def test_keys_turned_back_are_the_same_at_every_position(family: str) -> None:
     keys = state.parts()[0].decode()[0]
     geometry = Geometry.of(model.config)
     layer = geometry.compressed[0]
-    rotation = rotation_of(model, attention_modules(model)[layer], geometry.layer_types[layer], geometry.head_dim)
+    rotation = rotation_of(model, attention_modules(model)[layer], geometry.shapes[layer].kind, geometry.head_dim)
     before = turn(keys, -torch.arange(24), rotation)
     assert (before - before[:, :1]).abs().max() < 1e-5
     assert (keys - keys[:, :1]).abs().max() > 1e-2, "nothing was turned, so this test has shown nothing"
@@ -127,10 +127,10 @@ def test_a_layer_that_turns_no_keys_is_refused_where_a_plan_would_turn_them(fami
     modules = attention_modules(model)
     for layer, expected in zip(geometry.compressed, turned, strict=True):
         if expected:
-            rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+            rotation_of(model, modules[layer], geometry.shapes[layer].kind, geometry.head_dim)
             continue
         with pytest.raises(UnsupportedModel, match=f"layer {layer} of this {family}.* does not turn its own"):
-            rotation_of(model, modules[layer], geometry.layer_types[layer], geometry.head_dim)
+            rotation_of(model, modules[layer], geometry.shapes[layer].kind, geometry.head_dim)
     if not all(turned):
         with pytest.raises(UnsupportedModel, match="does not turn its own"):
             kvtailor.cache_for(model, "position + rolling @ tokens=16, slack=3")

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvtailor
 from kvtailor.engine.phase import Compressing, Reconstructing
 from kvtailor.errors import CacheMisuse
-from kvtailor.hf.layers import WindowLayer
+from kvtailor.hf.layers.window import WindowLayer
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import COMPRESSIBLE, MaskedReference, build, error, held_columns, prompts
 

@@ -46,6 +46,18 @@ def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
 
 
 @every_family
+@torch.no_grad()
+def test_the_uncompressed_cache_has_the_bytes_of_the_models_own(family: str) -> None:
+    """The windows of MiMo-V2-Flash have twice the heads of the other layers, and its values another size than keys."""
+    own, ours = build(family), build(family)
+    ids, _ = prompts((40, 40))
+    cache = kvtailor.cache_for(ours, "full")
+    ours(ids, past_key_values=cache)
+    theirs = own(ids, use_cache=True).past_key_values
+    assert cache.ledger().full == sum(side.nbytes for layer in theirs.layers for side in (layer.keys, layer.values))
+
+
+@every_family
 def test_a_row_of_a_batch_gets_what_it_gets_alone(family: str) -> None:
     model = build(family)
     lengths = (40, 27, 33)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +152,7 @@ def test_a_method_that_does_not_say_that_it_splits_is_refused() -> None:
 
 def test_groups_of_heads_that_processes_cannot_share_are_refused() -> None:
     geometry = Geometry.of(build("llama").config)
-    wide = Geometry(**{**vars(geometry), "kv_heads": 12, "q_heads": 12})
+    wide = replace(geometry, shapes=tuple(replace(shape, kv_heads=12, q_heads=12) for shape in geometry.shapes))
     with pytest.raises(PlanError, match="projects 4 kv heads together, and each of the 4 processes holds 3"):
         check_plan(Plan.parse("lowrank(heads=4, basis=random)"), wide, StandIn(0, 4))
     check_plan(Plan.parse("lowrank(heads=4, basis=random)"), wide, StandIn(0, 3))

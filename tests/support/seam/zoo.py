@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import cache
+from typing import TypeVar
 
 import torch
 import transformers
+from tests.support.seam.layer_kinds import hybrid_configs, mixed_configs
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
+T = TypeVar("T")
+# Their embeddings are their logits' weights too: beside large ones, what these attend to would hardly show.
+QUIET = {"gemma4": 0.25, "gemma4_shared": 0.25, "zamba": 0.1}
 VOCABULARY = 131
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -100,7 +105,7 @@ def build(
 @cache
 def _made(family: str, attention: str, dtype: torch.dtype, state: int, layers: int | None):
     torch.manual_seed(state)
-    config = copy.deepcopy({**configs(), **softmax_configs()}[family])
+    config = copy.deepcopy({**configs(), **softmax_configs(), **hybrid_configs(), **mixed_configs()}[family])
     if family in SOFTMAX_FAMILIES and attention == "sdpa":
         # transformers' sdpa knows neither sinks nor a cap, and these families refuse it.
         attention = "eager"
@@ -112,11 +117,13 @@ def _made(family: str, attention: str, dtype: torch.dtype, state: int, layers: i
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 scale = 1.0 if "embed" in name or "wte" in name else 0.25
+                if family in QUIET and "embed" in name:
+                    scale = QUIET[family]
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
             elif name.endswith("sinks"):
                 # As large as logits are, and otherwise for each head.
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2 + 2)
-            elif parameter.dim() == 3:
+            elif parameter.dim() == 3 and family in SOFTMAX_FAMILIES:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -148,7 +155,27 @@ def held_columns(cache) -> dict[int, Tensor]:
             assert not mask[owner[filled], columns[filled]].any(), "a column is held twice"
             mask[owner[filled], columns[filled]] = True
         found[layer] = mask.view(state.rows, state.heads, -1)
-    return found
+    return with_readers(cache, found)
+
+
+def with_readers(cache, of_layers: dict[int, T]) -> dict[int, T]:
+    """The same for the layers of the model that read what a compressed layer holds."""
+    readers = cache.geometry.readers.items()
+    return of_layers | {layer: of_layers[source] for source, layers in readers for layer in layers}
+
+
+def minimax_cache() -> DynamicCache:
+    """MiniMax's own cache, which counts what it has seen by its first layer, although that one keeps no keys."""
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    class ByItsFirstKeys(MiniMaxCache):
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return super().get_seq_length(1)
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            return super().get_mask_sizes(query_length, 1)
+
+    return ByItsFirstKeys()
 
 
 class MaskedReference:
@@ -167,7 +194,8 @@ class MaskedReference:
         AttentionInterface.register(self.NAME, self._attention)
         AttentionMaskInterface.register(self.NAME, self._mask)
         self.model = build(family, attention=self.NAME, dtype=dtype, state=state)
-        self.cache = DynamicCache()
+        self.cache = minimax_cache() if family == "minimax" else DynamicCache(config=self.model.config)
+        self.layer = -1
         self.held: Mapping[int, Tensor] = {}
         self.ignores: tuple[str, ...] = ()
         self.given: dict[int, Tensor] = {}
@@ -177,10 +205,14 @@ class MaskedReference:
         return sdpa_mask(*args, allow_is_causal_skip=False, **kwargs)
 
     def _attention(self, module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
+        self.layer = self.layer_of(module, key)
+        return self._attended(module, query, key, value, mask, scaling, **kwargs)
+
+    def _attended(self, module, query, key, value, mask, scaling=None, **kwargs):
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         allowed = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2]).clone()
-        held = self.held.get(module.layer_idx)
+        held = self.held.get(self.layer)
         if held is not None:
             allowed[..., : held.shape[-1]] &= held.repeat_interleave(group, 1)[:, :, None]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -196,6 +228,11 @@ class MaskedReference:
         given = logits.softmax(-1)
         self.given[module.layer_idx] = given[..., : key.shape[2]]
         return (given @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+
+    def layer_of(self, module, key: Tensor) -> int:
+        """The layer whose keys these are; Zamba's layers are one module."""
+        layers = enumerate(getattr(self.cache, "layers", ()))
+        return next((i for i, layer in layers if getattr(layer, "keys", None) is key), module.layer_idx)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, mask: Tensor, held: Mapping[int, Tensor]) -> Tensor:

@@ -55,8 +55,10 @@ class Work:
 def prefill_flops(weights: Weights, geometry: Geometry, *, rows: int, tokens: int) -> int:
     """Operations of one prefill of `rows` prompts of `tokens` tokens, logits of the last token only."""
     matrices = 2 * (weights.body * tokens + weights.head)
-    pairs = sum(twice_pairs(tokens, window) for window in geometry.windows)
-    return rows * (matrices + 2 * geometry.q_heads * geometry.head_dim * pairs)
+    attention = sum(
+        s.q_heads * (s.key_size + s.value_size) * twice_pairs(tokens, s.window) for s in geometry.shapes if s.kv_heads
+    )
+    return rows * (matrices + attention)
 
 
 def token_flops(weights: Weights, geometry: Geometry, *, rows: int, read: int) -> int:
@@ -91,6 +93,8 @@ def count(subject: Subject, contestant: Contestant, prompt: Tensor, tokens: int)
     try:
         geometry = Geometry.of(subject.model.config)
     except UnsupportedModel:
+        return None
+    if geometry.has_states or geometry.has_latents or geometry.readers or not geometry.alike:
         return None
     weights = Weights.of(subject.model)
     if weights is None:

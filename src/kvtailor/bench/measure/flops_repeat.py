@@ -39,8 +39,14 @@ def repetition_flops(
     for piece, new in repetitions(context, None, words, how, geometry.max_positions):
         t, known = new.shape[1], piece.columns[0].numel()
         known += int((piece.sinks[0] < piece.columns[0][0]).sum())
-        pairs = sum(twice_pairs(tokens + t, w) - twice_pairs(tokens, w) for w in geometry.windows)
-        total += 2 * (weights.body * t + weights.head) + 2 * geometry.q_heads * geometry.head_dim * pairs
+        attention = sum(
+            s.q_heads
+            * (s.key_size + s.value_size)
+            * (twice_pairs(tokens + t, s.window) - twice_pairs(tokens, s.window))
+            for s in geometry.shapes
+            if s.kv_heads
+        )
+        total += 2 * (weights.body * t + weights.head) + attention
         looked_at = (2 * t * known + twice_pairs(t, None)) // 2
         total += len(geometry.compressed) * geometry.q_heads * looked_at * (2 * geometry.head_dim + 4)
     return rows * total

@@ -41,7 +41,7 @@ class Queries:
     """The queries of one layer for one row.
 
     Attributes:
-        states: (q, t, d) float32, post-RoPE.
+        states: (q, t, d) float32, post-RoPE; those of the one kv head where the layer holds latents.
         scaling: factor before the softmax.
         softmax: what it has besides, for all query heads.
     """
@@ -55,7 +55,7 @@ def contents(cache: KvCache) -> list[Contents]:
     """Every compressed layer of a `KvCache` of one row, decoded; with the heads that other processes have."""
     found = []
     for state in cache.engine.states:
-        parts = state.parts()
+        parts = state.readable_parts()
         decoded = [part.decode() for part in parts]
         keys, values = (torch.zeros(state.heads, state.stored.seen, x.shape[-1]) for x in decoded[0])
         held = torch.zeros(state.heads, state.stored.seen, dtype=torch.bool)
@@ -79,9 +79,11 @@ def queries_of(cache: KvCache) -> Iterator[list[Queries]]:
     state_of = dict(zip(cache.geometry.compressed, cache.engine.states, strict=True))
 
     def keep(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
-        softmax = state_of[layer].model.softmax
+        model = state_of[layer].model
+        softmax = model.softmax
         if softmax.sinks is not None:
             softmax = Softmax(softcap=softmax.softcap, sinks=cache.share.gather(softmax.sinks.cpu(), 0))
+        query = query if model.latents is None else model.latents.absorbed(query)
         kept.append(Queries(cache.share.gather(query[0].float().cpu(), 0), scaling, softmax))
 
     with cache.guard.observed(keep):

@@ -29,6 +29,8 @@ class Holding:
             indices of tokens come on top.
         full_bytes: of keys and values without the plan, in all layers.
         window_bytes: of the model's own sliding windows, which no plan changes.
+        state_bytes: of recurrent and convolution states, which no plan changes either and `full_bytes` has not; None
+            where they are not known before a run.
     """
 
     tokens_seen: int
@@ -38,6 +40,7 @@ class Holding:
     bytes: int
     full_bytes: int
     window_bytes: int
+    state_bytes: int | None
 
 
 def element_of(config: Any, dtype: str | None) -> str:
@@ -54,23 +57,27 @@ def _budget(plan: Plan, tokens: int, geometry: Geometry | None, element: int) ->
 
     if plan.bytes is not None and geometry is None:
         return None
-    layers, heads, size, windows = 1, 1, 1, 0
+    shapes = [CacheShape(heads=1, key_size=1, value_size=1, element_size=element)]
+    others = 0
     if geometry is not None:
-        layers, heads, size = len(geometry.compressed), geometry.kv_heads, geometry.head_dim
-        windows = geometry.window_elements() * element
-    shape = CacheShape(heads=heads, key_size=size, value_size=size, element_size=element)
-    total = total_tokens(plan, torch.tensor([tokens]), layers=layers, template=shape, window_bytes=windows)
-    return int(total) // (layers * heads)
+        shapes = [
+            CacheShape(heads=each.kv_heads, key_size=each.key_size, value_size=each.value_size, element_size=element)
+            for each in geometry.compressed_shapes
+        ]
+        others = 0 if plan.bytes is None else geometry.other_bytes(element)
+    seen = torch.tensor([tokens])
+    total = total_tokens(plan, seen, layers=len(shapes), template=shapes[0], other_bytes=others, shapes=shapes)
+    return int(total) // sum(shape.heads for shape in shapes)
 
 
-def holding(plan: Plan, geometry: Geometry, element: int, bytes_per_token: float, tokens: int) -> Holding:
+def holding(plan: Plan, geometry: Geometry, element: int, tokens: int) -> Holding:
     """What is held of a prompt of `tokens` tokens.
 
     Args:
         plan: whose cache it is.
         geometry: of the model.
         element: bytes of an element of the cache's dtype.
-        bytes_per_token: of one kv head, encoded.
+        tokens: of one row.
     """
     budget = _budget(plan, tokens, geometry, element) if plan.evicts else None
     held = tokens if budget is None else min(budget, tokens)
@@ -80,16 +87,22 @@ def holding(plan: Plan, geometry: Geometry, element: int, bytes_per_token: float
         recent = min(plan.encode.tail, held)
         if plan.score is not None and held < tokens:
             recent = min(recent, plan.score.recent)
-    copies, full = len(geometry.compressed) * geometry.kv_heads, 2 * geometry.head_dim * element
-    everything = geometry.full_bytes(1, tokens, element)
+    shapes, everything = geometry.compressed_shapes, geometry.full_bytes(1, tokens, element)
+    encoded = sum(
+        shape.kv_heads
+        * plan.encode.mean_bytes_per_token(len(shapes), shape.key_size, shape.value_size, element, heads=shape.kv_heads)
+        for shape in shapes
+    )
+    full = element * sum(shape.token_elements for shape in shapes)
     return Holding(
         tokens_seen=tokens,
         tokens_held=held,
         tokens_encoded=held - recent,
         tokens_full_precision=recent,
-        bytes=round(copies * ((held - recent) * bytes_per_token + recent * full)),
+        bytes=round((held - recent) * encoded + recent * full),
         full_bytes=everything,
-        window_bytes=everything - copies * full * tokens,
+        window_bytes=everything - full * tokens,
+        state_bytes=geometry.state_bytes(element),
     )
 
 
@@ -114,6 +127,10 @@ def say_holding(plan: Plan, held: Holding) -> None:
     )
     if held.window_bytes:
         click.echo(f"  and {byte_text(held.window_bytes)} in the model's own sliding windows, with the plan or without")
+    if held.state_bytes is None:
+        click.echo("  and recurrent states, whose bytes are not known before a run, with the plan or without")
+    elif held.state_bytes:
+        click.echo(f"  and {byte_text(held.state_bytes)} in states of constant size, with the plan or without")
     slack = plan.slack_tokens
     if plan.evicts and slack is not None:
         click.echo(

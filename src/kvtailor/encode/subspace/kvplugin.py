@@ -41,6 +41,9 @@ class KvPlugin(LowRank, Codec):
         "kvplugin(rank=1.0, centred=false, basis=random)",
     )
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it stores keys and values in bases of their own, and a latent is both at once"
+    )
 
     def __post_init__(self) -> None:
         if self.bits is not None:

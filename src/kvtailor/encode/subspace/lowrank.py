@@ -88,6 +88,9 @@ class LowRank(CalibratedMethod, Codec):
     )
     _context: CodecContext | None = field(init=False, repr=False, compare=False, default=None)
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it stores keys and values in bases of their own, and a latent is both at once"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,3 +33,6 @@ class Orthogonal(LowRank, Codec):
     basis: Literal["calibrated", "random"] = "random"
     examples: ClassVar[tuple[str, ...]] = ("orthogonal(rank=1.0)",)
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it stores keys and values in bases of their own, and a latent is both at once"
+    )

@@ -15,7 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 from kvtailor.attend.contract import Attention, AttentionRequest
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.hf.attention import HANDLE
-from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.types import PLAIN_SOFTMAX, Layout, PlainSegment, Segment, Softmax, Visibility
 
 __all__ = ["FixedLayer", "Ring", "with_free_slots"]
@@ -91,7 +92,7 @@ class FixedLayer(CacheLayerMixin):
     def refuse_forward(self) -> None:
         """Nothing is to be undone: a step that is refused is never replayed."""
 
-    def attend(self, query: Tensor, mask: Any, scaling: float) -> Tensor:
+    def attend(self, query: Tensor, mask: Any, scaling: float, module: torch.nn.Module) -> Tensor:
         """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
         parts = [*self.parts, self.growing]
         request = AttentionRequest(query=query, parts=parts, visible=self.rule, scaling=scaling, softmax=self.softmax)

@@ -21,7 +21,8 @@ from kvtailor.engine.phase import Replaying
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.fixed_layers import FixedLayer, Ring, with_free_slots
-from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.mask import LazyMask
 from kvtailor.types import Segment
 

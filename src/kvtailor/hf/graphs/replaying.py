@@ -26,6 +26,11 @@ def _obstacle(cache: KvCache, model: Any) -> str | None:
     plan, geometry = cache.plan, cache.geometry
     if not geometry.compressed:
         return f"all layers of this {geometry.model_type} have a sliding window of its own, and no plan compresses them"
+    if geometry.has_states or geometry.readers:
+        kept = "states of constant size" if geometry.has_states else "keys that several of them read"
+        return f"this {geometry.model_type} has layers with {kept}, which are not recorded yet"
+    if geometry.has_latents:
+        return f"the attention of this {geometry.model_type} reads latents, which steps that are recorded do not"
     if not plan.attend.graph_safe:
         return f"{plan} chooses anew at every token what it reads"
     if cache.engine.listens:

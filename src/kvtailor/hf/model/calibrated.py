@@ -38,6 +38,11 @@ def calibrations_of(plan: Plan, model: Any) -> dict[str, list[Calibration]]:
     if not wanted:
         return {}
     own, geometry = weight_fingerprint(model), Geometry.of(model.config)
+    if not geometry.alike:
+        raise CalibrationError(
+            f"the plan {plan} reads a calibration, which has one number of heads and one head size, and the compressed "
+            f"layers of this {geometry.model_type} differ in theirs"
+        )
     made_up = bool(getattr(model, UNTRAINED, False))
     return {
         stage: [

@@ -112,11 +112,23 @@ def _exact(model: Any) -> Iterator[bytes]:
     for name, parameter, own in named_values(model):
         yield f"{name} {parameter.dtype}".encode()
         yield from _sums(whole(own))
+        for scale in _scales_beside(parameter):
+            yield from _sums(scale.detach())
     for name, module in model.named_modules():
         # The layers of the peft package; a transformers model has methods of these names.
         if isinstance(getattr(module, "disable_adapters", None), bool):
             told = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
             yield f"{name} {[getattr(module, each, None) for each in told]}".encode()
+
+
+def _scales_beside(parameter: Any) -> Iterator[Tensor]:
+    """What the codes of bitsandbytes' parameters are multiplied with, which stands in attributes of them."""
+    state = getattr(parameter, "quant_state", None)
+    found = [getattr(parameter, "SCB", None)]
+    while state is not None:
+        found += [state.absmax, state.code, state.offset]
+        state = state.state2
+    yield from (each for each in found if isinstance(each, Tensor))
 
 
 def _sums(tensor: Tensor) -> Iterator[bytes]:
@@ -139,11 +151,25 @@ def _sums(tensor: Tensor) -> Iterator[bytes]:
 
 def _sampled(model: Any, dtype: torch.dtype | None) -> Iterator[bytes]:
     for name, parameter, own in named_values(model):
-        flat = whole(own).flatten()
-        at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
-        values = flat[at.to(flat.device)]
         yield f"{name}{tuple(parameter.shape)}".encode()
-        yield (values if dtype is None else values.to(dtype)).double().cpu().numpy().tobytes()
+        for part in _parts(whole(own)):
+            flat = part.flatten()
+            at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
+            values = flat[at.to(flat.device)]
+            yield (values if dtype is None else values.to(dtype)).double().cpu().numpy().tobytes()
+
+
+def _parts(parameter: Tensor) -> Iterator[Tensor]:
+    """A parameter, or the tensors of codes and scales that it is made of.
+
+    Of quantised weights torchao's know few operations and are taken apart; quanto's are read as the numbers for which
+    they stand, which files of fingerprints that exist were made of.
+    """
+    if is_traceable_wrapper_subclass(parameter) and type(parameter).__module__.startswith("torchao."):
+        for name in parameter.__tensor_flatten__()[0]:
+            yield from _parts(getattr(parameter, name))
+    else:
+        yield parameter
 
 
 def _digest(head: bytes, pieces: Iterator[bytes]) -> str:

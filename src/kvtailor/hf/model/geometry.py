@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.model.modules import own_attention
+from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 
-_SEES_ALL, _WINDOWED = "full_attention", "sliding_attention"
 # Their attention changes keys or values between the cache and the attention function: the hand-over would be lost.
 _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
+# Their recurrent layers read the state where one token comes alone, and begin with zeros where several do.
+_RESTARTS = frozenset({"jamba"})
+# The state of such a model lies in its modules, whatever cache it is given: two texts on one model would share it.
+_STATES_IN_MODULES = frozenset({"recurrent_gemma"})
 _MASKS_BY_STATES = frozenset({"doge"})
-# What transformers lets differ between layers and a geometry has once.
-_PER_LAYER = frozenset(
-    {
-        "head_dim",
-        "kv_lora_rank",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "qk_nope_head_dim",
-        "sliding_window",
-        "v_head_dim",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +26,14 @@ class Geometry:
     """Shapes of a model's cache.
 
     Attributes:
-        layers: attention layers of the decoder.
-        compressed: the layers that see all tokens, which a plan compresses.
-        windows: for each layer the model's own sliding window in tokens, None where it sees all.
-        q_heads, kv_heads: query heads and kv heads of each layer.
-        head_dim: size of a key and of a value.
+        shapes: what each layer of the cache keeps.
         max_positions: the positions the model was made for; None if its configuration has no such number.
         model_type: transformers' name of the architecture.
-        layer_types: transformers' name of each layer's kind of attention.
     """
 
-    layers: int
-    compressed: tuple[int, ...]
-    windows: tuple[int | None, ...]
-    q_heads: int
-    kv_heads: int
-    head_dim: int
+    shapes: tuple[LayerShape, ...]
     max_positions: int | None
     model_type: str
-    layer_types: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> Geometry:
@@ -63,32 +46,122 @@ class Geometry:
         if sentence is not None:
             raise UnsupportedModel(sentence)
         text = config.get_text_config(decoder=True)
-        windows = tuple(text.sliding_window if kind == _WINDOWED else None for kind in _layer_types(text))
-        heads = text.num_attention_heads
         return cls(
-            layers=len(windows),
-            compressed=tuple(i for i, window in enumerate(windows) if window is None),
-            windows=windows,
-            q_heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            shapes=layer_shapes(text),
             max_positions=getattr(text, "max_position_embeddings", None),
             model_type=text.model_type,
-            layer_types=tuple(_layer_types(text)),
         )
+
+    @property
+    def layers(self) -> int:
+        """Layers of the cache, those that keep nothing of the text included."""
+        return len(self.shapes)
+
+    @cached_property
+    def compressed(self) -> tuple[int, ...]:
+        """The layers that keep keys and values of all tokens, which a plan compresses."""
+        return tuple(index for index, shape in enumerate(self.shapes) if shape.compressed)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer the model's own sliding window in tokens, None where it has none."""
+        return tuple(shape.window for shape in self.shapes)
+
+    @cached_property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """Of each compressed layer whose keys other layers attend to, those layers."""
+        found: dict[int, tuple[int, ...]] = {}
+        for index, shape in enumerate(self.shapes):
+            if shape.reads in self.compressed and shape.reads is not None:
+                found[shape.reads] = (*found.get(shape.reads, ()), index)
+        return found
+
+    @property
+    def restarts(self) -> bool:
+        """Whether transformers' code for these states forgets them where several tokens come after others."""
+        return self.model_type in _RESTARTS and self.has_states
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep linear-attention or convolution states."""
+        return any(shape.states for shape in self.shapes)
+
+    def taking_back_refusal(self) -> str | None:
+        """Why the newest tokens of such a model cannot be taken back, as a clause; None where they can."""
+        if any(shape.states and not shape.convolution for shape in self.shapes):
+            return f"layers of this {self.model_type} keep recurrent states, out of which no token can be taken"
+        if self.readers:
+            return f"layers of this {self.model_type} read the keys of others, which kvtailor cannot take back yet"
+        return None
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether compressed layers keep latents (multi-head latent attention)."""
+        return any(shape.latents for shape in self.compressed_shapes)
+
+    @property
+    def compressed_shapes(self) -> tuple[LayerShape, ...]:
+        """The shapes of the compressed layers."""
+        return tuple(self.shapes[index] for index in self.compressed)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all compressed layers have the same heads and sizes."""
+        return len({(s.q_heads, s.kv_heads, s.key_size, s.value_size) for s in self.compressed_shapes}) < 2
+
+    @property
+    def first(self) -> LayerShape:
+        """The shape of the first compressed layer; where none is compressed, of the first that keeps keys at all."""
+        keeping = [shape for shape in self.shapes if shape.kv_heads]
+        return next((shape for shape in keeping if shape.compressed), keeping[0])
+
+    @property
+    def q_heads(self) -> int:
+        """Query heads of the first compressed layer, and of all where they are `alike`."""
+        return self.first.q_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Kv heads of the first compressed layer, and of all where they are `alike`."""
+        return self.first.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a key of the first compressed layer, and of all where they are `alike`."""
+        return self.first.key_size
 
     def of_rank(self, ranks: int) -> Geometry:
         """Return the geometry of one process where so many share the heads of each layer evenly."""
-        return replace(self, q_heads=self.q_heads // ranks, kv_heads=self.kv_heads // ranks)
+        if ranks == 1:
+            return self
+        own = (replace(s, q_heads=s.q_heads // ranks, kv_heads=s.kv_heads // ranks) for s in self.shapes)
+        return replace(self, shapes=tuple(own))
 
-    def window_elements(self) -> int:
-        """Elements of one row that the model's own windows hold once they are full."""
-        return sum(2 * (window - 1) * self.kv_heads * self.head_dim for window in self.windows if window is not None)
+    def other_bytes(self, element_size: int) -> int:
+        """Bytes of one row that layers hold which no plan compresses: the model's own windows, once full, and states.
+
+        Raises:
+            UnsupportedModel: the size of a layer's states is not known before they are there.
+        """
+        windows = sum(
+            (shape.window - 1) * shape.token_elements for shape in self.shapes if shape.kv_heads and shape.window
+        )
+        states = self.state_bytes(element_size)
+        if states is None:
+            raise UnsupportedModel(
+                f"how many bytes the recurrent states of this {self.model_type} take is not known before they are "
+                "there, so kvtailor cannot keep them within bytes=: give the budget as tokens= or keep="
+            )
+        return windows * element_size + states
+
+    def state_bytes(self, element_size: int) -> int | None:
+        """Bytes of the states of one row; None where their sizes are not known from the configuration."""
+        sizes = [shape.states_bytes(element_size) for shape in self.shapes if shape.states]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def full_bytes(self, rows: int, seen: int, element_size: int) -> int:
-        """Bytes of keys and values of `seen` tokens of `rows` rows without compression."""
-        slots = sum(seen if window is None else min(seen, window - 1) for window in self.windows)
-        return 2 * rows * slots * self.kv_heads * self.head_dim * element_size
+        """Bytes of keys and values of `seen` tokens of `rows` rows without compression; no states."""
+        return rows * element_size * sum(shape.slots(seen) * shape.token_elements for shape in self.shapes)
 
 
 def refusal(config: Any) -> str | None:
@@ -97,29 +170,34 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder model; kvtailor compresses the cache of decoder-only models"
     text = config.get_text_config(decoder=True)
-    if text.model_type.startswith(("gemma4", "diffusion_gemma")):
-        return (
-            f"{name} is of the Gemma 4 family, whose layers may differ in heads and head sizes, share keys, or read "
-            "those of another model; kvtailor does not support that yet"
-        )
-    differing = sorted(_PER_LAYER & set(getattr(text, "per_layer_attributes", None) or ()))
-    heads = getattr(text, "num_attention_heads_per_layer", None) or []
-    if differing or any(each != text.num_attention_heads for each in heads):
-        what = ", ".join(differing) or "num_attention_heads_per_layer"
-        return f"{name} has layers that differ in their shapes ({what}); kvtailor does not support that yet"
-    if getattr(text, "kv_lora_rank", None):
-        return f"{name} uses multi-head latent attention (MLA): its cache is a latent already, which is not supported"
-    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+    # Where layers differ, the configuration of all refuses to be asked for what is one layer's.
+    layers = getattr(text, "num_hidden_layers", None)
+    if not layers or getattr(layer_config(text, 0), "num_attention_heads", None) is None:
         return (
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
             "recurrent, or made of several transformers, and kvtailor supports neither"
         )
-    unknown = sorted(set(_layer_types(text)) - {_SEES_ALL, _WINDOWED})
+    if has_indexer(text):
+        return (
+            f"{name} lets an indexer choose the tokens that each query sees (sparse attention), by keys of its own "
+            "that it caches beside the others; kvtailor does not support that"
+        )
+    unknown = unknown_kinds(text)
     if unknown:
-        kinds = ", ".join(unknown)
-        return f"{name} has layers of kind {kinds}; kvtailor supports full and sliding-window attention layers"
-    if getattr(text, "num_kv_shared_layers", 0):
-        return f"{name} shares keys and values between layers; kvtailor does not support that yet"
+        return (
+            f"{name} has layers of kind {', '.join(unknown)}; kvtailor supports layers of full, sliding-window, "
+            "chunked and linear attention"
+        )
+    if not any(shape.kv_heads for shape in layer_shapes(text)):
+        return (
+            f"{name} keeps no keys and values, only states of constant size (recurrent, convolutional), so its cache "
+            "does not grow with the text and there is nothing to compress"
+        )
+    if text.model_type in _STATES_IN_MODULES:
+        return (
+            f"{name} keeps its recurrent states in the model's modules and not in the cache, so a cache of its own "
+            "does not keep one text apart from another; kvtailor does not support that"
+        )
     if name in _CHANGES_STATES or text.model_type in _CHANGES_STATES:
         return f"{name} changes keys or values between cache and attention; kvtailor does not support that"
     if text.model_type in _MASKS_BY_STATES:
@@ -150,19 +228,24 @@ def check(model: Any, own_name: str) -> None:
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedModel(f"expected a transformers causal language model, and got a {type(model).__name__}")
     name = config.model_type
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModel(
-            f"{name} keeps a state of its own instead of some or all keys and values (recurrent, convolutional or "
-            "compressed); kvtailor does not support that yet"
-        )
     sentence = refusal(config)
     if sentence is not None:
         raise UnsupportedModel(sentence)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"{type(model).__name__} does not declare that all of its attention comes from transformers' "
-            "AttentionInterface (_supports_attention_backend), which kvtailor needs"
-        )
+    # PEFT's wrappers hand this method on, and not what a class declares.
+    inner = getattr(model.set_attn_implementation, "__self__", model)
+    if not getattr(inner, "_supports_attention_backend", False):
+        # Not all families declare it whose attention can be replaced.
+        own = own_attention(model)
+        if own is None:
+            raise UnsupportedModel(
+                f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
+                "(past_key_values.update), so there is nothing that kvtailor could compress"
+            )
+        if own:
+            raise UnsupportedModel(
+                f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
+                "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"
+            )
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise UnsupportedModel(
@@ -172,13 +255,17 @@ def check(model: Any, own_name: str) -> None:
     text = config.get_text_config(decoder=True)
     # Some prefixes are read in both directions by a decoder; an encoder declares it itself.
     if getattr(text, "is_decoder", None) is False:
-        for module in model.modules():
-            own = getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
-            if own and getattr(module, "is_causal", True) is False:
-                raise UnsupportedModel(
-                    f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
-                    "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
-                )
+        causal = {
+            getattr(module, "is_causal", True)
+            for module in model.modules()
+            if getattr(module, "config", None) is text and isinstance(getattr(module, "layer_idx", None), int)
+        }
+        # A decoder's cross-attention is not causal either, beside its self-attention that is.
+        if causal == {False}:
+            raise UnsupportedModel(
+                f"{name} is configured as an encoder (is_decoder=False), so its attention is not causal, and a KV "
+                "cache needs causal attention; set is_decoder=True in its configuration if it is a decoder"
+            )
     asked = text._attn_implementation
     if asked not in (None, "sdpa", "eager", own_name):
         raise UnsupportedModel(
@@ -186,13 +273,3 @@ def check(model: Any, own_name: str) -> None:
             "of its own; load the model without attn_implementation, or call model.set_attn_implementation('sdpa') "
             "first"
         )
-
-
-def _layer_types(text: Any) -> list[str]:
-    types = getattr(text, "layer_types", None)
-    if types is not None:
-        return list(types)
-    windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
-    chunked = getattr(text, "attention_chunk_size", None) is not None
-    kind = _WINDOWED if windowed else "chunked_attention" if chunked else _SEES_ALL
-    return [kind] * text.num_hidden_layers

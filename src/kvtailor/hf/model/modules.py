@@ -7,9 +7,11 @@ differ in how they pair the channels of a rotation and in how they lay out a pro
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,23 +23,73 @@ from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 
-__all__ = ["attention_modules", "rotation_of"]
+__all__ = ["attention_modules", "modules_by_layer", "own_attention", "rotation_of"]
 
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+# What a layer calls to hand its new keys to a cache, under each name that transformers' families have for it.
+_READS_CACHE = re.compile(r"\b(past_key_values?|curr_past_key_values?|layer_past|cache|past)\.update\(")
 # Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
 _turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def attention_modules(model: Any) -> list[torch.nn.Module]:
-    """The decoder's attention modules by layer, those that have a `layer_idx` and an output projection."""
+    """The decoder's attention modules in the order of their layers; see `modules_by_layer`."""
+    return list(modules_by_layer(model).values())
+
+
+def modules_by_layer(model: Any, *, attending: Collection[int] = ()) -> dict[int, torch.nn.Module]:
+    """The decoder's attention modules by layer: those that have a `layer_idx` and an output projection.
+
+    A layer that keeps a state and has no attention is there as well, by the module that writes the state.
+
+    Args:
+        model: a transformers causal language model.
+        attending: layers that both keep a state and attend, of which the attention is wanted or nothing: one module
+            may attend for several layers (Zamba), and shows the number of one.
+    """
     text = model.config.get_text_config(decoder=True)
     found: dict[int, torch.nn.Module] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         # A vision encoder's modules may count their layers too.
-        if isinstance(index, int) and getattr(module, "config", text) is text and output_layer(module) is not None:
-            found.setdefault(index, module)
-    return [found[index] for index in sorted(found)]
+        if not isinstance(index, int) or getattr(module, "config", text) is not text or output_layer(module) is None:
+            continue
+        # A layer may have both, an attention and what writes its state.
+        if index not in found or (_projects_keys(module) and not _projects_keys(found[index])):
+            found[index] = module
+    return {i: found[i] for i in sorted(found) if i not in attending or _projects_keys(found[i])}
+
+
+def _projects_keys(module: torch.nn.Module) -> bool:
+    return any(isinstance(getattr(module, name, None), torch.nn.Module) for name in _KEY_PROJECTIONS)
+
+
+def own_attention(model: Any) -> list[str] | None:
+    """Which classes of a model read a cache and compute their attention themselves, instead of asking the interface.
+
+    The source of each class tells, as it does for transformers' own `set_attn_implementation`: an attention that can be
+    replaced looks its function up in `ALL_ATTENTION_FUNCTIONS`.
+
+    Returns:
+        The classes' names; empty where all that read a cache ask the interface; None where none reads one.
+    """
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    sources = {kind.__name__: _source(kind) for kind in kinds}
+    reading = {name: source for name, source in sources.items() if _READS_CACHE.search(source)}
+    if not reading:
+        return None
+    return [name for name, source in reading.items() if "ALL_ATTENTION_FUNCTIONS" not in source]
+
+
+def _source(kind: type) -> str:
+    """The source of a class and of those it derives from; of one that was made while the program runs there is none."""
+    found = []
+    for base in kind.__mro__:
+        if issubclass(base, torch.nn.Module) and base is not torch.nn.Module:
+            with suppress(OSError, TypeError):
+                found.append(inspect.getsource(base))
+    return "\n".join(found)
 
 
 def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, head_dim: int) -> Rotation:
@@ -67,7 +119,12 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             "whose angles depend on the length of the text"
         )
     device = runs_on(module)
-    cos, sin = (each.to(device) for each in _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type))
+    try:
+        angles = _angles(rotary, torch.arange(8, device=runs_on(rotary))[None], layer_type)
+    except IndexError as error:
+        # Before transformers 5.23 some of these take positions of three axes alone.
+        raise _not_understood(name) from error
+    cos, sin = (each.to(device) for each in angles)
     for frequencies, interleaved in _candidates(cos, sin):
         rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
         if rotation.size <= head_dim and _agrees(rotation, module, cos, sin, head_dim):
@@ -78,7 +135,11 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
             if exact is not None and exact.shape == frequencies.shape and torch.allclose(exact, frequencies, atol=1e-4):
                 rotation = Rotation(frequencies=exact, interleaved=interleaved)
             return rotation
-    raise UnsupportedModel(
+    raise _not_understood(name)
+
+
+def _not_understood(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
         f"the plan turns queries or keys by positions, and what {name} does with its rotary embedding is not understood"
     )
 
@@ -134,7 +195,8 @@ def _rotary(model: Any, module: torch.nn.Module) -> Any:
     # An adapter has the model that it wraps as its base model; the method belongs to that one.
     model = getattr(getattr(model, "set_attn_implementation", None), "__self__", model)
     base = getattr(model, "base_model", model)
-    for owner in (base, getattr(base, "decoder", None), getattr(base, "language_model", None), module):
+    parts = (getattr(base, name, None) for name in ("decoder", "language_model", "text_model"))
+    for owner in (base, *parts, module):
         found = getattr(owner, "rotary_emb", None)
         if found is not None:
             return found

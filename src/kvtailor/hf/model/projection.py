@@ -1,19 +1,28 @@
-"""A layer's output projection as a matrix, with what LoRA adapters add to it, for the plans that weigh values by it."""
+"""A layer's output projection as a matrix, for the plans that weigh values by it.
+
+A plain layer's weight is read as it stands, and so is what LoRA adapters add to it. Of a quantised layer only its own
+forward is what the model multiplies by (scales, codes and packing are its library's), so that is run on unit vectors.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.devices import aligned
 from kvtailor.hf.model.sharded import local_part, whole
 
-__all__ = ["OutputProjection", "output_layer", "output_weight"]
+__all__ = ["OutputProjection", "check_projections", "output_layer", "output_weight"]
 
 _OUTPUTS = ("o_proj", "dense", "out_proj", "c_proj", "wo")
+# Layers whose forward is a product with their weight, and dtypes in which a weight is what it says.
+_PLAIN = frozenset({"Linear", "NonDynamicallyQuantizableLinear", "Conv1D"})
+_PLAIN_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class OutputProjection:
@@ -30,7 +39,20 @@ class OutputProjection:
 
     def __init__(self, module: torch.nn.Module, q_heads: int, head_dim: int):
         self.module, self.q_heads, self.head_dim = module, q_heads, head_dim
-        _check_against_forward(module, self())
+        self._checked: tuple[object, ...] | None = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise where the projection is another layer than at the last check, and cannot be read as a matrix.
+
+        Asked before each forward, so that an adapter that was added meanwhile is refused before anything changes.
+        """
+        layer: Any = output_layer(self.module)
+        told = ("active_adapters", "disable_adapters", "merged_adapters")
+        now = (id(layer), id(getattr(layer, "base_layer", layer)), *(str(getattr(layer, each, None)) for each in told))
+        if now != self._checked:
+            _check_against_forward(self.module, self())
+            self._checked = now
 
     def __call__(self) -> Tensor:
         """The weight as it is now, (q, dv, D)."""
@@ -42,6 +64,13 @@ class OutputProjection:
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputProjection:
         """A copy of a cache belongs to the same model."""
         return self
+
+
+def check_projections(outputs: Iterable[object]) -> None:
+    """Raise where one of the layers' output projections can no longer be read; see `OutputProjection.check`."""
+    for output in outputs:
+        if isinstance(output, OutputProjection):
+            output.check()
 
 
 def output_layer(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -65,10 +94,14 @@ def output_weight(module: torch.nn.Module, q_heads: int, head_dim: int) -> Tenso
         UnsupportedModel: it has none that can be read as a plain matrix.
     """
     layer = output_layer(module)
-    base = getattr(layer, "base_layer", layer)
-    weight = getattr(base, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        raise _unreadable(module, "none" if base is None else f"one of type {type(base).__name__}")
+    base: Any = getattr(layer, "base_layer", layer)
+    if base is None:
+        raise _unreadable(module, "none")
+    if not _is_plain(base):
+        by_input = _probed(module, base, q_heads * head_dim)
+        by_input = by_input if base is layer else _with_adapters(module, layer, by_input)
+        return by_input.unflatten(0, (q_heads, head_dim))
+    weight: Tensor = base.weight
     if base is layer:
         # Under tensor parallelism a process has the rows of its own heads; or it has all heads, and needs all rows.
         part = local_part(weight)
@@ -87,10 +120,49 @@ def output_weight(module: torch.nn.Module, q_heads: int, head_dim: int) -> Tenso
     return by_input.unflatten(0, (q_heads, head_dim))
 
 
+def _is_plain(base: Any) -> bool:
+    """Whether a layer's forward is a product with its weight, which can be read as it stands."""
+    weight = getattr(base, "weight", None)
+    # A wrapper around codes and scales has a dtype, too; of those that are none, processes share a weight (DTensor).
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.dtype not in _PLAIN_DTYPES:
+        return False
+    shared = local_part(weight) is not weight
+    return type(base).__name__ in _PLAIN and (shared or not is_traceable_wrapper_subclass(weight))
+
+
+@torch.no_grad()
+def _probed(module: torch.nn.Module, base: torch.nn.Module, size: int) -> Tensor:
+    """(size, D): what a layer makes of unit vectors, less what it makes of nothing.
+
+    Takes size * size numbers of the model's dtype for as long as it runs.
+    """
+    device, dtype = _device(base), _dtype(module)
+    try:
+        found = base(torch.eye(size, device=device, dtype=dtype)).float()
+        found = found - base(torch.zeros((1, size), device=device, dtype=dtype)).float()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise _unreadable(module, f"one of type {type(base).__name__} ({type(error).__name__}: {error})") from error
+    return found.to(dtype)
+
+
+def _device(layer: torch.nn.Module) -> torch.device:
+    tensors = [*layer.parameters(), *layer.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _dtype(module: torch.nn.Module) -> torch.dtype:
+    """The dtype in which the model computes."""
+    found = getattr(getattr(module, "config", None), "dtype", None)
+    return found if found in _PLAIN_DTYPES else torch.float32
+
+
 def _with_adapters(module: torch.nn.Module, layer: Any, by_input: Tensor) -> Tensor:
     """(q * dv, D): a wrapped layer's own weight and what its active LoRA adapters add."""
     kind = f"one that an adapter of type {type(layer).__module__}.{type(layer).__name__} changes"
-    if not all(hasattr(layer, name) for name in ("lora_A", "lora_B", "scaling", "active_adapters")):
+    parts = [getattr(layer, name, None) for name in ("lora_A", "lora_B")]
+    # Others that go by these names (AdaLoRA) hold matrices there, and multiply them with more.
+    lora = all(part is not None and all(isinstance(each, torch.nn.Module) for each in part.values()) for part in parts)
+    if not lora or not all(hasattr(layer, name) for name in ("scaling", "active_adapters")):
         raise _unreadable(module, f"{kind}, which is not LoRA")
     if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False):
         return by_input
@@ -109,25 +181,30 @@ def _with_adapters(module: torch.nn.Module, layer: Any, by_input: Tensor) -> Ten
 
 
 def _check_against_forward(module: torch.nn.Module, weight: Tensor) -> None:
-    """Raises where an adapted layer's forward is not a product with `weight`, (q, dv, D), and a constant.
+    """Raises where the forward of an adapted or quantised layer is not a product with `weight`, (q, dv, D), and a
+    constant.
 
     A plain layer is not run: its weight is all that it has.
     """
     layer: Any = output_layer(module)
     base: Any = getattr(layer, "base_layer", layer)
-    if base is layer:
+    plain = _is_plain(base)
+    if base is layer and plain:
         return
-    own = base.weight
-    values = torch.linspace(-2, 2, weight.shape[0] * weight.shape[1], device=own.device).sin()[None].to(own.dtype)
+    dtype, device = (base.weight.dtype, base.weight.device) if plain else (_dtype(module), _device(base))
+    values = torch.linspace(-2, 2, weight.shape[0] * weight.shape[1], device=device).sin()[None].to(dtype)
     with torch.no_grad():
         found = (layer(values) - layer(torch.zeros_like(values))).float()
         expected = values.float() @ weight.flatten(0, 1).float()
     # One unit of the dtype for each rounding of a sum of so many products.
-    allowed = 8 * torch.finfo(own.dtype).eps * float(expected.abs().max().clamp(min=float(found.abs().max())))
-    if float((found - expected).abs().max()) > allowed:
-        raise _unreadable(
-            module, f"one whose adapter of type {type(layer).__name__} does more than add a matrix to its weight"
-        )
+    allowed = 8 * torch.finfo(dtype).eps * float(expected.abs().max().clamp(min=float(found.abs().max())))
+    if not float((found - expected).abs().max()) <= allowed:
+        what = f"one whose adapter of type {type(layer).__name__} does more than add a matrix to its weight"
+        if base is layer:
+            what = (
+                f"one of type {type(layer).__name__} that does more than multiply by a matrix, such as round its input"
+            )
+        raise _unreadable(module, what)
 
 
 def _unreadable(module: torch.nn.Module, what: str) -> UnsupportedModel:

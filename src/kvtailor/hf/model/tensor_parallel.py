@@ -88,12 +88,25 @@ def share_of(model: Any, geometry: Geometry) -> HeadShare:
     processes = sizes.get("tp", 1)
     if processes == 1:
         return ALL_HEADS
-    shards_heads = _shards_heads(model, name)
-    if shards_heads and (geometry.kv_heads % processes or geometry.q_heads % processes):
+    if geometry.has_states or geometry.readers or not geometry.alike:
+        what = "keep states" if geometry.has_states else "share keys" if geometry.readers else "differ in their heads"
         raise UnsupportedModel(
-            f"this {name} has {geometry.kv_heads} kv heads and {geometry.q_heads} query heads, which {processes} "
-            f"processes cannot share evenly: start torchrun with a number of processes that divides {geometry.kv_heads}"
+            f"this {name} has layers that {what}, and kvtailor does not support such models on {processes} processes "
+            "yet: load it in one, or with a device_map"
         )
+    if geometry.has_latents:
+        raise UnsupportedModel(
+            f"this {name} has layers that keep one latent for all heads, which {processes} processes cannot share by "
+            "heads: load it in one process, or with a device_map"
+        )
+    shards_heads = _shards_heads(model, name)
+    for shape in geometry.shapes if shards_heads else ():
+        if shape.kv_heads % processes or shape.q_heads % processes:
+            raise UnsupportedModel(
+                f"this {name} has {shape.kv_heads} kv heads and {shape.q_heads} query heads, which {processes} "
+                "processes cannot share evenly: start torchrun with a number of processes that divides "
+                f"{shape.kv_heads}"
+            )
     return RankHeads((mesh["tp"] if mesh.mesh_dim_names else mesh).get_group(), shards_heads=shards_heads)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,9 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.errors import CacheMisuse, PlanError, UnknownName, UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.replaying import ReplayingReader
+from kvtailor.hf.images.placeholders import check_text
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
@@ -76,6 +78,7 @@ def generate(
     streamer: Any = None,
     chunk: int | None = None,
     graphs: bool = False,
+    **inputs: Any,
 ) -> Generated:
     """Text under a plan. With a draft it is the same text (greedy), or as likely (sampling), in fewer forwards.
 
@@ -110,13 +113,17 @@ def generate(
         chunk: read the prompt so many tokens at a time; see `kvtailor.prefill`.
         graphs: replay decoded tokens as a CUDA graph, which is recorded anew whenever the plan evicts or encodes; so
             what launches kernels is not waited for. Without a draft.
+        **inputs: none. What a processor makes of images is refused here; `model.generate` takes it, with
+            `past_key_values=kvtailor.cache_for(model, plan)`.
 
     Raises:
         PlanError: the target's plan does not allow to verify several tokens at once; nothing has been done then.
         UnsupportedModel: the draft model has another vocabulary or is elsewhere, or steps cannot be recorded and
             `graphs` is set.
         CacheMisuse: what was given does not fit together.
+        UnknownName: there is no such argument.
     """
+    _check_text_alone(model, input_ids, inputs)
     target_plan, small_plan, own_plan = (_parsed(each) for each in (plan, draft_plan, middle_plan))
     assert target_plan is not None
     lookahead = _checked(target_plan, draft, small_plan, own_plan, gamma, inner_gamma, min_gain, refresh)
@@ -134,6 +141,10 @@ def generate(
     if do_sample:
         rule = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=_shared(generator, model))
     small = model if draft is None else _loaded(draft, model)
+    for each in (model, small) if draft is not None or small_plan is not None else ():
+        obstacle = Geometry.of(each.config).taking_back_refusal()
+        if obstacle is not None:
+            raise UnsupportedModel(f"a draft may be rejected, and {obstacle}: leave draft and draft_plan out")
     device = input_device(model)
     ids, mask = input_ids.to(device), None
     if attention_mask is not None and not bool(attention_mask.all()):
@@ -191,6 +202,18 @@ def generate(
         cache=cache,
         drafts=tuple(reader.cache for reader in readers[1:]),
     )
+
+
+def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> None:
+    """Refuse images, which a draft and the readers of the stage `speculate` would have to read as well."""
+    instead = "call model.generate(**inputs, past_key_values=kvtailor.cache_for(model, plan)), which reads images"
+    own, taken = inspect.signature(generate).parameters, inspect.signature(model.forward).parameters
+    for name in inputs:
+        if name not in taken:
+            raise UnknownName("argument of kvtailor.generate", name, own)
+        if inputs[name] is not None:
+            raise CacheMisuse(f"kvtailor.generate reads text alone, and got {name}: {instead}")
+    check_text(model, ids, "kvtailor.generate", instead)
 
 
 def _parsed(plan: str | Plan | None) -> Plan | None:

@@ -6,7 +6,7 @@ What a question-agnostic cache is made with: the document is prefilled once, and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,8 @@ from kvtailor.engine.phase import Compressing, Deferred
 from kvtailor.engine.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.images.placeholders import check_inputs, check_text
+from kvtailor.hf.layers.of_cache import states_kept
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
@@ -28,6 +30,9 @@ __all__ = ["INSTRUCTION", "begin", "fed", "instruction_of", "prefill", "read", "
 
 INSTRUCTION = "\n\nNow repeat all of the text above, word for word:\n"
 """The instruction before the model repeats a piece of its context, where there is a tokenizer."""
+
+# Of every other model, 0. These add it inside generate(), and where they are given no positions.
+_FIRST_POSITION = {"paligemma": 1}
 
 
 def prefill(
@@ -40,6 +45,7 @@ def prefill(
     hold: bool = False,
     tokenizer: Any = None,
     instruction: Sequence[int] | Tensor | None = None,
+    **inputs: Any,
 ) -> KvCache:
     """A cache that has seen a context and holds what the plan leaves of it.
 
@@ -58,15 +64,18 @@ def prefill(
         hold: compress only when the whole context was seen; chunks then bound the activations alone.
         tokenizer: makes the instruction (`INSTRUCTION`) for plans that read the context twice.
         instruction: token ids of another instruction. With neither, those plans repeat the context without one.
+        **inputs: what else the model's processor gives for images among these tokens, such as `pixel_values`,
+            `image_grid_thw` and token types. They are fed at once, with the tokens.
 
     Raises:
         CacheMisuse: what was given does not fit together, or begins with all that a used cache has seen; nothing has
             been fed then.
+        UnknownName: the model takes no input of such a name.
     """
     cache = plan if isinstance(plan, KvCache) else cache_for(model, plan)
     words = instruction_of(tokenizer) if instruction is None else torch.as_tensor(instruction, dtype=torch.int64)
     with torch.no_grad():
-        read(model, cache, input_ids, attention_mask, chunk=chunk, hold=hold, instruction=words)
+        read(model, cache, input_ids, attention_mask, chunk=chunk, hold=hold, instruction=words, inputs=inputs)
     return cache
 
 
@@ -109,10 +118,13 @@ def read(
     hold: bool = False,
     instruction: Tensor | None = None,
     last_only: bool = True,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Logits (b, n, V) of the context, or (b, 1, V) with `last_only`; see `prefill`."""
     before, device = cache.seen, input_device(model)
     _check(cache, input_ids, attention_mask, chunk)
+    inputs = {name: value for name, value in (inputs or {}).items() if value is not None}
+    _check_images(model, cache, input_ids, chunk, inputs)
     ids = input_ids.to(device)
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(device)
     engine, twice = cache.engine, cache.engine.needs.reconstruction
@@ -130,12 +142,16 @@ def read(
         with engine.switch.deferred() if hold else nullcontext():
             for first, last in _pieces(ids.shape[1], chunk):
                 seen = None if mask is None else mask[:, : before + last]
-                logits.append(fed(model, cache, ids[:, first:last], seen, keep=int(last_only)))
+                logits.append(fed(model, cache, ids[:, first:last], seen, keep=int(last_only), inputs=inputs))
                 if last_only:
                     logits = logits[-1:]
             for piece, new in passes:
+                restore = states_kept(cache.layers)
                 with engine.switch.reconstructing(piece):
-                    fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=1)
+                    # A model whose last layers read the keys of others feeds them the tokens with logits alone.
+                    keep = 0 if cache.geometry.readers else 1
+                    fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=keep)
+                restore()
         if hold:
             rows, tokens = ids.shape
             engine.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))
@@ -208,6 +224,13 @@ def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) 
             f"the cache has seen {cache.seen} tokens and {ids.shape[1]} are new, so the attention_mask must be "
             f"{wanted}, and is {tuple(mask.shape)}"
         )
+    twice = cache.engine.needs.reconstruction is not None
+    if cache.geometry.restarts and (twice or (chunk is not None and 1 < chunk < ids.shape[1])):
+        asked = f"{cache.plan} reads its context twice" if twice else f"asked for chunk={chunk}"
+        raise CacheMisuse(
+            f"{asked}: transformers' {cache.geometry.model_type} begins its recurrent state anew with each piece of a "
+            "text, so its context must be read at once, and once"
+        )
     if cache.engine.needs.reconstruction and cache.seen:
         raise CacheMisuse(
             f"{cache.plan} reads its context twice, and this cache holds one already, compressed: give the whole "
@@ -215,6 +238,34 @@ def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) 
         )
     if mask is None:
         cache.conversation.check_new(ids, seen=cache.seen)
+
+
+def _check_images(model: Any, cache: KvCache, ids: Tensor, chunk: int | None, inputs: Mapping[str, Any]) -> None:
+    """Raise where a prompt has images that cannot be fed, or tokens of images without the images."""
+    twice = cache.engine.needs.reconstruction is not None
+    if not inputs:
+        instead = "give it all that the processor made, kvtailor.prefill(model, plan, **inputs)"
+        if twice:
+            instead = f"{cache.plan} reads its context twice by its token ids alone, so choose another plan for images"
+        return check_text(model, ids, "prefill", instead)
+    check_inputs(model, inputs)
+    names = ", ".join(inputs)
+    if twice:
+        raise CacheMisuse(
+            f"{cache.plan} reads its context twice by its token ids alone, and {names} came with them: choose another "
+            "plan for images"
+        )
+    if chunk is not None and chunk < ids.shape[1]:
+        raise CacheMisuse(
+            f"asked for chunk={chunk} and for {names}, which belong to the whole prompt: leave chunk out, or call "
+            "model.generate(**inputs, past_key_values=cache, prefill_chunk_size=...), which splits them where the "
+            "model allows it"
+        )
+    if cache.seen and cache.guard.rope.kept:
+        raise CacheMisuse(
+            f"this cache has seen {cache.seen} tokens, and the positions of an image among what follows ({names}) need "
+            "the whole conversation: give that to model.generate, with this cache as past_key_values"
+        )
 
 
 def _pieces(tokens: int, chunk: int | None) -> Iterator[tuple[int, int]]:
@@ -233,12 +284,29 @@ def _joined(mask: Tensor | None, real: Tensor, columns: int) -> Tensor | None:
     return torch.cat([before, real], 1).to(torch.int64)
 
 
-def fed(model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, *, keep: int = 0) -> Tensor:
-    """Logits of new tokens (b, t), or the last `keep` of them, at the positions that `generate()` would give them."""
+def fed(
+    model: Any,
+    cache: KvCache,
+    ids: Tensor,
+    mask: Tensor | None,
+    *,
+    keep: int = 0,
+    inputs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Logits of new tokens (b, t), or the last `keep` of them, at the positions that `generate()` would give them.
+
+    `inputs`: what belongs to images among them, by the names of the model's forward.
+    """
     options: dict[str, Any] = {"logits_to_keep": keep} if keep else {}
+    options |= inputs or {}
+    cache.guard.rope.put()
     if mask is not None:
         options["attention_mask"] = mask
-        if "position_ids" in inspect.signature(model.forward).parameters:
-            options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        # A model with positions of three axes computes those of images by itself.
+        by_model = bool(inputs) and cache.guard.rope.kept
+        if not by_model and "position_ids" in inspect.signature(model.forward).parameters:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            positions = positions + _FIRST_POSITION.get(model.config.model_type, 0)
+            options["position_ids"] = cache.guard.rope.shift(positions)
     logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
     return logits

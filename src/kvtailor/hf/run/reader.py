@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtailor.engine import rollback
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.layers import WindowLayer
+from kvtailor.hf.layers.of_cache import settle_others
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.run.prefill import fed, read
@@ -65,8 +65,7 @@ class CacheReader:
 
     def settle(self) -> None:
         rollback.settle(self.cache.engine)
-        for layer in self._windows():
-            layer.settle()
+        settle_others(self.cache.layers)
 
     def close(self) -> KvCache:
         """The cache, which takes what comes as any other does from now on."""
@@ -94,9 +93,6 @@ class CacheReader:
         device = input_device(self.model)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-    def _windows(self) -> list[WindowLayer]:
-        return [layer for layer in self.cache.layers if isinstance(layer, WindowLayer)]
 
     def _mask(self, columns: int) -> Tensor | None:
         return with_columns(self.mask, columns)

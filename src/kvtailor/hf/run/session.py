@@ -41,12 +41,17 @@ class Session:
         return self.last
 
     def prefill(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk: int | None = None, hold: bool = False
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        hold: bool = False,
+        **inputs: Any,
     ) -> KvCache:
         """A new cache that has seen a context; see `kvtailor.prefill`."""
-        return prefill(
-            self.model, self.cache(), input_ids, attention_mask, chunk=chunk, hold=hold, tokenizer=self.tokenizer
-        )
+        how: dict[str, Any] = {"chunk": chunk, "hold": hold, "tokenizer": self.tokenizer}
+        return prefill(self.model, self.cache(), input_ids, attention_mask, **how, **inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with a new cache, unless one is given as `past_key_values`.

@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from kvtailor.engine.view import view_held
+from kvtailor.engine.view import stored_sides, view_held
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.layers import CompressedLayer, WindowLayer
+from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.of_cache import become
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.plan import Plan
 from kvtailor.types import Needs, Visibility
@@ -50,7 +51,10 @@ def forget_queries(source: KvCache) -> None:
 
 @contextmanager
 def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None]:
-    """Inside, new caches of the same model take in what a new cache reads, each after its own plan."""
+    """Inside, new caches of the same model take in what a new cache reads, each after its own plan.
+
+    Only for drafts, so that no layer is read by others: see `Geometry.taking_back_refusal`.
+    """
 
     def take_in(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         for other in others:
@@ -63,7 +67,8 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
         with source.guard.observed(take_in):
             yield
         for other in others:
-            _copy_windows(source, other)
+            _copy_others(source, other)
+            other.guard.rope.become(source.guard.rope)
 
 
 def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
@@ -75,7 +80,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
         mask: (b, columns) of what it has seen, 0 for padding; None: no padding.
     """
     rows, seen = source.engine.states[0].rows, source.seen
-    device = next(each.device for each in source.layers if each.is_initialized)
+    device = source.layers[source.geometry.compressed[0]].device
     visible = lazy_mask(rows, seen, seen, 0, attention_mask=mask, device=device)
     layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     for layer, state in zip(layers, source.engine.states, strict=True):
@@ -84,7 +89,7 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
         # Padding was dropped when it was encoded; its columns are there, and no token sees them.
         place = held.positions.clamp(min=0).masked_fill(~held.valid, seen)[..., None]
         states = []
-        for each in (held.keys, held.values):
+        for each in stored_sides(state, held):
             whole = each.new_zeros((*each.shape[:2], seen + 1, each.shape[-1]))
             states.append(whole.scatter(2, place.expand(-1, -1, -1, each.shape[-1]), each)[:, :, :seen])
         layer.lazy_initialization(*states)
@@ -99,13 +104,13 @@ def remake(cache: KvCache, source: KvCache, mask: Tensor | None) -> None:
                 state.observed.evidence.columns[-wanted:].clone(),
             )
             layer.state.observed.evidence = Evidence(queries=newest[0], columns=newest[1])
-    _copy_windows(source, cache)
+    _copy_others(source, cache)
     if layers:
         cache.guard.take_padding(layers[0].layer_idx, visible)
         cache.engine.release(visible)
+    cache.guard.rope.become(source.guard.rope)
 
 
-def _copy_windows(source: KvCache, other: KvCache) -> None:
+def _copy_others(source: KvCache, other: KvCache) -> None:
     for layer, own in zip(source.layers, other.layers, strict=True):
-        if isinstance(layer, WindowLayer):
-            own.become(layer)
+        become(own, layer)

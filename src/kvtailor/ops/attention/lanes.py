@@ -35,7 +35,7 @@ class Lanes:
         values: (m', s, r); see `SegmentView`.
         owner: (m,) int64 row * h + head of each lane; None where lane i belongs to owner i.
         visible: bool that broadcasts to (m, t, s); None where every query sees every slot.
-        log_weight, lift, shared: see `SegmentView`.
+        log_weight, lift, shared, more_keys: see `SegmentView`.
     """
 
     keys: Tensor
@@ -45,11 +45,12 @@ class Lanes:
     log_weight: Tensor | None = None
     lift: Lift | None = None
     shared: Tensor | None = None
+    more_keys: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether keys, values and what is visible are all there is."""
-        return self.log_weight is None and self.lift is None and self.shared is None
+        return self.log_weight is None and self.lift is None and self.shared is None and self.more_keys is None
 
 
 def joint(
@@ -130,16 +131,12 @@ def _of(each: Tensor, owner: Tensor | None) -> Tensor:
 def _scores(rows: Tensor, part: Lanes, new: int, softmax: Softmax) -> Tensor:
     """(m, g * t, s) float32 logits of the owners' rows (n, g * t, d), -inf where a query does not see a slot."""
     mine = _of(rows, part.owner)
-    keys = part.keys
-    lanes, slots, _ = keys.shape
-    score = mine.new_empty((lanes, mine.shape[1], slots))
-    if keys.dtype == torch.float32:
-        _product(mine, keys, score)
-    else:
-        # 16-bit products would round the logits themselves to 8 bits; a float32 copy of all keys would be page-faulted
-        # anew at every token. So keys are widened piece by piece into one small scratch.
-        for (lane, last), (slot, end), wide in _widened(keys):
-            _product(mine[lane:last], wide, score[lane:last, :, slot:end])
+    keys, more = part.keys, part.more_keys
+    lanes, slots, size = keys.shape
+    score = _products(mine[..., :size], keys)
+    if more is not None:
+        # A sum over all channels of a key is the sum over those that lie here and those that lie there.
+        score += _products(mine[..., size:], more)
     softmax.cap_(score)
     if part.log_weight is not None:
         score += part.log_weight[:, None]
@@ -147,6 +144,19 @@ def _scores(rows: Tensor, part: Lanes, new: int, softmax: Softmax) -> Tensor:
         # Rows apart as (g, t) again, since what is visible depends on the token and not on the query head.
         score.view(lanes, -1, new, slots).masked_fill_(~part.visible[:, None], -torch.inf)
     return score
+
+
+def _products(rows: Tensor, keys: Tensor) -> Tensor:
+    """(m, g * t, s) float32 products of rows (m, g * t, d) float32 with keys (m, s, d)."""
+    found = rows.new_empty((rows.shape[0], rows.shape[1], keys.shape[1]))
+    if keys.dtype == torch.float32:
+        _product(rows, keys, found)
+        return found
+    # 16-bit products would round the logits themselves to 8 bits; a float32 copy of all keys would be page-faulted anew
+    # at every token. So keys are widened piece by piece into one small scratch.
+    for (lane, last), (slot, end), wide in _widened(keys):
+        _product(rows[lane:last], wide, found[lane:last, :, slot:end])
+    return found
 
 
 def _product(rows: Tensor, keys: Tensor, out: Tensor) -> None:

@@ -159,8 +159,9 @@ def _as_stored(
         layout, reading = part.layout, None
         if attend is None:
             reading = part.view()
-            # Decoded states are read by the kernels as well, unless several kv heads share a lane of values.
-            if reading.shared is None:
+            # Decoded states are read by the kernels as well, unless several kv heads share a lane of values, or keys
+            # lie in two places.
+            if reading.shared is None and reading.more_keys is None:
                 sides = Whole(states=reading.keys), Whole(states=reading.values)
                 attend = dispatch.coded_attention(grouped, *sides, mass=mass, caps=caps)
             if attend is None:
@@ -246,7 +247,7 @@ def lanes_of(layout: Layout, reading: SegmentView, visible: Tensor | None, slots
         visible: see `Lanes`.
         slots: the first slots that are read; None: all.
     """
-    keys, log_weight = reading.keys[:, :slots], reading.log_weight
+    keys, log_weight, more = reading.keys[:, :slots], reading.log_weight, reading.more_keys
     return Lanes(
         keys=keys,
         values=reading.values[:, :slots],
@@ -255,6 +256,7 @@ def lanes_of(layout: Layout, reading: SegmentView, visible: Tensor | None, slots
         log_weight=None if log_weight is None else log_weight[:, :slots],
         lift=reading.lift,
         shared=reading.shared,
+        more_keys=None if more is None else more[:, :slots],
     )
 
 
@@ -283,7 +285,7 @@ def read_lanes(
     if not lanes:
         return _by_heads(query, *merge(found, sinks))
     grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
-    if weight is None and all(part.lift is None and part.shared is None for part in lanes):
+    if weight is None and all(part.lift is None and part.shared is None and part.more_keys is None for part in lanes):
         sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
         chosen = [dispatch.coded_attention(grouped, *each, caps=softcap is not None) for each in sides]
         kernels = [attend for attend in chosen if attend is not None]

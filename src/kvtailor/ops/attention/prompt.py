@@ -201,7 +201,6 @@ def _gives_lse(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == keys.dtype
-        and keys.shape[-1] == values.shape[-1]
         and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     )
 
@@ -221,16 +220,25 @@ def _sinking(
     bias = None
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+    # It wants keys and values of one size, as in `_sdpa`.
+    size, width = keys.shape[-1], values.shape[-1]
+    query, keys, values = (_widened(each, max(size, width)) for each in (query, keys, values))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, is_causal=is_causal, attn_mask=bias, scale=scaling
     )
-    found: Tensor = out.mul_((lse - softmax.sinks[:, None]).sigmoid_()[..., None].to(out.dtype))
+    found: Tensor = out[..., :width].mul_((lse - softmax.sinks[:, None]).sigmoid_()[..., None].to(out.dtype))
     return found
 
 
 def _sdpa(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None, *, is_causal: bool
 ) -> Tensor:
+    size, width = keys.shape[-1], values.shape[-1]
+    if size != width and query.device.type == "cpu":
+        # torch's fused kernel on the CPU wants keys and values of one size; its other form holds the n x n matrix.
+        # Channels of 0 change no product, and their sums are left out.
+        query, keys, values = (_widened(each, max(size, width)) for each in (query, keys, values))
+        return _sdpa(query, keys, values, scaling, mask, is_causal=is_causal)[..., :width]
     grouped = query.shape[1] != keys.shape[1]
     if query.dtype != torch.float16 or query.device.type != "cpu":
         return F.scaled_dot_product_attention(
@@ -251,3 +259,8 @@ def _sdpa(
             enable_gqa=group > 1,
         )
     return out
+
+
+def _widened(states: Tensor, size: int) -> Tensor:
+    """States (..., d) with channels of 0 behind theirs, (..., size)."""
+    return states if states.shape[-1] == size else F.pad(states, (0, size - states.shape[-1]))

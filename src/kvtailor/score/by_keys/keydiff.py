@@ -41,6 +41,9 @@ class KeyDiff(Scorer):
     recent: int = 0
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it compares keys by their direction, and the direction of a latent is that of no head's key"
+    )
 
     def __post_init__(self) -> None:
         if self.recent < 0:

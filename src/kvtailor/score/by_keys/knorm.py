@@ -40,6 +40,9 @@ class KNorm(Scorer):
     recent: int = 0
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it measures the length of keys, and the length of a latent is that of no head's key"
+    )
 
     def __post_init__(self) -> None:
         if self.recent < 0:

@@ -53,6 +53,9 @@ class LagKV(Scorer):
     compete: bool = False
     slack: ClassVar[int | None] = 128
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it compares keys and values channel by channel, and the channels of a latent are those of no head"
+    )
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

@@ -53,6 +53,9 @@ class Pairs(Scorer):
     window: int = 32
     sinks: int = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it prices merges that change values apart from keys, and a latent is both at once"
+    )
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 

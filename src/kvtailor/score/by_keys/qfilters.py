@@ -46,6 +46,9 @@ class QFilters(CalibratedMethod, Scorer):
     per_head: ClassVar[tuple[str, ...]] = ("filters",)
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it is calibrated head by head, and such a layer holds one latent for all heads"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

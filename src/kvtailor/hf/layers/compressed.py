@@ -1,26 +1,29 @@
-"""The layers of our cache, as transformers' `Cache` drives them."""
+"""A layer that the plan compresses, as transformers' `Cache` drives it."""
 
 from __future__ import annotations
 
-import copy
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
+from kvtailor.attend.contract import Attended
 from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.layer_state import LayerState, check_rows_and_heads
+from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.pending import Reading
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
-from kvtailor.errors import CacheMisuse, PlanError
+from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.mask import LazyMask, TensorMask
+from kvtailor.hf.model.projection import check_projections
 from kvtailor.types import Softmax, Visibility
 
-__all__ = ["CompressedLayer", "WindowLayer"]
+__all__ = ["CompressedLayer", "record_past_of_all"]
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -43,8 +46,12 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.guard, self.state, self.layer_idx = guard, state, layer_idx
         self.arriving: tuple[Tensor, Tensor] | None = None
-        self._module: weakref.ref[Any] | None = None
+        self._modules: dict[int, weakref.ref[Any]] = {}
         self._recorded_after = 0
+        # The layers of the model that read what this one holds, after its own attention, and what they have read.
+        self._readers = guard.geometry.readers.get(layer_idx, ())
+        self._read: list[tuple[Reading, Attended]] = []
+        self._repeated: tuple[Tensor, Tensor] | None = None
 
     @property
     def record_past(self) -> bool:
@@ -53,7 +60,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @record_past.setter
     def record_past(self, on: bool) -> None:
-        _record(self.guard.engine, on)
+        record_past_of_all(self.guard.engine, on)
 
     def activate_past_recording(self) -> None:
         """From now on each forward waits for `crop` before anything is evicted or encoded."""
@@ -75,28 +82,33 @@ class CompressedLayer(CacheLayerMixin):
             )
         self.state.check_fits(key_states)
         if not self.is_initialized:
-            self._check_heads(key_states.shape[1])
+            self._check_shape(key_states, value_states)
         self.guard.check_opened()
         self.guard.update_begins(self.layer_idx)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before = self.state.stored.seen
         self.arriving = key_states, value_states
-        b, h, t, d = key_states.shape
-        keys = key_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
-        values = value_states.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, value_states.shape[-1])
-        setattr(keys, HANDLE, self)
-        return keys, values
+        return self._handed_on(key_states, value_states, before)
 
-    def _check_heads(self, found: int) -> None:
-        """Raise where the first keys are not of the kv heads that this process was taken to have."""
-        guard = self.guard
-        due = guard.geometry.of_rank(guard.share.ranks).kv_heads
+    def _handed_on(self, keys: Tensor, values: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """What the model gets for new keys (b, h, t, d) and values (b, h, t, dv) after `before` tokens."""
+        b, h, t, d = keys.shape
+        nan = keys.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
+        setattr(nan, HANDLE, self)
+        return nan, values.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, values.shape[-1])
+
+    def _check_shape(self, keys: Tensor, values: Tensor) -> None:
+        """Raise where the first keys (b, h, t, d) and values are not of the heads and sizes that are expected."""
+        guard, shape = self.guard, self.guard.geometry.shapes[self.layer_idx]
+        due = shape.kv_heads // guard.share.ranks, shape.key_size, shape.value_size
+        found = keys.shape[1], keys.shape[3], values.shape[3]
         if found != due:
-            shared = "" if guard.share.ranks == 1 else f" of {guard.geometry.kv_heads} on {guard.share.ranks} processes"
+            shared = "" if guard.share.ranks == 1 else f" of {shape.kv_heads} on {guard.share.ranks} processes"
             raise CacheMisuse(
-                f"this cache was made for layers of {due} kv heads{shared}, and layer {self.layer_idx} has keys of "
-                f"{found}: the model is sharded or shaped otherwise than its configuration and its plan say"
+                f"this cache was made for layers of {due[0]} kv heads{shared}, and layer {self.layer_idx} has keys of "
+                f"{found[0]} (sizes of a key and a value: {due[1]} and {due[2]} expected, {found[1]} and {found[2]} "
+                "found): the model is sharded or shaped otherwise than its configuration and its plan say"
             )
 
     def refuse_forward(self) -> None:
@@ -106,7 +118,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def check_model(self, module: torch.nn.Module) -> None:
         """Raises where another model's attention layer calls than the one that this layer belongs to."""
-        bound = None if self._module is None else self._module()
+        index = self._reading_layer(module)
+        known = self._modules.get(index)
+        bound = None if known is None else known()
         if bound is None:
             model = None if self.guard.model is None else self.guard.model()
             # Two models may share one configuration.
@@ -116,27 +130,53 @@ class CompressedLayer(CacheLayerMixin):
                     f"this cache was made for another model than the {type(module).__name__} that is using it; make "
                     "one for this model with kvtailor.cache_for(model, plan)"
                 )
-            self._module = weakref.ref(module)
+            self._modules[index] = weakref.ref(module)
         elif bound is not module:
-            raise CacheMisuse(
-                f"layer {self.layer_idx} of this cache is in use by another model; make a cache for each model"
-            )
+            raise CacheMisuse(f"layer {index} of this cache is in use by another model; make a cache for each model")
+        if index == self.guard.first_compressed:
+            check_projections(state.model.output for state in self.guard.engine.states)
 
     def take_softmax(self, softmax: Softmax) -> None:
         """Take what the model's softmax has besides the factor, before the attention of each forward.
 
         Raises:
             PlanError: a method of the plan does not know a softmax like it.
+            UnsupportedModel: other layers read these keys beside learned sinks.
         """
         model, plan = self.state.model, self.guard.engine.plan
+        if softmax.sinks is not None and self._readers:
+            # Scores would weigh the readers' queries with the sinks of the last one.
+            raise UnsupportedModel(
+                f"layers {self._readers} read the keys of layer {self.layer_idx}, and its attention has learned sinks, "
+                "which differ from layer to layer; kvtailor supports shared keys without sinks"
+            )
         # Checked once: what a module hands over does not change its kind.
         if not softmax.plain and model.softmax.plain and (faults := plan.softmax_faults(softmax)):
             raise PlanError(str(plan), faults)
         model.softmax = softmax
 
-    def attend(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
-        """Attention of the new tokens (b, q, t, d) over what this layer holds, then what follows it. (b, q, t, dv)."""
+    def _reading_layer(self, module: torch.nn.Module) -> int:
+        """The layer of the model to which a module that reads this layer belongs: this one, or one of its readers."""
+        index = getattr(module, "layer_idx", None) if self._readers else None
+        return index if index in self._readers and isinstance(index, int) else self.layer_idx
+
+    def attend(
+        self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float, module: torch.nn.Module | None = None
+    ) -> Tensor:
+        """Attention of new tokens (b, q, t, d) over what this layer holds, then what follows it. (b, q, t, dv).
+
+        Where other layers of the model read it as well, what follows waits for the last of them.
+
+        Args:
+            query: post-RoPE.
+            mask: of the model.
+            scaling: the model's own factor before the softmax.
+            module: of the model, that attends; None: of this very layer.
+        """
         guard, engine = self.guard, self.guard.engine
+        reader = self.layer_idx if module is None else self._reading_layer(module)
+        if reader != self.layer_idx:
+            return self._attend_for(reader, query, mask, scaling)
         guard.attention_begins(self.layer_idx)
         assert self.arriving is not None
         (keys, values), self.arriving = self.arriving, None
@@ -153,6 +193,7 @@ class CompressedLayer(CacheLayerMixin):
         guard.layer_changes(self.layer_idx)
         if reconstructing:
             output = engine.reconstruct(self.state, keys, values, query, visible, scaling)
+            self._repeated = (keys, values) if self._readers else None
         else:
             for observe in guard.observers:
                 observe(self.layer_idx, keys, values, query, visible, scaling)
@@ -185,13 +226,59 @@ class CompressedLayer(CacheLayerMixin):
         """Return the attention (b, q, t, dv) of the tokens that were appended last, once what follows it is done."""
         engine, state = self.guard.engine, self.state
         attended = engine.attend(state, query, visible, scaling)
-        engine.act(state, query, visible, attended)
+        if self._readers:
+            self._read = [(Reading(query=query, visible=visible, scaling=scaling, mass=attended.mass), attended)]
+        else:
+            engine.act(state, query, visible, attended)
         return attended.output
 
-    def _visible(self, query: Tensor, mask: LazyMask | Tensor | None) -> Visibility:
-        """What the new tokens may see, by the model's mask; raises where that does not fit what was seen."""
+    def _attend_for(self, reader: int, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
+        """Attention of another layer of the model over what this one holds; after the last of them, what follows.
+
+        Args:
+            reader: that layer.
+            query: (b, q, t, d), of all new tokens of the forward or of the last of them.
+            mask, scaling: see `attend`.
+        """
+        guard, engine, state = self.guard, self.guard.engine, self.state
+        guard.reading_begins(reader, self.layer_idx)
+        own = state.model.scaling
+        if scaling != own:
+            raise UnsupportedModel(
+                f"layer {reader} reads the keys of layer {self.layer_idx} and multiplies its logits with {scaling}, "
+                f"where that one has {own}; kvtailor supports shared keys for layers with one factor"
+            )
+        if self._repeated is not None:
+            visible = self._visible(query, mask, seen=state.stored.seen + self._repeated[0].shape[2])
+            output = engine.reconstruct(state, *self._repeated, query, visible, scaling)
+            if reader == self._readers[-1]:
+                self._repeated = None
+        else:
+            visible = self._visible(query, mask, seen=state.stored.seen)
+            first = self._read[0][1]
+            # What the attention carries along goes from one reader to the next.
+            state.observed.carry = self._read[-1][1].carry
+            attended = engine.attend(state, query, visible, scaling)
+            output = attended.output
+            self._read.append((Reading(query=query, visible=visible, scaling=scaling, mass=attended.mass), attended))
+            if reader == self._readers[-1]:
+                (own_reading, _), *others = self._read
+                self._read = []
+                last = replace(attended, output=first.output, mass=own_reading.mass)
+                engine.act(state, own_reading.query, own_reading.visible, last, [each for each, _ in others])
+        guard.layer_ends(reader)
+        return output
+
+    def _visible(self, query: Tensor, mask: LazyMask | Tensor | None, seen: int | None = None) -> Visibility:
+        """What the new tokens may see, by the model's mask; raises where that does not fit what was seen.
+
+        Args:
+            query: of the new tokens.
+            mask: of the model.
+            seen: tokens seen, the new ones included; None: the new ones come on top of what the layer has seen.
+        """
         new = query.shape[2]
-        seen = self.state.stored.seen + new
+        seen = self.state.stored.seen + new if seen is None else seen
         visible: Visibility
         if mask is None:
             visible = LazyMask.causal(query.shape[0], new, seen - new, query.device)
@@ -246,6 +333,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
+        self._read, self._repeated = [], None
         self.state.reset()
         self.arriving = None
         self.is_initialized = False
@@ -277,103 +365,9 @@ class CompressedLayer(CacheLayerMixin):
         self.state.select_rows(torch.arange(self.state.rows)[indices.cpu()])
 
 
-def _record(engine: Engine, on: bool) -> None:
+def record_past_of_all(engine: Engine, on: bool) -> None:
     """Do what setting transformers' `record_past` of one layer means: all layers of a cache record, or none does."""
     if on:
         engine.switch.go_on_recording()
     else:
         engine.switch.end_recording()
-
-
-class WindowLayer(DynamicSlidingWindowLayer):
-    """A layer with the model's own sliding window: transformers' layer, less the prompt that its views keep alive.
-
-    Attributes:
-        guard: of the cache, whose phase is what new tokens are. In `Reconstructing` they see the window and each other,
-            and it stays what it was. In `Recording` and `Speculating` what leaves the window stays until a crop or
-            `settle`.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, guard: CacheGuard, layer_idx: int, **options: Any):
-        # transformers' own `__init__` sets `record_past`, which belongs to the phase.
-        self.guard, self.layer_idx = guard, layer_idx
-        super().__init__(**options)
-
-    @property
-    def record_past(self) -> bool:
-        """Whether what leaves the window stays until a crop."""
-        return self.guard.engine.phase.windows_record
-
-    @record_past.setter
-    def record_past(self, on: bool) -> None:
-        _record(self.guard.engine, on)
-
-    def reset(self) -> None:
-        """Forget everything; the layer may then serve another batch."""
-        super().reset()
-        self.record_past = False
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See transformers' `DynamicSlidingWindowLayer`."""
-        if self.is_initialized:
-            check_rows_and_heads(key_states, self.keys.shape[0], self.keys.shape[1])
-        self.guard.update_begins(self.layer_idx)
-        before = dict(self.__dict__)
-        self.guard.layer_changes(self.layer_idx, undo=lambda: self.__dict__.update(before))
-        if isinstance(self.guard.engine.phase, Reconstructing):
-            found = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
-        else:
-            keys, values = super().update(key_states, value_states, *args, **kwargs)
-            self._free_what_left()
-            # Masks are made for the window alone, but transformers 5.17 gives all that a recording layer holds.
-            visible = self.sliding_window - 1 + key_states.shape[-2]
-            found = keys[:, :, -visible:], values[:, :, -visible:]
-        self.guard.layer_ends(self.layer_idx)
-        return found
-
-    def _free_what_left(self) -> None:
-        """A slice keeps its parent alive: what is in the window gets a storage of its own."""
-        if self.keys.untyped_storage().nbytes() > self.keys.numel() * self.keys.element_size():
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-
-    def become(self, other: WindowLayer) -> None:
-        """Holds a copy of what another cache's layer holds; guard and place stay this one's."""
-        kept = {name: value for name, value in other.__dict__.items() if name not in ("guard", "layer_idx")}
-        self.__dict__.update(copy.deepcopy(kept))
-
-    def check_crop(self, count: int) -> None:
-        """Raise where tokens that have left the window for good would have to come back."""
-        if not count or self.cumulative_length < self.sliding_window:
-            return
-        # What must be there once `count` tokens are gone: a whole window, or all that was seen.
-        needed = min(self.sliding_window - 1, self.cumulative_length - count)
-        if not self.record_past or self.keys.shape[-2] - count < needed:
-            raise CacheMisuse(
-                f"asked to crop a cache whose layer {self.layer_idx} has a window of {self.sliding_window} tokens of "
-                f"the model's own and has seen {self.cumulative_length}: what left the window is gone; call "
-                "cache.activate_past_recording() before the forward that may be rolled back"
-            )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """See transformers' `DynamicSlidingWindowLayer`."""
-        count = -int(tokens_to_remove)
-        if isinstance(self.guard.engine.phase, Speculating):
-            if count:
-                self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
-                self.cumulative_length -= count
-        elif count:
-            super().crop(tokens_to_remove)
-            self._free_what_left()
-        else:
-            # A recording may have ended since, and transformers' layer takes no crop outside of one.
-            self.settle()
-
-    def settle(self) -> None:
-        """Forget what has left the window for good."""
-        if self.is_initialized and self.cumulative_length >= self.sliding_window:
-            visible = self.sliding_window - 1
-            self.keys, self.values = self.keys[:, :, -visible:], self.values[:, :, -visible:]
-            self._free_what_left()

@@ -1,0 +1,1 @@
+"""Images in a prompt: the tokens that stand for them, and the positions behind them."""

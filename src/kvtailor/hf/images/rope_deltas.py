@@ -1,0 +1,189 @@
+"""The shift of positions that images leave behind (M-RoPE), which transformers keeps on the model and not in the cache.
+
+An image of 6 tokens may take 3 positions, so the text behind it stands at `column + rope_deltas`. transformers has one
+such tensor for each model: that of the prompt it read last. A second conversation, or another process, would read its
+next turn at wrong positions. So a cache remembers its own, and puts it on the model when transformers asks the cache
+how long it is in order to compute positions. That is the one place where kvtailor writes to a model's state, and it is
+a value that every prompt replaces.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import utils
+
+from kvtailor.errors import CacheMisuse
+
+__all__ = ["RopeDeltas"]
+
+# The functions of transformers' models (5.17 to 5.23) that ask a cache for its length and then read `rope_deltas`.
+_FORWARD, _GENERATE = "compute_3d_position_ids", "_prepare_position_ids_for_generation"
+
+
+class RopeDeltas:
+    """What one cache knows of the positions of its rows.
+
+    Args:
+        model: of transformers; None: one without such a state.
+        turned_by: the plan, where it turns queries or keys by their columns, which images would not stand for.
+
+    Attributes:
+        values: (b, 1) int64, to be added to the number of real tokens before a text token; None: 0 in all rows.
+    """
+
+    def __init__(self, model: Any = None, turned_by: str | None = None):
+        self._turned_by = turned_by
+        # transformers has it on the part that joins images and text, wherever that is; most models have none.
+        parts = () if model is None else model.modules()
+        owner = next((part for part in parts if "rope_deltas" in vars(part)), None)
+        self._owner: weakref.ref[Any] | None = None if owner is None else weakref.ref(owner)
+        self.reset()
+
+    @property
+    def kept(self) -> bool:
+        """Whether the model has such a state at all."""
+        return self._owner is not None
+
+    @property
+    def known(self) -> bool:
+        """Whether `values` are those behind all that was seen, and not unknown since positions came by hand."""
+        return not self._by_hand
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.values: Tensor | None = None
+        self._asked = self._by_hand = False
+
+    def asked_for_length(self, frame: FrameType | None, seen: int) -> None:
+        """Put this cache's shift on the model, where `frame` asks for the length of the cache to compute positions.
+
+        Args:
+            frame: in which the length is asked for.
+            seen: tokens that the cache has seen.
+        """
+        if self._owner is None or frame is None or frame.f_code.co_name not in (_FORWARD, _GENERATE):
+            return
+        given = frame.f_locals
+        if frame.f_code.co_name == _FORWARD:
+            types, rows = given.get("mm_token_type_ids"), _rows(given.get("inputs_embeds"))
+            if types is not None and bool(types.any()):
+                self._check_turning()
+                if seen:
+                    self._warn_of_images()
+        else:
+            more: Mapping[str, Any] = given.get("model_kwargs") or {}
+            types = more.get("mm_token_type_ids")
+            rows = _rows(more["input_ids"] if "input_ids" in more else given.get("inputs_tensor"))
+            images = types is not None and bool(types[:, seen:].any())
+            if images:
+                self._check_turning()
+            if images or (types is not None and self._by_hand):
+                # New images: without a shift, transformers computes the positions of the whole conversation.
+                self._put(None)
+                return
+        self.put(rows if seen else None)
+
+    def put(self, rows: int | None = None) -> None:
+        """Put this cache's shift on the model, for so many rows; None: those of the cache."""
+        values = self.values
+        if self._by_hand:
+            self._warn_of_positions()
+        if values is not None and rows and values.shape[0] > rows and values.shape[0] % rows == 0:
+            # Before beams are expanded: rows of the cache that belong together have one shift.
+            values = values[:: values.shape[0] // rows]
+        self._put(values)
+
+    def forward_began(self, rows: int, seen: int, new: int) -> None:
+        """Remember the shift behind a forward that has begun to change the cache.
+
+        Args:
+            rows: of the cache.
+            seen: tokens before the new ones.
+            new: tokens of the forward.
+        """
+        owner = None if self._owner is None else self._owner()
+        if owner is None:
+            return
+        if not self._asked:
+            # A new token is text, and generate() counts on by itself. Other tokens came with the caller's positions.
+            self._by_hand = self._by_hand or not seen or (new > 1 and not _generating())
+            return
+        found, self._asked, self._by_hand = owner.rope_deltas, False, False
+        if found is not None and found.shape[0] != rows and rows % found.shape[0] == 0:
+            found = found.repeat_interleave(rows // found.shape[0], 0)
+        self.values = found
+
+    def forward_never_was(self) -> None:
+        """Take note that the forward for which positions were computed was refused."""
+        self._asked = False
+
+    def become(self, other: RopeDeltas) -> None:
+        """Know what another cache of the same model knows, which has read the same text."""
+        self.values, self._by_hand = other.values, other._by_hand
+
+    def select_rows(self, index: Tensor) -> None:
+        """Become the shift of a batch made of the rows `index` of this one."""
+        if self.values is not None:
+            self.values = self.values[index.to(self.values.device)]
+
+    def shift(self, positions: Tensor) -> Tensor:
+        """Return positions (b, t) of text tokens, counted without images, as the model counts them."""
+        return positions if self.values is None else positions + self.values.to(positions.device)
+
+    def restore(self, values: Tensor | None, *, rows: int, known: bool) -> None:
+        """Become what a saved cache of so many rows has, (b, 1) int64, or None; `known`: see `known`."""
+        if values is not None and (values.dtype != torch.int64 or tuple(values.shape) != (rows, 1)):
+            raise ValueError(f"its shift of positions is {values.dtype} of shape {tuple(values.shape)}")
+        self.values, self._by_hand = values, not known
+
+    def _put(self, values: Tensor | None) -> None:
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            owner.rope_deltas, self._asked = values, True
+
+    def _check_turning(self) -> None:
+        if self._turned_by is not None:
+            raise CacheMisuse(
+                f"the plan {self._turned_by} turns queries or keys by the number of tokens before them, and an image "
+                "token of this model stands at a position of three axes (M-RoPE): choose a plan that turns nothing, "
+                "such as snapkv or kivi4"
+            )
+
+    def _warn_of_images(self) -> None:
+        warnings.warn(
+            "this forward brings images to a used cache without position_ids, and transformers counts their tokens as "
+            "text, which generate() on the whole conversation does not: pass position_ids, as get_rope_index of the "
+            "model makes them of the whole conversation, or call generate()",
+            stacklevel=3,
+        )
+
+    def _warn_of_positions(self) -> None:
+        warnings.warn(
+            "tokens of this cache came with position_ids of the caller's, so by how much their images shift what "
+            "follows is not known, and they are counted as text: if there were images, pass position_ids again, or "
+            "the token types and grids of the whole conversation to generate()",
+            stacklevel=3,
+        )
+        self._by_hand = False
+
+
+def _generating() -> bool:
+    """Whether transformers' generate() now runs in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == utils.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _rows(given: Any) -> int | None:
+    return given.shape[0] if isinstance(given, Tensor) else None

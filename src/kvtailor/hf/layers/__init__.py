@@ -1,0 +1,1 @@
+"""The layers of our cache, as transformers' `Cache` drives them."""

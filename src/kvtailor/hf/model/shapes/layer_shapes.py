@@ -1,0 +1,215 @@
+"""What each layer of a model keeps of the tokens that it has seen, read from the model's configuration.
+
+Which layers keep keys and values of all tokens, of a window, a state of constant size, or nothing is asked of
+transformers' own cache for the same configuration. Heads and sizes are the configuration's; a cache compares them with
+the first keys that come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from kvtailor.hf.model.shapes.state_sizes import state_elements
+
+__all__ = ["LayerShape", "has_indexer", "layer_config", "layer_shapes", "unknown_kinds"]
+
+# transformers' classes whose bookkeeping is known; a class derived from one of them may keep something else as well.
+_KNOWN = frozenset(
+    {
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+    }
+)
+_CONVOLUTIONS_ALONE = frozenset({"inkling_text", "inkling2_text"})
+# Their code gives windowed layers twice the kv heads that their configuration has.
+_TWICE_IN_WINDOWS = frozenset({"mimo_v2_flash"})
+_WITHOUT_CACHE = frozenset({"moe", "mlp"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What one layer keeps.
+
+    Attributes:
+        kind: transformers' name of the layer's type.
+        window: tokens of the model's own sliding window or chunk; None where no keys leave by themselves.
+        q_heads: query heads; 0 where the layer has no attention.
+        kv_heads: kv heads whose keys and values the layer keeps; 0 where it keeps none.
+        key_size, value_size: of one head, in elements.
+        states: linear-attention or convolution states of constant size that it keeps; 0 on most layers.
+        convolution: these states are the newest inputs of convolutions, which can be taken back, and none is recurrent.
+        state_elements: elements of all of these for one row, those in the cache's dtype and those in float32; None
+            where they are not known from the configuration.
+        reads: the layer whose keys and values this one attends to, where it has none of its own.
+        latents: it keeps latents in the place of keys and rotated keys in that of values, of one kv head, from which
+            its module makes the keys and values of all query heads.
+    """
+
+    kind: str
+    window: int | None = None
+    q_heads: int = 0
+    kv_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    states: int = 0
+    convolution: bool = False
+    state_elements: tuple[int, int] | None = None
+    reads: int | None = None
+    latents: bool = False
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it keeps keys and values of all tokens, which a plan compresses."""
+        return self.kv_heads > 0 and self.window is None
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of the key and the value of one token, over all kv heads."""
+        return self.kv_heads * (self.key_size + self.value_size)
+
+    def states_bytes(self, element_size: int) -> int | None:
+        """Return the bytes of its states for one row; None where they are not known."""
+        if self.state_elements is None:
+            return None
+        own, single = self.state_elements
+        return own * element_size + 4 * single
+
+    def slots(self, seen: int) -> int:
+        """Return the tokens of which keys are kept after `seen` tokens, without compression."""
+        if not self.kv_heads:
+            return 0
+        return seen if self.window is None else min(seen, self.window - 1)
+
+
+def has_indexer(text: Any) -> bool:
+    """Return whether layers of a decoder cache keys of an indexer, which chooses the tokens that a query sees."""
+    try:
+        return any(isinstance(layer, DynamicIndexedLayer) for layer in _own_layers(text))
+    except KeyError:
+        # A type of layer that transformers' own general cache does not know; see `unknown_kinds`.
+        return False
+
+
+def unknown_kinds(text: Any) -> list[str]:
+    """Return the layer types of a decoder's configuration that no cache of ours has, by name."""
+    types = getattr(text, "layer_types", None) or []
+    try:
+        layers = _own_layers(text)
+    except KeyError as error:
+        # transformers names the type that its own general cache does not know.
+        return [str(error.args[0])]
+    found = [
+        types[index] if index < len(types) else type(layer).__name__
+        for index, layer in enumerate(layers)
+        if type(layer).__name__ not in _KNOWN
+    ]
+    return sorted(set(found))
+
+
+def layer_shapes(text: Any) -> tuple[LayerShape, ...]:
+    """Return what each layer of a decoder keeps, in the order of the cache's layers.
+
+    Args:
+        text: the decoder's configuration.
+    """
+    layers = _own_layers(text)
+    count = max(len(layers), text.num_hidden_layers)
+    types = list(getattr(text, "layer_types", None) or [])
+    sources = _sources(text, types)
+    shapes = []
+    for index in range(count):
+        layer = layers[index] if index < len(layers) else None
+        kind = types[index] if index < len(types) else _kind_of(layer)
+        shapes.append(_shape(layer_config(text, index), layer, kind, index, sources.get(index)))
+    return tuple(shapes)
+
+
+def layer_config(text: Any, index: int) -> Any:
+    """Return the configuration of one layer, which is the decoder's own where its layers are alike."""
+    if not getattr(text, "per_layer_attributes", None):
+        return text
+    return text.per_layer_config[index]
+
+
+def _own_layers(text: Any) -> list[Any]:
+    """The layers of the cache that transformers makes for this configuration."""
+    layers: list[Any] = DynamicCache(config=text).layers
+    return layers
+
+
+def _kind_of(layer: Any) -> str:
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return "sliding_attention"
+    return "full_attention" if isinstance(layer, DynamicLayer) else type(layer).__name__
+
+
+def _shape(config: Any, layer: Any, kind: str, index: int, reads: int | None) -> LayerShape:
+    q_heads, kv_heads, key_size, value_size = _heads(config, kind, index)
+    if reads is not None:
+        return LayerShape(kind=kind, q_heads=q_heads, reads=reads)
+    states = layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0
+    # A legacy type of a layer without a mixer ("moe", "mlp") has a cache layer in older releases, which stays empty.
+    elements = state_elements(config) if states else None
+    convolution = bool(states) and (kind == "conv" or config.model_type in _CONVOLUTIONS_ALONE)
+    if not isinstance(layer, DynamicLayer) or kind in _WITHOUT_CACHE:
+        return LayerShape(kind=kind, states=states, convolution=convolution, state_elements=elements)
+    return LayerShape(
+        kind=kind,
+        window=layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        key_size=key_size,
+        value_size=value_size,
+        states=states,
+        latents=_has_latents(config),
+        convolution=convolution,
+        state_elements=elements,
+    )
+
+
+def _heads(config: Any, kind: str, index: int) -> tuple[int, int, int, int]:
+    """Query heads, kv heads, and the sizes of a key and of a value."""
+    # Some families name the heads of their windowed layers apart.
+    own = "swa_" if kind in ("sliding_attention", "hybrid_sliding") else ""
+
+    def named(name: str) -> Any:
+        return getattr(config, own + name, None) or getattr(config, name, None)
+
+    each = getattr(config, "num_attention_heads_per_layer", None)
+    q_heads = each[index] if each else named("num_attention_heads")
+    if _has_latents(config):
+        return q_heads, 1, config.kv_lora_rank, config.qk_rope_head_dim
+    size = named("head_dim") or config.hidden_size // config.num_attention_heads
+    kv_heads = named("num_key_value_heads") or q_heads
+    if kind == "sliding_attention" and config.model_type in _TWICE_IN_WINDOWS:
+        kv_heads *= 2
+    return q_heads, kv_heads, size, named("v_head_dim") or size
+
+
+def _has_latents(config: Any) -> bool:
+    """Whether the attention of a layer is multi-head latent attention."""
+    return bool(getattr(config, "kv_lora_rank", None))
+
+
+def _sources(text: Any, types: Sequence[str]) -> dict[int, int]:
+    """Of each layer that reads another one's keys, that other one: the last of its type that has its own."""
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    if not shared:
+        return {}
+    first = text.num_hidden_layers - shared
+    last = {kind: index for index, kind in enumerate(types[:first])}
+    return {index: last[types[index]] for index in range(first, text.num_hidden_layers)}

@@ -1,0 +1,92 @@
+"""How far a forward on a cache has come, and that one thread at a time is at work on it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple, NoReturn
+
+from transformers import Cache
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.hf.model.geometry import Geometry
+
+__all__ = ["START_OVER", "STATES_ARE_ASKED_FOR", "TWO_THREADS", "Alone", "Progress", "bits_of_a_forward"]
+
+START_OVER = "call cache.reset(), or go on with a copy that was made before"
+# In later releases of transformers a model asks the cache for a layer's states; before, it read the layer's attribute.
+STATES_ARE_ASKED_FOR = hasattr(Cache, "get_conv_state")
+TWO_THREADS = (
+    "two threads use this cache at once, or a forward on it was interrupted, and what it holds is not to be trusted: "
+    f"{START_OVER}, and give each thread a cache of its own"
+)
+
+
+class Progress(NamedTuple):
+    """How far a forward, or another change of the cache, has come.
+
+    Attributes:
+        thread: identifier of the thread that does it.
+        reached: "updated" (a layer's keys came, its attention did not), "changing" (what is held is being changed) or
+            "done" (the layer is finished, and others follow).
+        layer: the newest layer of the forward; -1 for a change of all layers.
+        layers: the layers of the forward that have been updated, as bits; a layer's states have a bit of their own,
+            `CacheGuard.layers` places higher.
+        states: the layer whose states were touched last; -1: none in this forward.
+        recurrent: a recurrent state was written in this forward.
+        asked: the states of that layer that the model has asked for in this forward.
+        what: the change, in words.
+    """
+
+    thread: int
+    reached: str
+    layer: int
+    layers: int
+    what: str = "a forward"
+    states: int = -1
+    recurrent: bool = False
+    asked: frozenset[str] = frozenset()
+
+
+class Alone:
+    """Lets one thread at a time read and replace the progress, unless the cache is refused.
+
+    Never waits: a thread that finds another one there is a second user, and an interrupt on the way out of a `with` may
+    leave a lock taken for good.
+
+    Attributes:
+        refusal: why the cache is refused, a sentence; None while it is not.
+    """
+
+    def __init__(self, refusal: str | None = None):
+        self.refusal = refusal
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+        return Alone(self.refusal)
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.refuse(self.refusal or TWO_THREADS)
+        if self.refusal is not None:
+            self._lock.release()
+            raise CacheMisuse(self.refusal)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def refuse(self, why: str) -> NoReturn:
+        """From now on the cache is refused for this reason."""
+        self.refusal = why
+        raise CacheMisuse(why)
+
+
+def bits_of_a_forward(geometry: Geometry) -> int:
+    """The bits of `Progress.layers` once a forward has come to its end."""
+    reading = {layer for layers in geometry.readers.values() for layer in layers}
+    bits = 0
+    for index, shape in enumerate(geometry.shapes):
+        if shape.kv_heads or index in reading:
+            bits |= 1 << index
+        if shape.states and STATES_ARE_ASKED_FOR:
+            bits |= 1 << (geometry.layers + index)
+    return bits

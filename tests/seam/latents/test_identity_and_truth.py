@@ -1,0 +1,198 @@
+"""Models that cache latents: `full` is their own cache, and a compressed one a full cache with the dropped masked."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvtailor
+from tests.support.crossed import crossed
+from tests.support.seam.latent_zoo import LATENT_FAMILIES, LatentReference, build_latent, own_bytes
+from tests.support.seam.zoo import error, held_columns, prompts
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
+    "beam": {"num_beams": 3},
+    "several_sequences": {"do_sample": True, "num_return_sequences": 2},
+    "chunked": {"prefill_chunk_size": 16},
+}
+EVICTING = (
+    "streaming @ tokens=20",
+    "snapkv(window=8) @ tokens=20",
+    "snapkv(window=8) + adakv @ tokens=20",
+    "snapkv(window=4) + adakv @ keep=0.4, slack=6",
+    "h2o(recent=6) @ tokens=18, slack=4",
+    "snapkv(window=8) + cake @ tokens=20",
+    "dynamickv @ tokens=20",
+    "tova @ tokens=20, slack=5",
+)
+CODECS = {
+    "kivi(bits=4, group=4, recent=0)": 0.3,
+    "vector(bits=8, block_size=8)": 0.02,
+    "kivi(bits=8, group=4, recent=0)": 0.02,
+    "vector(bits=4, block_size=8, symmetric=false)": 0.3,
+    "fp8(group=8, block_size=8)": 0.1,
+    "hadamard(of=vector(bits=8, block_size=8))": 0.02,
+    "nuq(bits=4, group=8, block_size=8)": 0.3,
+    "snapkv(window=6) + kivi(bits=4, group=4, recent=0) @ tokens=24": 0.3,
+}
+
+
+def generated(model, cache, ids, mask, **options):
+    torch.manual_seed(7)
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=12,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **{"do_sample": False, **options},
+    )
+
+
+@pytest.mark.parametrize(("family", "mode"), crossed(LATENT_FAMILIES, list(MODES), each=2))
+def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
+    own, ours = build_latent(family), build_latent(family)
+    ids, mask = prompts((40, 27, 33))
+    theirs = DynamicCache(config=own.config)
+    expected = generated(own, theirs, ids, mask, **MODES[mode])
+    cache = kvtailor.cache_for(ours, "full")
+    found = generated(ours, cache, ids, mask, **MODES[mode])
+    assert torch.equal(found.sequences, expected.sequences)
+    for now, then in zip(found.logits, expected.logits, strict=True):
+        assert error(now, then) < 1e-5
+    assert cache.seen == ids.shape[1] + 11
+    assert cache.ledger().full == own_bytes(theirs)
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_turn_two_equals_one_shot(family: str) -> None:
+    own, ours = build_latent(family), build_latent(family)
+    ids, mask = prompts((30, 22))
+    cache = kvtailor.cache_for(ours, "full")
+    first = generated(ours, cache, ids, mask).sequences
+    more = torch.cat([first, prompts((9, 9), state=5)[0]], 1)
+    mask = torch.cat([mask, mask.new_ones(2, more.shape[1] - mask.shape[1])], 1)
+    found, expected = generated(ours, cache, more, mask), generated(own, None, more, mask)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert max(error(a, b) for a, b in zip(found.logits, expected.logits, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "plan"), crossed(LATENT_FAMILIES, EVICTING, each=2))
+@torch.no_grad()
+def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
+    model, reference = build_latent(family), LatentReference(family)
+    ids, mask = prompts((56, 43, 31))
+    cache = kvtailor.cache_for(model, plan)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+    real = mask.bool()[:, :, None]
+    assert error(logits * real, reference(ids, mask, {}) * real) < 1e-5
+    token, dropped = logits[:, -1:].argmax(-1), []
+    for step in range(16):
+        held = held_columns(cache)
+        assert {columns.shape[1] for columns in held.values()} == {1}, "one kept set for each layer"
+        dropped.append(sum(int((~columns & mask.bool()[:, None]).sum()) for columns in held.values()))
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
+        logits = model(token, past_key_values=cache, **options).logits
+        assert error(logits, reference(token, mask, held)) < 1e-5, f"at decoded token {step}"
+        token = logits.argmax(-1)
+    assert dropped[0] > 0, "the plan evicted nothing, so this test has shown nothing"
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+@torch.no_grad()
+def test_the_reference_notices_what_is_wrong(family: str) -> None:
+    """The yardstick can fail: other kept sets, all tokens, and another layer's set give other logits."""
+    model, reference = build_latent(family), LatentReference(family)
+    ids, mask = prompts((56, 43, 31))
+    cache = kvtailor.cache_for(model, "snapkv(window=8) @ tokens=20")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    token = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits[:, -1:].argmax(-1)
+    reference(ids, mask, {})
+    held, before = held_columns(cache), reference.cache
+    mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+    due = reference(token, mask, held)
+    for wrong in ({}, {**held, 0: held[0].flip(0)}, {**held, 1: held[0]}):
+        reference.cache = copy.deepcopy(before)
+        reference.cache.crop(-1)
+        assert error(reference(token, mask, wrong), due) > 0.1
+
+
+@pytest.mark.parametrize(("family", "plan"), crossed(LATENT_FAMILIES, list(CODECS), each=2))
+@torch.no_grad()
+def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, plan: str) -> None:
+    """After the prompt both go on with what was decoded: transformers' cache gets it in place of its latents."""
+    model, reference = build_latent(family), LatentReference(family)
+    ids, mask = prompts((56, 43))
+    cache = kvtailor.cache_for(model, plan)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    first = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+    real = mask.bool()[:, :, None]
+    assert error(first * real, reference(ids, mask, {}) * real) < 1e-5
+    token, held = first[:, -1:].argmax(-1), held_columns(cache)
+    changed = 0.0
+    for layer, state in zip(reference.cache.layers, cache.engine.states, strict=True):
+        for part in state.stored.segments:
+            filled = part.layout.filled(torch.device("cpu"))
+            columns = part.layout.columns(torch.device("cpu")).expand(part.layout.lanes, -1)
+            filled = torch.ones_like(columns, dtype=torch.bool) if filled is None else filled
+            row = part.layout.owners(torch.device("cpu"))[:, None].expand_as(columns)[filled]
+            for own, decoded in zip((layer.keys, layer.values), part.decode(), strict=True):
+                true = own[row, 0, columns[filled]]
+                changed = max(changed, float((decoded[filled] - true).norm() / true.norm()))
+                own[row, 0, columns[filled]] = decoded[filled]
+    assert 0 < changed < CODECS[plan], "nothing was encoded, or a codec gives back something else"
+    mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+    found = model(token, attention_mask=mask, past_key_values=cache, position_ids=mask.sum(-1, keepdim=True) - 1).logits
+    assert error(found, reference(token, mask, held)) < 1e-4
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+@pytest.mark.parametrize("plan", ["full", "snapkv(window=6) @ tokens=24", "kivi(bits=4, group=4, recent=8)"])
+@torch.no_grad()
+def test_a_padded_batch_of_three_equals_each_alone(family: str, plan: str) -> None:
+    model, lengths = build_latent(family), (48, 31, 40)
+    ids, mask = prompts(lengths)
+    forced = prompts((6, 6, 6), state=3)[0]
+
+    def decoded(ids, mask, forced):
+        cache = kvtailor.cache_for(model, plan)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = [model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits[:, -1]]
+        for step in range(6):
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
+            logits.append(model(forced[:, step : step + 1], past_key_values=cache, **options).logits[:, -1])
+        return torch.stack(logits, 1)
+
+    together = decoded(ids, mask, forced)
+    for row, length in enumerate(lengths):
+        alone = decoded(ids[row : row + 1, -length:], mask[row : row + 1, -length:], forced[row : row + 1])
+        assert error(together[row], alone[0]) < 2e-5, f"row {row}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3"])
+def test_16_bits(family: str, dtype: torch.dtype) -> None:
+    """Beside float32, 16 bits of ours are as far off as 16 bits of the model's own."""
+    ids, mask = prompts((33, 21))
+    exact, own, ours = build_latent(family), build_latent(family, dtype=dtype), build_latent(family, dtype=dtype)
+    with torch.no_grad():
+        for parameter, rounded in zip(exact.parameters(), own.parameters(), strict=True):
+            parameter.copy_(rounded.float())
+    cache, theirs = kvtailor.cache_for(ours, "full"), DynamicCache(config=own.config)
+    with torch.inference_mode():
+        due = exact(ids, attention_mask=mask).logits[:, -1]
+        for model, given in ((own, theirs), (ours, cache)):
+            model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=given)
+        expected = own(ids[:, -1:], attention_mask=mask, past_key_values=theirs).logits[:, -1]
+        found = ours(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits[:, -1]
+    assert found.dtype == dtype
+    assert error(found.float(), due) < 2 * error(expected.float(), due) + 4 * torch.finfo(dtype).eps
