@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.hf.attention import NAME
-from kvtailor.hf.model import own_layers
+from kvtailor.hf.model.attending import own_layers
 from tests.seam.methods.test_identity import MODES, generated
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import SOFTMAX_FAMILIES, MaskedReference, build, error, prompts
