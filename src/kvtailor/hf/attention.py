@@ -166,9 +166,10 @@ def _check_direction(module: torch.nn.Module, mask: Tensor | LazyMask | None) ->
     """Raise where transformers' own forms of attention disagree about which tokens a prompt sees.
 
     Its sdpa gets no mask for a prompt that is merely causal and goes by `is_causal` of the module; its eager attention
-    gets the mask. PaliGemma's modules say False, since its prefix is read in both directions.
+    gets the mask. PaliGemma's modules have False (use_bidirectional_attention): its prefix is read in both directions.
     """
-    if getattr(module, "is_causal", True) or not isinstance(mask, LazyMask):
+    both = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
+    if not both or getattr(module, "is_causal", True) or not isinstance(mask, LazyMask):
         return
     if mask.causal_only and mask.first_column == 0 and mask.new_tokens > 1:
         raise CacheMisuse(

@@ -122,3 +122,21 @@ def test_falcon_with_alibi_is_refused() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModel, match=r"adds a number to each attention logit by its position \(alibi=True\)"):
         kvtailor.cache_for(model, "full")
+
+
+def test_graphs_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="gptj computes its attention itself"):
+        kvtailor.generate(made("gptj"), prompt(), plan="kivi4", graphs=True, max_new_tokens=4)
+
+
+def test_a_saved_cache_goes_on(tmp_path) -> None:
+    model, ids = made("gptj"), prompt()
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    cache = kvtailor.cache_for(model, SNAP)
+    first = model.generate(ids, past_key_values=cache, **options)
+    cache.save(tmp_path / "saved.safetensors")
+    loaded = kvtailor.load_cache(tmp_path / "saved.safetensors", model)
+    more = torch.cat([first, prompt(tokens=5)], 1)
+    assert torch.equal(
+        model.generate(more, past_key_values=cache, **options), model.generate(more, past_key_values=loaded, **options)
+    )

@@ -113,6 +113,7 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
                 # MiniMax's own cache forgets at a second turn; what it means is the text at once.
                 expected = _next_turn(model, own, turn, None)
             numbers["turn two"] = _compared(found, expected, "turn two")
+            del found
     plain_bytes = cache.ledger().total
     # The model has its own attention back once no cache of ours is there.
     del cache, ours

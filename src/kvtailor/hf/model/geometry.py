@@ -192,6 +192,11 @@ def refusal(config: Any) -> str | None:
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
             "recurrent, or made of several transformers, and kvtailor supports neither"
         )
+    if (getattr(text, "num_kv_shared_layers", 0) or 0) >= layers:
+        return (
+            f"{name} keeps no keys of its own: all its layers read those of the model for which it drafts, so there is "
+            "nothing to compress"
+        )
     if has_indexer(text):
         return (
             f"{name} lets an indexer choose the tokens that each query sees (sparse attention), by keys of its own "
