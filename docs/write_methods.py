@@ -94,6 +94,14 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
             yield "What each of them declares:\n"
             yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in declarations.items())
             yield ""
+    yield "## Layers that hold latents\n"
+    yield "On models of multi-head latent attention (DeepSeek, Kimi, GLM-4-MoE-Lite, LongCat-Flash, MiniCPM3 ...) a"
+    yield "plan with one of these methods is refused when its cache is made, and all others work.\n"
+    for stage, infos in stages.items():
+        for info in infos:
+            if (why := registry.load(stage, info.name).latent_refusal) is not None:
+                yield f"- [{info.name}]({stage}/{info.name}.md): {why}"
+    yield ""
     yield "## Evidence\n\nWhat can be needed; nothing else is gathered.\n"
     needs = typing.get_type_hints(vars(registry.contract("score"))["needs"].fget)["return"]
     yield "\n".join(f"- {name}: {_prose(meaning)}" for name, meaning in _attributes(needs).items()) + "\n"

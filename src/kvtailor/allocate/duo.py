@@ -60,7 +60,7 @@ class Duo(CalibratedMethod, Allocator):
     )
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = (
-        "it is calibrated head by head, and such a layer holds one latent for all heads"
+        "it gives each kv head a kind of its own, and such a layer holds one latent for all heads"
     )
 
     def __post_init__(self) -> None:

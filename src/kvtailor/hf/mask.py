@@ -31,6 +31,7 @@ class LazyMask:
         padding: (b, columns) bool, False for padding; None where nothing is padded.
         local_size: window or chunk of the layer type; None on layers that see all.
         options: further arguments of transformers' own mask maker, for `dense`.
+        config: of the model whose forward made it; None where that is not known.
     """
 
     batch_size: int
@@ -43,6 +44,7 @@ class LazyMask:
     local_size: int | None
     device: torch.device
     options: dict[str, Any] = field(default_factory=dict)
+    config: Any = None
     # transformers reads a mask's number of dimensions before it hands it on; this one is no 4-D tensor.
     shape: tuple[int, ...] = ()
     ndim: int = 0
@@ -150,6 +152,27 @@ class LazyMask:
             f"this model takes {index} of its attention mask, so it computes with the mask itself; kvtailor's mask is "
             "a rule and no tensor, and kvtailor supports the newest queries alone"
         )
+
+    def size(self) -> tuple[int, int, int, int]:
+        """The size of the tensor that it stands for; some models check it."""
+        return self.batch_size, 1, self.new_tokens, self.kv_length
+
+    def to(self, *_: Any, **__: Any) -> LazyMask:
+        """It has no device and no dtype of its own."""
+        return self
+
+    def __radd__(self, logits: Any) -> Any:
+        """Logits of a model that adds its mask itself, (b, q, t, n), with what may not be seen at the lowest number."""
+        if not isinstance(logits, Tensor):
+            return NotImplemented
+        masked = getattr(logits, "masked", None)
+        if masked is not None:
+            return masked(self)
+        allowed = self.dense()
+        if allowed is None:
+            rows, columns = torch.arange(self.batch_size), torch.arange(self.kv_length)
+            allowed = self.at(rows.to(logits.device), columns.to(logits.device)[None])[:, None]
+        return logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
 
     def contiguous(self) -> LazyMask:
         """Some models call this before they hand the mask on."""

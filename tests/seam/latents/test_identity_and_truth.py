@@ -10,9 +10,10 @@ from transformers import DynamicCache
 
 import kvtailor
 from tests.support.crossed import crossed
-from tests.support.seam.latent_zoo import LATENT_FAMILIES, LatentReference, build_latent, own_bytes
+from tests.support.seam.latent_zoo import LATENT_FAMILIES, MIXED_FAMILIES, LatentReference, build_latent, own_bytes
 from tests.support.seam.zoo import error, held_columns, prompts
 
+EVERY = (*LATENT_FAMILIES, *MIXED_FAMILIES)
 MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
@@ -55,7 +56,7 @@ def generated(model, cache, ids, mask, **options):
     )
 
 
-@pytest.mark.parametrize(("family", "mode"), crossed(LATENT_FAMILIES, list(MODES), each=2))
+@pytest.mark.parametrize(("family", "mode"), crossed(EVERY, list(MODES), each=2))
 def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
     own, ours = build_latent(family), build_latent(family)
     ids, mask = prompts((40, 27, 33))
@@ -70,7 +71,7 @@ def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
     assert cache.ledger().full == own_bytes(theirs)
 
 
-@pytest.mark.parametrize("family", LATENT_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_turn_two_equals_one_shot(family: str) -> None:
     own, ours = build_latent(family), build_latent(family)
     ids, mask = prompts((30, 22))
@@ -83,7 +84,7 @@ def test_turn_two_equals_one_shot(family: str) -> None:
     assert max(error(a, b) for a, b in zip(found.logits, expected.logits, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize(("family", "plan"), crossed(LATENT_FAMILIES, EVICTING, each=2))
+@pytest.mark.parametrize(("family", "plan"), crossed(EVERY, EVICTING, each=2))
 @torch.no_grad()
 def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
     model, reference = build_latent(family), LatentReference(family)
@@ -106,7 +107,7 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
     assert dropped[0] > 0, "the plan evicted nothing, so this test has shown nothing"
 
 
-@pytest.mark.parametrize("family", LATENT_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @torch.no_grad()
 def test_the_reference_notices_what_is_wrong(family: str) -> None:
     """The yardstick can fail: other kept sets, all tokens, and another layer's set give other logits."""
@@ -116,16 +117,16 @@ def test_the_reference_notices_what_is_wrong(family: str) -> None:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     token = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits[:, -1:].argmax(-1)
     reference(ids, mask, {})
-    held, before = held_columns(cache), reference.cache
+    held, before = held_columns(cache), copy.deepcopy(reference.cache)
     mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
     due = reference(token, mask, held)
-    for wrong in ({}, {**held, 0: held[0].flip(0)}, {**held, 1: held[0]}):
+    first, second = cache.geometry.compressed[:2]
+    for wrong in ({}, {**held, first: held[first].flip(0)}, {**held, second: held[first]}):
         reference.cache = copy.deepcopy(before)
-        reference.cache.crop(-1)
         assert error(reference(token, mask, wrong), due) > 0.1
 
 
-@pytest.mark.parametrize(("family", "plan"), crossed(LATENT_FAMILIES, list(CODECS), each=2))
+@pytest.mark.parametrize(("family", "plan"), crossed(EVERY, list(CODECS), each=2))
 @torch.no_grad()
 def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, plan: str) -> None:
     """After the prompt both go on with what was decoded: transformers' cache gets it in place of its latents."""
@@ -138,7 +139,8 @@ def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, 
     assert error(first * real, reference(ids, mask, {}) * real) < 1e-5
     token, held = first[:, -1:].argmax(-1), held_columns(cache)
     changed = 0.0
-    for layer, state in zip(reference.cache.layers, cache.engine.states, strict=True):
+    layers = [reference.cache.layers[index] for index in cache.geometry.compressed]
+    for layer, state in zip(layers, cache.engine.states, strict=True):
         for part in state.stored.segments:
             filled = part.layout.filled(torch.device("cpu"))
             columns = part.layout.columns(torch.device("cpu")).expand(part.layout.lanes, -1)
@@ -154,7 +156,7 @@ def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, 
     assert error(found, reference(token, mask, held)) < 1e-4
 
 
-@pytest.mark.parametrize("family", LATENT_FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("plan", ["full", "snapkv(window=6) @ tokens=24", "kivi(bits=4, group=4, recent=8)"])
 @torch.no_grad()
 def test_a_padded_batch_of_three_equals_each_alone(family: str, plan: str) -> None:

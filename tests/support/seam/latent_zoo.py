@@ -13,7 +13,15 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["LATENT_FAMILIES", "LatentReference", "build_latent", "latent_configs", "own_bytes"]
+__all__ = [
+    "LATENT_FAMILIES",
+    "MIXED_FAMILIES",
+    "LatentReference",
+    "build_latent",
+    "latent_configs",
+    "mixed_configs",
+    "own_bytes",
+]
 
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -38,6 +46,8 @@ _EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
+# Of weights, where those of the others leave a model's attention too flat.
+_SHARPNESS = {"bailing_hybrid": 0.45}
 _DENSE_FIRST = {"first_k_dense_replace": 1}
 
 
@@ -64,6 +74,27 @@ def latent_configs() -> dict[str, transformers.PreTrainedConfig]:
 LATENT_FAMILIES = tuple(latent_configs())
 
 
+@cache
+def mixed_configs() -> dict[str, transformers.PreTrainedConfig]:
+    """Families whose other layers are linear or have a window of their own: those that this transformers has."""
+    shape = {**_SHAPE, **_LATENT, **_EXPERTS, "num_hidden_layers": 4}
+    in_turns = {"layer_types": ["linear_attention", "full_attention"] * 2}
+    windowed = {**_LATENT, **_LOW_QUERIES, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24}
+    options = {
+        "kimi_linear": {**in_turns, "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 16},
+        "bailing_hybrid": {**in_turns, "q_lora_rank": None, "head_dim": 16, "num_experts": 4},
+        "dots3_note_text": {
+            **_LOW_QUERIES, **_DENSE_FIRST, "use_dsa": False, "sliding_window": 16,
+            **{f"swa_{name}": value for name, value in {**windowed, "kv_lora_rank": 28}.items()},
+        },
+    }  # fmt: skip
+    known = transformers.CONFIG_MAPPING
+    return {name: known[name](**{**shape, **own}) for name, own in options.items() if name in known}
+
+
+MIXED_FAMILIES = tuple(mixed_configs())
+
+
 def build_latent(
     family: str, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32, state: int = 0
 ) -> transformers.PreTrainedModel:
@@ -75,13 +106,13 @@ def build_latent(
 @cache
 def _made(family: str, attention: str, dtype: torch.dtype, state: int) -> transformers.PreTrainedModel:
     torch.manual_seed(state)
-    config = copy.deepcopy(latent_configs()[family])
+    config = copy.deepcopy((latent_configs() | mixed_configs())[family])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                scale = 1.0 if "embed" in name else 0.25
+                scale = 1.0 if "embed" in name else _SHARPNESS.get(family, 0.25)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -89,8 +120,16 @@ def _made(family: str, attention: str, dtype: torch.dtype, state: int) -> transf
 
 
 def own_bytes(cache: DynamicCache) -> int:
-    """What transformers' own cache holds."""
-    return sum(each.numel() * each.element_size() for layer in cache.layers for each in (layer.keys, layer.values))
+    """What transformers' own cache holds: latents and rotated keys, and states of other layers."""
+    waiting, total = [vars(layer) for layer in cache.layers], 0
+    while waiting:
+        thing = waiting.pop()
+        # A number that transformers keeps as a tensor is none of what is cached.
+        if isinstance(thing, Tensor) and thing.ndim:
+            total += thing.numel() * thing.element_size()
+        elif isinstance(thing, dict | list | tuple):
+            waiting += thing.values() if isinstance(thing, dict) else thing
+    return total
 
 
 class LatentReference:

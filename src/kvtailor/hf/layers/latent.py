@@ -16,7 +16,7 @@ from kvtailor.hf.attention import expect
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask
-from kvtailor.hf.model.latents import LatentProjections
+from kvtailor.hf.model.attending.latents import LatentProjections
 
 __all__ = ["LatentLayer"]
 
