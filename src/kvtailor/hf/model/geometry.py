@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model.modules import own_attention
+from kvtailor.hf.model.modules import makes_causal_mask, own_attention
 from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
@@ -192,6 +192,11 @@ def refusal(config: Any) -> str | None:
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
             "recurrent, or made of several transformers, and kvtailor supports neither"
         )
+    if (getattr(text, "num_kv_shared_layers", 0) or 0) >= layers:
+        return (
+            f"{name} has no keys of its own: all {layers} layers read those of another model, so it has no cache that "
+            "kvtailor could compress"
+        )
     if has_indexer(text):
         return (
             f"{name} lets an indexer choose the tokens that each query sees (sparse attention), by keys of its own "
@@ -271,7 +276,8 @@ def check(model: Any, own_name: str) -> None:
                 f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
                 "(past_key_values.update), so there is nothing that kvtailor could compress"
             )
-        if own and config.get_text_config(decoder=True).model_type not in _MULTIPLIES:
+        followed = config.get_text_config(decoder=True).model_type in _MULTIPLIES and makes_causal_mask(model)
+        if own and not followed:
             raise UnsupportedModel(
                 f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
                 "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"
