@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from importlib import import_module
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,7 +190,8 @@ def _page(data: dict[str, Any]) -> Iterator[str]:
         yield f"**{verdict}**\n"
         for key in order:
             if key[0] == verdict:
-                yield f"- {_cell(key[1])} ({len(reasons[key])})\n  - {', '.join(reasons[key])}"
+                yield from wrap(f"- {_cell(key[1])} ({len(reasons[key])})", 120, subsequent_indent="  ")
+                yield from wrap(", ".join(reasons[key]), 120, initial_indent="  - ", subsequent_indent="    ")
         yield ""
     yield "## Every pair\n"
     yield "A dash: this version of transformers does not have the pair.\n"

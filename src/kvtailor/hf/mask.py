@@ -20,6 +20,9 @@ from kvtailor.errors import CacheMisuse, UnsupportedModel
 
 __all__ = ["LazyMask", "TensorMask", "lazy_mask"]
 
+# What transformers and users put where a token may not be seen is below this.
+_HIDDEN = -1e4
+
 
 @dataclass(kw_only=True)
 class LazyMask:
@@ -208,6 +211,11 @@ class TensorMask:
                 f"tokens of {seen} seen, and has {tuple(mask.shape)}; a mask for each head is not supported"
             )
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+        if mask.dtype != torch.bool and bool(((mask[:, 0] != 0) & (mask[:, 0] > _HIDDEN)).any()):
+            raise CacheMisuse(
+                "a 4-D attention_mask of numbers may have 0 where a token is seen, and the dtype's least number or -inf "
+                "where it is not; this one adds other numbers to logits, which kvtailor does not support"
+            )
         return cls(allowed=allowed, new_tokens=new_tokens, first_column=seen - new_tokens)
 
     def at(self, rows: Tensor, columns: Tensor, first: int = 0, last: int | None = None) -> Tensor:

@@ -194,8 +194,8 @@ def refusal(config: Any) -> str | None:
         )
     if (getattr(text, "num_kv_shared_layers", 0) or 0) >= layers:
         return (
-            f"{name} has no keys of its own: all {layers} layers read those of another model, so it has no cache that "
-            "kvtailor could compress"
+            f"{name} keeps no keys of its own: all its layers read those of the model for which it drafts, so there is "
+            "nothing to compress"
         )
     if has_indexer(text):
         return (
