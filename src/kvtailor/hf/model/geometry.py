@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model.modules import own_attention
+from kvtailor.hf.model.modules import makes_causal_mask, own_attention
 from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
@@ -276,7 +276,8 @@ def check(model: Any, own_name: str) -> None:
                 f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
                 "(past_key_values.update), so there is nothing that kvtailor could compress"
             )
-        if own and config.get_text_config(decoder=True).model_type not in _MULTIPLIES:
+        followed = config.get_text_config(decoder=True).model_type in _MULTIPLIES and makes_causal_mask(model)
+        if own and not followed:
             raise UnsupportedModel(
                 f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
                 "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"

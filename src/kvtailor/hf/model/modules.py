@@ -23,7 +23,7 @@ from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 
-__all__ = ["attention_modules", "modules_by_layer", "own_attention", "rotation_of"]
+__all__ = ["attention_modules", "makes_causal_mask", "modules_by_layer", "own_attention", "rotation_of"]
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
@@ -80,6 +80,22 @@ def own_attention(model: Any) -> list[str] | None:
     if not reading:
         return None
     return [name for name, source in reading.items() if "ALL_ATTENTION_FUNCTIONS" not in source]
+
+
+def makes_causal_mask(model: Any) -> bool:
+    """Whether a model gets its mask from transformers' `create_causal_mask`, which asks for ours by its name.
+
+    The encoders that may be decoders did not do so before transformers 5.18.
+    """
+    inner = getattr(model.set_attn_implementation, "__self__", model)
+    return "create_causal_mask" in _source_of_module(type(inner))
+
+
+def _source_of_module(kind: type) -> str:
+    try:
+        return inspect.getsource(sys.modules[kind.__module__])
+    except (OSError, TypeError):
+        return ""
 
 
 def _source(kind: type) -> str:
