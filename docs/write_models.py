@@ -1,6 +1,7 @@
 """Writes `docs/models.md`: which of transformers' models kvtailor works with, and why the others are refused.
 
     python docs/write_models.py             judges every pair under the installed transformers, then writes
+    python docs/write_models.py gptj mpt    judges these types of models alone, then writes
     python docs/write_models.py --page      writes from what was judged before (so does `make docs`)
 
 The verdicts lie in `docs/models.json`, a column for each version of transformers; a run replaces the column of the
@@ -15,10 +16,11 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from importlib import import_module
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,10 +107,15 @@ def column_of(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def judge_all() -> dict[str, Any]:
-    """Judge every pair under the installed transformers; return the recorded verdicts with its column replaced."""
+def judge_all(types: Sequence[str] = ()) -> dict[str, Any]:
+    """Judge pairs under the installed transformers; return the recorded verdicts with its column replaced.
+
+    Args:
+        types: of the models that are judged; empty: all.
+    """
     torch, transformers = import_module("torch"), import_module("transformers")
     pairs = import_module("tests.support.every_model.pairs").every_pair()
+    pairs = [pair for pair in pairs if not types or pair.model_type in types]
     judged = import_module("tests.support.every_model.run").judged
     column, began = column_of(transformers.__version__), time.perf_counter()
     found = {}
@@ -119,7 +126,7 @@ def judge_all() -> dict[str, Any]:
     data = recorded()
     rows = {(row["mapping"], row["type"], row["class"]): row for row in data["pairs"]}
     for key, row in rows.items():
-        if key not in found:
+        if key not in found and not types:
             row.pop(column, None)
     for key, verdict in found.items():
         row = rows.setdefault(key, dict(zip(("mapping", "type", "class"), key, strict=True)))
@@ -183,7 +190,8 @@ def _page(data: dict[str, Any]) -> Iterator[str]:
         yield f"**{verdict}**\n"
         for key in order:
             if key[0] == verdict:
-                yield f"- {_cell(key[1])} ({len(reasons[key])})\n  - {', '.join(reasons[key])}"
+                yield from wrap(f"- {_cell(key[1])} ({len(reasons[key])})", 120, subsequent_indent="  ")
+                yield from wrap(", ".join(reasons[key]), 120, initial_indent="  - ", subsequent_indent="    ")
         yield ""
     yield "## Every pair\n"
     yield "A dash: this version of transformers does not have the pair.\n"
@@ -300,8 +308,9 @@ def main() -> None:
     """Judge, unless `--page` is given, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="judge nothing, write from docs/models.json")
+    parser.add_argument("types", nargs="*", help="types of models to judge; all where none is given")
     given = parser.parse_args()
-    write(recorded() if given.page else judge_all())
+    write(recorded() if given.page else judge_all(given.types))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtailor.engine.budget import total_tokens
+from kvtailor.engine.budget import CacheShape, budget_of, total_tokens
 from kvtailor.plan import Plan
 
 
@@ -21,3 +21,31 @@ def test_a_share_is_the_decimal_one(keep: str) -> None:
         )
         owed = [max(int(Fraction(keep) * n * layers * heads), layers * heads) for n in tokens.tolist()]
         assert total.tolist() == owed
+
+
+@pytest.mark.parametrize("plan", ["knorm @ bytes=1000000", "knorm + vector(bits=8) @ bytes=1000000"])
+def test_a_token_is_priced_by_its_layer(plan: str) -> None:
+    """Layers of other heads and sizes: the bytes come out, and every head of each layer gets the same number."""
+    parsed = Plan.parse(plan)
+    shapes = [
+        CacheShape(heads=2, key_size=64, value_size=64, element_size=2),
+        CacheShape(heads=4, key_size=32, value_size=16, element_size=2),
+        CacheShape(heads=1, key_size=128, value_size=256, element_size=2),
+    ]
+    tokens = torch.tensor([100_000])
+    heads = sum(shape.heads for shape in shapes)
+    budgets = [budget_of(parsed, tokens, layers=3, newest=shape, other_bytes=5000, shapes=shapes) for shape in shapes]
+    each = {int(budget.each) for budget in budgets}
+    assert len(each) == 1
+    (held,) = each
+    # What uniform gives each head of a layer that is cut alone.
+    assert {int(b.total) // (3 * s.heads) for b, s in zip(budgets, shapes, strict=True)} == {held}
+    taken = 5000 + sum(shape.heads * held * (_token_bytes(parsed, shape) + 4) for shape in shapes)
+    assert 1_000_000 - 2 * heads * 1000 < taken <= 1_000_000
+    narrow = budget_of(parsed, tokens, layers=3, newest=shapes[0], other_bytes=5000)
+    assert int(narrow.each) != held, "priced by one of them, it would come out otherwise"
+
+
+def _token_bytes(plan: Plan, shape: CacheShape) -> float:
+    key_size, value_size, element = shape.sizes()
+    return plan.encode.mean_bytes_per_token(3, key_size, value_size, element, heads=shape.heads)

@@ -115,6 +115,8 @@ def _rounds(default: int, name: str = "rounds", what: str = "Timed rounds.") -> 
 
 
 _DTYPES = _one_of("float32", "bfloat16")
+# Plain, and a hybrid of which one layer in four attends: names of `hf.model.config.RANDOM_SHAPES`.
+_MODELS = ("random-llama-gqa", "random-qwen3-next")
 
 
 @micro.command(cls=_OneBench, short_help="A decoded token and a prefill, against transformers' caches.")
@@ -123,6 +125,9 @@ _DTYPES = _one_of("float32", "bfloat16")
 @_list("prefill", "8192", "Tokens of prompts, with ',' between; '' for none.")
 @_rounds(15)
 @_rounds(3, "prefill-rounds", "Timed rounds of prompts.")
+@click.option(
+    "--model", type=click.Choice(_MODELS), default=_MODELS[0], show_default=True, help="Untrained; its shape."
+)
 @_common
 def decode(
     dtype: tuple[str, ...],
@@ -130,9 +135,10 @@ def decode(
     prefill: tuple[int, ...],
     rounds: int,
     prefill_rounds: int,
+    model: str,
     **common: Any,
 ) -> None:
-    """Time a decoded token and a prefill of a random Llama-shaped model, with our caches and with transformers' own.
+    """Time a decoded token and a prefill of a random model, with our caches and with transformers' own.
 
     Decoding is divided by transformers' StaticCache with sdpa, its fastest; DynamicCache, its default, stands beside.
     """
@@ -141,7 +147,7 @@ def decode(
     _run(
         lambda device: bench(
             dtypes=dtype, contexts=contexts, prefills=prefill, rounds=rounds, prefill_rounds=prefill_rounds,
-            device=device,
+            device=device, model=model,
         ),
         **common,
     )  # fmt: skip

@@ -20,12 +20,22 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, lazy_mask
-from kvtailor.hf.model.own_layers import own_attention
-from kvtailor.hf.model.softmax import softmax_of
+from kvtailor.hf.model.attending.own_layers import own_attention
+from kvtailor.hf.model.attending.softmax import softmax_of
 from kvtailor.hf.switch import forward_began
 
-__all__ = ["HANDLE", "NAME", "PlainForwards", "attention", "counting_plain_forwards", "expect", "register"]
+__all__ = [
+    "HANDLE",
+    "NAME",
+    "PlainForwards",
+    "attention",
+    "counting_plain_forwards",
+    "expect",
+    "register",
+    "ungraded",
+]
 
 NAME = "kvtailor"
 HANDLE = "_kvtailor_layer"
@@ -95,6 +105,7 @@ def _expected(module: torch.nn.Module, key: Tensor) -> Any:
     return layer if layer.has_given(key) else None
 
 
+@run_eagerly
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -137,6 +148,7 @@ def attention(
                 "a compressed cache is for inference: the model asks for dropout; call model.eval() first"
             )
         layer.check_model(module)
+        _check_direction(module, attention_mask)
         layer.take_softmax(softmax)
         if layer is expected:
             layer.check_states(module, key, value)
@@ -147,9 +159,32 @@ def attention(
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
+    return ungraded(output, query).transpose(1, 2).contiguous(), None
+
+
+def _check_direction(module: torch.nn.Module, mask: Tensor | LazyMask | None) -> None:
+    """Raise where transformers' own forms of attention disagree about which tokens a prompt sees.
+
+    Its sdpa gets no mask for a prompt that is merely causal and goes by `is_causal` of the module; its eager attention
+    gets the mask. PaliGemma's modules have False (use_bidirectional_attention): its prefix is read in both directions.
+    """
+    both = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
+    if not both or getattr(module, "is_causal", True) or not isinstance(mask, LazyMask):
+        return
+    if mask.causal_only and mask.first_column == 0 and mask.new_tokens > 1:
+        raise CacheMisuse(
+            f"{type(module).__name__} reads in both directions what no mask forbids (is_causal=False), and this prompt "
+            "comes without a mask of its own, so transformers' sdpa and eager attention differ on it: pass "
+            "token_type_ids, as the model's processor gives them"
+        )
+
+
+def ungraded(output: Tensor, query: Tensor) -> Tensor:
+    """Return an output whose gradient with respect to these queries is refused, where a gradient would be taken."""
     if query.requires_grad and torch.is_grad_enabled():
-        output = _Ungraded.apply(output, query)
-    return output.transpose(1, 2).contiguous(), None
+        refused: Tensor = _Ungraded.apply(output, query)
+        return refused
+    return output
 
 
 class _Ungraded(torch.autograd.Function):
@@ -166,11 +201,13 @@ class _Ungraded(torch.autograd.Function):
         )
 
 
+@run_eagerly
 def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
     """`lazy_mask` for a forward of a model with this configuration, whose attention stays ours until it ends."""
     # A forward begins. What one before it expected, and was broken off, must not be found by this one's attention.
     _EXPECTED.layer = None
     mask = lazy_mask(*args, **kwargs)
+    mask.config = config
     if config is not None and not torch.compiler.is_compiling():
         forward_began(config, mask)
     return mask

@@ -24,6 +24,7 @@ from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_ca
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.of_cache import EmptyLayer, layers_of, plan_misfits
+from kvtailor.hf.layers.run_eagerly import caller, run_eagerly
 from kvtailor.hf.layers.states import StateLayer, StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.geometry import Geometry
@@ -319,10 +320,11 @@ class KvCache(Cache):
         if isinstance(layer, StatesMixin):
             layer.touched(state)
 
+    @run_eagerly
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by a layer."""
         self.guard.check_whole()
-        length, frame = int(super().get_seq_length(layer_idx)), sys._getframe(1)
+        length, frame = int(super().get_seq_length(layer_idx)), caller(sys._getframe(1))
         self.guard.rope.asked_for_length(frame, length)
         shown = shown_to_generate(frame)
         if shown is not None:
@@ -354,6 +356,7 @@ class KvCache(Cache):
         if shown.ids is not None:
             self.conversation.append(shown.ids if alone else shown.ids[:, seen:], shown.real, at=seen)
 
+    @run_eagerly
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of a layer's mask; raises where `generate()` found nothing new in its input."""
         if not query_length and self.seen:

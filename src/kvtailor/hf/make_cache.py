@@ -15,13 +15,13 @@ from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.minimax import cache_class
+from kvtailor.hf.model.attending.latents import LatentOutput, projections_of
+from kvtailor.hf.model.attending.softmax import check_plan_softmax, softmax_before
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
-from kvtailor.hf.model.latents import LatentOutput, projections_of
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
-from kvtailor.hf.model.softmax import check_plan_softmax, softmax_before
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
 from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan

@@ -20,6 +20,9 @@ from kvtailor.errors import CacheMisuse, UnsupportedModel
 
 __all__ = ["LazyMask", "TensorMask", "lazy_mask"]
 
+# What transformers and users put where a token may not be seen is below this.
+_HIDDEN = -1e4
+
 
 @dataclass(kw_only=True)
 class LazyMask:
@@ -31,6 +34,7 @@ class LazyMask:
         padding: (b, columns) bool, False for padding; None where nothing is padded.
         local_size: window or chunk of the layer type; None on layers that see all.
         options: further arguments of transformers' own mask maker, for `dense`.
+        config: of the model whose forward made it; None where that is not known.
     """
 
     batch_size: int
@@ -43,6 +47,7 @@ class LazyMask:
     local_size: int | None
     device: torch.device
     options: dict[str, Any] = field(default_factory=dict)
+    config: Any = None
     # transformers reads a mask's number of dimensions before it hands it on; this one is no 4-D tensor.
     shape: tuple[int, ...] = ()
     ndim: int = 0
@@ -151,6 +156,27 @@ class LazyMask:
             "a rule and no tensor, and kvtailor supports the newest queries alone"
         )
 
+    def size(self) -> tuple[int, int, int, int]:
+        """The size of the tensor that it stands for; some models check it."""
+        return self.batch_size, 1, self.new_tokens, self.kv_length
+
+    def to(self, *_: Any, **__: Any) -> LazyMask:
+        """It has no device and no dtype of its own."""
+        return self
+
+    def __radd__(self, logits: Any) -> Any:
+        """Logits of a model that adds its mask itself, (b, q, t, n), with what may not be seen at the lowest number."""
+        if not isinstance(logits, Tensor):
+            return NotImplemented
+        masked = getattr(logits, "masked", None)
+        if masked is not None:
+            return masked(self)
+        allowed = self.dense()
+        if allowed is None:
+            rows, columns = torch.arange(self.batch_size), torch.arange(self.kv_length)
+            allowed = self.at(rows.to(logits.device), columns.to(logits.device)[None])[:, None]
+        return logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+
     def contiguous(self) -> LazyMask:
         """Some models call this before they hand the mask on."""
         return self
@@ -185,6 +211,11 @@ class TensorMask:
                 f"tokens of {seen} seen, and has {tuple(mask.shape)}; a mask for each head is not supported"
             )
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+        if mask.dtype != torch.bool and bool(((mask[:, 0] != 0) & (mask[:, 0] > _HIDDEN)).any()):
+            raise CacheMisuse(
+                "a 4-D attention_mask of numbers may have 0 where a token is seen, and the dtype's least number or -inf "
+                "where it is not; this one adds other numbers to logits, which kvtailor does not support"
+            )
         return cls(allowed=allowed, new_tokens=new_tokens, first_column=seen - new_tokens)
 
     def at(self, rows: Tensor, columns: Tensor, first: int = 0, last: int | None = None) -> Tensor:

@@ -115,7 +115,11 @@ def switch(model: Any, own_name: str) -> Lease:
             for config in _configs(model):
                 if config._attn_implementation != own_name:
                     record.before[id(config)] = weakref.ref(config), config._attn_implementation
-            model.set_attn_implementation(own_name)
+            if getattr(model.set_attn_implementation, "__self__", model)._can_set_attn_implementation():
+                model.set_attn_implementation(own_name)
+            if text._attn_implementation != own_name:
+                # An attention that cannot be set: the name is for the model's mask alone.
+                _set(text, own_name)
         return lease
 
 

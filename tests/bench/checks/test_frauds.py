@@ -84,7 +84,7 @@ def test_a_mask_over_a_real_cache_frees_nothing():
     def hide(layer):
         whole = layer.attend
 
-        def attend(query, mask, scaling):
+        def attend(query, mask, scaling, *module):
             output = whole(query, mask, scaling)
             new, seen = query.shape[2], layer.state.stored.seen
             if new == seen:

@@ -57,7 +57,7 @@ def reading_all(cache):
             values.append(new_values.clone())
             append(new_keys, new_values, **how)
 
-        def attend(query, mask, scaling):
+        def attend(query, mask, scaling, *module):
             output = whole(query, mask, scaling)
             if len(keys) == 1:
                 return output

@@ -18,7 +18,7 @@ from kvtailor.calibration.run import calibrate
 from kvtailor.errors import CacheMisuse, CalibrationError, KvtailorError, PlanError, UnsupportedModel
 from kvtailor.hf.graphs.replaying import Replays
 from kvtailor.hf.layers.latent import LatentLayer
-from kvtailor.hf.model.latents import projections_of
+from kvtailor.hf.model.attending.latents import projections_of
 from kvtailor.plan import Plan
 from tests.support.every_plan import every_plan
 from tests.support.seam.latent_zoo import LATENT_FAMILIES, build_latent

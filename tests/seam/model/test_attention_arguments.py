@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.attention import attention
-from kvtailor.hf.model.softmax import CHANGES_NOTHING, REFUSED, SUPPORTED, softmax_of
+from kvtailor.hf.model.attending.softmax import CHANGES_NOTHING, REFUSED, SUPPORTED, softmax_of
 from tests.support.seam.zoo import build, error, prompts
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -55,7 +55,7 @@ def test_each_argument_of_each_family_is_known() -> None:
     unknown = {name: sorted(of) for name, of in found.items()}
     for known in (SUPPORTED, set(REFUSED), CHANGES_NOTHING, STATES):
         unknown = {name: of for name, of in unknown.items() if name not in known}
-    assert unknown == {}, "decide in hf/model/softmax.py what each of these arguments changes"
+    assert unknown == {}, "decide in hf/model/attending/softmax.py what each of these arguments changes"
     assert not SUPPORTED & CHANGES_NOTHING and not set(REFUSED) & (SUPPORTED | CHANGES_NOTHING)
 
 

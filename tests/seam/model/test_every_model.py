@@ -57,7 +57,7 @@ def test_a_wrong_attention_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     pair = next(pair for pair in every_pair() if pair.model_type == "llama")
     make = kvtailor.cache_for
-    worse = {"full": "streaming(sinks=0) @ tokens=8"}
+    worse = {"full": "position(sinks=0) @ tokens=8"}
     monkeypatch.setattr(kvtailor, "cache_for", lambda model, plan: make(model, worse.get(str(plan), plan)))
     found = judge(pair)
     assert (found.verdict, found.where) == (DIFFERS, "full")

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import kvtailor
@@ -16,7 +17,7 @@ from tests.support.crossed import crossed
 from tests.support.seam.zoo import SOFTMAX_FAMILIES, MaskedReference, build, error, prompts
 
 every_family = pytest.mark.parametrize("family", SOFTMAX_FAMILIES)
-WITH_SINKS = ("gpt_oss", "mimo_v2_flash", "granite_swa")
+WITH_SINKS = tuple(family for family in SOFTMAX_FAMILIES if family != "gemma2")
 
 
 @every_family
@@ -76,6 +77,10 @@ def test_assisted_decoding_crops_exactly(family: str, how: str) -> None:
     own, ours = build(family), build(family)
     ids = prompts((12,))[0].repeat(1, 3)
     helper = {"prompt_lookup_num_tokens": 3} if how == "prompt_lookup" else {"assistant_model": build(family)}
+    try:
+        own.generate(ids, max_new_tokens=16, do_sample=False, **helper)
+    except RuntimeError as broken:
+        pytest.skip(f"transformers {transformers.__version__} itself cannot do this with its own cache: {broken}")
     expected = own.generate(ids, max_new_tokens=16, do_sample=False)
     cache = kvtailor.cache_for(ours, "full")
     found = ours.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False, **helper)

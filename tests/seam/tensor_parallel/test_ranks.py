@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from kvtailor.plan import registry
 from tests.seam.tensor_parallel import worker
@@ -80,6 +81,12 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
         assert each["full"] == 1.0
         if each["plan"] != plan_of("orthogonal_int4"):
             assert 0.95 < each["total"] < 1.05
+
+
+@pytest.mark.skipif(not hasattr(transformers, "GraniteSWAConfig"), reason="this transformers has no Granite-SWA")
+def test_two_processes_have_the_sinks_of_their_own_heads(tmp_path: Path) -> None:
+    plans = ["snapkv(window=8) + adakv @ keep=0.3", "h2o + adakv @ tokens=40, slack=4", "full"]
+    check(launch(2, families=["granite_swa"], plans=plans, folder=tmp_path))
 
 
 @pytest.mark.long

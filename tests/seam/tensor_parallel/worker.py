@@ -83,6 +83,15 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
     }
 
 
+def with_sinks() -> dict[str, transformers.PreTrainedConfig]:
+    """A family with learned sinks, of which each process has those of its query heads."""
+    return {
+        "granite_swa": transformers.GraniteSWAConfig(
+            **_SHAPE, **_GROUPED, sliding_window=16, layer_types=_LAYERS, attention_multiplier=0.25
+        )
+    }
+
+
 def plan_of(preset: str) -> str:
     """A preset with a budget for prompts of this length."""
     return f"{preset} @ tokens=40" if registry.presets()[preset].budget else preset
@@ -91,13 +100,17 @@ def plan_of(preset: str) -> str:
 def save(family: str, folder: Path) -> None:
     """Write a random model whose attention is sharp enough that which tokens it sees matters."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(configs()[family], dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_config(
+        (with_sinks() if family == "granite_swa" else configs())[family], dtype=torch.float64
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 scale = 1.0 if "embed" in name else 0.25
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
+            elif name.endswith("sinks"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 2 + 2)
     model.save_pretrained(folder)
 
 

@@ -95,27 +95,13 @@ def test_the_reference_notices_what_is_attended(family: str) -> None:
 @pytest.mark.parametrize("family", BIDIRECTIONAL)
 def test_h2o_counts_the_attention_between_image_tokens(family: str) -> None:
     """Its kept sets are the largest column sums of the model's own probabilities, image masks included."""
-    from kvtailor.score.h2o import H2O  # noqa: F401  (its plan is parsed by name)
-
     model, reference = build(family), VisionReference(family)
     first, cache = prompt(family, ROWS[:1]), kvtailor.cache_for(model, "h2o(recent=4) @ tokens=16")
     model(**first.inputs(), past_key_values=cache)
-    probabilities: dict[int, Tensor] = {}
-    plain = reference._attention
-
-    def watched(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **more: Any):
-        group = query.shape[1] // key.shape[1]
-        logits = query.double() @ key.double().repeat_interleave(group, 1).transpose(-1, -2) * scaling
-        logits = logits.masked_fill(~mask, -torch.inf)
-        probabilities[module.layer_idx] = logits.softmax(-1).unflatten(1, (-1, group)).sum((2, 3))
-        return plain(module, query, key, value, mask, scaling, **more)
-
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(reference.NAME, watched)
     reference.read(first.inputs(), {})
     for layer, held in held_columns(cache).items():
-        mass = probabilities[layer].clone()
+        # (b, q, t, n) of the model's own softmax, summed over queries and over the query heads of a kv head.
+        mass = reference.given[layer].unflatten(1, (held.shape[1], -1)).sum((2, 3))
         mass[..., -4:] = torch.inf
         expected = torch.zeros_like(held).scatter_(2, mass.topk(16, -1).indices, True)
         assert torch.equal(held, expected), f"layer {layer}"

@@ -45,6 +45,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     # One stack is applied eight times for each of its layers, which multiplies rounding.
+    # Its linear attention multiplies rounding from layer to layer.
+    "minimax": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
@@ -95,7 +97,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]}},
     "glm5_next_text": {"num_key_value_heads": 4},
     "granite4_vision": {"deepstack_layer_map": [[0, 1]], "downsample_rate": "4/8", "spatial_target_layers": [1]},
-    "mistral4": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "radio": {"video_temporal_patch_size": 2},
     "qwen2_5_omni_text": {"rope_parameters": _SECTIONS},

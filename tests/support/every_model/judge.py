@@ -20,6 +20,8 @@ from kvtailor.errors import KvtailorError
 
 __all__ = ["EVICTING", "ENCODING", "VERDICTS", "Verdict", "judge"]
 
+# Models whose prompt needs what a processor gives beside the tokens, as `token_type_ids`.
+TYPED = frozenset({"paligemma"})
 WORKS, REFUSED, LATE, CRASH, DIFFERS, NOT_BUILT = "works", "refused", "refused late", "crash", "differs", "not built"
 VERDICTS = (WORKS, REFUSED, LATE, CRASH, DIFFERS, NOT_BUILT)
 EVICTING = "snapkv(window=4) @ tokens=16"
@@ -79,8 +81,8 @@ def judge(pair: Pair) -> Verdict:
 def _judge(pair: Pair, numbers: dict[str, float]) -> None:
     try:
         model = build(pair)
-    except NotBuilt as error:
-        raise _Ends(NOT_BUILT, str(error), "building") from error
+    except NotBuilt as missing:
+        raise _Ends(NOT_BUILT, str(missing), "building") from missing
     if not hasattr(model, "generate") or not model.can_generate():
         # A forward without generation is no decoding; what kvtailor makes of the model is asked all the same.
         _refusal_expected(model, "it cannot generate")
@@ -88,9 +90,9 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
     try:
         own = _generated(model, ids, torch.ones_like(ids))
         again = _generated(model, ids, torch.ones_like(ids))
-    except Exception as error:
-        _refusal_expected(model, f"its own generate() ends with {_told(error)}")
-        raise AssertionError from error
+    except Exception as broken:
+        _refusal_expected(model, f"its own generate() ends with {_told(broken)}")
+        raise
     if own.past is None:
         _refusal_expected(model, "its own generate() gives no cache back")
     if not torch.equal(own.logits, again.logits):
@@ -104,10 +106,15 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
         numbers["full"] = _compared(ours, own, "full")
     with _errors("turn two of full"):
         turn = _prompt(1, TURN, state=5)
-        numbers["turn two"] = _compared(
-            _next_turn(model, ours, turn, cache), _next_turn(model, own, turn, own.past), "turn two"
-        )
-        plain_bytes = cache.ledger().total
+        if not cache.geometry.restarts:
+            found = _next_turn(model, ours, turn, cache)
+            expected = _next_turn(model, own, turn, own.past)
+            if error(found.logits, expected.logits) > EXACT:
+                # MiniMax's own cache forgets at a second turn; what it means is the text at once.
+                expected = _next_turn(model, own, turn, None)
+            numbers["turn two"] = _compared(found, expected, "turn two")
+            del found
+    plain_bytes = cache.ledger().total
     # The model has its own attention back once no cache of ours is there.
     del cache, ours
     padded, mask = _padded()
@@ -140,7 +147,7 @@ def _evicts(model: Any, ids: Tensor, own: Generated, numbers: dict[str, float]) 
         if not held <= 16 + DECODED:
             raise _Ends(DIFFERS, f"{held:.1f} tokens are held for each head, and 16 were asked for", EVICTING)
         numbers["contrast"] = error(found.logits[:, 1:2], own.logits[:, 1:2]) if _same_first(found, own) else -1.0
-        expected = decoded_under_mask(model, cache, ids, found.tokens)
+        expected = decoded_under_mask(model, cache, ids, found.tokens, **_typed(model, ids))
         if expected is not None:
             numbers["truth"] = error(found.logits[:, : expected.shape[1]], expected)
             if not numbers["truth"] <= EXACT:
@@ -155,8 +162,8 @@ def _encodes(model: Any, ids: Tensor, numbers: dict[str, float], plain_bytes: in
             cache = kvtailor.cache_for(model, ENCODING)
         found = _generated(model, ids, torch.ones_like(ids), cache)
         _finite(found, ENCODING)
-        turn = torch.cat([found.tokens, _prompt(1, TURN, state=5)], 1)
-        _finite(_generated(model, turn, torch.ones_like(turn), cache, steps=4), ENCODING)
+        if not cache.geometry.restarts:
+            _finite(_next_turn(model, found, _prompt(1, TURN, state=5), cache), ENCODING)
         held = cache.ledger().total
         numbers["encoded bytes"] = held / plain_bytes
         if not held < plain_bytes:
@@ -173,7 +180,8 @@ class Generated:
 
 
 def _generated(model: Any, ids: Tensor, mask: Tensor, cache: Any = None, steps: int = DECODED) -> Generated:
-    options = {} if cache is None else {"past_key_values": cache}
+    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    options |= _typed(model, ids)
     torch.manual_seed(3)
     with torch.no_grad():
         found = model.generate(
@@ -182,6 +190,10 @@ def _generated(model: Any, ids: Tensor, mask: Tensor, cache: Any = None, steps: 
             use_cache=True, **options,
         )  # fmt: skip
     return Generated(found.sequences, torch.stack(found.logits, 1).float(), getattr(found, "past_key_values", None))
+
+
+def _typed(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    return {"token_type_ids": torch.zeros_like(ids)} if model.config.model_type in TYPED else {}
 
 
 def _next_turn(model: Any, before: Generated, turn: Tensor, cache: Any) -> Generated:

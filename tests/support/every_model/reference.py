@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tests.support.seam.zoo import held_columns
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
 __all__ = ["decoded_under_mask"]
@@ -23,7 +23,7 @@ NAME = "masked-by-eviction"
 
 
 @torch.no_grad()
-def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> Tensor | None:
+def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor, **options: Any) -> Tensor | None:
     """Return the logits (1, t, v) of a model that decodes `tokens` behind `ids`, seeing what the cache holds of them.
 
     Args:
@@ -31,6 +31,7 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> T
         cache: of ours, after the generation; its plan evicts after the prompt and not while decoding.
         ids: (1, n) the prompt.
         tokens: (1, n + t) the prompt and what was generated.
+        options: further arguments of `generate`.
 
     Returns:
         None where the model's own eager attention cannot be found.
@@ -42,17 +43,24 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> T
     held |= {index: held[shape.reads] for index, shape in enumerate(shapes) if shape.reads in held}
     keeping = [index for index, shape in enumerate(shapes) if shape.kv_heads]
     masked = _Masked(held, keeping if _runs_several_times(model) else None)
+    given: dict[str, Any] = dict(options)
+    if cache.geometry.multiplies:
+        given["past_key_values"] = _DenyingCache(held, config=model.config.get_text_config(decoder=True))
     AttentionInterface.register(NAME, masked.attention)
     AttentionMaskInterface.register(NAME, eager_mask)
     own = copy.deepcopy(model)
     text = own.config.get_text_config(decoder=True)
-    own.set_attn_implementation(NAME)
-    if text._attn_implementation != NAME:
-        return None
+    if cache.geometry.multiplies:
+        # The lease of our cache has our name in the configuration; what the model itself would have is eager.
+        text._attn_implementation = {"": "eager"}
+    else:
+        own.set_attn_implementation(NAME)
+        if text._attn_implementation != NAME:
+            return None
     found = own.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens.shape[1] - prompt, do_sample=False,
         min_new_tokens=tokens.shape[1] - prompt, num_beams=1, eos_token_id=None, pad_token_id=0, output_logits=True,
-        return_dict_in_generate=True, use_cache=True,
+        return_dict_in_generate=True, use_cache=True, **given,
     )  # fmt: skip
     if not masked.found_eager:
         return None
@@ -102,6 +110,49 @@ class _Masked:
             mask = mask.expand(-1, query.shape[1], -1, -1).clone()
             mask[..., : denied.shape[-1]].masked_fill_(denied, torch.finfo(mask.dtype).min)
         return eager(module, query, key, value, mask, **options)
+
+
+class _DenyingCache(DynamicCache):
+    """A full cache for a model that multiplies its keys itself: logits of dropped columns come out as a low number.
+
+    Args:
+        held: by layer (b, h, n) bool.
+    """
+
+    def __init__(self, held: dict[int, Tensor], **options: Any):
+        super().__init__(**options)
+        self.held = held
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        held = self.held.get(layer_idx)
+        if held is not None and keys.shape[2] > held.shape[-1]:
+            keys = keys.as_subclass(_DeniedKeys)
+            keys.denied = ~held
+        return keys, values
+
+
+class _DeniedKeys(Tensor):
+    """Keys of which some must not be seen; real numbers, and a real product of them."""
+
+    denied: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        keys = next((each for each in args if isinstance(each, _DeniedKeys)), None)
+        if keys is None or not isinstance(found, Tensor):
+            return found
+        if func.__name__ not in ("matmul", "__matmul__", "bmm", "baddbmm"):
+            found.denied = keys.denied
+            return found
+        # Logits (b, q, t, n), or (b * q, t, n)
+        logits = found.as_subclass(Tensor)
+        b, h, n = keys.denied.shape
+        each = logits.view(b, -1, *logits.shape[-2:]).clone()
+        denied = keys.denied.repeat_interleave(each.shape[1] // h, 1)[:, :, None]
+        each[..., :n].masked_fill_(denied, -1e30)
+        return each.view(logits.shape)
 
 
 def _plain(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:

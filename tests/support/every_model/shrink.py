@@ -157,6 +157,8 @@ def _shrunk(
     values: dict[str, Any] = {}
     layers = next((getattr(default, n) for n in _LAYER_COUNTS if isinstance(getattr(default, n, None), int)), 0)
     kept = _kept_layers(default, layers, reads_text)
+    # A part may have other defaults than its class.
+    of_class = vars(_default(type(default)))
     for name, value in _attributes(default):
         if name in parts:
             continue
@@ -165,6 +167,9 @@ def _shrunk(
             values[name] = small
         elif _TOKEN.search(name) or name in ("bos_token", "eos_token"):
             values |= _special_token(name, value, special)
+        elif name in of_class and not isinstance(value, dict) and value != of_class[name]:
+            values[name] = value
+    values |= _small_latents(default)
     for name, part in parts.items():
         if isinstance(part, PreTrainedConfig):
             inner = changes.pop(name, {})
@@ -178,6 +183,19 @@ def _shrunk(
     values |= changes
     made = _made(default, values)
     return made
+
+
+def _small_latents(default: PreTrainedConfig) -> dict[str, Any]:
+    """Heads and sizes of multi-head latent attention, which depend on each other."""
+    given = vars(default)
+    if not given.get("kv_lora_rank"):
+        return {}
+    rotary = min(given.get("qk_rope_head_dim") or 0, 8)
+    sizes = {given.get("qk_rope_head_dim"): rotary, given.get("qk_head_dim"): rotary + HEAD_DIM}
+    found: dict[str, Any] = {"num_key_value_heads": HEADS} if given.get("num_key_value_heads") else {}
+    if given.get("head_dim") in sizes:
+        found["head_dim"] = sizes[given["head_dim"]]
+    return found
 
 
 def _made(default: PreTrainedConfig, values: dict[str, Any]) -> PreTrainedConfig:

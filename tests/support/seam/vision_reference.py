@@ -25,6 +25,7 @@ class VisionReference(MaskedReference):
         self.model = vision.build(family, attention=self.NAME, state=state)
         self.cache = DynamicCache()
         self.held: Mapping[int, Tensor] = {}
+        self.layer, self.ignores, self.given = -1, (), {}
 
     @torch.no_grad()
     def read(self, inputs: Mapping[str, Tensor], held: Mapping[int, Tensor]) -> Tensor:

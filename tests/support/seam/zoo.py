@@ -64,16 +64,21 @@ def softmax_configs() -> dict[str, transformers.PreTrainedConfig]:
     hybrid = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     shape = {**_SHAPE, **_GROUPED, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16, "layer_types": hybrid}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    return {
-        # All experts at once: rounding would otherwise choose others here and there.
-        "gpt_oss": transformers.GptOssConfig(**shape, **rope, num_local_experts=3, num_experts_per_tok=3),
+    # All experts at once: rounding would otherwise choose others here and there.
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 3}
+    made = {
+        "gpt_oss": ("GptOssConfig", {**rope, **experts}),
         # Its windows alone have sinks, and twice the kv heads.
-        "mimo_v2_flash": transformers.MiMoV2FlashConfig(
-            **shape, v_head_dim=12, n_routed_experts=3, num_experts_per_tok=3, moe_intermediate_size=32,
-        ),
-        "granite_swa": transformers.GraniteSWAConfig(**shape, attention_multiplier=0.25),
-        "gemma2": transformers.Gemma2Config(**shape, attn_logit_softcapping=3.0, query_pre_attn_scalar=16),
-    }  # fmt: skip
+        "mimo_v2_flash": ("MiMoV2FlashConfig", {**experts, "v_head_dim": 12, "moe_intermediate_size": 32}),
+        "granite_swa": ("GraniteSWAConfig", {"attention_multiplier": 0.25}),
+        "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}),
+    }
+    # Not every version of transformers that is supported has all of them.
+    return {
+        name: getattr(transformers, kind)(**shape, **own)
+        for name, (kind, own) in made.items()
+        if hasattr(transformers, kind)
+    }
 
 
 SOFTMAX_FAMILIES = tuple(softmax_configs())

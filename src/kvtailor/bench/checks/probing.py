@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
@@ -143,7 +144,9 @@ def _alive() -> int:
     charged: dict[tuple[str, int], int] = {}
     for each in gc.get_objects():
         # Asking an arbitrary object for its class may run its code; its type does not.
-        if type(each) in kinds and each.layout is torch.strided and each.device.type != "meta":
+        # torch.compile leaves tensors behind that stand for others and have no storage (FakeTensor).
+        real = type(each) in kinds and not isinstance(each, FakeTensor)
+        if real and each.layout is torch.strided and each.device.type != "meta":
             storage = each.untyped_storage()
             charged[str(each.device), storage.data_ptr()] = storage.nbytes()
     return sum(charged.values())

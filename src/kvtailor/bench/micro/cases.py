@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import random_model
 from kvtailor.hf.run.stock import layer_makers
 from kvtailor.ops.attention.definition import reference
@@ -50,6 +51,7 @@ __all__ = [
     "query_of",
     "ragged_owners",
     "random_llama",
+    "random_of",
     "states",
     "stock_caches",
     "stock_steps",
@@ -299,16 +301,22 @@ def ragged_owners(heads: int, tokens: int) -> list[tuple[str, Tensor]]:
 
 def random_llama(dtype: torch.dtype, device: torch.device) -> Any:
     """The random Llama of the benches that run a whole model; each call gives another one with the same weights."""
-    return random_model(MODEL, dtype=dtype, device=device, vocab_size=VOCABULARY)
+    return random_of(MODEL, dtype, device)
 
 
-def model_states(model: Any, context: int) -> list[tuple[Tensor, Tensor]]:
-    """Random keys and values (1, h, context, d) for each layer of a model, to be written into its cache."""
-    config, parameter = model.config, next(model.parameters())
-    shape = (1, config.num_key_value_heads, context, config.head_dim)
+def random_of(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A random model of `hf.model.config.RANDOM_SHAPES`; each call gives another one with the same weights."""
+    return random_model(name, dtype=dtype, device=device, vocab_size=VOCABULARY)
+
+
+def model_states(model: Any, context: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """Random keys and values (1, h, context, d) for each layer of a model that keeps any, to be put into its cache."""
+    parameter = next(model.parameters())
     generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(config.num_hidden_layers):
-        keys, values = (torch.randn(shape, generator=generator).to(parameter.dtype) for _ in range(2))
-        found.append((keys.to(parameter.device), values.to(parameter.device)))
+    found = {}
+    for layer, shape in enumerate(Geometry.of(model.config).shapes):
+        if shape.compressed:
+            sides = [(1, shape.kv_heads, context, size) for size in (shape.key_size, shape.value_size)]
+            keys, values = (torch.randn(side, generator=generator).to(parameter.dtype) for side in sides)
+            found[layer] = keys.to(parameter.device), values.to(parameter.device)
     return found

@@ -1,6 +1,7 @@
 """Does our machinery cost anything, and does a smaller cache pay? A decoded token and a prefill, against transformers.
 
     kvtailor bench micro decode [--dtype float32] [--contexts 8192,32768] [--prefill 8192] [--threads 2] [--device cuda]
+                                [--model random-qwen3-next]
 
 Three questions, each a ratio of two things that ran in turns in this one process:
 
@@ -17,6 +18,10 @@ The model is `random-llama-gqa`, untrained: 4 layers of 32 query and 8 kv heads 
 written into the caches directly; where a plan evicts, 64 real tokens follow it through the model, after which the plan
 cuts the cache as it does after a prompt.
 
+With `--model random-qwen3-next` it is a hybrid, of whose layers one in four attends. Then a line below the table has
+what the context costs each of these layers (a step after the context, less one after a single token, by layers), beside
+the same for a plain model of the same heads that runs in turns with it.
+
 What no decode step can beat stands beside its time: the bytes that it must read, weights and cache, over the bandwidth
 of a plain read measured here and now. On a GPU a step is timed from the host, which launches it kernel by kernel;
 `kvtailor bench --tasks speed --graphs` times recorded ones.
@@ -32,10 +37,12 @@ import torch
 
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
-from kvtailor.bench.micro.cases import VOCABULARY, model_states, random_llama
+from kvtailor.bench.measure.statistics import spread
+from kvtailor.bench.micro.cases import MODEL, VOCABULARY, model_states, random_of
 from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
 from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.stock import dynamic_cache, fill, static_cache
 from kvtailor.presets import FULL
 
@@ -56,6 +63,11 @@ _SMALLER = (
 _STOCK_SIDES = 2
 _SCORED = (FULL, "snapkv @ tokens={budget}", "h2o @ tokens={budget}")
 _WARMUP, _PREFILL_WARMUP = 3, 1
+# Hybrids, and for each a plain model of the layers that attend.
+_ATTENTION_ALONE = {"random-qwen3-next": "random-llama-256"}
+_EMPTY = "full after one token"
+_PLAIN, _PLAIN_EMPTY = "plain model, full", "plain model, after one token"
+_PLAIN_SIDES = 2
 
 
 def bench(
@@ -66,6 +78,7 @@ def bench(
     rounds: int = 15,
     prefill_rounds: int = 3,
     device: torch.device,
+    model: str = MODEL,
 ) -> Bench:
     """The bench; see the module's docstring.
 
@@ -75,17 +88,19 @@ def bench(
         prefills: tokens of the prompts.
         rounds, prefill_rounds: timed rounds.
         device: of the model.
+        model: a name in `hf.model.config.RANDOM_SHAPES`.
     """
     bandwidth = read_bandwidth(device)
     cells = []
+    plain = _PLAIN_SIDES if model in _ATTENTION_ALONE else 0
     for name in dtypes:
         dtype = getattr(torch, name)
         for context in contexts:
             cells.append(
                 Cell(
                     name=f"decode {name} {context}",
-                    samples=(rounds + _WARMUP) * (_STOCK_SIDES + len(_SMALLER) + 2),
-                    measure=partial(_decode_table, name, context, rounds, bandwidth, device),
+                    samples=(rounds + _WARMUP) * (_STOCK_SIDES + len(_SMALLER) + 2 + plain),
+                    measure=partial(_decode_table, name, context, rounds, bandwidth, device, model),
                 )
             )
         for context in prefills:
@@ -93,7 +108,7 @@ def bench(
                 Cell(
                     name=f"prefill {name} {context}",
                     samples=(prefill_rounds + _PREFILL_WARMUP) * len(_SCORED),
-                    measure=partial(_prefill_table, name, dtype, context, prefill_rounds, device),
+                    measure=partial(_prefill_table, name, dtype, context, prefill_rounds, device, model),
                 )
             )
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -107,11 +122,17 @@ def bench(
 
 @torch.no_grad()
 def decode(
-    dtype: torch.dtype, context: int, rounds: int, *, device: torch.device, advance: Advance = lambda name: None
+    dtype: torch.dtype,
+    context: int,
+    rounds: int,
+    *,
+    device: torch.device,
+    advance: Advance = lambda name: None,
+    name: str = MODEL,
 ) -> list[Measured]:
     """Seconds of one decoded token after `context` tokens, for each cache."""
     # Two models: ours has its attention switched as long as it has a cache of ours.
-    model, stock = random_llama(dtype, device), random_llama(dtype, device)
+    model, stock = random_of(name, dtype, device), random_of(name, dtype, device)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     states = model_states(model, context)
     token = torch.tensor([[7]], device=device)
@@ -146,18 +167,36 @@ def decode(
         model(token, past_key_values=cache)
         add(plan, model, cache)
     del states
-    empty = cache_for(model, FULL)
-    model(token, past_key_values=empty)
-    add("full after one token", model, empty)
+    _add_full(add, model, None, _EMPTY)
+    if name in _ATTENTION_ALONE:
+        alone = random_of(_ATTENTION_ALONE[name], dtype, device)
+        _add_full(add, alone, model_states(alone, context), _PLAIN)
+        _add_full(add, alone, None, _PLAIN_EMPTY)
     return time_in_turns(sides, rounds, warmup=_WARMUP, device=device, advance=advance)
+
+
+def _add_full(add: Callable[[str, Any, Any], None], model: Any, states: Any, name: str) -> None:
+    """Add a side: `full` after a context, or after a single token where `states` is None."""
+    cache = cache_for(model, FULL)
+    if states is None:
+        model(torch.tensor([[7]], device=next(model.parameters()).device), past_key_values=cache)
+    else:
+        fill(cache, states)
+    add(name, model, cache)
 
 
 @torch.no_grad()
 def prefill(
-    dtype: torch.dtype, context: int, rounds: int, *, device: torch.device, advance: Advance = lambda name: None
+    dtype: torch.dtype,
+    context: int,
+    rounds: int,
+    *,
+    device: torch.device,
+    advance: Advance = lambda name: None,
+    name: str = MODEL,
 ) -> list[Measured]:
     """Seconds of one prefill of `context` tokens, for each plan."""
-    model = random_llama(dtype, device)
+    model = random_of(name, dtype, device)
     ids = torch.randint(0, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(3)).to(device)
 
     def once(plan: str) -> Callable[[int], object]:
@@ -169,20 +208,40 @@ def prefill(
 
 
 def _decode_table(
-    name: str, context: int, rounds: int, bandwidth: float, device: torch.device, advance: Advance
+    name: str, context: int, rounds: int, bandwidth: float, device: torch.device, model: str, advance: Advance
 ) -> Table:
-    results = decode(getattr(torch, name), context, rounds, device=device, advance=advance)
-    title = f"decode, {name}, {context} tokens of context"
+    results = decode(getattr(torch, name), context, rounds, device=device, advance=advance, name=model)
+    title = f"decode, {model}, {name}, {context} tokens of context"
     lines, rows = compared(title, results, _BASE, bandwidth=bandwidth)
+    if model in _ATTENTION_ALONE:
+        lines += _cost_of_context(results, model)
     return Table(lines=lines, rows={f"decode {name} {context}": rows})
 
 
 def _prefill_table(
-    name: str, dtype: torch.dtype, context: int, rounds: int, device: torch.device, advance: Advance
+    name: str, dtype: torch.dtype, context: int, rounds: int, device: torch.device, model: str, advance: Advance
 ) -> Table:
-    results = prefill(dtype, context, rounds, device=device, advance=advance)
-    lines, rows = compared(f"prefill, {name}, {context} tokens", results, FULL)
+    results = prefill(dtype, context, rounds, device=device, advance=advance, name=model)
+    lines, rows = compared(f"prefill, {model}, {name}, {context} tokens", results, FULL)
     return Table(lines=lines, rows={f"prefill {name} {context}": rows})
+
+
+def _cost_of_context(results: Sequence[Measured], model: str) -> list[str]:
+    """What the context costs each layer that attends, in the hybrid and in the plain model of the same heads."""
+    middle = {each.name: spread(each.seconds).median for each in results}
+    shapes = RANDOM_SHAPES[model], RANDOM_SHAPES[_ATTENTION_ALONE[model]]
+    layers = shapes[0]["layer_types"].count("full_attention"), shapes[1]["num_hidden_layers"]
+    costs = []
+    for (after, before), count in zip(((FULL, _EMPTY), (_PLAIN, _PLAIN_EMPTY)), layers, strict=True):
+        long, short = middle[after], middle[before]
+        costs.append(None if long is None or short is None else (long - short) / count)
+    hybrid, alone = costs
+    if hybrid is None or alone is None or alone <= 0:
+        return ["  what the context costs a layer that attends: too few undisturbed samples"]
+    return [
+        f"  what the context costs a layer that attends: {hybrid * 1e3:.3f} ms in {model}, {alone * 1e3:.3f} ms in "
+        f"{_ATTENTION_ALONE[model]}: {hybrid / alone:.2f} of it"
+    ]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ def _obstacle(cache: KvCache, model: Any) -> str | None:
     plan, geometry = cache.plan, cache.geometry
     if not geometry.compressed:
         return f"all layers of this {geometry.model_type} have a sliding window of its own, and no plan compresses them"
+    if geometry.multiplies:
+        return f"{geometry.model_type} computes its attention itself, in steps that kvtailor follows one by one"
     if geometry.has_states or geometry.readers:
         kept = "states of constant size" if geometry.has_states else "keys that several of them read"
         return f"this {geometry.model_type} has layers with {kept}, which are not recorded yet"

@@ -17,11 +17,13 @@ from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.pending import Reading
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
-from kvtailor.hf.attention import HANDLE
+from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
+from kvtailor.hf.layers.products import operands
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, TensorMask
 from kvtailor.hf.model.projection import check_projections
-from kvtailor.types import Softmax, Visibility
+from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
 
 __all__ = ["CompressedLayer", "record_past_of_all"]
 
@@ -71,6 +73,7 @@ class CompressedLayer(CacheLayerMixin):
         """Remembers dtype and device of the first keys."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
+    @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes new keys (b, h, t, d) and values, and gives the handle by which the attention finds this layer."""
         # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
@@ -95,8 +98,28 @@ class CompressedLayer(CacheLayerMixin):
         """What the model gets for new keys (b, h, t, d) and values (b, h, t, dv) after `before` tokens."""
         b, h, t, d = keys.shape
         nan = keys.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
+        nan_values = values.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, values.shape[-1])
+        if self.guard.geometry.multiplies:
+            return operands(self, nan, nan_values)
         setattr(nan, HANDLE, self)
-        return nan, values.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, values.shape[-1])
+        return nan, nan_values
+
+    def attend_products(self, query: Tensor, mask: LazyMask | Tensor | None, scaling: float) -> Tensor:
+        """`attend` for a model that multiplies queries, keys and values itself; see `hf.layers.products`."""
+        try:
+            config = getattr(mask, "config", None)
+            if config is not None and config.get_text_config(decoder=True) is not self.guard.config:
+                raise CacheMisuse(
+                    f"this cache was made for another model than the {config.model_type} that is using it; make one "
+                    "for this model with kvtailor.cache_for(model, plan)"
+                )
+            self.take_softmax(PLAIN_SOFTMAX)
+        except (CacheMisuse, PlanError):
+            self.refuse_forward()
+            raise
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            output = self.attend(query, mask, scaling)
+        return ungraded(output, query)
 
     def _check_shape(self, keys: Tensor, values: Tensor) -> None:
         """Raise where the first keys (b, h, t, d) and values are not of the heads and sizes that are expected."""

@@ -14,8 +14,9 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import expect
 from kvtailor.hf.layers.compressed import CompressedLayer
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask
-from kvtailor.hf.model.latents import LatentProjections
+from kvtailor.hf.model.attending.latents import LatentProjections
 
 __all__ = ["LatentLayer"]
 
@@ -29,6 +30,7 @@ class LatentLayer(CompressedLayer):
     _shown = 0
     _ours: Tensor | None = None
 
+    @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes new latents (b, 1, t, r) and rotated keys (b, 1, t, e), and gives NaN for the module to expand."""
         # The module would cast the rotated keys to the latents' dtype where it joins them.

@@ -23,6 +23,7 @@ from kvtailor.engine.phase import Speculating
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import CompressedLayer, record_past_of_all
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.layers.window import WindowLayer
 
 __all__ = ["HybridLayer", "HybridWindowLayer", "StateLayer", "StatesMixin"]
@@ -52,6 +53,7 @@ class StatesMixin(LinearAttentionLayer):
     def record_past(self, on: bool) -> None:
         record_past_of_all(self.guard.engine, on)
 
+    @run_eagerly
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
         """See transformers' `LinearAttentionLayer`."""
         self._check_rows(conv_states)
@@ -59,6 +61,7 @@ class StatesMixin(LinearAttentionLayer):
         found: Tensor = super().update_conv_state(conv_states, state_idx, **options)
         return found
 
+    @run_eagerly
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
         """See transformers' `LinearAttentionLayer`."""
         self._check_rows(recurrent_states)

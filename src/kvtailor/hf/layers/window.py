@@ -14,6 +14,7 @@ from kvtailor.engine.phase import Reconstructing, Speculating
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import record_past_of_all
+from kvtailor.hf.layers.run_eagerly import run_eagerly
 
 __all__ = ["WindowLayer"]
 
@@ -49,6 +50,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         super().reset()
         self.record_past = False
 
+    @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See transformers' `DynamicSlidingWindowLayer`."""
         if self.is_initialized:

@@ -43,13 +43,43 @@ _GROUPED = {
     "head_dim": 128,
     "max_position_embeddings": 131_072,
 }
+# The attention of Qwen3-Next 80B, 16 query heads on 2 kv heads of 256, in one layer of four; the others keep a state of
+# 32 heads of 128 x 128. Dense where the real one has experts, which no cache sees.
+_HYBRID = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 262_144,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+    "mlp_only_layers": list(range(8)),
+}
+# The layers of that one that attend, alone, in a plain model.
+_ITS_ATTENTION = {name: _HYBRID[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")} | {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 262_144,
+}
 RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     RANDOM: RANDOM_SHAPE,
     "random-llama-gqa": _GROUPED,
     "random-llama3-8b": {**_WIDE, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128_256},
     "random-llama2-7b": {**_WIDE, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32_000},
+    "random-qwen3-next": _HYBRID,
+    "random-llama-256": _ITS_ATTENTION,
 }
-"""All of that kind, by name; the large ones have the shapes of Llama 3.1 8B and of Llama 2 7B."""
+"""All of that kind, by name; the large ones have the shapes of Llama 3.1 8B and of Llama 2 7B.
+
+"random-qwen3-next" has the layers of Qwen3-Next 80B, a hybrid, and "random-llama-256" is plain with its attention.
+"""
 
 
 def source_of(model: str | Path) -> str:
@@ -124,7 +154,7 @@ def config_of(model: str) -> Any:
     from transformers import AutoConfig
 
     if model in RANDOM_SHAPES:
-        return AutoConfig.for_model("llama", **RANDOM_SHAPES[model])
+        return AutoConfig.for_model(**{"model_type": "llama", **RANDOM_SHAPES[model]})
     try:
         source = source_of(model)
         local = is_local(source)

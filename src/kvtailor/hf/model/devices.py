@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvtailor.errors import UnsupportedModel
 
-__all__ = ["aligned", "input_device", "named_values", "runs_on"]
+__all__ = ["aligned", "input_device", "named_values", "runs_on", "uncompiled"]
 
 
 def runs_on(module: nn.Module) -> torch.device:
@@ -63,16 +63,22 @@ def aligned(module: nn.Module) -> Iterator[bool]:
 def named_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
     """Yield each parameter's name, the parameter, and its values: those that wait elsewhere, where they wait.
 
-    Values that nothing knows stay on the device "meta".
+    Values that nothing knows stay on the device "meta". Names are those without torch.compile, which wraps modules.
     """
     for name, parameter in model.named_parameters():
         if parameter.device.type != "meta":
-            yield name, parameter, parameter.detach()
+            yield uncompiled(name), parameter, parameter.detach()
             continue
         path, _, own = name.rpartition(".")
         waiting = (_waiting(hook) for hook in _hooks(model.get_submodule(path)))
         found = next((each[own] for each in waiting if each is not None and own in each), None)
-        yield name, parameter, parameter.detach() if found is None else found.detach().to(parameter.dtype)
+        values = parameter.detach() if found is None else found.detach().to(parameter.dtype)
+        yield uncompiled(name), parameter, values
+
+
+def uncompiled(name: str) -> str:
+    """Return the name that a module or parameter has where torch.compile has wrapped nothing around it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _hooks(module: nn.Module) -> list[Any]:

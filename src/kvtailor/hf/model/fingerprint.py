@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvtailor.hf.model.devices import named_values
+from kvtailor.hf.model.devices import named_values, uncompiled
 from kvtailor.hf.model.sharded import whole
 
 __all__ = ["config_values", "exact_fingerprint", "fingerprint", "rotary_frequencies", "weight_fingerprint"]
@@ -66,9 +66,10 @@ def exact_fingerprint(model: Any) -> str | None:
 
     Returns:
         64 hex digits; None where a parameter's values are nowhere to be found: on the device "meta", and not among
-        those that accelerate keeps on the CPU or a disk.
+        those that accelerate keeps on the CPU or a disk; or where bitsandbytes has packed them for a CPU, which gives a
+        model other bytes before its first forward than after it.
     """
-    if any(values.device.type == "meta" for _, _, values in named_values(model)):
+    if _packed(model) or any(values.device.type == "meta" for _, _, values in named_values(model)):
         return None
     return _digest(b"", _exact(model))
 
@@ -99,7 +100,7 @@ def rotary_frequencies(model: Any) -> dict[str, list[float]]:
         changing = any("dynamic" in str(kind) or str(kind) == "longrope" for kind in _values(kinds))
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and (not changing or "original" in name) and buffer.device.type != "meta":
-                found[f"{path}.{name}"] = [float(each) for each in buffer.detach().double().cpu().flatten()]
+                found[f"{uncompiled(path)}.{name}"] = [float(each) for each in buffer.detach().double().cpu().flatten()]
     return found
 
 
@@ -118,7 +119,18 @@ def _exact(model: Any) -> Iterator[bytes]:
         # The layers of the peft package; a transformers model has methods of these names.
         if isinstance(getattr(module, "disable_adapters", None), bool):
             told = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
-            yield f"{name} {[getattr(module, each, None) for each in told]}".encode()
+            yield f"{uncompiled(name)} {[getattr(module, each, None) for each in told]}".encode()
+        # quanto's layers quantise inputs, and weights that are not frozen, in their forward.
+        inputs = getattr(module, "activation_qtype", None)
+        if inputs is not None or (hasattr(module, "weight_qtype") and not module.frozen):
+            scales = [float(each.detach().float().sum()) for _, each in module.named_buffers(recurse=False)]
+            yield f"{uncompiled(name)} {module.weight_qtype} {inputs} {scales}".encode()
+
+
+def _packed(model: Any) -> bool:
+    """Whether weights stand in an order of bitsandbytes' own for this CPU, into which a first forward packs them."""
+    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
+    return any(getattr(state, "packing_format_for_cpu", False) for state in states)
 
 
 def _scales_beside(parameter: Any) -> Iterator[Tensor]:

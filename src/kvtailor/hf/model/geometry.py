@@ -18,6 +18,16 @@ _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_stre
 _RESTARTS = frozenset({"jamba"})
 # The state of such a model lies in its modules, whatever cache it is given: two texts on one model would share it.
 _STATES_IN_MODULES = frozenset({"recurrent_gemma"})
+# Attention without transformers' interface: two products and a softmax, which `hf.layers.products` follows. Only what
+# `tests/seam/model/test_every_model.py` has shown to work stands here, since what a model computes is known too late.
+_MULTIPLIES = frozenset(
+    {
+        "big_bird", "codegen", "falcon", "gpt_neox_japanese", "gptj", "megatron-bert", "mvp", "rembert", "roformer",
+        "trocr", "xglm",
+    }
+)  # fmt: skip
+_ADDS_TO_LOGITS = frozenset({"inkling_text", "inkling2_text"})
+_BY_BLOCKS = frozenset({"diffusion_gemma_text"})
 _MASKS_BY_STATES = frozenset({"doge"})
 
 
@@ -75,6 +85,11 @@ class Geometry:
             if shape.reads in self.compressed and shape.reads is not None:
                 found[shape.reads] = (*found.get(shape.reads, ()), index)
         return found
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the model computes its attention itself, in products that kvtailor follows."""
+        return self.model_type in _MULTIPLIES
 
     @property
     def restarts(self) -> bool:
@@ -177,6 +192,11 @@ def refusal(config: Any) -> str | None:
             f"{name} does not say in its configuration how many layers and attention heads its decoder has: it is "
             "recurrent, or made of several transformers, and kvtailor supports neither"
         )
+    if (getattr(text, "num_kv_shared_layers", 0) or 0) >= layers:
+        return (
+            f"{name} keeps no keys of its own: all its layers read those of the model for which it drafts, so there is "
+            "nothing to compress"
+        )
     if has_indexer(text):
         return (
             f"{name} lets an indexer choose the tokens that each query sees (sparse attention), by keys of its own "
@@ -198,6 +218,11 @@ def refusal(config: Any) -> str | None:
             f"{name} keeps its recurrent states in the model's modules and not in the cache, so a cache of its own "
             "does not keep one text apart from another; kvtailor does not support that"
         )
+    if text.model_type == "falcon" and text.alibi:
+        return (
+            f"this {name} adds a number to each attention logit by its position (alibi=True) in code of its own, which "
+            "kvtailor does not support; it supports the Falcon models with a rotary embedding (alibi=False)"
+        )
     if name in _CHANGES_STATES or text.model_type in _CHANGES_STATES:
         return f"{name} changes keys or values between cache and attention; kvtailor does not support that"
     if text.model_type in _MASKS_BY_STATES:
@@ -209,6 +234,16 @@ def refusal(config: Any) -> str | None:
         return (
             f"{name} has cross-attention layers ({', '.join(map(str, text.cross_attention_layers))}) in its decoder; "
             "kvtailor supports self-attention only"
+        )
+    if text.model_type in _ADDS_TO_LOGITS:
+        return (
+            f"{name} gives its attention numbers that are added to each logit, or sinks that differ from token to "
+            "token; kvtailor supports one sink for each query head, and nothing that is added"
+        )
+    if text.model_type in _BY_BLOCKS:
+        return (
+            f"{name} denoises whole blocks of tokens, which see each other in both directions, and does not decode "
+            "token by token; kvtailor supports causal decoding"
         )
     if getattr(text, "is_causal", True) is False:
         return f"{name} is configured for bidirectional attention; a KV cache needs causal attention"
@@ -241,7 +276,7 @@ def check(model: Any, own_name: str) -> None:
                 f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
                 "(past_key_values.update), so there is nothing that kvtailor could compress"
             )
-        if own:
+        if own and config.get_text_config(decoder=True).model_type not in _MULTIPLIES:
             raise UnsupportedModel(
                 f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
                 "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"

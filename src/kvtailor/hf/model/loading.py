@@ -153,12 +153,13 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device, vocab_s
         device: where they are.
         vocab_size: rows of the embedding, where the shape does not say.
     """
-    shape, wanted, where = {"vocab_size": vocab_size, **RANDOM_SHAPES[name]}, dtype, device
+    shape = {"vocab_size": vocab_size, "model_type": "llama", **RANDOM_SHAPES[name]}
+    wanted, where = dtype, device
     # The small one has the same weights on every device; of the large ones there is no room for a float32 copy.
     first = (torch.float32, torch.device("cpu")) if name == RANDOM else (wanted, where)
     with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), first[1]:
         torch.manual_seed(0)
-        made = new_model("llama", dtype=first[0], **shape)
+        made = new_model(dtype=first[0], **shape)
     setattr(made, UNTRAINED, True)
     return made.to(device=where, dtype=wanted).eval()
 

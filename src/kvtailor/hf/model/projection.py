@@ -145,6 +145,12 @@ def _probed(module: torch.nn.Module, base: torch.nn.Module, size: int) -> Tensor
     return found.to(dtype)
 
 
+def _kind(layer: Any) -> str:
+    """What a layer is called, and what its weight is, where that is what is special about it."""
+    kind, weight = type(layer).__name__, type(getattr(layer, "weight", None)).__name__
+    return f"{kind} with {weight}" if kind in _PLAIN else kind
+
+
 def _device(layer: torch.nn.Module) -> torch.device:
     tensors = [*layer.parameters(), *layer.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
@@ -201,9 +207,7 @@ def _check_against_forward(module: torch.nn.Module, weight: Tensor) -> None:
     if not float((found - expected).abs().max()) <= allowed:
         what = f"one whose adapter of type {type(layer).__name__} does more than add a matrix to its weight"
         if base is layer:
-            what = (
-                f"one of type {type(layer).__name__} that does more than multiply by a matrix, such as round its input"
-            )
+            what = f"one of type {_kind(layer)} that does more than multiply by a matrix, such as round its input"
         raise _unreadable(module, what)
 
 

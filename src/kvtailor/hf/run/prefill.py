@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtailor.engine import rollback
 from kvtailor.engine.phase import Compressing, Deferred
-from kvtailor.engine.reconstruct import ReconstructionPass
+from kvtailor.engine.reading.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.images.placeholders import check_inputs, check_text

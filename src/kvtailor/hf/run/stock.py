@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,15 +57,15 @@ def layer_makers(*, bits: int, group: int, tail: int) -> dict[str, Callable[[], 
 
 
 @torch.no_grad()
-def fill(cache: Any, states: list[tuple[Tensor, Tensor]]) -> None:
-    """Puts keys and values (b, h, n, d) into each layer of a cache as if the model had made them.
+def fill(cache: Any, states: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Puts keys and values (b, h, n, d), by layer of the model, into a cache as if the model had made them.
 
     For timing a decode step after a context whose prefill is not what is timed. A `KvCache` takes them without a
     eviction; the next forward of more than one token makes it.
     """
-    for layer, (keys, values) in enumerate(states):
+    for layer, (keys, values) in states.items():
         if isinstance(cache, KvCache):
             cache.layers[layer].lazy_initialization(keys, values)
-            cache.engine.append(cache.engine.states[layer], keys, values)
+            cache.engine.append(cache.layers[layer].state, keys, values)
         else:
             cache.update(keys, values, layer)

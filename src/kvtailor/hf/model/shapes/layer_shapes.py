@@ -189,6 +189,10 @@ def _heads(config: Any, kind: str, index: int) -> tuple[int, int, int, int]:
 
     each = getattr(config, "num_attention_heads_per_layer", None)
     q_heads = each[index] if each else named("num_attention_heads")
+    if config.model_type == "falcon":
+        # One head for all queries, or keys that are repeated before the cache gets them.
+        shared = config.multi_query and not config.new_decoder_architecture
+        return q_heads, 1 if shared else q_heads, config.head_dim, config.head_dim
     if _has_latents(config):
         return q_heads, 1, config.kv_lora_rank, config.qk_rope_head_dim
     size = named("head_dim") or config.hidden_size // config.num_attention_heads

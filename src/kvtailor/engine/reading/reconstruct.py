@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.attend.contract import AttentionRequest
-from kvtailor.engine.latent_reading import read_latents
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.engine.reading.latent_reading import read_latents
 from kvtailor.ops.segments.latent_keys import joined
 from kvtailor.plan import registry
 from kvtailor.plan.registry import Attention

@@ -1,0 +1,30 @@
+"""What a compiled model runs as it stands: torch.compile must not trace into a cache.
+
+A cache counts, locks and reads addresses of tensors. torch.compile would specialise on all of that, compile it anew at
+each token, and hand the C++ kernels tensors without storage, which ends the process. So it compiles what stands around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import torch
+
+__all__ = ["caller", "run_eagerly"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_WHY = "kvtailor's cache is no part of a graph: compile the model without fullgraph=True"
+
+
+def run_eagerly(function: _Function) -> _Function:
+    """Make a function that torch.compile calls and does not compile, and all that it calls with it."""
+    return cast(_Function, torch.compiler.disable(function, reason=_WHY))
+
+
+def caller(frame: FrameType | None) -> FrameType | None:
+    """Return the nearest frame, from this one on, that is none of what `run_eagerly` puts between."""
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch._dynamo"):
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,1 @@
+"""What the attention modules of a model do: their softmax, the layers that stay their own, latents."""
