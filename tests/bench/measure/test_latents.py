@@ -1,4 +1,4 @@
-"""What the bench measures of models that cache latents: layer by layer as one kv head, and no arithmetic it cannot know."""
+"""What the bench measures of models that cache latents: layers as one kv head, and no arithmetic it does not know."""
 
 from __future__ import annotations
 
