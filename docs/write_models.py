@@ -190,7 +190,10 @@ def _page(data: dict[str, Any]) -> Iterator[str]:
         yield f"**{verdict}**\n"
         for key in order:
             if key[0] == verdict:
-                yield from wrap(f"- {_cell(key[1])} ({len(reasons[key])})", 120, subsequent_indent="  ")
+                # No line begins with "kvtailor", which would read like a command.
+                sentence = f"- {_cell(key[1])} ({len(reasons[key])})".replace(" kvtailor ", "\u00a0kvtailor ")
+                for line in wrap(sentence, 120, subsequent_indent="  "):
+                    yield line.replace("\u00a0", " ")
                 yield from wrap(", ".join(reasons[key]), 120, initial_indent="  - ", subsequent_indent="    ")
         yield ""
     yield "## Every pair\n"

@@ -23,6 +23,11 @@ def test_placeholders_without_pixels(family: str) -> None:
     with pytest.raises(CacheMisuse, match="kvtailor.generate reads text alone, and got .*: call model.generate"):
         kvtailor.generate(model, **first.inputs(), plan=EVICTING)
     text = prompt(family, [(20,)])
+    if family == "paligemma":
+        # Without token types transformers' own forms of attention do not agree on what this model reads.
+        with pytest.raises(CacheMisuse, match="pass token_type_ids"):
+            kvtailor.generate(model, text.ids, plan=EVICTING, max_new_tokens=3)
+        return
     assert kvtailor.generate(model, text.ids, plan=EVICTING, max_new_tokens=3).sequences.shape == (1, 24)
 
 
