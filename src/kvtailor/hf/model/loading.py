@@ -159,7 +159,7 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device, vocab_s
     first = (torch.float32, torch.device("cpu")) if name == RANDOM else (wanted, where)
     with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), first[1]:
         torch.manual_seed(0)
-        made = new_model(dtype=first[0], **shape)
+        made = new_model(shape.pop("model_type"), dtype=first[0], **shape)
     setattr(made, UNTRAINED, True)
     return made.to(device=where, dtype=wanted).eval()
 
