@@ -213,8 +213,8 @@ class TensorMask:
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
         if mask.dtype != torch.bool and bool(((mask[:, 0] != 0) & (mask[:, 0] > _HIDDEN)).any()):
             raise CacheMisuse(
-                "a 4-D attention_mask of numbers may have 0 where a token is seen, and the dtype's least number or -inf "
-                "where it is not; this one adds other numbers to logits, which kvtailor does not support"
+                "a 4-D attention_mask of numbers may have 0 where a token is seen, and the dtype's least number or "
+                "-inf where it is not; this one adds other numbers to logits, which kvtailor does not support"
             )
         return cls(allowed=allowed, new_tokens=new_tokens, first_column=seen - new_tokens)
 
