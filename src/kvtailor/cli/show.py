@@ -105,7 +105,9 @@ def _sizes_of(model: str, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:
     config = config_of(model)
     geometry = Geometry.of(config)
     return geometry, {
-        "head_size": geometry.head_dim,
+        "head_size": geometry.first.key_size,
+        "value_size": geometry.first.value_size,
+        "latents": geometry.has_latents,
         "dtype": element_of(config, dtype),
         "kv_heads": geometry.kv_heads,
         "compressed_layers": len(geometry.compressed),
@@ -135,10 +137,11 @@ def _about(method: object) -> dict[str, Any]:
 def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     """Closed-form bytes of a token, indices of ragged caches not counted."""
     element, size = ELEMENT_SIZES[sizes["dtype"]], sizes["head_size"]
-    full = 2.0 * size * element
+    value_size = sizes.get("value_size", size)
+    full = float((size + value_size) * element)
     # Bits may differ between layers, so the number of layers must be given.
     layers = sizes.get("compressed_layers") or _LAYERS
-    encoded = plan.encode.mean_bytes_per_token(layers, size, size, element, heads=sizes.get("kv_heads"))
+    encoded = plan.encode.mean_bytes_per_token(layers, size, value_size, element, heads=sizes.get("kv_heads"))
     copies = sizes["kv_heads"] * sizes["compressed_layers"] if "kv_heads" in sizes else None
     return {
         "full_bytes_per_token_and_kv_head": full,
@@ -174,7 +177,10 @@ def _say(plan: Plan, stages: dict[str, Any], sizes: dict[str, Any], cost: dict[s
         click.echo(f"  evicts {when}, {until}")
     where = f"{sizes['model']}, " if sizes["model"] else ""
     full, encoded = cost["full_bytes_per_token_and_kv_head"], cost["bytes_per_token_and_kv_head"]
-    click.echo(f"closed form ({where}head size {sizes['head_size']}, {sizes['dtype']}), for each token that is held:")
+    size, value_size = sizes["head_size"], sizes.get("value_size", sizes["head_size"])
+    each = f"head size {size}" if size == value_size else f"keys of {size}, values of {value_size}"
+    each = f"latents of {size}, rotated keys of {value_size}" if sizes.get("latents") else each
+    click.echo(f"closed form ({where}{each}, {sizes['dtype']}), for each token that is held:")
     click.echo(f"  {encoded:g} bytes per kv head, {full:g} without the plan: {encoded / full:.3f}")
     if cost["bytes_per_token"] is not None:
         copies = f"{sizes['compressed_layers']} layers x {sizes['kv_heads']} kv heads"

@@ -15,7 +15,7 @@ from kvtailor.ops.lanes.ragged import page_size
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["Budget", "CacheShape", "budget_of", "only_recent", "recent_tokens", "total_tokens"]
+__all__ = ["Budget", "CacheShape", "budget_of", "no_bytes", "only_recent", "recent_tokens", "total_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,11 @@ class Budget:
     total: Tensor
     each: Tensor
     row_tokens: Tensor
+
+
+def no_bytes(element_size: int) -> int:
+    """0: no other layers hold anything."""
+    return 0
 
 
 def budget_of(

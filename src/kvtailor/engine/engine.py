@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
+from kvtailor.engine.budget import no_bytes
 from kvtailor.engine.encode_tail import encode_tail
-from kvtailor.engine.evict import Eviction, no_bytes
+from kvtailor.engine.evict import Eviction
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.observe import observe
 from kvtailor.engine.pending import Pending, Reading

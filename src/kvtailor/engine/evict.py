@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.apply_kept import apply_kept, has_unencoded, what_stays
-from kvtailor.engine.budget import Budget, CacheShape, budget_of, only_recent, recent_tokens
+from kvtailor.engine.budget import Budget, CacheShape, budget_of, no_bytes, only_recent, recent_tokens
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.view import view_held
 from kvtailor.errors import CacheMisuse
@@ -185,11 +185,6 @@ def decide(
             keep, counts = _selected(plan, each.scores, budgets[:, i], share)
         cuts.append(Cut(candidate=each, keep=keep, counts=counts))
     return Decision(cuts=tuple(cuts), budgets=budgets, last=last)
-
-
-def no_bytes(element_size: int) -> int:
-    """0: no other layers hold anything."""
-    return 0
 
 
 class Eviction:

@@ -151,3 +151,15 @@ def test_a_prompt_that_transformers_own_forms_read_differently_is_refused() -> N
         prefix = torch.zeros_like(ids)
         ours = model(ids, past_key_values=cache, token_type_ids=prefix).logits
         assert torch.allclose(ours, model(ids, token_type_ids=prefix).logits, atol=1e-5)
+
+
+def test_a_mask_that_adds_numbers_to_logits_is_refused() -> None:
+    """A bias in a 4-D mask would be dropped without a word."""
+    model, ids = build("llama"), torch.randint(3, 64, (1, 6))
+    hidden = torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)[None, None]
+    with torch.no_grad():
+        own = model(ids, attention_mask=hidden).logits
+        ours = model(ids, attention_mask=hidden, past_key_values=kvtailor.cache_for(model, "full")).logits
+        assert torch.allclose(own, ours, atol=1e-5)
+        with pytest.raises(CacheMisuse, match="adds other numbers to logits"):
+            model(ids, attention_mask=hidden - 0.5, past_key_values=kvtailor.cache_for(model, "full"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.hf.attention import NAME
-from kvtailor.hf.model import own_layers
+from kvtailor.hf.model.attending import own_layers
 from tests.seam.methods.test_identity import MODES, generated
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import SOFTMAX_FAMILIES, MaskedReference, build, error, prompts
@@ -43,6 +43,18 @@ def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
     for now, then in zip(found.logits, expected.logits, strict=True):
         assert error(now, then) < 1e-5
     assert cache.seen == ids.shape[1] + 11
+
+
+@every_family
+@torch.no_grad()
+def test_the_uncompressed_cache_has_the_bytes_of_the_models_own(family: str) -> None:
+    """The windows of MiMo-V2-Flash have twice the heads of the other layers, and its values another size than keys."""
+    own, ours = build(family), build(family)
+    ids, _ = prompts((40, 40))
+    cache = kvtailor.cache_for(ours, "full")
+    ours(ids, past_key_values=cache)
+    theirs = own(ids, use_cache=True).past_key_values
+    assert cache.ledger().full == sum(side.nbytes for layer in theirs.layers for side in (layer.keys, layer.values))
 
 
 @every_family

@@ -16,8 +16,8 @@ from tests.support.seam.vision import ROWS, build, prompt
 from tests.support.seam.vision_reference import next_token
 from tests.support.seam.zoo import error
 
-# Gemma 3 has windows of its own beside, which no codec touches.
-FAMILIES = tuple(family for family in vision.FAMILIES if family != "gemma3")
+# Gemma 3 and 4 have windows of their own beside, which no codec touches.
+FAMILIES = tuple(family for family in vision.FAMILIES if family not in ("gemma3", "gemma4"))
 CODECS = ("kivi(bits=4, group=8, recent=8)", "vector(bits=8, block_size=8)")
 
 

@@ -29,6 +29,8 @@ EVICTING = (
 def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
     """A padded batch with images, decoded tokens, and a second turn that has an image of its own."""
     model, reference = build(family), VisionReference(family)
+    # Gemma 4 does not divide its logits by anything, and rounding in float32 shows.
+    bound = 3e-5 if family == "gemma4" else 1e-5
     first, cache = prompt(family, ROWS), kvtailor.cache_for(model, plan)
     logits = model(**first.inputs(), past_key_values=cache).logits
     real, mask = first.mask.bool()[:, :, None], first.mask
@@ -43,14 +45,14 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
         answer.append(token)
         mask = given["attention_mask"]
         logits = model(**given, past_key_values=cache).logits
-        assert error(logits, reference.read(given, held)) < 1e-5, f"at decoded token {step}"
+        assert error(logits, reference.read(given, held)) < bound, f"at decoded token {step}"
         token = logits.argmax(-1)
     assert images > 0, "no image token was dropped, so this test has shown nothing"
     whole = turn_two(first, ROWS, torch.cat(answer, 1), (2, (2, 4), 5))
     given = new_inputs(family, model, first, whole, mask.shape[1])
     held = held_columns(cache)
     logits = model(**given, past_key_values=cache).logits
-    assert error(logits, reference.read(given, held)) < 1e-5, "at the second turn"
+    assert error(logits, reference.read(given, held)) < bound, "at the second turn"
 
 
 def new_inputs(family: str, model: Any, first: Any, whole: Any, seen: int) -> dict[str, Tensor]:
@@ -88,7 +90,7 @@ def test_the_reference_notices_what_is_attended(family: str) -> None:
     expected = logits(everything)
     assert error(logits(no_images), expected) > 0.1
     if family in BIDIRECTIONAL:
-        assert error(logits(everything, "token_type_ids"), expected) > 0.1
+        assert error(logits(everything, "token_type_ids", "mm_token_type_ids"), expected) > 0.1
 
 
 @torch.no_grad()
@@ -99,6 +101,9 @@ def test_h2o_counts_the_attention_between_image_tokens(family: str) -> None:
     first, cache = prompt(family, ROWS[:1]), kvtailor.cache_for(model, "h2o(recent=4) @ tokens=16")
     model(**first.inputs(), past_key_values=cache)
     reference.read(first.inputs(), {})
+    if family == "gemma4":
+        # Its layer 5 reads the keys of layer 3, and what it attends to counts there.
+        reference.given[3] = reference.given[5] = reference.given[3] + reference.given[5]
     for layer, held in held_columns(cache).items():
         # (b, q, t, n) of the model's own softmax, summed over queries and over the query heads of a kv head.
         mass = reference.given[layer].unflatten(1, (held.shape[1], -1)).sum((2, 3))

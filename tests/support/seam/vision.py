@@ -78,6 +78,22 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
             vision_config={**_CLIP}, mm_tokens_per_image=16, image_token_index=IMAGE,
             boi_token_index=START, eoi_token_index=END,
         ),
+        # Two head sizes, and layers that read another layer's keys.
+        "gemma4": lambda: transformers.Gemma4Config(
+            text_config={
+                **_TEXT, "num_hidden_layers": 6, "sliding_window": 24, "global_head_dim": 32,
+                "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+                "use_bidirectional_attention": "vision",
+            },
+            vision_config={
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 4,
+                "position_embedding_size": 64,
+            },
+            audio_config=None, image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=7, boi_token_id=START,
+            eoi_token_id=END,
+        ),
         "paligemma": lambda: transformers.PaliGemmaConfig(
             text_config={**_TEXT, "model_type": "gemma"}, vision_config={**_CLIP, "model_type": "siglip_vision_model"},
             image_token_index=IMAGE, projection_dim=64, hidden_size=64,
@@ -117,7 +133,7 @@ FAMILIES = tuple(configs())
 # Families whose positions of image tokens have three axes; transformers keeps the shift that follows on the model.
 MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # Families whose image tokens (of PaliGemma: the whole prompt) see each other in both directions.
-BIDIRECTIONAL = ("gemma3", "paligemma")
+BIDIRECTIONAL = ("gemma3", "gemma4", "paligemma")
 
 Item = int | tuple[int, int] | Tensor
 """A piece of a row: so many random text tokens, an image of (height, width) in the decoder's tokens, or token ids."""
@@ -143,6 +159,9 @@ def _made(family: str, attention: str, dtype: torch.dtype, state: int) -> Any:
                 embedded = 0.125 if "gemma" in family else 1.0
                 scale = embedded if "embed_tokens" in name else 0.25
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            elif family == "gemma4" and "language_model" in name and "q_norm" in name:
+                # It does not divide its logits by anything; sharper ones would show the rounding of float32.
+                parameter.fill_(0.5)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD
     return model
@@ -160,6 +179,12 @@ def _square(pixels: int, tokens: int) -> Callable[..., tuple[dict[str, Tensor], 
         return {"pixel_values": torch.randn(1, 3, pixels, pixels, generator=generator)}, tokens
 
     return make
+
+
+def _gemma4(size: tuple[int, int], generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
+    # 6 x 6 patches of 4 x 4 pixels and 3 channels, of which a token is made of 2 x 2.
+    places = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), -1).view(1, 36, 2)
+    return {"pixel_values": torch.rand(1, 36, 48, generator=generator), "image_position_ids": places}, 9
 
 
 def _llava_next(size: tuple[int, int], generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
@@ -180,6 +205,7 @@ _IMAGES: dict[str, Callable[..., tuple[dict[str, Tensor], int]]] = {
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen,
     "gemma3": _square(16, 16),
+    "gemma4": _gemma4,
     "paligemma": _square(16, 16),
     "llava": _square(16, 16),
     "llava_next": _llava_next,
@@ -230,7 +256,7 @@ class Prompt:
     def text(self) -> dict[str, Tensor]:
         """Token ids, mask and token types."""
         given = {"input_ids": self.ids, "attention_mask": self.mask}
-        if self.family in MROPE:
+        if self.family in (*MROPE, "gemma4"):
             given["mm_token_type_ids"] = self.types
         elif self.family == "gemma3":
             given["token_type_ids"] = self.types

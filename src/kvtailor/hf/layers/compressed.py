@@ -164,8 +164,15 @@ class CompressedLayer(CacheLayerMixin):
 
         Raises:
             PlanError: a method of the plan does not know a softmax like it.
+            UnsupportedModel: other layers read these keys beside learned sinks.
         """
         model, plan = self.state.model, self.guard.engine.plan
+        if softmax.sinks is not None and self._readers:
+            # Scores would weigh the readers' queries with the sinks of the last one.
+            raise UnsupportedModel(
+                f"layers {self._readers} read the keys of layer {self.layer_idx}, and its attention has learned sinks, "
+                "which differ from layer to layer; kvtailor supports shared keys without sinks"
+            )
         # Checked once: what a module hands over does not change its kind.
         if not softmax.plain and model.softmax.plain and (faults := plan.softmax_faults(softmax)):
             raise PlanError(str(plan), faults)

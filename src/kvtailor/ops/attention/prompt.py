@@ -201,7 +201,6 @@ def _gives_lse(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == keys.dtype
-        and keys.shape[-1] == values.shape[-1]
         and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     )
 
@@ -221,10 +220,13 @@ def _sinking(
     bias = None
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+    # It wants keys and values of one size, as in `_sdpa`.
+    size, width = keys.shape[-1], values.shape[-1]
+    query, keys, values = (_widened(each, max(size, width)) for each in (query, keys, values))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, is_causal=is_causal, attn_mask=bias, scale=scaling
     )
-    found: Tensor = out.mul_((lse - softmax.sinks[:, None]).sigmoid_()[..., None].to(out.dtype))
+    found: Tensor = out[..., :width].mul_((lse - softmax.sinks[:, None]).sigmoid_()[..., None].to(out.dtype))
     return found
 
 

@@ -35,6 +35,8 @@ _KNOWN = frozenset(
     }
 )
 _CONVOLUTIONS_ALONE = frozenset({"inkling_text", "inkling2_text"})
+# Their code gives windowed layers twice the kv heads that their configuration has.
+_TWICE_IN_WINDOWS = frozenset({"mimo_v2_flash"})
 _WITHOUT_CACHE = frozenset({"moe", "mlp"})
 
 
@@ -196,7 +198,10 @@ def _heads(config: Any, kind: str, index: int) -> tuple[int, int, int, int]:
     if _has_latents(config):
         return q_heads, 1, config.kv_lora_rank, config.qk_rope_head_dim
     size = named("head_dim") or config.hidden_size // config.num_attention_heads
-    return q_heads, named("num_key_value_heads") or q_heads, size, named("v_head_dim") or size
+    kv_heads = named("num_key_value_heads") or q_heads
+    if kind == "sliding_attention" and config.model_type in _TWICE_IN_WINDOWS:
+        kv_heads *= 2
+    return q_heads, kv_heads, size, named("v_head_dim") or size
 
 
 def _has_latents(config: Any) -> bool:
