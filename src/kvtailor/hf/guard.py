@@ -23,7 +23,15 @@ from kvtailor.hf.assisted import prompt_of_caller
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.progress import START_OVER, STATES_ARE_ASKED_FOR, TWO_THREADS, Alone, Progress, bits_of_a_forward
+from kvtailor.hf.progress import (
+    START_OVER,
+    STATES_ARE_ASKED_FOR,
+    TWO_THREADS,
+    Alone,
+    Progress,
+    bits_of_a_forward,
+    check_padding_of_states,
+)
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Visibility
 
@@ -286,6 +294,8 @@ class CacheGuard:
                 f"the attention_mask is for {now.shape[0]} rows, and this cache holds {rows}: pass the mask of this "
                 "batch, or use a new cache for another one"
             )
+        if now is not None and self.geometry.has_states:
+            check_padding_of_states(self.geometry.model_type, now, visible)
         if before is not None:
             columns = before.shape[1]
             if not bool(before.all()) if now is None else bool((now[:, :columns] & ~before.to(now.device)).any()):

@@ -5,12 +5,22 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple, NoReturn
 
+from torch import Tensor
 from transformers import Cache
 
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.types import Visibility
 
-__all__ = ["START_OVER", "STATES_ARE_ASKED_FOR", "TWO_THREADS", "Alone", "Progress", "bits_of_a_forward"]
+__all__ = [
+    "START_OVER",
+    "STATES_ARE_ASKED_FOR",
+    "TWO_THREADS",
+    "Alone",
+    "Progress",
+    "bits_of_a_forward",
+    "check_padding_of_states",
+]
 
 START_OVER = "call cache.reset(), or go on with a copy that was made before"
 # In later releases of transformers a model asks the cache for a layer's states; before, it read the layer's attribute.
@@ -90,3 +100,20 @@ def bits_of_a_forward(geometry: Geometry) -> int:
         if shape.states and STATES_ARE_ASKED_FOR:
             bits |= 1 << (geometry.layers + index)
     return bits
+
+
+def check_padding_of_states(model_type: str, real: Tensor, visible: Visibility) -> None:
+    """Raise where padding of a row follows a token of it, or comes alone: states would take it for text.
+
+    Args:
+        model_type: of a model whose layers keep states.
+        real: (b, columns) bool, False for padding.
+        visible: of the forward.
+    """
+    new = real[:, visible.first_column : visible.first_column + visible.new_tokens]
+    if bool((real[:, :-1] & ~real[:, 1:]).any()) or (new.shape[1] == 1 and not bool(new.all())):
+        raise CacheMisuse(
+            "attention_mask has padding behind tokens of its row, or in a forward of one token, and layers of this "
+            f"{model_type} keep states that would take it for text: pad on the left alone, and feed each row what "
+            "follows in a batch of its own length"
+        )

@@ -25,8 +25,8 @@ MODES = {
 # same module twice, let it grow (with the model's own eager attention as well).
 ROUNDED = {"zamba": 5e-4, "zamba2": 1e-3}
 # A batch with padding is read otherwise by MiniMax's own cache once it is decoded: its first layer keeps no keys, and
-# that cache says that it has seen nothing. jamba: see `Geometry.restarts`.
-WRONG_WITH_PADDING, RESTARTS = ("minimax",), ("jamba",)
+# that cache says that it has seen nothing. The others: see `Geometry.restarts`.
+WRONG_WITH_PADDING, RESTARTS = ("minimax",), ("jamba", "zamba")
 
 
 def bound(family: str) -> float:
@@ -218,6 +218,26 @@ def test_a_forward_that_is_broken_off_is_noticed(family: str) -> None:
                 model(ids[:, :1], past_key_values=cache)
             cache.reset()
             assert model(ids, past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", pytest.param("bamba", marks=pytest.mark.long)])
+def test_padding_that_states_would_take_for_text_is_refused(family: str) -> None:
+    """On the right, before a second turn, and one padding token alone; transformers' own cache is wrong there."""
+    model = build(family)
+    ids, mask = prompts((20, 12))
+    right = mask.flip(-1)
+    after = torch.cat([mask, torch.tensor([[1, 1, 1], [0, 1, 1]])], 1)
+    more = torch.cat([ids, prompts((3, 2), state=4)[0]], 1)
+    alone = torch.cat([mask, torch.tensor([[1], [0]])], 1)
+    with torch.no_grad():
+        with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
+            model(ids, attention_mask=right, past_key_values=kvtailor.cache_for(model, "full"))
+        for columns, whole in ((more, after), (more[:, :21], alone)):
+            cache = kvtailor.prefill(model, "full", ids, mask)
+            with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
+                model(columns[:, 20:], attention_mask=whole, past_key_values=cache)
+        with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
+            kvtailor.prefill(model, "full", ids, mask, chunk=1)
 
 
 def test_states_of_other_rows_are_refused() -> None:

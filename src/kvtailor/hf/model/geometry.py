@@ -15,7 +15,7 @@ __all__ = ["Geometry", "check", "refusal"]
 # Their attention changes keys or values between the cache and the attention function: the hand-over would be lost.
 _CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
 # Their recurrent layers read the state where one token comes alone, and begin with zeros where several do.
-_RESTARTS = frozenset({"jamba"})
+_RESTARTS = frozenset({"jamba", "zamba"})
 # The state of such a model lies in its modules, whatever cache it is given: two texts on one model would share it.
 _STATES_IN_MODULES = frozenset({"recurrent_gemma"})
 # Attention without transformers' interface: two products and a softmax, which `hf.layers.products` follows. Only what
