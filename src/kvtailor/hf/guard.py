@@ -29,6 +29,7 @@ from kvtailor.hf.progress import (
     TWO_THREADS,
     Alone,
     Progress,
+    Same,
     bits_of_a_forward,
     check_padding_of_states,
 )
@@ -40,16 +41,6 @@ __all__ = ["CacheGuard", "Observer"]
 Observer = Callable[[int, Tensor, Tensor, Tensor, Visibility, float], None]
 """Layer of the model, keys (b, h, t, d), values (b, h, t, dv), queries (b, q, t, d), what they may see, and the factor
 before the softmax, of the tokens that have just come to a layer."""
-
-
-class _Same:
-    """Keeps an object as itself through a deep copy of what refers to it."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Same:
-        return self
 
 
 class CacheGuard:
@@ -72,7 +63,7 @@ class CacheGuard:
     """
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
-        self.plan, self.geometry, self._config = plan, geometry, _Same(config)
+        self.plan, self.geometry, self._config = plan, geometry, Same(config)
         self.share, self.layers = share, geometry.layers
         self.first_compressed = geometry.compressed[0] if geometry.compressed else None
         self._whole = bits_of_a_forward(geometry)

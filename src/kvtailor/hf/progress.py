@@ -18,6 +18,7 @@ __all__ = [
     "TWO_THREADS",
     "Alone",
     "Progress",
+    "Same",
     "bits_of_a_forward",
     "check_padding_of_states",
 ]
@@ -29,6 +30,16 @@ TWO_THREADS = (
     "two threads use this cache at once, or a forward on it was interrupted, and what it holds is not to be trusted: "
     f"{START_OVER}, and give each thread a cache of its own"
 )
+
+
+class Same:
+    """Keeps an object as itself through a deep copy of what refers to it."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Same:
+        return self
 
 
 class Progress(NamedTuple):
