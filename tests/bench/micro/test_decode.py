@@ -72,3 +72,29 @@ def test_floors_are_bytes_over_bandwidth(monkeypatch: pytest.MonkeyPatch) -> Non
     bench = decode.bench(dtypes=["float32"], contexts=[128], prefills=[], device=CPU)
     table = bench.cells[0].measure(lambda name: None)
     assert table.rows["decode float32 128"][0]["floor_ms"] == 1000.0 and "1.0 GB/s" in bench.machine
+
+
+def test_a_hybrid_is_timed_beside_a_plain_model_of_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer in four attends; the last line compares what the context costs it with the same in a plain model."""
+    narrow = {"hidden_size": 64, "intermediate_size": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    for name in ("random-qwen3-next", "random-llama-256"):
+        known = {key: value for key, value in narrow.items() if key in RANDOM_SHAPES[name]}
+        monkeypatch.setitem(RANDOM_SHAPES, name, {**RANDOM_SHAPES[name], **known})
+    sizes = ["--dtype", "float32", "--contexts", "320", "--prefill", "", "--rounds", "2"]
+    told, said, _ = run("--model", "random-qwen3-next", *sizes)
+    rows = {row["name"]: row for row in told["tables"]["decode float32 320"]}
+    assert len(rows) == 11 and rows["plain model, full"]["cache_bytes"] >= 320 * 2 * 2 * 2 * 256 * 4
+    # Six layers keep 2 x 128 x 128 numbers, and the newest inputs of a convolution.
+    states = 6 * 4 * (2 * 128 * 128 + 4 * (2 * 128 + 2 * 128))
+    assert rows["full"]["cache_bytes"] >= 320 * 2 * 2 * 2 * 256 * 4 + states
+    assert "what the context costs a layer that attends:" in said
+
+
+def test_the_cost_of_a_context_has_a_range() -> None:
+    def measured(name: str, *seconds: float) -> Measured:
+        return Measured(name=name, seconds=list(seconds), disturbed=0, bytes_read=None, cache_bytes=None)
+
+    times = {"full": (0.3, 0.4, 0.5), "full after one token": (0.1, 0.1, 0.1), "plain model, full": (0.02, 0.02, 0.02)}
+    plain = measured("plain model, after one token", 0.01, 0.01, 0.01)
+    (line,) = decode._cost_of_context([*(measured(n, *s) for n, s in times.items()), plain], "random-qwen3-next")
+    assert "150.00 ms [125.00, 175.00] in random-qwen3-next, 5.00 ms [5.00, 5.00]" in line and "told apart" not in line

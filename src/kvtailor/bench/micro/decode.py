@@ -227,20 +227,26 @@ def _prefill_table(
 
 
 def _cost_of_context(results: Sequence[Measured], model: str) -> list[str]:
-    """What the context costs each layer that attends, in the hybrid and in the plain model of the same heads."""
-    middle = {each.name: spread(each.seconds).median for each in results}
+    """What the context costs each layer that attends, in the hybrid and in the plain model of the same heads.
+
+    A difference of two medians, with the range that the quartiles of both leave to it: the rest of a hybrid is large
+    and noisy beside it.
+    """
+    spreads = {each.name: spread(each.seconds) for each in results}
     shapes = RANDOM_SHAPES[model], RANDOM_SHAPES[_ATTENTION_ALONE[model]]
     layers = shapes[0]["layer_types"].count("full_attention"), shapes[1]["num_hidden_layers"]
     costs = []
     for (after, before), count in zip(((FULL, _EMPTY), (_PLAIN, _PLAIN_EMPTY)), layers, strict=True):
-        long, short = middle[after], middle[before]
-        costs.append(None if long is None or short is None else (long - short) / count)
-    hybrid, alone = costs
-    if hybrid is None or alone is None or alone <= 0:
-        return ["  what the context costs a layer that attends: too few undisturbed samples"]
+        long, short = spreads[after], spreads[before]
+        if None in (long.median, long.q1, long.q3, short.median, short.q1, short.q3):
+            return ["  what the context costs a layer that attends: too few undisturbed samples"]
+        ends = ((long.median, short.median), (long.q1, short.q3), (long.q3, short.q1))
+        costs.append([((one or 0) - (other or 0)) / count * 1e3 for one, other in ends])
+    (hybrid, least, most), (alone, low, high) = costs
+    apart = "" if least > high or most < low else ", not told apart"
     return [
-        f"  what the context costs a layer that attends: {hybrid * 1e3:.3f} ms in {model}, {alone * 1e3:.3f} ms in "
-        f"{_ATTENTION_ALONE[model]}: {hybrid / alone:.2f} of it"
+        f"  what the context costs a layer that attends: {hybrid:.2f} ms [{least:.2f}, {most:.2f}] in {model}, "
+        f"{alone:.2f} ms [{low:.2f}, {high:.2f}] in {_ATTENTION_ALONE[model]}{apart}"
     ]
 
 
