@@ -84,4 +84,6 @@ def bytes_of(cache: Any) -> int | None:
     if not isinstance(cache, _Layered):
         return None
     held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    states = [getattr(layer, name, {}) for layer in cache.layers for name in ("conv_states", "recurrent_states")]
+    held += [each for of_layer in states for each in of_layer.values()]
     return storage_bytes([each for each in held if isinstance(each, Tensor)])

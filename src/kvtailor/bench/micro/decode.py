@@ -65,7 +65,7 @@ _SCORED = (FULL, "snapkv @ tokens={budget}", "h2o @ tokens={budget}")
 _WARMUP, _PREFILL_WARMUP = 3, 1
 # Hybrids, and for each a plain model of the layers that attend.
 _ATTENTION_ALONE = {"random-qwen3-next": "random-llama-256"}
-_EMPTY = "full after one token"
+_EMPTY, _DYNAMIC = "full after one token", "DynamicCache + sdpa"
 _PLAIN, _PLAIN_EMPTY = "plain model, full", "plain model, after one token"
 _PLAIN_SIDES = 2
 
@@ -139,6 +139,9 @@ def decode(
     sides: list[Side] = []
 
     def add(name: str, on: Any, cache: Any) -> None:
+        if name in (_BASE, _DYNAMIC, FULL):
+            # States, where the model keeps any, are there once it has read a token, and are weighed then.
+            on(token, past_key_values=cache, use_cache=True)
         held = bytes_of(cache)
         sides.append(
             Side(
@@ -153,7 +156,7 @@ def decode(
     for cache in (static, dynamic):
         fill(cache, states)
     add(_BASE, stock, static)
-    add("DynamicCache + sdpa", stock, dynamic)
+    add(_DYNAMIC, stock, dynamic)
     full = cache_for(model, FULL)
     fill(full, states)
     add(FULL, model, full)
