@@ -263,13 +263,10 @@ class Engine:
 
     def _again(self, state: LayerState, reading: Reading, rejected: int) -> Reading:
         """Return what another module read of the tokens that stay, with its mass where that is needed."""
-        own = state.model.scaling
         query = reading.query[:, :, : reading.query.shape[2] - rejected]
         visible, mass = reading.visible.without_last(rejected), None
         if self.needs.mass:
-            state.model.scaling = reading.scaling
             mass = self.read(state, query, visible, want_mass=True).mass
-            state.model.scaling = own
         return replace(reading, query=query, visible=visible, mass=mass)
 
     def leave(self, state: LayerState) -> None:

@@ -16,18 +16,16 @@ __all__ = ["Checkpoint", "Draft", "Pending", "Reading"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Queries of another attention module of the model that reads what a layer holds, in the same forward.
+    """Queries of an attention module that reads what a layer holds, with the layer's own factor before the softmax.
 
     Attributes:
         query: (b, q, t, d) post-RoPE; of the last t tokens of the forward.
         visible: what each of them may see.
-        scaling: that module's factor before the softmax.
         mass: for each part (m, s) the attention that it was given; None where it is not needed.
     """
 
     query: Tensor
     visible: Visibility
-    scaling: float
     mass: list[Tensor] | None = None
 
     def and_next(self, other: Reading) -> Reading:

@@ -9,18 +9,12 @@ import torch
 from transformers import DynamicCache
 
 import kvtailor
+from tests.seam.methods.test_identity import MODES, generated
 from tests.support.crossed import crossed
 from tests.support.seam.latent_zoo import LATENT_FAMILIES, MIXED_FAMILIES, LatentReference, build_latent, own_bytes
 from tests.support.seam.zoo import error, held_columns, prompts
 
 EVERY = (*LATENT_FAMILIES, *MIXED_FAMILIES)
-MODES = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
-    "beam": {"num_beams": 3},
-    "several_sequences": {"do_sample": True, "num_return_sequences": 2},
-    "chunked": {"prefill_chunk_size": 16},
-}
 EVICTING = (
     "streaming @ tokens=20",
     "snapkv(window=8) @ tokens=20",
@@ -41,19 +35,6 @@ CODECS = {
     "nuq(bits=4, group=8, block_size=8)": 0.3,
     "snapkv(window=6) + kivi(bits=4, group=4, recent=0) @ tokens=24": 0.3,
 }
-
-
-def generated(model, cache, ids, mask, **options):
-    torch.manual_seed(7)
-    return model.generate(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=12,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **{"do_sample": False, **options},
-    )
 
 
 @pytest.mark.parametrize(("family", "mode"), crossed(EVERY, list(MODES)))

@@ -250,7 +250,7 @@ class CompressedLayer(CacheLayerMixin):
         engine, state = self.guard.engine, self.state
         attended = engine.attend(state, query, visible, scaling)
         if self._readers:
-            self._read = [(Reading(query=query, visible=visible, scaling=scaling, mass=attended.mass), attended)]
+            self._read = [(Reading(query=query, visible=visible, mass=attended.mass), attended)]
         else:
             engine.act(state, query, visible, attended)
         return attended.output
@@ -283,7 +283,7 @@ class CompressedLayer(CacheLayerMixin):
             state.observed.carry = self._read[-1][1].carry
             attended = engine.attend(state, query, visible, scaling)
             output = attended.output
-            self._read.append((Reading(query=query, visible=visible, scaling=scaling, mass=attended.mass), attended))
+            self._read.append((Reading(query=query, visible=visible, mass=attended.mass), attended))
             if reader == self._readers[-1]:
                 (own_reading, _), *others = self._read
                 self._read = []
