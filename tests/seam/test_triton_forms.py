@@ -30,6 +30,12 @@ SLOW = pytest.mark.long
 CASES = [
     ("full", (33, 20), READ, 1e-5),
     ("kivi(bits=4, group=16, recent=16)", (33, 20), {*READ, *PACK}, 1e-2),
+    (
+        "by_layer(of=[sides(keys=vector(bits=8, block_size=16), values=kivi(bits=8, group=8, recent=16))])",
+        (33, 20),
+        {*READ, "token_kernel"},
+        1e-2,
+    ),
     pytest.param("vector(bits=8, recent=4, block_size=8)", (33,), {*READ, "token_kernel"}, 1e-2, marks=SLOW),
     pytest.param(PAGED, (33, 20), {*READ, "pages"}, 1e-5, marks=BOTH),
     pytest.param("snapkv(window=6) + adakv @ tokens=24", (33, 20), READ, 1e-5, marks=BOTH),

@@ -71,6 +71,11 @@ class BitTable(Around, Codec):
         for bits in sorted({*given[0], *given[1]}):
             self._with(key_bits=bits, value_bits=bits)
 
+    @property
+    def table_layers(self) -> int | None:
+        """The length of a list of bits."""
+        return next((len(each) for each in (self.keys, self.values) if isinstance(each, tuple)), None)
+
     def misfit(self, *, layers: int, heads: int, size: int) -> str | None:
         """More layers, or bits for other layers, than the model has."""
         for name in ("keys", "values"):

@@ -55,10 +55,13 @@ class Codec(Method, ABC):
     Attributes:
         exact: decode(encode(x)) == x bit for bit.
         across: tokens of several layers may be encoded at once, see `layer_groups`.
+        kinds_by_layer: `for_layer` may give another kind of codec on each layer, so that no codec can be around it. Of
+            such a codec `lane_multiple` is a multiple of each layer's, and the flags hold where they hold of a layer.
     """
 
     exact: ClassVar[bool] = False
     across: ClassVar[bool] = False
+    kinds_by_layer: ClassVar[bool] = False
     old_members: ClassVar[Mapping[str, str]] = {"layers_together": "layer_groups", "encode_together": "encode_group"}
 
     @property
@@ -85,6 +88,11 @@ class Codec(Method, ABC):
     def weighs_tokens(self) -> bool:
         """Whether a slot may stand for several tokens, so that `Segment.view` has weights."""
         return False
+
+    @property
+    def table_layers(self) -> int | None:
+        """The number of layers that its tables are for; None: it serves any number."""
+        return None
 
     @property
     def needs(self) -> Needs:

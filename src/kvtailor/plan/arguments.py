@@ -311,4 +311,6 @@ def _spell(hint: object) -> str:
     stages = [stage for stage in registry.stages() if registry.contract(stage) is hint]
     if stages:
         return f"a method of {stages[0]}"
+    if origin is tuple and _stages_in(hint):
+        return f"a list of methods of {_stages_in(hint)[0]}, in [ ]"
     return hint.__name__ if isinstance(hint, type) and not inner else str(hint)

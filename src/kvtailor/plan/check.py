@@ -109,7 +109,7 @@ def _parts_faults(parts: Mapping[str, object]) -> list[str]:
 
 
 def _group_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -> list[str]:
-    """Faults of a codec that encodes several layers at once, or that holds such a one."""
+    """Faults of a codec that encodes several layers at once or each in its own way, or that holds such a one."""
     encode, score, allocate = parts["encode"], parts["score"], parts["allocate"]
     if not isinstance(encode, registry.Codec):
         return []
@@ -117,9 +117,16 @@ def _group_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -
     for each in list(with_nested(encode))[1:]:
         if isinstance(each, registry.Codec) and each.across:
             inner = registry.name_of(each)
+            outside = "leave it out" if encode.kinds_by_layer else f"write {inner} outside, as in {inner}(of={name})"
             faults.append(
-                f"{inner} stores two layers' tokens together, and {name} encodes one layer at a time: write {inner} "
-                f"outside, as in {inner}(of={name})"
+                f"{inner} stores two layers' tokens together, and {name} encodes one layer at a time: {outside}"
+            )
+        if isinstance(each, registry.Codec) and each.kinds_by_layer:
+            inner = registry.name_of(each)
+            outside = f"write {inner} outside, as in {inner}(of=[{name}(...), ...])"
+            faults.append(
+                f"{inner} gives each layer a codec of its own, and {name} around it would be one for all layers: "
+                f"{'leave one of the two out' if encode.across else outside}"
             )
         if isinstance(each, registry.Codec) and each.needs.window:
             inner = registry.name_of(each)
@@ -127,6 +134,13 @@ def _group_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -
                 f"{inner} ranks what it stores by the queries, and inside {name} it would not get them: name {inner} "
                 "as the codec itself"
             )
+    moves = isinstance(allocate, registry.Allocator) and not allocate.even_layers
+    if encode.kinds_by_layer and isinstance(score, registry.Scorer) and moves and settings.get("bytes") is not None:
+        faults.append(
+            f"bytes= buys tokens at the mean price of the layers, and {registry.name_of(allocate)} gives layers other "
+            f"numbers of tokens, which do not cost the same in each under {name}: give the budget as tokens= or keep=, "
+            "or take an allocator that gives every layer the same, such as uniform or adakv"
+        )
     if not (encode.across and isinstance(score, registry.Scorer)) or isinstance(allocate, Broken):
         return faults
     apart = [] if score.same_on_layers else [f"{registry.name_of(score)} keeps other tokens in each"]

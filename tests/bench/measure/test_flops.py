@@ -29,11 +29,11 @@ ROWS, PROMPT = 3, 17
 EVERY = [(stage, name) for stage in registry.stages() if stage != "store" for name in registry.methods(stage)]
 
 
-def tiny() -> transformers.PreTrainedModel:
-    """One layer, 6 query heads, 3 kv heads of size 10, so that 23400 weights multiply, and 5820 in the output head."""
+def tiny(layers: int = 1) -> transformers.PreTrainedModel:
+    """6 query heads, 3 kv heads of size 10: 23400 weights of a layer multiply, and 5820 in the output head."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=60, intermediate_size=70, num_hidden_layers=1, num_attention_heads=6,
+        vocab_size=97, hidden_size=60, intermediate_size=70, num_hidden_layers=layers, num_attention_heads=6,
         num_key_value_heads=3, head_dim=10, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -273,3 +273,22 @@ def test_counting_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         work("snapkv(window=4) + kivi(bits=4, group=4, recent=8) @ tokens=12", tokens=3)
+
+
+def test_a_table_of_codecs_costs_on_each_layer_what_its_codec_does() -> None:
+    """Of three layers one is encoded: it costs what it does in a model of one layer, and the plain ones nothing."""
+    three = tiny(layers=3)
+    alone = work("kivi(bits=4, group=8, recent=16)", tokens=34, prompt=45)
+    for layers in ([0, 1, 1], [1, 0, 1], [1, 1, 0]):
+        plan = f"by_layer(of=[kivi(bits=4, group=8, recent=16), plain], layers={layers})"
+        found = work(plan, tokens=34, prompt=45, model=three)
+        assert (found.method_prefill, found.method_token) == (alone.method_prefill, alone.method_token)
+
+
+def test_heads_that_are_projected_together_cost_their_whole_width() -> None:
+    """Both sides of 45 tokens of 3 rows: 3 heads of 10 channels along 15 directions, or each along 5 of its own."""
+    together, apart = (
+        work(f"lowrank(rank=0.5, heads={heads}, basis=random, block_size=8)", prompt=45) for heads in (0, 1)
+    )
+    assert together.method_prefill == 3 * 2 * 45 * 2 * 30 * 15
+    assert apart.method_prefill == 3 * 2 * 45 * 2 * 10 * 5 * 3

@@ -185,7 +185,9 @@ class _Step:
         group = self.geometry.q_heads // heads
         sizes = {"key_size": size, "value_size": size}
         held = before.encoded + before.tail + new
-        parts = [_each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes))]
+        # As it is on this layer: what a table gives to one layer costs nothing on another.
+        codec = state.codec(plan)
+        parts = [_each(before.encoded, lambda n: codec.decode_flops(tokens=n, **sizes))]
         if new == 1:
             encoded = state.here(before.segments)
             request = FlopsRequest(encoded=encoded, group=group, size=size, held=held, context=before.context)
@@ -197,7 +199,7 @@ class _Step:
                 score, allocate, select = plan.score, plan.allocate, plan.select
                 parts += [
                     # The eviction reads keys and values once more.
-                    _each(before.encoded, lambda n: plan.encode.decode_flops(tokens=n, **sizes)),
+                    _each(before.encoded, lambda n: codec.decode_flops(tokens=n, **sizes)),
                     _each(held, lambda n: score.flops(tokens=n, group=group, size=size)),
                     _each(held, lambda n: allocate.flops(tokens=n, heads=heads, group=group, size=size)),
                     _each(held, lambda n: select.flops(tokens=n)),
@@ -206,8 +208,8 @@ class _Step:
         for segment in state.stored.segments:
             if not any(segment is old for old in before.segments):
                 # What an exact codec keeps is encoded anew, of any other only what was in the tail.
-                fresh = _later_than(segment, -1 if plan.encode.exact else before.newest)
-                parts.append(_each(fresh, lambda n: plan.encode.encode_flops(tokens=n, **sizes)))
+                fresh = _later_than(segment, -1 if codec.exact else before.newest)
+                parts.append(_each(fresh, lambda n: codec.encode_flops(tokens=n, **sizes)))
         return _sum(parts)
 
 

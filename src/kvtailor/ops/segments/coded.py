@@ -7,7 +7,7 @@ once for all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -173,12 +173,29 @@ class PairSegment(Segment):
         return numbers, tensors
 
     @classmethod
-    def from_state(cls, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Self:
-        kinds = {kind.__name__: kind for kind in cls.kinds}
+    def from_state(
+        cls,
+        layout: Layout,
+        fields: Mapping[str, object],
+        tensors: Mapping[str, Tensor],
+        *,
+        kinds: Sequence[type[Coded]] | None = None,
+    ) -> Self:
+        """Return the segment that `state` described.
+
+        Args:
+            layout: which tokens these are.
+            fields, tensors: what `state` gave.
+            kinds: the encodings that a side can have, where they depend on the codec's arguments; None: the class's.
+
+        Raises:
+            LookupError: a side is of another encoding.
+        """
+        known = {kind.__name__: kind for kind in (cls.kinds if kinds is None else kinds)}
         sides = {}
         for name in ("keys", "values"):
             given: dict[str, Any] = {**under(f"{name}.", fields), **under(f"{name}.", tensors)}
-            sides[name] = kinds[str(fields[name])](**given)
+            sides[name] = known[str(fields[name])](**given)
         return cls(layout=layout, **sides)
 
 
