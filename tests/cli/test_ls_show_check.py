@@ -189,3 +189,19 @@ def test_the_version_and_the_help_load_neither_torch_models_nor_transformers() -
         found = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, timeout=60)
         assert found.returncode == 0, found.stderr
     assert "kvtailor" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("plan", "each"),
+    [
+        # 4 bits with 4 scales of 2 bytes in 64, and 16 bits, of 64 and 64 elements.
+        ("by_layer(of=[kivi(bits=4), plain], layers=[0, 1, 1, 0])", 128 * (0.5 + 4 / 32 + 2) / 2),
+        ("bit_table(of=kivi, keys=[4, 2], values=[2, 2])", 64 * (0.5 + 3 * 0.25) / 2 + 128 * 4 / 32),
+    ],
+)
+def test_show_takes_the_layers_that_a_table_is_for(plan: str, each: float) -> None:
+    found = call("show", plan, "--head-size", "64", "--dtype", "bfloat16", "--json")
+    assert found.exit_code == 0
+    assert last_object(found)["closed_form"]["bytes_per_token_and_kv_head"] == each
+    refused = call("show", plan, "--model", "demo")
+    assert refused.exit_code != 0 and "layers; the plan compresses" in refused.output + str(refused.exception)

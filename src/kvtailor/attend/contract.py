@@ -206,3 +206,39 @@ class Attention(Method, ABC):
         `Codec.decode_flops`.
         """
         return None
+
+    def carried_bytes(
+        self,
+        *,
+        rows: int,
+        heads: int,
+        q_heads: int,
+        size: int,
+        element_size: int,
+        held: tuple[int, int],
+        longest: int,
+        context: int,
+        new_tokens: int,
+    ) -> tuple[int, int]:
+        """Return bounds of the bytes of what one layer carries from call to call, as `AttentionContext.carry`.
+
+        For forecasts of a cache's size before any run. A method that carries tensors overrides this.
+
+        Args:
+            rows, heads, q_heads: b, h and q.
+            size: d, of a key.
+            element_size: bytes of an element of the cache's dtype.
+            held: least and most tokens that the layer holds, over all rows and kv heads.
+            longest: most tokens that one row and kv head holds.
+            context: tokens of the prompt, in each row, which was read at once.
+            new_tokens: tokens that were decoded after it.
+
+        Raises:
+            ValueError: the method makes an index, and does not override this.
+        """
+        if getattr_static(type(self), "index") is not vars(Attention)["index"]:
+            raise ValueError(
+                f"{type(self).__qualname__} carries an index from call to call and does not tell its bytes: override "
+                "carried_bytes (kvtailor.attend.contract)"
+            )
+        return 0, 0

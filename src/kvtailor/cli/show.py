@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from kvtailor.calibration_file import Calibration
     from kvtailor.cli.words.budget import Holding
     from kvtailor.hf.model.geometry import Geometry
+    from kvtailor.hf.sizes.size import CacheSize
     from kvtailor.plan import Plan
 
 __all__ = ["command"]
 
 _LAYERS = 32
+# Decoded tokens over which the growth of a cache is averaged.
+_LATER = 512
 
 
 @click.command(short_help="Say what a plan does, before anything runs.")
@@ -32,8 +35,13 @@ _LAYERS = 32
 @click.option("--head-size", type=click.IntRange(1), default=128, show_default=True, help="Of a key and of a value.")
 @click.option("--dtype", type=click.Choice(list(ELEMENT_SIZES)), help="Of the cache.  [the model's own, else bfloat16]")
 @click.option(
-    "--tokens", type=click.IntRange(1), help="Length of a prompt: what is held of it, and what comes in a step."
+    "--context",
+    "--tokens",
+    "tokens",
+    type=click.IntRange(1),
+    help="Length of a prompt: the bytes of its cache, and what comes in a step.",
 )
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows of the batch.")
 @click.option(
     "--link", help="Bytes per second that can come, as you measured them; prints what the link takes in a step."
 )
@@ -47,13 +55,16 @@ def command(
     head_size: int,
     dtype: str | None,
     tokens: int | None,
+    batch: int,
     link: str | None,
     step_ms: float | None,
     as_json: bool,
 ) -> None:
     """Show PLAN, a line or a TOML file: the method of each stage, its arguments and source, and closed-form bytes.
 
-    The bytes are a prediction from the codec's formula; what a cache really holds is measured by `run` and `bench`.
+    With --model and --context it prints the bytes of the whole cache, before any run: the number that `run` and `bench`
+    will read from the cache, or its bounds where the text decides, and why. The whole prompt is taken to be read at
+    once, and rows to be equally long.
     Times come from the rates that you give, and without them there are none.
     """
     from kvtailor.cli.words.calibration import about as describe
@@ -67,19 +78,24 @@ def command(
         geometry, known = _sizes_of(model, dtype)
         sizes |= known
     if tokens is None and not (link is None and step_ms is None):
-        raise click.UsageError("--link and --step-ms need --tokens, the length at which the step is computed")
+        raise click.UsageError(
+            "--link and --step-ms need --tokens (or --context), the length at which the step is computed"
+        )
     if tokens is not None and geometry is None:
-        raise click.UsageError("--tokens needs the sizes of a model: give --model as well")
+        raise click.UsageError("--context (or --tokens) needs the sizes of a model: give --model as well")
     stages, cost, files = _stages(parsed), _cost(parsed, sizes), read_by(parsed, model)
     _say(parsed, stages, sizes, cost)
     for word, found in files.items():
         _say_files(word, found, model)
     notes = budget_notes(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
-    held = step = None
+    held = step = size = None
+    if batch > 1 and tokens is None:
+        raise click.UsageError("--batch needs --context, the length of each row")
     if tokens is not None and geometry is not None:
-        held = holding(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
-        say_holding(parsed, held)
-        step = _forecast(parsed, sizes, cost, held, link, step_ms)
+        size, grown = _sizes_at(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens, batch)
+        held = holding(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], size)
+        say_holding(parsed, held, size, grown)
+        step = _forecast(parsed, sizes, cost, held, link, step_ms, batch)
     for note in notes:
         click.echo(note)
     if as_json:
@@ -94,7 +110,7 @@ def command(
         }
         told = {word: [describe(each) for each in found] for word, found in files.items()}
         known = {"stages": stages, "sizes": sizes, "closed_form": cost, "calibrations": told, "forecast": step}
-        known |= {"holding": as_dict(held), "notes": notes}
+        known |= {"holding": as_dict(held), "size": None if size is None else size.as_dict(), "notes": notes}
         click.echo(json.dumps({**about, **known}, default=str))
 
 
@@ -112,6 +128,25 @@ def _sizes_of(model: str, dtype: str | None) -> tuple[Geometry, dict[str, Any]]:
         "kv_heads": geometry.kv_heads,
         "compressed_layers": len(geometry.compressed),
     }
+
+
+def _sizes_at(plan: Plan, geometry: Geometry, element: int, tokens: int, batch: int) -> tuple[CacheSize, CacheSize]:
+    """The size of a cache after a prompt, and some decoded tokens later."""
+    from kvtailor.hf.sizes.size import forecast_size
+
+    now, grown = (
+        forecast_size(
+            plan,
+            geometry,
+            context=tokens,
+            batch=batch,
+            element_size=element,
+            new_tokens=more,
+            count_states=geometry.state_bytes(element) is not None,
+        )
+        for more in (0, _LATER)
+    )
+    return now, grown
 
 
 def _stages(plan: Plan) -> dict[str, Any]:
@@ -139,8 +174,7 @@ def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
     element, size = ELEMENT_SIZES[sizes["dtype"]], sizes["head_size"]
     value_size = sizes.get("value_size", size)
     full = float((size + value_size) * element)
-    # Bits may differ between layers, so the number of layers must be given.
-    layers = sizes.get("compressed_layers") or _LAYERS
+    layers = _layers_of(plan, sizes)
     encoded = plan.encode.mean_bytes_per_token(layers, size, value_size, element, heads=sizes.get("kv_heads"))
     copies = sizes["kv_heads"] * sizes["compressed_layers"] if "kv_heads" in sizes else None
     return {
@@ -150,6 +184,26 @@ def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
         "bytes_per_token": None if copies is None else encoded * copies,
         "full_precision_tail_tokens": plan.encode.tail + plan.encode.block if plan.encode.block else None,
     }
+
+
+def _layers_of(plan: Plan, sizes: dict[str, Any]) -> int:
+    """Return how many layers are compressed: the model's, else as many as the codec's table has, else the usual.
+
+    Codecs may differ between layers, so that the mean over them depends on how many there are.
+
+    Raises:
+        PlanError: a table is for another number of layers.
+    """
+    from kvtailor.errors import PlanError
+    from kvtailor.plan.arguments import with_nested
+    from kvtailor.plan.registry import Codec
+
+    tables = [each for each in with_nested(plan.encode) if isinstance(each, Codec) and each.table_layers is not None]
+    layers: int = sizes.get("compressed_layers") or (tables[0].table_layers if tables else None) or _LAYERS
+    faults = [each.misfit(layers=layers, heads=sizes.get("kv_heads", 1), size=sizes["head_size"]) for each in tables]
+    if any(faults):
+        raise PlanError(str(plan), [fault for fault in faults if fault is not None])
+    return layers
 
 
 def _say(plan: Plan, stages: dict[str, Any], sizes: dict[str, Any], cost: dict[str, Any]) -> None:
@@ -191,7 +245,13 @@ def _say(plan: Plan, stages: dict[str, Any], sizes: dict[str, Any], cost: dict[s
 
 
 def _forecast(
-    plan: Plan, sizes: dict[str, Any], cost: dict[str, Any], held: Holding, link: str | None, step_ms: float | None
+    plan: Plan,
+    sizes: dict[str, Any],
+    cost: dict[str, Any],
+    held: Holding,
+    link: str | None,
+    step_ms: float | None,
+    rows: int,
 ) -> dict[str, Any]:
     from kvtailor.cli.words.tier import forecast, say_forecast
     from kvtailor.ops.sizes import bytes_of
@@ -203,7 +263,7 @@ def _forecast(
     if (rate is not None and rate <= 0) or (step_ms is not None and step_ms <= 0):
         raise click.UsageError("--link and --step-ms must be above 0")
     seconds = None if step_ms is None else step_ms / 1e3
-    found = forecast(plan, sizes, cost, held, rate=rate, step_seconds=seconds)
+    found = forecast(plan, sizes, cost, held, rows=rows, rate=rate, step_seconds=seconds)
     say_forecast(found)
     return found
 

@@ -27,8 +27,9 @@ from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
 from kvtailor.plan.registry import name_of
+from kvtailor.types import HeadShare
 
-__all__ = ["cache_for", "layer_devices"]
+__all__ = ["cache_for", "checked", "layer_devices"]
 
 
 def cache_for(model: Any, plan: str | Plan) -> KvCache:
@@ -58,18 +59,7 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     register()
     config = model.config.get_text_config(decoder=True)
     geometry = Geometry.of(model.config)
-    places = layer_devices(model, geometry)
-    devices = [places[layer] for layer in geometry.compressed]
-    refusals = [parsed.store.refusal(device) for device in dict.fromkeys(devices)]
-    faults = [refusal for refusal in refusals if refusal is not None] + _groups_apart(parsed, devices)
-    if faults:
-        raise PlanError(str(parsed), faults)
-    share = share_of(model, geometry)
-    check_plan(parsed, geometry, share)
-    modules = modules_by_layer(model, attending=_with_states(geometry))
-    # Of a model whose modules do not show their layers, its first forward tells.
-    known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
-    check_plan_softmax(parsed, list(known.values()), share)
+    devices, known, share = checked(model, parsed, geometry)
     check_same_plan(parsed, share)
     cache = cache_class(config)(parsed, geometry, config, share=share)
     cache.guard.model = weakref.ref(model)
@@ -80,6 +70,37 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     _equip(cache, model, devices)
     cache.lease = switch(model, NAME)
     return cache
+
+
+def checked(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.device], dict[int, Any], HeadShare]:
+    """Refuse a plan that a model cannot have, before anything is made of it.
+
+    Args:
+        model: that kvtailor supports.
+        plan: for its cache.
+        geometry: of the model.
+
+    Returns:
+        The devices of the compressed layers, their modules by layer as far as the model shows them, and which of the
+        model's kv heads this process has.
+
+    Raises:
+        PlanError: with all that speaks against the plan.
+        UnsupportedModel: the model's heads lie on processes in a way that the plan does not serve.
+    """
+    places = layer_devices(model, geometry)
+    devices = [places[layer] for layer in geometry.compressed]
+    refusals = [plan.store.refusal(device) for device in dict.fromkeys(devices)]
+    faults = [refusal for refusal in refusals if refusal is not None] + _groups_apart(plan, devices)
+    if faults:
+        raise PlanError(str(plan), faults)
+    share = share_of(model, geometry)
+    check_plan(plan, geometry, share)
+    modules = modules_by_layer(model, attending=_with_states(geometry))
+    # Of a model whose modules do not show their layers, its first forward tells.
+    known = {layer: modules[layer] for layer in geometry.compressed if layer in modules}
+    check_plan_softmax(plan, list(known.values()), share)
+    return devices, known, share
 
 
 def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:

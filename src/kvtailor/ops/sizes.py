@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kvtailor.errors import shown
 
-__all__ = ["asked_bytes", "bytes_of", "write_bytes"]
+__all__ = ["asked_bytes", "binary", "bytes_of", "write_bytes"]
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?)?B?", re.IGNORECASE)
 _LONGEST = 40
@@ -33,6 +33,15 @@ def write_bytes(count: int) -> str:
         if count > 0 and count % _UNITS[unit.lower()] == 0:
             return f"{count // _UNITS[unit.lower()]}{unit}B"
     return str(count)
+
+
+def binary(count: float) -> str:
+    """Return bytes for people, with three figures in powers of 1024: 1234567 is `1.18 MiB`."""
+    for unit in ("Gi", "Mi", "Ki"):
+        size = _UNITS[unit.lower()]
+        if count >= size:
+            return f"{count / size:.3g} {unit}B" if count / size < 999.5 else f"{count / size:.0f} {unit}B"
+    return f"{count:.0f} B"
 
 
 def asked_bytes(asked: int | str | None, what: str) -> int | None:

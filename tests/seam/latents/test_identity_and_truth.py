@@ -33,6 +33,7 @@ CODECS = {
     "fp8(group=8, block_size=8)": 0.1,
     "hadamard(of=vector(bits=8, block_size=8))": 0.02,
     "nuq(bits=4, group=8, block_size=8)": 0.3,
+    "sides(keys=hadamard(of=vector(bits=8, block_size=8)), values=plain)": 0.02,
     "snapkv(window=6) + kivi(bits=4, group=4, recent=0) @ tokens=24": 0.3,
 }
 

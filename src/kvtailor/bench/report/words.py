@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvtailor.ops.sizes import binary
+
 __all__ = ["byte_text", "byte_unit", "flop_text", "milliseconds", "significant"]
 
 _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -9,10 +11,7 @@ _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 def byte_text(count: float) -> str:
     """Bytes in powers of 1024."""
-    for unit, size in _BYTES:
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count / size < 999.5 else f"{count / size:.0f} {unit}"
-    return f"{count:.0f} B"
+    return binary(count)
 
 
 def byte_unit(most: float) -> tuple[str, int]:

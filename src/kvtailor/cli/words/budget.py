@@ -7,26 +7,40 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.ops.sizes import binary as byte_text
+
 if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
+    from kvtailor.hf.sizes.size import CacheSize
     from kvtailor.plan import Plan
 
 __all__ = ["ELEMENT_SIZES", "Holding", "as_dict", "budget_notes", "element_of", "holding", "say_holding"]
 
+_STAGES = {
+    "tail": "tokens in full precision, spare slots included",
+    "encode": "segments: encoded tokens, their columns and tables",
+    "store": "copies on the device of what is on another tier",
+    "window": "the model's own sliding windows, with the plan or without",
+    "state": "states of constant size, with the plan or without",
+    "observe": "what the plan's methods remember of queries and attention",
+    "attend": "what the attention carries along",
+}
 ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What a cache holds of one row after a prompt: a prediction by closed forms.
+    """What a cache holds of one row after a prompt, in tokens; and the bytes of their keys and values alone.
+
+    The bytes of the whole cache are those of `hf.sizes.CacheSize`.
 
     Attributes:
         tokens_seen: of the prompt.
         tokens_held: per kv head of the compressed layers, on average over heads and layers.
         tokens_encoded: of them in the codec's form.
         tokens_full_precision: the rest, the newest where the plan has a lossy codec.
-        bytes: of keys and values in the compressed layers, as if all groups of codes were full; positions and page
-            indices of tokens come on top.
+        bytes: of keys and values in the compressed layers, as if all groups of codes were full; positions, page
+            indices, spare slots and evidence come on top.
         full_bytes: of keys and values without the plan, in all layers.
         window_bytes: of the model's own sliding windows, which no plan changes.
         state_bytes: of recurrent and convolution states, which no plan changes either and `full_bytes` has not; None
@@ -70,24 +84,20 @@ def _budget(plan: Plan, tokens: int, geometry: Geometry | None, element: int) ->
     return int(total) // sum(shape.heads for shape in shapes)
 
 
-def holding(plan: Plan, geometry: Geometry, element: int, tokens: int) -> Holding:
-    """What is held of a prompt of `tokens` tokens.
+def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize) -> Holding:
+    """What is held of one row of a prompt.
 
     Args:
         plan: whose cache it is.
         geometry: of the model.
         element: bytes of an element of the cache's dtype.
-        tokens: of one row.
+        size: of the cache after the prompt.
     """
-    budget = _budget(plan, tokens, geometry, element) if plan.evicts else None
-    held = tokens if budget is None else min(budget, tokens)
-    recent = held
-    if plan.encode.block:
-        # A cut leaves the score's newest in the tail, and the codec takes what it does not leave in full precision.
-        recent = min(plan.encode.tail, held)
-        if plan.score is not None and held < tokens:
-            recent = min(recent, plan.score.recent)
-    shapes, everything = geometry.compressed_shapes, geometry.full_bytes(1, tokens, element)
+    shapes, tokens = geometry.compressed_shapes, size.context
+    everything = geometry.full_bytes(1, tokens, element)
+    copies = size.batch * sum(shape.kv_heads for shape in shapes)
+    held = size.tokens.high // copies if copies else tokens
+    recent = min(size.tail, held) if plan.encode.block else held
     encoded = sum(
         shape.kv_heads
         * plan.encode.mean_bytes_per_token(len(shapes), shape.key_size, shape.value_size, element, heads=shape.kv_heads)
@@ -106,31 +116,26 @@ def holding(plan: Plan, geometry: Geometry, element: int, tokens: int) -> Holdin
     )
 
 
-def say_holding(plan: Plan, held: Holding) -> None:
-    """The same in lines."""
-    from kvtailor.bench.report.words import byte_text
+def say_holding(plan: Plan, held: Holding, size: CacheSize, grown: CacheSize) -> None:
+    """Print what is held, in tokens and in bytes, and how it grows.
 
+    Args:
+        plan: whose cache it is.
+        held: of one row.
+        size: of the whole cache after the prompt.
+        grown: the same some decoded tokens later.
+    """
+    rows = f"{size.batch} rows of {size.context} tokens" if size.batch > 1 else f"{size.context} tokens (one row)"
     upper = "at most " if plan.evicts and not plan.select.exact else ""
     click.echo(
-        f"after a prompt of {held.tokens_seen} tokens (one row), predicted: {upper}{held.tokens_held} of "
+        f"after a prompt of {rows}, before any run: {upper}{held.tokens_held} of "
         f"{held.tokens_seen} tokens are held per kv head, on average"
     )
     if held.tokens_encoded and plan.encode.tail:
         click.echo(f"  {held.tokens_encoded} encoded, the newest {held.tokens_full_precision} in full precision")
     elif plan.encode.block and not held.tokens_encoded:
         click.echo("  none of them is encoded: the codec leaves so many of the newest in full precision")
-    without = held.full_bytes - held.window_bytes
-    click.echo(
-        f"  keys and values: {byte_text(held.bytes)}, {byte_text(without)} without the plan"
-        + (f": {held.bytes / without:.3f}" if without else "")
-        + "; positions of tokens, spare slots and what a score observes come on top"
-    )
-    if held.window_bytes:
-        click.echo(f"  and {byte_text(held.window_bytes)} in the model's own sliding windows, with the plan or without")
-    if held.state_bytes is None:
-        click.echo("  and recurrent states, whose bytes are not known before a run, with the plan or without")
-    elif held.state_bytes:
-        click.echo(f"  and {byte_text(held.state_bytes)} in states of constant size, with the plan or without")
+    _say_bytes(held, size)
     slack = plan.slack_tokens
     if plan.evicts and slack is not None:
         click.echo(
@@ -138,6 +143,27 @@ def say_holding(plan: Plan, held: Holding) -> None:
         )
     else:
         click.echo("  while decoding: every new token is held as well")
+    more = (grown.total - size.total) / grown.new_tokens
+    about = "" if size.exact and grown.exact else "about "
+    what = f"{byte_text(more)} more" if more >= 0 else f"{byte_text(-more)} less"
+    click.echo(f"  {about}{what} for each of the next {grown.new_tokens} decoded tokens, on average, in all rows")
+
+
+def _say_bytes(held: Holding, size: CacheSize) -> None:
+    known = byte_text(size.total) if size.exact else f"{byte_text(size.low)} to {byte_text(size.high)}"
+    about = "" if size.exact else "about "
+    click.echo(
+        f"  the cache takes {known}, {about}{size.share:.3f} of the {byte_text(size.full)} of an uncompressed one"
+    )
+    for stage, each in size.stages.items():
+        amount = byte_text(each.low) if each.exact else f"{byte_text(each.low)} to {byte_text(each.high)}"
+        click.echo(f"    {stage:<8} {amount:<22} {_STAGES[stage]}")
+    if held.state_bytes is None:
+        click.echo("    and recurrent states, whose bytes are not known before a run, with the plan or without")
+    for reason in size.reasons:
+        click.echo(f"  not known before a run: {reason}")
+    if size.uncut:
+        click.echo(f"  while the prompt is read, {byte_text(size.uncut)} of it wait uncompressed")
 
 
 def as_dict(held: Holding | None) -> dict[str, int] | None:

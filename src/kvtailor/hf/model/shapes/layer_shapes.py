@@ -50,6 +50,7 @@ class LayerShape:
         q_heads: query heads; 0 where the layer has no attention.
         kv_heads: kv heads whose keys and values the layer keeps; 0 where it keeps none.
         key_size, value_size: of one head, in elements.
+        query_size: of one query head as the model makes it, in elements.
         states: linear-attention or convolution states of constant size that it keeps; 0 on most layers.
         convolution: these states are the newest inputs of convolutions, which can be taken back, and none is recurrent.
         state_elements: elements of all of these for one row, those in the cache's dtype and those in float32; None
@@ -65,6 +66,7 @@ class LayerShape:
     kv_heads: int = 0
     key_size: int = 0
     value_size: int = 0
+    query_size: int = 0
     states: int = 0
     convolution: bool = False
     state_elements: tuple[int, int] | None = None
@@ -174,6 +176,8 @@ def _shape(config: Any, layer: Any, kind: str, index: int, reads: int | None) ->
         kv_heads=kv_heads,
         key_size=key_size,
         value_size=value_size,
+        # Queries of latent layers are those of the heads that the latents expand to.
+        query_size=config.qk_nope_head_dim + config.qk_rope_head_dim if _has_latents(config) else key_size,
         states=states,
         latents=_has_latents(config),
         convolution=convolution,

@@ -1,0 +1,1 @@
+"""How many bytes a cache will hold, before any run."""

@@ -1,0 +1,96 @@
+"""The largest budget of a plan whose cache fits a number of bytes, before any run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvtailor.errors import PlanError
+from kvtailor.hf.sizes.size import CacheSize, forecast_size
+from kvtailor.plan.registry import name_of
+
+if TYPE_CHECKING:
+    from kvtailor.hf.model.geometry import Geometry
+    from kvtailor.plan import Plan
+
+__all__ = ["largest_tokens", "least_size"]
+
+
+def largest_tokens(
+    plan: Plan,
+    geometry: Geometry,
+    *,
+    memory: int,
+    context: int,
+    batch: int = 1,
+    element_size: int,
+    new_tokens: int = 0,
+) -> int | None:
+    """Return the largest budget `tokens=` for which the whole cache surely fits, at most `context`.
+
+    It is found by bisection over the upper bound of `forecast_size`. Where heads are stored in pages that bound has
+    small steps down, and a budget a few tokens above the result may fit as well.
+
+    Args:
+        plan: that evicts; its own budget is replaced.
+        geometry: of the model.
+        memory: bytes for the whole cache.
+        context: tokens of the prompt, in each row.
+        batch: rows.
+        element_size: bytes of an element of the cache's dtype.
+        new_tokens: decoded one by one after the prompt.
+
+    Returns:
+        None where not even `tokens=1` fits.
+
+    Raises:
+        PlanError: the plan evicts nothing, or the model refuses it.
+        ValueError: see `forecast_size`; or fewer than 0 bytes.
+    """
+    if memory < 0:
+        raise ValueError(f"asked for the largest budget in {memory} bytes: give 0 or more")
+
+    def fits(tokens: int) -> bool:
+        size = _with_tokens(plan, geometry, tokens, context, batch, element_size, new_tokens)
+        return size.high <= memory
+
+    if not fits(1):
+        # All tokens may take less than one fewer, whose columns are stored; one token never takes more than that.
+        return None
+    if fits(context):
+        return context
+    low, high = 1, context
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def least_size(
+    plan: Plan, geometry: Geometry, *, context: int, batch: int = 1, element_size: int, new_tokens: int = 0
+) -> CacheSize:
+    """Return what the cache takes with the least budget that the plan can have, `tokens=1`.
+
+    No budget makes it smaller: what remains are the model's own windows and states, what scores observe, and the tail
+    of the newest tokens.
+
+    Args:
+        plan: that evicts; its own budget is replaced.
+        geometry, context, batch, element_size, new_tokens: see `forecast_size`.
+
+    Raises:
+        PlanError: the plan evicts nothing, or the model refuses it.
+        ValueError: see `forecast_size`.
+    """
+    return _with_tokens(plan, geometry, 1, context, batch, element_size, new_tokens)
+
+
+def _with_tokens(
+    plan: Plan, geometry: Geometry, tokens: int, context: int, batch: int, element_size: int, new_tokens: int
+) -> CacheSize:
+    if not plan.evicts:
+        raise PlanError(str(plan), [f"it evicts nothing, so it has no budget to choose: {name_of(plan.encode)} alone"])
+    budgeted = replace(plan, tokens=tokens, keep=None, bytes=None)
+    return forecast_size(
+        budgeted, geometry, context=context, batch=batch, element_size=element_size, new_tokens=new_tokens
+    )

@@ -1,0 +1,238 @@
+"""What one layer holds after a prompt and some decoded tokens, in numbers of slots: the engine's rules without tensors.
+
+Each rule names the function that it follows. Where the numbers depend on the text, they are bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvtailor.encode.contract import Codec
+from kvtailor.hf.sizes.bounds import NOTHING, Bounds, hull
+from kvtailor.hf.sizes.segments import SegmentBytes
+from kvtailor.ops.lanes.ragged import page_size
+from kvtailor.store.recent_window import capacity_for
+
+__all__ = ["Kept", "LayerForecast", "Whole"]
+
+Whole = Literal["no", "least", "most"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How many tokens an eviction leaves, over all batch rows and kv heads of a layer, the recent window included.
+
+    Attributes:
+        low, high: bounds of the sum.
+        counts: of each row and kv head, where that is known.
+        alike: all rows and kv heads keep the same number, although it may not be known which.
+    """
+
+    low: int
+    high: int
+    counts: tuple[int, ...] | None = None
+    alike: bool = False
+
+    @classmethod
+    def of(cls, counts: tuple[int, ...]) -> Kept:
+        """Return the kept set of known numbers."""
+        return cls(sum(counts), sum(counts), counts, alike=min(counts) == max(counts))
+
+
+@dataclass
+class LayerForecast:
+    """One layer, or layers that are encoded together and so hold the same tokens.
+
+    Attributes:
+        codec: as it is on the layer.
+        segments: bytes of what it encodes.
+        rows, heads: b and h.
+        token_bytes: bytes of a key and a value of one kv head in full precision.
+        weighted: the plan's merger gives kept tokens weights.
+        whole: what is assumed where only the text tells whether all heads happen to keep the same number: they do
+            not, or they do and that is the least or the most of what may stay.
+        tail, capacity: tokens of the tail, and slots of its buffer, of each row and kv head.
+        listed: the tail stores the column of each slot.
+        encoded: bytes of the segments.
+        slots: of the segments, over all rows and kv heads, of one layer.
+        tokens: in the segments, counted likewise.
+        each: tokens held by each row and kv head; None where only their sum is known.
+        parts: how many segments there are at most.
+        coded: bytes that were encoded since the last eviction that moved no codes, at most; and of how many tokens.
+        scored: slots for which the scorer's numbers are kept, of one layer.
+        moved_codes: an eviction has moved tokens that had been encoded before.
+    """
+
+    codec: Codec
+    segments: SegmentBytes
+    rows: int
+    heads: int
+    token_bytes: int
+    weighted: bool
+    whole: Whole = "no"
+    tail: int = 0
+    capacity: int = 0
+    listed: bool = False
+    encoded: Bounds = NOTHING
+    slots: Bounds = NOTHING
+    tokens: Bounds = NOTHING
+    each: tuple[int, ...] | None = ()
+    parts: int = 0
+    coded: tuple[int, int] = (0, 0)
+    scored: Bounds = NOTHING
+    moved_codes: bool = False
+    seen: int = field(default=0)
+
+    @property
+    def owners(self) -> int:
+        """b * h."""
+        return self.rows * self.heads
+
+    @property
+    def held(self) -> Bounds:
+        """Tokens held, over all rows and kv heads of one layer."""
+        return self.tokens + Bounds.exactly(self.tail * self.owners)
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether what an eviction leaves stays a tail where every row and kv head keeps the same number."""
+        return self.codec.exact and self.codec.block == 0 and not self.weighted
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the tail's buffers, free slots included, of all its layers (`Tail.closed_form_bytes`)."""
+        each = self.token_bytes + (4 if self.listed else 0)
+        return self.segments.layers * self.owners * self.capacity * each
+
+    @property
+    def mass_bytes(self) -> Bounds:
+        """Bytes of one float32 for each slot of the segments and each token of the tail."""
+        return (self.slots + Bounds.exactly(self.tail * self.owners)) * (4 * self.segments.layers)
+
+    @property
+    def scored_bytes(self) -> Bounds:
+        """Bytes of one float32 score and one int32 column for each of `scored`."""
+        return self.scored * (8 * self.segments.layers)
+
+    def append(self, tokens: int, *, exactly: bool) -> None:
+        """Let new tokens join the tail (`Tail.append`)."""
+        self.tail += tokens
+        self.seen += tokens
+        if self.each is not None:
+            self.each = tuple(count + tokens for count in self.each or [0] * self.owners)
+        if self.capacity < self.tail:
+            self.capacity = self.tail if exactly else capacity_for(self.tail)
+
+    def keep_all(self) -> None:
+        """Let an eviction pass by which all tokens stay (`Eviction._apply` without a kept set)."""
+        self.scored = self._padded(self.held, None)
+
+    def cut(self, kept: Kept, recent: int) -> None:
+        """Let an eviction leave so many tokens, of which the newest `recent` stay a tail (`what_stays`)."""
+        codec, before = self.codec, self.tail
+        self.each = kept.counts
+        recent = min(recent, self.tail, self.seen)
+        self.scored = self._padded(Bounds(kept.low, kept.high), kept.counts)
+        if self.may_be_whole and (kept.alike or (kept.counts is None and self.whole != "no")):
+            # Every row and kv head keeps the same number, which a tail can hold.
+            self.tail = self.capacity = (kept.low if self.whole == "least" else kept.high) // self.owners
+            self.listed = True
+            self._hold(NOTHING, NOTHING, NOTHING)
+            return
+        window = recent * self.owners
+        old = Bounds(max(0, kept.low - window), max(0, kept.high - window))
+        counts = None if kept.counts is None else tuple(max(0, each - recent) for each in kept.counts)
+        moves = not codec.exact and self.tokens.high > 0
+        if moves:
+            self._move(old, fresh=min(old.high, (before - recent) * self.owners))
+        else:
+            found, slots = self._fresh(old, counts, alike=kept.alike)
+            self._hold(found, slots, old)
+            self.parts = int(old.high > 0)
+            self.coded = found.high, old.low
+        self.tail = self.capacity = recent
+        if self.weighted:
+            # Tokens have a weight as soon as one of the layer does.
+            self.encoded += Bounds(0, 4 * self.slots.high * self.segments.layers)
+
+    def encode_tail(self, new_tokens: int) -> None:
+        """Encode what leaves the tail after a forward (`encode_tail`)."""
+        codec = self.codec
+        if codec.block == 0:
+            return
+        count = self.tail - codec.tail
+        if new_tokens == 1:
+            count = count // codec.block * codec.block
+        if count <= 0:
+            return
+        start = None if self.listed else self.seen - self.tail
+        found = self.segments.row(count, start) * self.rows
+        more = Bounds.exactly(count * self.owners)
+        self._hold(self.encoded + found, self.slots + more, self.tokens + more)
+        self.parts += 1
+        self.coded = self.coded[0] + found.high, self.coded[1] + more.low
+        self.tail -= count
+        self.capacity = self.tail
+
+    def _hold(self, encoded: Bounds, slots: Bounds, tokens: Bounds) -> None:
+        self.encoded, self.slots, self.tokens = encoded, slots, tokens
+
+    def _padded(self, tokens: Bounds, counts: tuple[int, ...] | None) -> Bounds:
+        """Slots of padded rows: every row and kv head has as many as the one that holds most."""
+        if counts is not None:
+            return Bounds.exactly(max(counts) * self.owners)
+        least = -(-tokens.low // self.owners)
+        most = min(tokens.high, self.seen) if self.owners > 1 else tokens.high
+        return Bounds(least, max(least, most)) * self.owners
+
+    def _fresh(self, old: Bounds, counts: tuple[int, ...] | None, *, alike: bool) -> tuple[Bounds, Bounds]:
+        """Bytes and slots of tokens that are encoded at once (`cut_lanes` and `Codec.encode`)."""
+        if old.high == 0:
+            return NOTHING, NOTHING
+        multiple, owners = self.codec.lane_multiple, self.owners
+        if alike or owners == 1:
+            each = hull(*(self.segments.row(tokens // owners, None) for tokens in (old.low, old.high)))
+            return each * self.rows, old
+        if counts is not None:
+            page = page_size(sum(counts) / owners, multiple)
+            lanes = sum(-(-each // page) for each in counts)
+            return self.segments.page(page) * lanes, Bounds.exactly(lanes * page)
+        found, slots = [], []
+        for tokens in {old.low, old.high}:
+            page = page_size(tokens / owners, multiple)
+            each, filled = self.segments.page(page), min(owners, tokens)
+            # The fewest pages are full ones; the most, where the last of each row and head holds a single token.
+            fewest = -(-tokens // page)
+            lanes = filled + (tokens - filled) // page
+            found.append(Bounds(fewest * each.low, lanes * each.high))
+            slots.append(Bounds(tokens, lanes * page))
+            # All may happen to keep the same number, and then they need no pages.
+            alone = self.segments.row(tokens // owners, None) * self.rows
+            found.append(Bounds(alone.low, alone.low))
+        return hull(*found), hull(*slots)
+
+    def _move(self, old: Bounds, *, fresh: int) -> None:
+        """Let tokens of segments stay where each row and kv head keeps its own of them (`_moved_codes`).
+
+        Args:
+            old: tokens that stay and are older than the tail.
+            fresh: how many of them come from the tail, at most.
+        """
+        self.moved_codes = True
+        own_low, own_high, alone = self.segments.moved
+        plain_low, plain_high = self.segments.per_slot
+        multiple, owners = self.codec.lane_multiple, self.owners
+        parts = self.parts + int(fresh > 0)
+        page = max(16, int(old.high / owners / 12))
+        page = -(-page // multiple) * multiple
+        # A part with few tokens has a page for each of them at most.
+        slots = old.high + parts * owners * (page - 1)
+        lanes = parts * owners + old.high // 16
+        # What a moved token has of its own counts its column and its rows in two tables, which it did not have before.
+        tables = max(0.0, self.coded[0] - self.coded[1] * max(0.0, own_low - 12))
+        most = min(slots * max(alone, plain_high + 4), slots * own_high + tables + fresh * (plain_high + 4))
+        low = int(old.low * min(own_low, plain_low))
+        self._hold(Bounds(low, max(low, int(most) + 12 * lanes)), Bounds(old.low, slots), old)
+        self.parts = parts
+        self.coded = self.coded[0] + int(fresh * plain_high), self.coded[1]
