@@ -74,15 +74,20 @@ class Contestant:
         return cls(label=label, text=str(plan), hash=plan.hash, plan=plan)
 
     @classmethod
-    def named(cls, text: str) -> Contestant:
+    def named(cls, text: str, *, may_be_missing: bool = False) -> Contestant:
         """The contestant of what a user named: a plan in one line, or the path of a TOML file with one.
+
+        Args:
+            text: of the user.
+            may_be_missing: see `of`; a file is there or is an error.
 
         Raises:
             PlanError: the plan has faults.
             KvtailorError: there is no such file.
         """
+        text = text.strip()
         if not text.endswith(".toml"):
-            return cls.of(text)
+            return cls.of(text, may_be_missing=may_be_missing)
         from kvtailor.plan import Plan
 
         try:

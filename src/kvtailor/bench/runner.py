@@ -80,7 +80,7 @@ def contestants_of(plans: Sequence[str], *, may_be_missing: bool = False) -> lis
     """The plans as contestants, each once, 'full' first and added where it is missing: all is measured against it.
 
     Args:
-        plans: in one line each.
+        plans: in one line each, or paths of TOML files.
         may_be_missing: see `Contestant.of`; a suite names methods that may come later.
 
     Raises:
@@ -88,7 +88,7 @@ def contestants_of(plans: Sequence[str], *, may_be_missing: bool = False) -> lis
     """
     found: dict[str, Contestant] = {}
     for text in [FULL, *plans]:
-        contestant = Contestant.of(text, may_be_missing=may_be_missing)
+        contestant = Contestant.named(text, may_be_missing=may_be_missing)
         found.setdefault(contestant.hash, contestant)
     return list(found.values())
 
@@ -145,6 +145,7 @@ def run(
     allow: Sequence[str] = (),
     executor: Executor | None = None,
     resources: CellResources | None = None,
+    judge: Callable[[Sequence[Record]], None] = checks.check_records,
 ) -> list[Record]:
     """Every task for every plan. A run that was killed goes on where it was: what it wrote is not measured again.
 
@@ -160,6 +161,8 @@ def run(
         allow: sanity checks of `checks.MAY_BE_ALLOWED` that may fail; every record says so in its notes.
         executor: what the cells run on, see `bench.spread`; None: the cells run here, one after the other.
         resources: what a cell takes of an executor's machines; None: one processor.
+        judge: what becomes of results that cannot be what they say; by default they end the run. A search leaves the
+            plan out instead.
 
     Returns:
         The records, those of each job together, sample by sample.
@@ -239,7 +242,7 @@ def run(
         cluster = _Cluster(executor, resources or CellResources(), subject, out if resume else None)
         told = [(place, written(found)) for place, found in _records_of_cluster(work, cluster)]
         records = [record for _, record in sorted(told, key=lambda each: each[0])]
-    checks.check_records(records)
+    judge(records)
     return records
 
 

@@ -43,8 +43,8 @@ def starts_of(documents: Sequence[str]) -> tuple[int, ...]:
     return tuple(accumulate((len(document) + len(BETWEEN) for document in documents[:-1]), initial=0))
 
 
-def generated_documents(characters: int, state: int = 0) -> list[str]:
-    """At least so many characters of generated documents of all kinds, each with its question and answer.
+def generated_documents(characters: int, state: int = 0, kinds: Sequence[str] = tuple(TASKS)) -> list[str]:
+    """At least so many characters of generated documents of these kinds, each with its question and answer.
 
     Evaluation split, the same on every machine; another `state` has other documents. It is plain prose with facts that
     come back later: what a cache forgets shows, but no model was made for it, so its perplexity means nothing about
@@ -54,7 +54,6 @@ def generated_documents(characters: int, state: int = 0) -> list[str]:
         raise KvtailorError(f"asked for the generated text of state {state}: give 0 to {STATES - 1}")
     pieces: list[str] = []
     size = 0
-    kinds = list(TASKS)
     while size < characters:
         own = _FIRST + state * _EACH + len(pieces)
         kind = kinds[len(pieces) % len(kinds)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["COLOURS", "DARK", "LIGHT", "SCRIPT", "STYLE"]
+__all__ = ["COLOURS", "DARK", "LIGHT", "SCRIPT", "SORTING", "STYLE"]
 
 LIGHT = {
     "ink": "#1c1e21", "paper": "#ffffff", "dim": "#5f6670", "rule": "#e3e6ea", "accent": "#1f6feb", "warm": "#9a4b00",
@@ -99,7 +99,7 @@ details {{ margin: .6rem 0; }} summary {{ cursor: pointer; }}
   tr {{ break-inside: avoid; }} }}
 """
 
-SCRIPT = """
+SORTING = """
 for (const table of document.querySelectorAll('table.sortable')) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, index) => head.querySelector('button').addEventListener('click', () => {
@@ -116,7 +116,12 @@ for (const table of document.querySelectorAll('table.sortable')) {
     table.tBodies[0].append(...rows);
   }));
 }
-const records = document.getElementById('records');
+"""
+"""The heads of tables sort their lines."""
+
+SCRIPT = (
+    SORTING
+    + """const records = document.getElementById('records');
 const box = document.getElementById('filter');
 const count = document.getElementById('shown');
 const rows = [...records.querySelectorAll('tbody tr')];
@@ -139,3 +144,4 @@ document.addEventListener('click', event => {
   keep(row => keys.has(row.dataset.key));
 });
 """
+)
