@@ -29,6 +29,7 @@ LEVELS = {
     "calibration": 5,
     "bench": 5,
     "demo": 6,
+    "fitting": 6,
     "cli": 7,
     "__main__": 7,
 }

@@ -1,0 +1,162 @@
+"""Another question to a fit that is there: answered from what it measured, in seconds, without measuring anew."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtailor.bench.report.words import byte_text
+from kvtailor.errors import KvtailorError
+from kvtailor.fitting.layers.layer_map import solved_plan
+from kvtailor.fitting.question import Question
+from kvtailor.fitting.result import Fit, FrontPoint
+from kvtailor.fitting.sizing import Sizer
+from kvtailor.plan import Plan
+
+__all__ = ["Again", "another_memory"]
+
+AGAIN_FILE = "fitted-again.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """What a finished fit knows of another memory.
+
+    Attributes:
+        question: the new one.
+        full: bytes of the uncompressed cache.
+        measured: of the plans that the fit measured, the one with the least loss that fits; None where none fits.
+        resized: its plan with the budget that fills the memory, and the bytes that it will have; nothing of it was
+            measured. None where the plan has no budget, or fills the memory already.
+        resized_bytes: see `resized`.
+        solved: stage 1's optimum under the new memory; nothing of it was measured but its layers one by one.
+        solved_loss: the sum of its layers' losses.
+        solved_bytes: by closed forms.
+        path: the file that the measured plan was written to.
+    """
+
+    question: Question
+    full: int
+    measured: FrontPoint | None
+    resized: str | None
+    resized_bytes: int | None
+    solved: str | None
+    solved_loss: float | None
+    solved_bytes: int | None
+    path: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "question": self.question.as_dict()}
+
+    def __str__(self) -> str:
+        lines = []
+        if self.measured is not None:
+            each, loss = self.measured, self.measured.loss
+            interval = "" if loss.low is None or loss.high is None else f" ({loss.low:.4f} to {loss.high:.4f})"
+            lines.append(each.plan)
+            lines.append(
+                f"  measured by the search: {byte_text(each.bytes)} ({100 * each.bytes / self.full:.1f} %), loses "
+                f"{loss.value:.4f}{interval} nats, the least that fits"
+            )
+        if self.resized is not None and self.resized_bytes is not None:
+            lines.append(self.resized)
+            lines.append(
+                f"  the same with the budget that fills the memory: {byte_text(self.resized_bytes)} by closed forms; "
+                "its loss was not measured"
+            )
+        if self.solved is not None and self.solved_bytes is not None:
+            lines.append(self.solved)
+            lines.append(
+                f"  stage 1 solved again: {byte_text(self.solved_bytes)} by closed forms; its layers lose "
+                f"{self.solved_loss:.4f} nats one by one, together it was not measured"
+            )
+        if self.path is not None:
+            lines.append(f"  the first is written to {self.path}; `fit --again` measures and proves for this memory")
+        return "\n".join(lines)
+
+
+def another_memory(
+    found: Fit,
+    *,
+    memory: int | str | None = None,
+    bytes_per_token: float | None = None,
+    keep_bytes: float | str | None = None,
+    loss: float | None = None,
+    model: str | None = None,
+    folder: Path | None = None,
+) -> Again:
+    """Return what a finished fit knows of another memory, or of another loss.
+
+    Args:
+        found: the finished fit.
+        memory, bytes_per_token, keep_bytes: the new limit, one of them; see `Question.of`.
+        loss: in place of a memory, the most nats per token to lose: then the fewest bytes are looked for.
+        model: its name or folder, for the sizes; None: the one that was fitted.
+        folder: where the plan is written to; None: nowhere.
+
+    Raises:
+        QuestionError: limits that contradict each other.
+        KvtailorError: nothing that was measured or that stage 1 can make fits; or the model is another one.
+    """
+    name = model or found.model
+    if name != found.model:
+        raise KvtailorError(f"the fit that is there is of {found.model}, not of {name}: give another --out")
+    question = Question.of(
+        full=found.full, context=found.question.context, batch=found.question.batch, memory=memory,
+        bytes_per_token=bytes_per_token, keep_bytes=keep_bytes, loss=loss,
+    )  # fmt: skip
+    if question.memory is None:
+        assert loss is not None
+        meeting = [each for each in found.front if (each.loss.high if each.loss.high is not None else 9e9) <= loss]
+        if not meeting:
+            least = min(found.front, key=lambda each: each.loss.value)
+            raise KvtailorError(
+                f"no plan that this fit measured is shown to lose at most {loss} nats: the least is "
+                f"{least.loss.value:.4f}, by {least.plan}. Give a larger loss, or fit anew (--again)"
+            )
+        best = min(meeting, key=lambda each: (each.bytes, each.loss.value))
+        return Again(
+            question=question, full=found.full, measured=best, resized=None, resized_bytes=None, solved=None,
+            solved_loss=None, solved_bytes=None, path=_written(best.plan, folder),
+        )  # fmt: skip
+    limit = question.memory
+    sizer = Sizer.named(name, found.dtype, context=question.context, batch=question.batch)
+    fitting = [each for each in found.front if each.bytes <= limit]
+    best_of = min(fitting, key=lambda each: (each.loss.value, each.bytes)) if fitting else None
+    resized = None
+    if best_of is not None and best_of.bytes < 0.98 * limit:
+        plan = sizer.filled(Plan.parse(best_of.plan), limit)
+        resized = plan if plan is not None and str(plan) != best_of.plan else None
+    solved = None
+    if found.layers is not None:
+        solved = solved_plan(
+            found.layers, sizer.geometry, context=question.context, batch=question.batch, element=sizer.element,
+            memory=limit, size=sizer.most,
+        )  # fmt: skip
+    if best_of is None and solved is None:
+        least_bytes = min(found.front, key=lambda each: each.bytes)
+        raise KvtailorError(
+            f"asked for {byte_text(limit)}, but the fewest bytes that this fit measured are "
+            f"{byte_text(least_bytes.bytes)}, and stage 1 reaches no less: fit anew (--again)"
+        )
+    return Again(
+        question=question,
+        full=found.full,
+        measured=best_of,
+        resized=None if resized is None else str(resized),
+        resized_bytes=None if resized is None else sizer.most(resized),
+        solved=None if solved is None else str(solved[0]),
+        solved_loss=None if solved is None else solved[1],
+        solved_bytes=None if solved is None else sizer.most(solved[0]),
+        path=None if best_of is None else _written(best_of.plan, folder),
+    )
+
+
+def _written(plan: str, folder: Path | None) -> str | None:
+    if folder is None:
+        return None
+    path = folder / AGAIN_FILE
+    path.write_text(Plan.parse(plan).to_toml(), encoding="utf-8")
+    return str(path)

@@ -1,0 +1,232 @@
+// The chart of bytes against loss: drawn for the width that there is, and drawn again when that changes.
+'use strict';
+
+const SHAPES = {
+  layers: (x, y, r) => `M${x - r},${y}a${r},${r} 0 1 0 ${2 * r},0a${r},${r} 0 1 0 ${-2 * r},0z`,
+  words: (x, y, r) => `M${x},${y - 1.2 * r}L${x + 1.2 * r},${y}L${x},${y + 1.2 * r}L${x - 1.2 * r},${y}z`,
+  preset: (x, y, r) => `M${x},${y - 1.15 * r}L${x + 1.15 * r},${y + 0.9 * r}H${x - 1.15 * r}z`,
+};
+const SQUARE = (x, y, r) => `M${x - r},${y - r}h${2 * r}v${2 * r}h${-2 * r}z`;
+const LETTERS = document.createElement('canvas').getContext('2d');
+
+function wideOf(text, strong) {
+  LETTERS.font = `${strong ? '600 ' : ''}12.5px system-ui, sans-serif`;
+  return LETTERS.measureText(text).width + 2;
+}
+
+/** Shares from 0.01 on a logarithmic scale, with round numbers as ticks that do not touch each other. */
+function acrossScale(least, most, left, right) {
+  const [low, high] = [Math.log10(least), Math.log10(most)];
+  const at = share => left + (Math.log10(share) - low) / (high - low || 1) * (right - left);
+  const ticks = [];
+  for (let power = Math.floor(low); power <= high; power++) {
+    for (const factor of [1, 1.5, 2, 3, 4, 5, 6, 8]) {
+      const share = factor * 10 ** power;
+      if (share < least * 0.999 || share > most * 1.001) continue;
+      ticks.push({share, rank: [1, 5, 2, 3, 1.5, 4, 8, 6].indexOf(factor), text: `${+(100 * share).toPrecision(2)} %`});
+    }
+  }
+  const kept = [];
+  for (const tick of ticks.sort((a, b) => a.rank - b.rank || b.share - a.share)) {
+    const gap = other => Math.abs(at(other.share) - at(tick.share));
+    const apart = other => (wideOf(other.text) + wideOf(tick.text)) / 2 + 14;
+    if (kept.every(other => gap(other) > apart(other))) kept.push(tick);
+  }
+  return {at, ticks: kept};
+}
+
+/** Losses: logarithmic above `turn`, linear from there to 0, so that 0 has a place. */
+function upScale(values, bottom, top) {
+  const above = values.filter(value => value > 0);
+  const most = above.length ? Math.max(...above) : 1;
+  let turn = 10 ** Math.floor(Math.log10(above.length ? Math.min(...above) : 0.1));
+  turn = Math.max(turn, most / 1e6);
+  const LINEAR = 0.3;
+  const bent = value => value >= turn ? LINEAR + Math.log10(value / turn) : LINEAR * Math.max(-1, value / turn);
+  const low = Math.min(0, ...values.map(bent)), high = bent(most * 1.15);
+  const at = value => bottom - (bent(value) - low) / (high - low) * (bottom - top);
+  const ticks = [0], decades = Math.log10(most / turn);
+  for (let value = turn; value <= most * 1.15; value *= 10) {
+    for (const factor of decades < 2.2 ? [1, 2, 5] : [1]) {
+      if (factor * value <= most * 1.15) ticks.push(factor * value);
+    }
+  }
+  const kept = [];
+  for (const value of ticks) if (kept.every(other => Math.abs(at(other) - at(value)) > 17)) kept.push(value);
+  return {at, ticks: kept};
+}
+
+function lossText(value) {
+  if (value === 0) return '0';
+  return value >= 1e-4 ? String(+value.toPrecision(2)) : value.toExponential(0).replace('e-', 'e-');
+}
+
+/** The points that no other of these beats, from the fewest bytes up: the rule of `fitting.run.marked`. */
+function frontOf(points) {
+  const found = [];
+  let least = Infinity;
+  for (const point of [...points].sort((a, b) => a.bytes - b.bytes || a.loss - b.loss)) {
+    if (point.loss < least) found.push(point);
+    least = Math.min(least, point.loss);
+  }
+  return found;
+}
+
+const meet = (a, b) => Math.max(0, Math.min(a[2], b[2]) - Math.max(a[0], b[0])) *
+  Math.max(0, Math.min(a[3], b[3]) - Math.max(a[1], b[1]));
+
+/** Where a text beside a point covers no other text and no point; null: nowhere. Lines are covered where they must. */
+function placed(text, x, y, frame, solid, thin, strong) {
+  const wide = wideOf(text, strong), high = 14;
+  let best = null;
+  for (const far of [10, 18, 30, 44]) {
+    for (const [dx, dy] of [[1, -0.8], [-1, -0.8], [0, -1.1], [1, 0.9], [0, 1.2], [-1, 0.9], [1, 0], [-1, 0]]) {
+      const left = x + dx * far + (dx > 0 ? 0 : dx < 0 ? -wide : -wide / 2);
+      const middle = y + dy * far + (dy < 0 ? -high / 4 : dy > 0 ? high / 4 : 0);
+      const box = [left, middle - high / 2, left + wide, middle + high / 2];
+      if (box[0] < frame[0] || box[2] > frame[2] || box[1] < frame[1] || box[3] > frame[3]) continue;
+      if (solid.some(other => meet(box, other) > 0)) continue;
+      const cost = far + thin.reduce((sum, other) => sum + (meet(box, other) > 0 ? 12 : 0), 0);
+      if (best === null || cost < best.cost) best = {cost, box, far, left, base: middle + 4.5, text, strong};
+    }
+  }
+  return best;
+}
+
+/**
+ * Draws the points into an svg, and returns where each is.
+ *
+ * @param svg an empty element that is as wide as the page lets it be.
+ * @param data what the fit wrote.
+ * @param points those that are shown.
+ * @param picked the point of the memory, or undefined.
+ * @param memory bytes that the reader has, or null.
+ */
+function drawChart(svg, data, points, picked, memory) {
+  const width = Math.max(260, Math.round(svg.parentElement.clientWidth));
+  const height = Math.round(Math.min(600, Math.max(420, 0.5 * width)));
+  const wideScreen = width >= 640;
+  const make = (kind, attributes, parent = svg, text) => {
+    const made = document.createElementNS(svg.namespaceURI, kind);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    if (text !== undefined) made.textContent = text;
+    parent.append(made);
+    return made;
+  };
+  svg.replaceChildren();
+  svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+  svg.setAttribute('width', width);
+  svg.setAttribute('height', height);
+  const share = bytes => bytes / data.full;
+  // The scales are those of all points, so that a filter does not move the others.
+  const shares = data.points.map(point => share(point.bytes));
+  const values = data.points.flatMap(point => [point.loss, point.high ?? point.loss, point.low ?? point.loss]);
+  if (data.limit !== null) shares.push(share(data.limit));
+  if (data.loss_limit !== null) values.push(data.loss_limit);
+  const [top, bottom] = [44, height - 46];
+  const up = upScale(values, bottom, top);
+  const left = 26 + Math.max(...up.ticks.map(value => wideOf(lossText(value)))) + 8, right = width - 16;
+  const across = acrossScale(Math.min(...shares) * 0.85, Math.max(1, ...shares) * 1.08, left + 6, right - 6);
+  const frame = [left + 2, 2, width - 2, bottom - 1];
+
+  for (const value of up.ticks) {
+    const y = up.at(value);
+    make('line', {class: value === 0 ? 'zero' : 'grid', x1: left, x2: right, y1: y, y2: y});
+    make('text', {class: 'tick', x: left - 8, y: y + 4.5, 'text-anchor': 'end'}, svg, lossText(value));
+  }
+  for (const tick of across.ticks) {
+    const x = across.at(tick.share);
+    make('line', {class: 'grid', x1: x, x2: x, y1: bottom, y2: bottom + 5});
+    make('text', {class: 'tick', x, y: bottom + 19, 'text-anchor': 'middle'}, svg, tick.text);
+  }
+  make('text', {class: 'axis', x: (left + right) / 2, y: height - 6, 'text-anchor': 'middle'}, svg,
+    wideScreen ? `bytes, share of the uncompressed ${data.full_text} (logarithmic)` : `share of ${data.full_text}`);
+  make('text', {class: 'axis', 'text-anchor': 'middle', transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`},
+    svg, wideScreen ? 'loss on search text, nats per token (logarithmic above 0)' : 'loss on search text, nats/token');
+
+  const solid = [], thin = [];
+  const upright = (bytes, kind, text, row) => {
+    const asked = across.at(share(bytes)), x = Math.min(right, Math.max(left, asked));
+    if (asked < left) text = `← ${text}`;
+    else if (asked > right) text = `${text} →`;
+    else make('line', {class: kind, x1: x, x2: x, y1: row + 4, y2: bottom});
+    const wide = wideOf(text, true), begin = x + 5 + wide > right + 10 ? x - 5 - wide : x + 5;
+    make('text', {class: `name strong ${kind}-text`, x: begin, y: row + 12}, svg, text);
+    solid.push([begin, row, begin + wide, row + 16]);
+    thin.push([x - 1.5, row, x + 1.5, bottom]);
+  };
+  if (data.limit !== null) upright(data.limit, 'limit', `limit ${data.limit_text}`, 2);
+  if (memory !== null) upright(memory, 'memory', 'my memory', 20);
+  if (data.loss_limit !== null) {
+    const y = up.at(data.loss_limit), text = `limit ${lossText(data.loss_limit)}`;
+    make('line', {class: 'limit', x1: left, x2: right, y1: y, y2: y});
+    make('text', {class: 'name strong', x: left + 4, y: y - 5}, svg, text);
+    solid.push([left + 4, y - 18, left + 4 + wideOf(text, true), y - 3]);
+    thin.push([left, y - 1.5, right, y + 1.5]);
+  }
+
+  const front = frontOf(points);
+  if (front.length) {
+    let path = `M${across.at(share(front[0].bytes))},${up.at(front[0].loss)}`;
+    front.forEach((point, index) => {
+      const y = up.at(point.loss), from = across.at(share(point.bytes));
+      const to = index + 1 < front.length ? across.at(share(front[index + 1].bytes)) : Math.max(from, across.at(1));
+      path += `H${to}` + (index + 1 < front.length ? `V${up.at(front[index + 1].loss)}` : '');
+      thin.push([from, y - 1.5, to, y + 1.5]);
+      if (index + 1 < front.length) thin.push([to - 1.5, y, to + 1.5, up.at(front[index + 1].loss)]);
+    });
+    make('path', {class: 'step', d: path});
+  }
+
+  const whole = {x: across.at(1), y: up.at(0)};
+  make('path', {class: 'full-mark', d: `M${whole.x - 5},${whole.y - 5}l10,10m0,-10l-10,10`});
+  solid.push([whole.x - 7, whole.y - 7, whole.x + 7, whole.y + 7]);
+
+  const places = points.map(point => ({point, x: across.at(share(point.bytes)), y: up.at(point.loss)}));
+  const isBest = new Set(front);
+  // Those of the front last, so that they lie above the others.
+  for (const place of [...places].sort((a, b) => isBest.has(a.point) - isBest.has(b.point))) {
+    const {point, x, y} = place, best = isBest.has(point), radius = best ? 6 : 4.5;
+    const group = make('g', {class: `point o-${point.origin}${best ? ' best' : ''}`, role: 'img', tabindex: -1,
+      'data-plan': point.plan,
+      'aria-label': `${point.number}, ${point.origin_text}: ${point.label}. ${point.bytes_text}, ` +
+        `${point.share_text}; loss ${point.loss_text} nats per token on search text`});
+    if (point.low !== null && point.high !== null) {
+      const [y1, y2] = [up.at(point.high), up.at(point.low)];
+      make('path', {class: 'bar', d: `M${x},${y1}V${y2}M${x - 3.5},${y1}h7M${x - 3.5},${y2}h7`}, group);
+      if (best) thin.push([x - 2, y1, x + 2, y2]);
+    }
+    make('path', {class: 'shape', d: (SHAPES[point.origin] ?? SQUARE)(x, y, radius)}, group);
+    make('circle', {class: 'halo', cx: x, cy: y, r: radius + 5}, group);
+    if (point.plan === data.plan) make('circle', {class: 'ring plan', cx: x, cy: y, r: radius + 8.5}, group);
+    if (point === picked) make('circle', {class: 'ring', cx: x, cy: y, r: radius + 5}, group);
+    solid.push([x - radius - 1, y - radius - 1, x + radius + 1, y + radius + 1]);
+    place.group = group;
+  }
+
+  const label = (x, y, texts, strong) => {
+    for (const text of texts) {
+      const spot = placed(text, x, y, frame, solid, thin, strong);
+      if (spot === null) continue;
+      if (spot.far > 18) {
+        const edge = [Math.min(spot.box[2], Math.max(spot.box[0], x)), Math.min(spot.box[3], Math.max(spot.box[1], y))];
+        make('line', {class: 'leader', x1: x, y1: y, x2: edge[0], y2: edge[1]});
+      }
+      make('text', {class: `name${strong ? ' strong' : ''}`, x: spot.left, y: spot.base}, svg, text);
+      solid.push(spot.box);
+      return;
+    }
+  };
+  const first = place => (place.point === picked ? 2 : 0) + (place.point.plan === data.plan ? 1 : 0);
+  const named = places.filter(place => isBest.has(place.point) || first(place)).sort((a, b) => first(b) - first(a));
+  for (const place of named.filter(first)) {
+    const {number, name, plan} = place.point, tail = plan === data.plan ? ' (the plan)' : '';
+    label(place.x, place.y, [`${number} ${name}${tail}`, `${number}${tail}`, `${number}`], true);
+  }
+  label(whole.x, whole.y, ['full'], false);
+  // Numbers before names: a name must not take the space of another's number.
+  const others = named.filter(place => !first(place));
+  const roomy = wideScreen && others.length <= width / 55;
+  for (const {x, y, point} of others) label(x, y, roomy ? [`${point.number} ${point.name}`, `${point.number}`] : [`${point.number}`], false);
+  return places;
+}

@@ -1,0 +1,390 @@
+"""The stages of one fit, in their order, from records to the result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.measure.statistics import mean
+from kvtailor.bench.report.words import byte_text
+from kvtailor.bench.resources import CellResources
+from kvtailor.bench.runner import plan_run
+from kvtailor.bench.runner import run as run_bench
+from kvtailor.bench.schema import Record
+from kvtailor.bench.subject import Subject
+from kvtailor.cluster.contract import Executor
+from kvtailor.errors import KvtailorError
+from kvtailor.fitting.effort import Effort
+from kvtailor.fitting.judging.limits import fast_enough, small_enough
+from kvtailor.fitting.judging.proof import judged, proof_tasks, speed_task
+from kvtailor.fitting.judging.verdict import DOABLE, Judged, verdict
+from kvtailor.fitting.layers.layer_map import Additivity, LayerMap, additivity, measure_layers, settings, solved_plan
+from kvtailor.fitting.measuring import Measured, Measurer, quiet
+from kvtailor.fitting.pieces import TEXT, Material
+from kvtailor.fitting.progress import Progress
+from kvtailor.fitting.question import Question
+from kvtailor.fitting.result import Fit, FrontPoint, marked, short_plan
+from kvtailor.fitting.sizing import Sizer
+from kvtailor.fitting.structure.search import Candidate, Searched, search
+from kvtailor.fitting.structure.space import Space
+from kvtailor.plan import Plan
+from kvtailor.presets import FULL
+
+__all__ = ["Fitting"]
+
+_CLOSER = 3
+_QUICK_SCORES = ("snapkv(kernel=21)", "snapkv", "h2o", "tova", "keydiff", "expected")
+
+
+@dataclass(kw_only=True)
+class Fitting:
+    """One fit under way."""
+
+    subject: Subject
+    sizer: Sizer
+    question: Question
+    material: Material
+    effort: Effort
+    folder: Path
+    state: int
+    without: tuple[str, ...]
+    stages: tuple[str, ...]
+    timed: bool
+    executor: Executor | None
+    resources: CellResources | None
+    progress: Progress
+    asked: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, list[str]] = field(default_factory=dict)
+    _full: Measured | None = None
+
+    @cached_property
+    def first(self) -> tuple[Any, ...]:
+        """Pieces that every candidate is measured on."""
+        return self.material.first(*self.effort.first)
+
+    @cached_property
+    def every(self) -> tuple[Any, ...]:
+        """These and the others."""
+        more = self.material.first(*(a + b for a, b in zip(self.effort.first, self.effort.rest, strict=True)))
+        return (*self.first, *(piece for piece in more if not any(piece is each for each in self.first)))
+
+    def measurer(self, advance: Callable[[str], None]) -> Measurer:
+        """Return what measures plans, telling each piece."""
+        return Measurer(
+            self.subject, self.folder / "records", executor=self.executor, resources=self.resources,
+            advance=advance, finish=self.progress.finish,
+        )  # fmt: skip
+
+    def result(self) -> Fit:
+        """Return the answer."""
+        self.notes += self.material.notes
+        layers = self._layers() if "layers" in self.stages else None
+        space = Space.of(self.sizer, layers, without=self.without, reads_twice=self.effort.reads_twice)
+        memory = self.question.memory or max(1, round(0.25 * self.sizer.full))
+        searched = self._search(space, memory)
+        front = self._front(space, searched, memory)
+        finalists = self._finalists(space, searched, front, layers, memory)
+        records, proved = self._proof(finalists)
+        kept = [each for each in proved if each.origin != FULL]
+        fitting = small_enough(kept, self.question.memory, self.notes)
+        found = verdict(
+            fast_enough(fitting, self.question.seconds, self.notes), aim=self.question.aim, loss=self.question.loss,
+            points=self.question.points,
+        )  # fmt: skip
+        chosen = found.chosen
+        added = self._additivity(space, layers, memory)
+        plan = Plan.parse(chosen.plan)
+        own = [record for record in records if record.plan_hash == plan.hash and record.tokens_by_head]
+        return Fit(
+            model=self.subject.name,
+            dtype=str(self.subject.dtype).removeprefix("torch."),
+            question=self.question,
+            full=self.sizer.full,
+            effort=self.effort.name,
+            state=self.state,
+            plan=chosen.plan,
+            sentence=found.sentence,
+            told=found.told,
+            against=found.against,
+            needed=found.needed,
+            proof=tuple(proved),
+            front=front,
+            layers=layers,
+            additivity=added,
+            tokens_by_head=own[0].tokens_by_head or () if own else (),
+            sizes=self._sizes(plan),
+            regret=self._regret(proved),
+            notes=tuple(dict.fromkeys(self.notes)),
+            asked=self.asked,
+            counts={**self.counts, "records": self._records()},
+        )
+
+    def _layers(self) -> LayerMap:
+        """Stage 1, with the scorer that loses least where all layers drop alike."""
+        effort = self.effort
+        widths = effort.widths
+        scores = [
+            word for word in _QUICK_SCORES
+            if word in Space.of(self.sizer, None, without=self.without).scores
+        ]  # fmt: skip
+        count = len(self.first)
+        tried = [Plan.parse(f"{word} @ keep=0.25") for word in scores]
+        with self.progress.stage("which scorer", len(tried) * count) as advance:
+            found = self.measurer(advance).measure(tried, self.first)
+        able = [(each.loss, word) for each, word in zip(found, scores, strict=True) if each.error is None]
+        score = min(able)[1] if able else ""
+        plans = settings(
+            self.sizer.geometry, score=score, widths=widths, shares=effort.shares, by_head=effort.by_head
+        )  # fmt: skip
+        self.counts["settings of stage 1"] = len(plans)
+        with self.progress.stage("stage 1: layers", len(plans) * count) as advance:
+            return measure_layers(
+                self.measurer(advance), self.sizer.geometry, self.first, score=score, widths=widths,
+                shares=effort.shares, by_head=effort.by_head,
+            )  # fmt: skip
+
+    def _search(self, space: Space, memory: int) -> Searched:
+        """Stage 2; without it, stage 1's plan and the presets alone."""
+        trials = self.effort.trials if "structure" in self.stages else 0
+        starts = space.starts(memory)
+        most = trials + len(starts)
+        with self.progress.stage("stage 2: structure", most) as advance:
+            found = search(
+                space, self.measurer(lambda label: None), memory=memory, first=self.first,
+                rest=self.every[len(self.first) :], trials=trials, state=self.state,
+                storage=self.folder / "study.db", name=self._name(memory),
+                told=lambda tried: advance("-" if tried is None else short_plan(str(tried.plan))),
+            )  # fmt: skip
+        self.counts["trials of stage 2"] = found.trials
+        if found.refused:
+            self.notes.append(f"{len(found.refused)} points could not be measured, the first: {found.refused[0]}")
+        return found
+
+    def _front(self, space: Space, searched: Searched, memory: int) -> tuple[FrontPoint, ...]:
+        """The best points of the search at other memories, beside all that it measured whole."""
+        points: dict[str, FrontPoint] = {}
+        for each in searched.best():
+            if each.whole is not None:
+                points[each.plan.hash] = self._front_point(each.point, each.whole, memory)
+        twice = self.effort.reads_twice
+        presets = [each for each in searched.presets() if twice or not each.plan.needs.reconstruction]
+        best = [*searched.best(presets=False)[: self.effort.front], *presets[:2]]
+        levels = [round(share * self.sizer.full) for share in self.effort.levels]
+        levels = [level for level in levels if abs(level - memory) > 0.05 * memory]
+        made = [(each.point, level, space.plan(each.point, level)) for each in best for level in levels]
+        there = {plan.hash: (point, level, plan) for point, level, plan in made if plan is not None}
+        with self.progress.stage("other memories", len(there) * len(self.every)) as advance:
+            plans = [plan for _, _, plan in there.values()]
+            measured = self.measurer(advance).measure(plans, self.every) if plans else []
+        for (point, level, plan), found in zip(there.values(), measured, strict=True):
+            if found.error is None:
+                points.setdefault(plan.hash, self._front_point(point, found, level))
+        if self.question.memory is None:
+            self._close_in([each.point for each in best if not each.is_preset], space, points)
+        return marked(list(points.values()))
+
+    def _close_in(
+        self, best: Sequence[Mapping[str, Any]], space: Space, points: dict[str, FrontPoint]
+    ) -> None:  # fmt: skip
+        """Where bytes are made small: measure between the fewest bytes that meet the limits and the next fewer."""
+        with self.progress.stage("fewer bytes", _CLOSER * len(best) * len(self.every)) as advance:
+            for _ in range(_CLOSER):
+                meeting = [each.bytes for each in points.values() if self._meets(each)]
+                if not meeting:
+                    return
+                below = [each.memory for each in points.values() if each.memory < min(meeting)]
+                level = round((min(meeting) * max(below)) ** 0.5) if below else min(meeting) // 2
+                plans = {str(point): space.plan(point, level) for point in best}
+                there = [(point, plan) for point in best if (plan := plans[str(point)]) is not None]
+                measured = self.measurer(advance).measure([plan for _, plan in there], self.every) if there else []
+                for (point, plan), found in zip(there, measured, strict=True):
+                    if found.error is None:
+                        points[plan.hash] = self._front_point(point, found, level)
+
+    def _meets(self, point: FrontPoint) -> bool:
+        """Whether a point loses no more than the question allows, as far as the search measured it."""
+        loss, most = self.question.loss, self.question.points
+        few = loss is None or (point.text is not None and point.text <= loss)
+        return few and (most is None or (point.points_lost is not None and point.points_lost <= most))
+
+    def _front_point(self, point: Mapping[str, Any], found: Measured, memory: int) -> FrontPoint:
+        return FrontPoint(
+            plan=str(found.plan),
+            origin=str(point["how"]),
+            label=str(point["preset"]) if point["how"] == "preset" else self._label(found.plan),
+            memory=memory,
+            bytes=self.sizer.measured(found.plan, found.bytes_held or 0),
+            loss=mean(found.each()),
+            text=fmean(found.kl[TEXT]),
+            points_lost=self._points_lost(found),
+        )
+
+    def _points_lost(self, found: Measured) -> float | None:
+        """See `FrontPoint`."""
+        full = self.measurer(lambda label: None).measure([Plan()], self.every)[0] if self._full is None else self._full
+        self._full = full
+        lost = [
+            100 * (fmean(full.hits[name]) - fmean(hits))
+            for name, hits in found.hits.items()
+            if fmean(full.hits[name]) >= DOABLE
+        ]
+        return max(0.0, *lost) if lost else None
+
+    def _finalists(
+        self, space: Space, searched: Searched, front: Sequence[FrontPoint], layers: LayerMap | None, memory: int
+    ) -> list[tuple[Plan, str, str]]:
+        """Plans that the proof has, each with its origin and label."""
+        found: dict[str, tuple[Plan, str, str]] = {}
+
+        def add(plan: Plan, origin: str, label: str) -> None:
+            found.setdefault(plan.hash, (plan, origin, label))
+
+        if self.question.memory is None:
+            # Bytes are made small: the points of the front that lose no more, from the fewest bytes up.
+            meeting = sorted((each for each in front if self._meets(each)), key=lambda each: each.bytes)
+            if not meeting:
+                least = min(front, key=lambda each: (each.points_lost or 0.0, each.text or 0.0))
+                asked = [f"{self.question.loss} nats per token"] if self.question.loss is not None else []
+                asked += [f"{self.question.points} points"] if self.question.points is not None else []
+                raise KvtailorError(
+                    f"no plan that was measured loses at most {' and '.join(asked)}: the least is "
+                    f"{least.text or 0.0:.4f} nats on text (KL) and {_shown(least.points_lost)} points, by "
+                    f"{least.label}. Allow a larger loss"
+                )
+            fitted = [each for each in meeting if each.origin != "preset"]
+            presets_there = [each for each in meeting if each.origin == "preset"][: self.effort.presets]
+            # The proof asks for more than the search: the upper end must be below the limit. So safer plans go too.
+            count = min(2 * self.effort.fitted, len(fitted))
+            spread = [fitted[place * (len(fitted) - 1) // max(1, count - 1)] for place in range(count)]
+            for each in [*spread, *presets_there]:
+                add(Plan.parse(each.plan), each.origin, f"{each.label} in {byte_text(each.bytes)}")
+            return list(found.values())
+        for made in searched.best(presets=False)[: self.effort.fitted]:
+            add(made.plan, str(made.point["how"]), self._label(made.plan))
+        if layers is not None:
+            solved = self._stage_1_alone(layers, memory)
+            if solved is not None:
+                add(solved[0], "layers", f"stage 1 alone: {short_plan(str(solved[0]))}")
+        presets = searched.presets()
+        # Beside those that lose least, the one that keeps most answers: it may be another.
+        kept_most = sorted(presets, key=lambda each: (-_right(each), each.first.loss))
+        for shipped in [*presets[: self.effort.presets], *kept_most[:1]]:
+            add(shipped.plan, "preset", str(shipped.point["preset"]))
+        return list(found.values())
+
+    def _label(self, plan: Plan) -> str:
+        """A plan's methods, with a number behind where another plan has the same."""
+        taken = self.labels.setdefault(short_plan(str(plan)), [])
+        if plan.hash not in taken:
+            taken.append(plan.hash)
+        number = taken.index(plan.hash)
+        return short_plan(str(plan)) + (f" ({number + 1})" if number else "")
+
+    def _stage_1_alone(self, layers: LayerMap, memory: int) -> tuple[Plan, float] | None:
+        return solved_plan(
+            layers, self.sizer.geometry, context=self.question.context, batch=self.question.batch,
+            element=self.sizer.element, memory=memory, size=self.sizer.most,
+        )  # fmt: skip
+
+    def _proof(self, finalists: Sequence[tuple[Plan, str, str]]) -> tuple[list[Record], list[Judged]]:
+        """Stage 3."""
+        question = self.question
+        contestants = [replace(Contestant.of(str(plan)), label=label) for plan, _, label in finalists]
+        full = Contestant.of(FULL)
+        tasks = proof_tasks(
+            self.material, context=question.context, windows=self.effort.windows[0],
+            documents=self.effort.windows[1],
+        )  # fmt: skip
+        everyone = [full, *contestants]
+        with self.progress.stage("stage 3: proof", plan_run(tasks, everyone)[1]) as advance, quiet():
+            records = run_bench(
+                self.subject, everyone, tasks, out=self.folder / "records", advance=advance,
+                finish=self.progress.finish, executor=self.executor, resources=self.resources,
+            )  # fmt: skip
+        if self.timed:
+            records += self._times(contestants)
+        sizes = {record.plan_hash: record.bytes_held for record in records if record.task == "perplexity"}
+        plans = [(full, FULL, self.sizer.measured(Plan(), sizes.get(full.hash) or 0))]
+        plans += [
+            (contestant, origin, self.sizer.measured(plan, sizes.get(contestant.hash) or 0))
+            for contestant, (plan, origin, _) in zip(contestants, finalists, strict=True)
+        ]
+        return records, judged(records, plans, kinds=self.material.kinds)
+
+    def _times(self, contestants: Sequence[Contestant]) -> list[Record]:
+        """The time of a token of each plan, in turns; without the full cache, which may not fit at this batch."""
+        task = speed_task(self.material, context=self.question.context, batch=self.question.batch)
+        with self.progress.stage("time of a token", plan_run([task], contestants)[1]) as advance, quiet():
+            try:
+                found = run_bench(
+                    self.subject, contestants, [task], out=self.folder / "records", advance=advance,
+                    executor=self.executor, resources=self.resources,
+                )  # fmt: skip
+            except (KvtailorError, MemoryError, torch.OutOfMemoryError) as error:
+                self.notes.append(f"No times were measured: {str(error).splitlines()[0]}")
+                return []
+        self.notes += [f"The time of {each.label} was not measured: {each.error}" for each in found if each.error]
+        return [record for record in found if record.error is None]
+
+    def _additivity(self, space: Space, layers: LayerMap | None, memory: int) -> Additivity | None:
+        if layers is None:
+            return None
+        solved = self._stage_1_alone(layers, memory)
+        if solved is None:
+            return None
+        with self.progress.stage("do losses add up", len(self.first)) as advance:
+            found = self.measurer(advance).measure([solved[0]], self.first)[0]
+        return None if found.error is not None else additivity(found, solved[1])
+
+    def _sizes(self, plan: Plan) -> tuple[tuple[int, int, int, int], ...]:
+        """The plan at other lengths and batches."""
+        found = []
+        for context in sorted({self.question.context // 2, self.question.context, 2 * self.question.context,
+                               4 * self.question.context}):  # fmt: skip
+            for batch in sorted({1, self.question.batch, 4 * self.question.batch}):
+                size = self.sizer.size(plan, context=max(1, context), batch=batch)
+                found.append((context, batch, size.total, size.full))
+        return tuple(found)
+
+    def _regret(self, proved: Sequence[Judged]) -> str | None:
+        """What the plan with the least loss on text has fewer of right answers than the one with most."""
+        live = [each for each in proved if each.error is None and each.origin != FULL]
+        if not live or not live[0].asked:
+            return None
+        by_text = min(live, key=lambda each: fmean(each.nll))
+        most = max(live, key=lambda each: each.right)
+        return (
+            f"Chosen by text alone it would be {by_text.label}, with {by_text.right} of {by_text.asked} answers right; "
+            f"the most that any plan of the proof has is {most.right}, by {most.label}."
+        )
+
+    def _name(self, memory: int) -> str:
+        """The name of the study: equal for the same search."""
+        pieces = [len(piece.context) for piece in self.every]
+        asked = [self.subject.name, self.subject.fingerprint(), self.effort.name, memory, self.question.as_dict(),
+                 self.without, self.stages, self.state, pieces]  # fmt: skip
+        digest = hashlib.sha256(json.dumps(asked, default=str, sort_keys=True).encode()).hexdigest()[:12]
+        return f"fit-{digest}"
+
+    def _records(self) -> int:
+        folder = self.folder / "records"
+        return sum(line.count(b"\n") for line in (path.read_bytes() for path in folder.glob("*.jsonl")))
+
+
+def _shown(points: float | None) -> str:
+    return "an unknown number of" if points is None else f"{points:.1f}"
+
+
+def _right(candidate: Candidate) -> float:
+    return sum(sum(hits) for hits in candidate.first.hits.values())

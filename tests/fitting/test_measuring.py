@@ -1,0 +1,76 @@
+"""Plans on pieces: what the numbers are, and what is not believed."""
+
+from statistics import fmean
+
+import pytest
+import torch
+from tests.support.fitting.small import pieces, subject
+
+from kvtailor.bench.contestant import Contestant
+from kvtailor.fitting.damage import Damage
+from kvtailor.fitting.measuring import Measurer
+from kvtailor.fitting.pieces import TEXT
+from kvtailor.plan import Plan
+
+PLAN = Plan.parse("snapkv(window=8) @ tokens=30")
+
+
+def by_hand(made, plan, piece):
+    """KL(full || plan) over the targets behind the first, token by token."""
+    rows = []
+    for each in (Plan(), plan):
+        cache = made.new_cache(Contestant.of(str(each)))
+        made.forward(piece.context[None], cache)
+        logits = [made.forward(target[None, None], cache)[0][0, -1] for target in piece.targets[:-1]]
+        rows.append(torch.stack(logits).double().log_softmax(-1))
+    return float((rows[0].exp() * (rows[0] - rows[1])).sum(-1).mean())
+
+
+def test_the_loss_is_kl_behind_the_first_target(tmp_path):
+    made, each = subject(), pieces(2, 1)
+    found = Measurer(made, tmp_path).measure([PLAN], each)[0]
+    expected = [by_hand(made, PLAN, piece) for piece in each]
+    assert found.kl[TEXT] == pytest.approx(expected[:2], rel=1e-3)
+    assert found.kl["needle"] == pytest.approx(expected[2:], rel=1e-3)
+    assert found.loss == pytest.approx(fmean(expected[:2]) + expected[2], rel=1e-3)
+    assert min(expected) > 0.01
+
+
+def test_the_numbers_of_pieces_have_the_loss_as_their_mean(tmp_path):
+    found = Measurer(subject(), tmp_path).measure([PLAN], pieces(5, 3))[0]
+    assert len(found.each()) == 8 and fmean(found.each()) == pytest.approx(found.loss)
+
+
+def test_a_plan_that_is_measured_twice_is_run_once(tmp_path):
+    told = []
+    measurer = Measurer(subject(), tmp_path, advance=told.append)
+    each = pieces(2)
+    first, same, other = measurer.measure([PLAN, PLAN, Plan.parse("kivi(bits=2, recent=32)")], each)
+    assert first is same and len(told) == 4
+    measurer.measure([PLAN], each)
+    assert len(told) == 4
+
+
+def test_a_cache_that_is_not_read_is_not_believed(tmp_path):
+    """The best plan of a search would be one whose cache nothing reads."""
+    made = subject()
+    with torch.no_grad():
+        for layer in made.model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    measurer = Measurer(made, tmp_path)
+    found = measurer.measure([PLAN], pieces(3))[0]
+    assert found.error is not None and "untouched cache" in found.error
+    allowed = Measurer(made, tmp_path).measure([PLAN], pieces(3), may_do_nothing=True)[0]
+    assert allowed.error is None and allowed.loss == 0.0
+
+
+def test_a_plan_that_the_model_cannot_have_is_an_error_and_not_an_end(tmp_path):
+    made = subject(layers=1)
+    bad, good = Measurer(made, tmp_path).measure([Plan.parse("table(weights=[1.0, 2.0]) + snapkv @ tokens=30"), PLAN],
+                                                 pieces(2))  # fmt: skip
+    assert "layers" in bad.error and good.error is None
+
+
+def test_groups_are_samples_of_their_own():
+    task = Damage(pieces=tuple(pieces(2, 3)))
+    assert {name: len(each) for name, each in task.groups().items()} == {TEXT: 2, "needle": 3} and task.points() == 2

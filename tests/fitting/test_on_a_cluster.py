@@ -1,0 +1,49 @@
+"""On an executor a search gives what it gives here."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtailor.bench.data.texts import generated_text
+from kvtailor.bench.measure import machine
+from kvtailor.bench.subject import Subject
+from kvtailor.cluster.in_process import InProcess
+from kvtailor.fitting.layers.layer_map import measure_layers
+from kvtailor.fitting.measuring import Measurer
+from kvtailor.fitting.pieces import material_of
+from kvtailor.fitting.sizing import Sizer
+from kvtailor.fitting.structure.search import search
+from kvtailor.fitting.structure.space import Space
+
+CONTEXT = 96
+
+
+@pytest.fixture(autouse=True)
+def same_versions(monkeypatch):
+    monkeypatch.setattr(machine, "versions", lambda: dict.fromkeys(("python", "torch", "transformers", "kvtailor",
+                                                                    "commit"), "1"))  # fmt: skip
+
+
+def both_stages(folder: Path, executor):
+    subject = Subject.load("demo", dtype="float32")
+    pieces = material_of(subject, {"text": generated_text(12_000)}, context=CONTEXT, kinds=["needle"]).first(3, 1)
+    sizer = Sizer.of(subject.model, context=CONTEXT, batch=1)
+    measurer = Measurer(subject, folder / "records", executor=executor)
+    layers = measure_layers(measurer, sizer.geometry, pieces, score="snapkv(window=8)", widths=(2,), shares=(0.5,))
+    space = Space(
+        sizer=sizer, layers=layers, scores=("snapkv(window=8)",), presets=("kivi4", "kivi2"), families=("kivi",)
+    )
+    found = search(
+        space, measurer, memory=int(0.5 * sizer.full), first=pieces, rest=(), trials=8, state=0,
+        storage=folder / "study.db",
+    )  # fmt: skip
+    return layers, [(str(each.plan), each.loss) for each in found.candidates]
+
+
+@pytest.mark.long
+def test_a_search_on_an_executor_is_the_one_that_runs_here(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name / "records").mkdir(parents=True)
+    here = both_stages(tmp_path / "here", None)
+    there = both_stages(tmp_path / "there", InProcess())
+    assert here == there and len(here[1]) >= 3
