@@ -20,6 +20,8 @@ from kvtailor.version import __version__
 if TYPE_CHECKING:
     from kvtailor.calibration.run import calibrate
     from kvtailor.errors import KvtailorError
+    from kvtailor.fitting.result import Fit
+    from kvtailor.fitting.run import fit
     from kvtailor.hf.cache import KvCache
     from kvtailor.hf.load_saved import load_cache
     from kvtailor.hf.make_cache import cache_for
@@ -28,12 +30,16 @@ if TYPE_CHECKING:
     from kvtailor.hf.run.generate import Generated, generate
     from kvtailor.hf.run.prefill import prefill
     from kvtailor.hf.run.session import Session, session
+    from kvtailor.hf.sizes.of_model import cache_size
+    from kvtailor.hf.sizes.size import CacheSize
     from kvtailor.ledger import Ledger
     from kvtailor.plan import Plan
 
 __all__ = [
     "Answers",
+    "CacheSize",
     "Generated",
+    "Fit",
     "KvCache",
     "KvtailorError",
     "Ledger",
@@ -43,7 +49,9 @@ __all__ = [
     "__version__",
     "ask",
     "cache_for",
+    "cache_size",
     "calibrate",
+    "fit",
     "generate",
     "load_cache",
     "load_model",
@@ -55,6 +63,7 @@ __all__ = [
 # Importing transformers takes seconds; `import kvtailor` and the command line's help do not wait for it.
 _HOMES = {
     "Answers": "hf.run.ask",
+    "CacheSize": "hf.sizes.size",
     "Generated": "hf.run.generate",
     "KvCache": "hf.cache",
     "KvtailorError": "errors",
@@ -64,6 +73,9 @@ _HOMES = {
     "Session": "hf.run.session",
     "ask": "hf.run.ask",
     "cache_for": "hf.make_cache",
+    "fit": "fitting.run",
+    "Fit": "fitting.result",
+    "cache_size": "hf.sizes.of_model",
     "calibrate": "calibration.run",
     "generate": "hf.run.generate",
     "load_cache": "hf.load_saved",

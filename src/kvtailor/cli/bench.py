@@ -28,9 +28,9 @@ from kvtailor.cli.asked import (
     values_of,
 )
 from kvtailor.cli.machine_share import WAITING
-from kvtailor.cli.margins import margin_options, margins_of
 from kvtailor.cli.micro import BenchOrMicro
 from kvtailor.cli.torchrun import under_torchrun
+from kvtailor.cli.words.margins import margin_options, margins_of
 from kvtailor.presets import FULL
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.subject import Subject
     from kvtailor.cluster.contract import Executor
 
-__all__ = ["command"]
+__all__ = ["command", "executor_of"]
 
 # Records tell their beginning to the millisecond.
 _TICK = timedelta(milliseconds=1)
@@ -154,7 +154,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(f"{words}, which --tasks does not ask for.")
     try:
         resources = resources_of_line(options["resources"] or "")
-        with _executor(options["ray"], console) as executor:
+        with executor_of(options["ray"], console) as executor:
             spread = {"executor": executor, "resources": resources}
             with console.status(f"loading {options['model']}"):
                 processes = started(options["device"], begin=True)
@@ -177,7 +177,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 check_flags(command)
 
 
-def _executor(address: str | None, console: Console) -> AbstractContextManager[Executor | None]:
+def executor_of(address: str | None, console: Console) -> AbstractContextManager[Executor | None]:
     """The executor of `--ray`; None without it."""
     if address is None:
         return nullcontext()

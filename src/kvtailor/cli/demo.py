@@ -1,5 +1,5 @@
 """`kvtailor demo`: the tour. What plans cost and buy on the embedded model, in one sentence and a table; then the model
-reads a long text that hides facts, and answers from a cache cut to measure."""
+reads a long text that hides facts, and answers from a cache cut to measure; then `fit` finds a plan for a memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
     from kvtailor.bench.data.synthetic.documents import Document
     from kvtailor.bench.subject import Subject
+    from kvtailor.fitting.result import Fit
 
 __all__ = ["command"]
 
@@ -39,6 +40,11 @@ FIDELITY_WINDOWS = 5
 DOCUMENTS = 7
 MARGIN_POINTS = 20.0
 ROUNDS = 3
+FIT_CONTEXT = 384
+FIT_WINDOWS = 40
+# A tour has no time for methods that read a prompt twice, or that fit levels to each token.
+FIT_WITHOUT = ("kvzip", "nuq", "minicache", "critical", "expected", "d2o", "dynamickv", "pairs")
+FIT_SHARE = 0.2
 
 
 @click.command(short_help="The tour: answers from a compressed cache, and what it cost.")
@@ -53,7 +59,7 @@ ROUNDS = 3
 def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
     """The tour: which plan is shown to lose next to nothing at which memory, and then answers from such caches.
 
-    Nothing in it is prepared: wrong answers are shown as wrong. Takes less than two minutes on two cores.
+    Nothing in it is prepared: wrong answers are shown as wrong. Takes some two minutes on two cores.
     """
     from rich.console import Console
 
@@ -76,11 +82,13 @@ def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
         show(summary, console)
         answers = _answers(subject, contestants, state, console)
         page = write(out, out, margins)[0] if out is not None else None
+        fitted = _fit(subject, out, console)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     _next(console, time.perf_counter() - begin, page)
     if as_json:
-        click.echo(json.dumps({"answers": answers, **summary.as_dict()}, ensure_ascii=False, allow_nan=False))
+        told = {"answers": answers, "fit": fitted.as_dict(), **summary.as_dict()}
+        click.echo(json.dumps(told, ensure_ascii=False, allow_nan=False))
 
 
 def _answers(subject: Subject, contestants: list[Contestant], state: int, console: Console) -> list[dict[str, Any]]:
@@ -224,12 +232,34 @@ def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) ->
         return run(subject, contestants, tasks, out=out, advance=seen.step, finish=seen.finish, resume=False)
 
 
+def _fit(subject: Subject, out: Path | None, console: Console) -> Fit:
+    """The plan that is cut to a fifth of the cache, on generated text."""
+    from rich.console import Console as Terminal
+
+    from kvtailor.cli.fit import TerminalProgress, show
+    from kvtailor.fitting.pieces import CONTINUATION, generated
+    from kvtailor.fitting.run import fit
+
+    context = FIT_CONTEXT if subject.positions is None else min(FIT_CONTEXT, subject.positions - CONTINUATION)
+    share = f"{100 * FIT_SHARE:g} %"
+    console.print()
+    console.rule(f"fit: the plan that is cut to {share} of the cache's bytes", align="left", style="dim")
+    folder = None if out is None else out / "fit"
+    found = fit(
+        subject, generated(context, FIT_WINDOWS), keep_bytes=FIT_SHARE, context=context, effort="tour", timed=False,
+        without=FIT_WITHOUT, out=folder, progress=TerminalProgress(Terminal(stderr=True, highlight=False)),
+    )  # fmt: skip
+    show(found, folder)
+    return found
+
+
 def _next(console: Console, seconds: float, page: Path | None) -> None:
     console.print()
     console.rule("your turn", align="left", style="dim")
     console.print()
     for what, how in (
-        ("your model, your text", 'kvtailor bench --model NAME --text FILE --plans "snapkv @ keep=0.25; kivi(bits=4)"'),
+        ("your model, your memory", "kvtailor fit --model NAME --text FILE --memory 2GiB --context 32768"),
+        ("compare plans", 'kvtailor bench --model NAME --text FILE --plans "snapkv @ keep=0.25; kivi(bits=4)"'),
         ("see the text come", 'kvtailor run --model NAME --plan "snapkv @ tokens=1024" --prompt-file FILE'),
         ("every method", "kvtailor ls"),
         ("what a plan will do", 'kvtailor show "snapkv + adakv @ tokens=1024"'),

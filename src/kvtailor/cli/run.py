@@ -233,7 +233,7 @@ def command(
 
     console = Console(stderr=True, highlight=False)
     try:
-        contestant = Contestant.of(plan)
+        contestant = Contestant.named(plan)
         with console.status(f"loading {model}"):
             started(device, begin=True)
             subject = Subject.load(model, dtype=dtype, device=device)

@@ -19,6 +19,7 @@ def forecast(
     cost: dict[str, Any],
     held: Holding,
     *,
+    rows: int = 1,
     rate: int | None,
     step_seconds: float | None,
 ) -> dict[str, Any]:
@@ -28,7 +29,8 @@ def forecast(
         plan: whose placement lets layers leave.
         sizes: of the model, with `compressed_layers` and `kv_heads`.
         cost: closed-form bytes of a token, see `show`.
-        held: of the prompt; what is in full precision never leaves the device.
+        held: of one row of the prompt; what is in full precision never leaves the device.
+        rows: of the batch, all as long.
         rate: bytes per second of the link; None: not known, and neither is any time of it.
         step_seconds: that the model takes for a step if everything is resident; None: not known.
     """
@@ -37,13 +39,13 @@ def forecast(
 
     layers = sizes["compressed_layers"]
     groups = plan.encode.layer_groups(layers)
-    of_layer = cost["bytes_per_token_and_kv_head"] * sizes["kv_heads"] * held.tokens_encoded
+    of_layer = cost["bytes_per_token_and_kv_head"] * sizes["kv_heads"] * held.tokens_encoded * rows
     each = [round(len(group) * of_layer) for group in groups]
     stay = plan.store.open(groups).stays(each)
     moved = sum(size for unit, size in enumerate(each) if unit not in stay)
     found: dict[str, Any] = {
         "tokens": held.tokens_seen,
-        "bytes_resident": held.bytes - moved,
+        "bytes_resident": held.bytes * rows - moved,
         "bytes_moved": moved,
         "link_seconds": None if rate is None else moved / rate,
         "compute_seconds": step_seconds,

@@ -1,0 +1,280 @@
+"""`kvtailor fit`: the plan that is cut to what you have, shown on text that the search never saw."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvtailor.fitting.effort import EFFORTS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtailor.bench.schema import Record
+    from kvtailor.fitting.result import Fit
+
+__all__ = ["TerminalProgress", "command", "show"]
+
+GENERATED_WINDOWS = 80
+
+
+@click.command(short_help="Find the plan that is cut to your memory, and show that it is.")
+@click.option("--model", help="'demo' (embedded), a folder, or a hub name.  [demo, or that of --out]")
+@click.option(
+    "--text", "texts", multiple=True,
+    help="A text file like your model's work; may be given again. 'generated': made up, to try it out.",
+)  # fmt: skip
+@click.option("--memory", help="The cache of all rows may have so many bytes: 2GiB, 300KiB, or a share such as 25%.")
+@click.option("--bytes-per-token", type=float, help="The same for one token of one row.")
+@click.option("--keep-bytes", help="The same as a share of the uncompressed cache: 25% or 0.25.")
+@click.option("--loss", type=float, help="Most nats per token of text to lose.")
+@click.option("--points", type=float, help="Most points of percent of right answers to lose, in any family.")
+@click.option("--tpot", help="Most time for a decoded token of all rows: 12ms.")
+@click.option("--context", type=int, help="Tokens of each prompt.  [2048, or what the model has]")
+@click.option("--batch", type=int, default=1, show_default=True, help="Rows.")
+@click.option(
+    "--tasks",
+    help="Answers that count, with ',' between: families of generated documents (needle, key_value ...), or files of "
+    "JSON lines with prompt and answer; 'none': text alone.  [needle,key_value]",
+)
+@click.option("--proof-tasks", help="Families that only the proof has, with ',' between.  [variables,passkey]")
+@click.option(
+    "--without", help="Methods and presets that no plan may have, with ',' between: kvzip reads prompts twice."
+)
+@click.option(
+    "--effort",
+    type=click.Choice([name for name in EFFORTS if name != "tour"]),
+    default="normal",
+    show_default=True,
+    help="How much is tried.",
+)
+@click.option("--no-times", is_flag=True, help="Measure no times.")
+@click.option("--state", type=click.IntRange(0), default=0, show_default=True, help="Random state of the search.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for plan, page and records; a fit that was killed goes on there.",
+)  # fmt: skip
+@click.option("--again", is_flag=True, help="Fit anew, though --out has a finished fit of this model.")
+@click.option(
+    "--ray", is_flag=False, flag_value="here", metavar="[ADDRESS]", help="Measure on a Ray cluster, as in `bench`."
+)
+@click.option("--resources", metavar="LINE", help="What a measurement takes on the cluster.  [cpus=1]")
+@click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
+@click.option("--device", help="Such as cpu or cuda.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
+    """Find the plan that answers a question: give any two of memory, loss and time, or one; the rest is made small.
+
+    \b
+    kvtailor fit --model NAME --text notes.txt --memory 2GiB --context 32768 --batch 4 --out fitted
+    kvtailor fit --model NAME --text notes.txt --loss 0.01 --context 8192      # the fewest bytes
+    kvtailor run --model NAME --plan fitted/fitted.toml --prompt-file long.txt
+
+    Half of each text is never searched on: the plan is judged there, against the best presets of the same bytes.
+    In a folder that has a finished fit, another memory is answered in seconds from what was measured.
+    """
+    from rich.console import Console
+
+    from kvtailor.errors import KvtailorError
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        folder = options["out"]
+        if folder is not None and not options["again"] and (folder / "fit.json").is_file():
+            given = {
+                name for name in options if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+            }
+            found = _again(folder, options, given, console)
+        else:
+            options["model"] = options["model"] or "demo"
+            found = _fit(options, console)
+    except (KvtailorError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if options["as_json"]:
+        click.echo(json.dumps(found, ensure_ascii=False, allow_nan=False))
+
+
+def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
+    from kvtailor.bench.resources import resources_of_line
+    from kvtailor.bench.subject import Subject
+    from kvtailor.cli.bench import executor_of
+    from kvtailor.errors import KvtailorError
+    from kvtailor.fitting.pieces import CONTINUATION, check_positions, generated, named_texts
+    from kvtailor.fitting.run import fit
+
+    if not options["texts"]:
+        raise KvtailorError(
+            "there is no text to measure on: give --text FILE, some megabytes that are like your model's work, or "
+            "--text generated to try it out"
+        )
+    with executor_of(options["ray"], console) as executor:
+        with console.status(f"loading {options['model']}"):
+            subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
+        context = options["context"]
+        if context is None:
+            context = 2048 if subject.positions is None else min(2048, subject.positions - CONTINUATION)
+        check_positions(subject, context)
+        texts: dict[str, str] = {}
+        for name in options["texts"]:
+            if name == "generated":
+                texts |= generated(context, GENERATED_WINDOWS)
+            elif not Path(name).expanduser().is_file():
+                raise KvtailorError(f"there is no text file {name}: give the path of one, or 'generated'")
+            else:
+                texts |= named_texts([Path(name)])
+        found = fit(
+            subject, texts, memory=options["memory"], bytes_per_token=options["bytes_per_token"],
+            keep_bytes=options["keep_bytes"], loss=options["loss"], points=options["points"], tpot=options["tpot"],
+            context=context, batch=options["batch"], tasks=_tasks(options["tasks"]),
+            proof_tasks=_listed(options["proof_tasks"]), without=_listed(options["without"]) or (),
+            effort=options["effort"], timed=not options["no_times"], out=options["out"], state=options["state"],
+            executor=executor, resources=resources_of_line(options["resources"] or ""),
+            progress=TerminalProgress(console),
+        )  # fmt: skip
+    show(found, options["out"])
+    return found.as_dict()
+
+
+def _again(folder: Path, options: dict[str, Any], given: set[str], console: Console) -> dict[str, Any]:
+    """Another question to what was measured; the same one has its answer already."""
+    from kvtailor.errors import KvtailorError
+    from kvtailor.fitting.again import another_memory
+    from kvtailor.fitting.question import Question
+    from kvtailor.fitting.result import Fit
+
+    found = Fit.load(folder)
+    question, asked = found.question, found.asked
+    there = {
+        "model": found.model, "context": question.context,
+        "batch": question.batch, "effort": found.effort, "state": found.state,
+        "dtype": found.dtype, "tasks": asked.get("tasks"), "proof_tasks": asked.get("proof_tasks"),
+        "without": asked.get("without"), "texts": asked.get("texts"),
+    }  # fmt: skip
+    now = {
+        **options, "tasks": _tasks(options["tasks"]), "proof_tasks": _listed(options["proof_tasks"]),
+        "without": sorted(_listed(options["without"]) or ()),
+        "texts": sorted("generated text" if name == "generated" else Path(name).name for name in options["texts"]),
+    }  # fmt: skip
+    other = [name for name in there if name in given and now[name] != there[name]]
+    if other:
+        words = ", ".join("--text" if name == "texts" else f"--{name.replace('_', '-')}" for name in other)
+        raise KvtailorError(
+            f"{folder} has a finished fit that was asked for another {words}: give --again to fit anew, or another "
+            "--out"
+        )
+    limits = {
+        name: options[name] for name in ("memory", "bytes_per_token", "keep_bytes", "loss", "points", "tpot")
+        if options[name] is not None
+    }  # fmt: skip
+    same = not limits or Question.of(
+        full=found.full, context=question.context, batch=question.batch, **limits
+    ) == question  # fmt: skip
+    if same:
+        console.print(f"{folder} has this fit, finished (--again fits anew)", style="dim", markup=False)
+        show(found, folder)
+        return found.as_dict()
+    if "points" in limits or "tpot" in limits:
+        raise KvtailorError(
+            f"{folder} has a finished fit, from which another memory or loss is answered, and no points or tpot: give "
+            "--again to fit anew"
+        )
+    answer = another_memory(
+        found, memory=options["memory"], bytes_per_token=options["bytes_per_token"], keep_bytes=options["keep_bytes"],
+        loss=options["loss"], model=options["model"], folder=folder,
+    )  # fmt: skip
+    console.print(
+        f"{folder} has a finished fit of {found.model}: answered from what it measured (--again fits anew)",
+        style="dim",
+        markup=False,
+    )
+    click.echo(str(answer))
+    return answer.as_dict()
+
+
+def show(found: Fit, folder: Path | None) -> None:
+    """Print a result: the plan, its proof, and what to do with it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvtailor.bench.report.words import byte_text, milliseconds
+
+    console = Console(highlight=False)
+    chosen, question = found.chosen, found.question
+    console.print()
+    console.print(Text(found.plan, style="bold"), soft_wrap=True)
+    console.print(
+        f"{byte_text(chosen.bytes)} of {byte_text(found.full)} ({100 * chosen.bytes / found.full:.1f} %) for "
+        f"{question.batch} row(s) of {question.context} tokens. {found.sentence}",
+        markup=False,
+    )
+    console.print()
+    table = Table(title="on text and questions that the search never saw", title_justify="left", box=None)
+    for name in ("plan", "bytes", "loss, nats", "95 %", "right", "a token", "chosen is"):
+        table.add_column(name, overflow="fold")
+    for each in found.proof:
+        if each.error is not None:
+            table.add_row(Text(each.label), "", "", Text(f"failed: {each.error}"), "", "", "")
+            continue
+        loss, seconds = each.loss, (each.seconds or {}).get("median")
+        interval = "-" if loss.low is None or loss.high is None else f"{loss.low:+.4f} to {loss.high:+.4f}"
+        told = "" if each.origin == "full" else "this one" if each is chosen else found.told.get(each.label, "")
+        table.add_row(
+            Text(each.label), f"{100 * each.bytes / found.full:.1f} %", f"{loss.value:+.4f}", interval,
+            f"{each.right} of {each.asked}" if each.asked else "-",
+            "-" if seconds is None else milliseconds(seconds), told,
+        )  # fmt: skip
+    console.print(table)
+    console.print()
+    for note in (*([found.regret] if found.regret else []), *found.notes):
+        console.print(f"- {note}", markup=False)
+    console.print(f"\n{found.python}", markup=False, soft_wrap=True)
+    if folder is not None:
+        console.print(f"--plan {folder / 'fitted.toml'} works everywhere; evidence and front: {folder / 'fit.html'}",
+                      markup=False, soft_wrap=True)  # fmt: skip
+
+
+class TerminalProgress:
+    """A bar for each stage on a terminal, and elsewhere a line when it begins and when it ends."""
+
+    def __init__(self, console: Console):
+        self._console = console
+
+    @contextmanager
+    def stage(self, name: str, steps: int) -> Iterator[Callable[[str], None]]:
+        from time import monotonic
+
+        from kvtailor.bench.progress import bar
+
+        begun, done = monotonic(), 0
+        plain = not self._console.is_terminal
+        if plain:
+            self._console.print(f"{name}: at most {steps} pieces to measure", style="dim", markup=False)
+        with bar(steps, self._console, name) as advance:
+
+            def told(label: str) -> None:
+                nonlocal done
+                done += 1
+                advance(f"{name} · {label}")
+
+            yield told
+        self._console.print(f"{name}: {done} pieces, {monotonic() - begun:.0f} s", style="dim", markup=False)
+
+    def finish(self, record: Record) -> None:
+        """Say what failed; the rest is counted."""
+        if record.error is not None:
+            self._console.print(f"failed: {record.label}: {record.error}", style="dim", markup=False, soft_wrap=True)
+
+
+def _tasks(line: str | None) -> list[str] | None:
+    return [] if line == "none" else _listed(line)
+
+
+def _listed(line: str | None) -> list[str] | None:
+    return None if line is None else [each.strip() for each in line.split(",") if each.strip()]
