@@ -58,7 +58,7 @@ class Again:
             lines.append(each.plan)
             lines.append(
                 f"  measured by the search: {byte_text(each.bytes)} ({100 * each.bytes / self.full:.1f} %), loses "
-                f"{loss.value:.4f}{interval} nats, the least that fits"
+                f"{loss.value:.4f}{interval} nats (KL on text, and on answers on top), the least that fits"
             )
         if self.resized is not None and self.resized_bytes is not None:
             lines.append(self.resized)
@@ -109,12 +109,12 @@ def another_memory(
     )  # fmt: skip
     if question.memory is None:
         assert loss is not None
-        meeting = [each for each in found.front if (each.loss.high if each.loss.high is not None else 9e9) <= loss]
+        meeting = [each for each in found.front if each.text is not None and each.text <= loss]
         if not meeting:
-            least = min(found.front, key=lambda each: each.loss.value)
+            least = min(found.front, key=lambda each: each.loss.value if each.text is None else each.text)
             raise KvtailorError(
-                f"no plan that this fit measured is shown to lose at most {loss} nats: the least is "
-                f"{least.loss.value:.4f}, by {least.plan}. Give a larger loss, or fit anew (--again)"
+                f"no plan that this fit measured loses at most {loss} nats (KL) on the text of the search: the least "
+                f"is {least.text or 0.0:.4f}, by {least.plan}. Give a larger loss, or fit anew (--again)"
             )
         best = min(meeting, key=lambda each: (each.bytes, each.loss.value))
         return Again(

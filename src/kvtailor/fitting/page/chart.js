@@ -142,7 +142,7 @@ function drawChart(svg, data, points, picked, memory) {
   make('text', {class: 'axis', x: (left + right) / 2, y: height - 6, 'text-anchor': 'middle'}, svg,
     wideScreen ? `bytes, share of the uncompressed ${data.full_text} (logarithmic)` : `share of ${data.full_text}`);
   make('text', {class: 'axis', 'text-anchor': 'middle', transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`},
-    svg, wideScreen ? 'loss on search text, nats per token (logarithmic above 0)' : 'loss on search text, nats/token');
+    svg, wideScreen ? 'KL on text and answers of the search, nats per token (logarithmic above 0)' : 'KL, text + answers, nats/token');
 
   const solid = [], thin = [];
   const upright = (bytes, kind, text, row) => {
@@ -190,7 +190,7 @@ function drawChart(svg, data, points, picked, memory) {
     const group = make('g', {class: `point o-${point.origin}${best ? ' best' : ''}`, role: 'img', tabindex: -1,
       'data-plan': point.plan,
       'aria-label': `${point.number}, ${point.origin_text}: ${point.label}. ${point.bytes_text}, ` +
-        `${point.share_text}; loss ${point.loss_text} nats per token on search text`});
+        `${point.share_text}; loss ${point.loss_text} nats per token (KL, text and answers of the search)`});
     if (point.low !== null && point.high !== null) {
       const [y1, y2] = [up.at(point.high), up.at(point.low)];
       make('path', {class: 'bar', d: `M${x},${y1}V${y2}M${x - 3.5},${y1}h7M${x - 3.5},${y2}h7`}, group);

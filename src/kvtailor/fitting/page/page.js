@@ -114,7 +114,7 @@
       box.dataset.plan = picked.plan;
       add('p', `Of the plans shown the one that loses least in ${mine} is ${picked.number}, `)
         .append(Object.assign(document.createElement('b'), {textContent: picked.name}), ` (${picked.origin_text}): ` +
-          `${picked.bytes_text}, ${picked.share_text}; it loses ${picked.loss_text} nats per token on search text.` +
+          `${picked.bytes_text}, ${picked.share_text}; it loses ${picked.loss_text} nats per token (KL on text and answers of the search).` +
           (picked.proof_text === null ? ' It was not in the proof.' : ` ${picked.proof_text}`) +
           (picked.plan !== data.plan && data.plan_bytes <= memory ?
             ` The proof, on unseen text, named another plan: ${data.plan_number}.` : ''));
@@ -168,7 +168,7 @@
       const lines = [
         `${point.number}, ${point.origin_text}${point.plan === data.plan ? ', the plan' : ''}`,
         `${point.bytes_text}, ${point.share_text} of the uncompressed`,
-        `loss ${point.loss_text} nats per token, on ${point.pieces} pieces of search text`,
+        `loss ${point.loss_text} nats per token (KL, text and answers), on ${point.pieces} pieces of the search`,
         ...(point.proof_text === null ? [] : [point.proof_text]),
       ];
       if (point.label !== point.plan) lines.unshift(point.label);

@@ -80,7 +80,7 @@ def front_table(found: Answer) -> str:
         rows.append(_row(each.plan, each.label, each.origin, "".join(cells), best=each.best))
     heads = [
         head("#"), head("plan", left=True), head("bytes", "% of the uncompressed"),
-        head("loss", "nats per token, KL to the full cache, 95 %"), head("pieces"), head("made for"),
+        head("loss", "KL on text, answers on top; nats per token, 95 %"), head("pieces"), head("made for"),
     ]  # fmt: skip
     return table("front", "all plans that the search measured", heads, rows, tall=True)
 
@@ -93,7 +93,7 @@ def proof_table(found: Answer) -> str:
     heads = [
         head("#"), head("plan", left=True), head("bytes", "% of the uncompressed"),
         head("loss", "nats per token more than full, 95 %"),
-        head("the plan minus this one", "nats per token, paired; 95 % over all of them"),
+        head("the plan minus this one", "nats per token, paired; 95 % over all pairs of plans"),
         head("the plan is"),
         *(head(name, _family_note(family)) for name, family in families.items()),
         *([head("a token", "ms, median and quartiles")] if timed else []),
