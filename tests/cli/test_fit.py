@@ -23,7 +23,7 @@ from kvtailor.plan import Plan
 
 CONTEXT = 160
 LEAST = Effort(
-    name="quick", first=(4, 1), rest=(2, 1), widths=(4, 2), shares=(0.5,), by_head=False, trials=8, front=1,
+    name="quick", first=(4, 1), rest=(2, 1), widths=(4, 2), shares=(0.5,), by_head=False, trials=3, front=1,
     levels=(0.5,), fitted=2, presets=2, windows=(6, 5),
 )  # fmt: skip
 WITHOUT = (

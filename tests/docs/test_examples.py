@@ -13,13 +13,19 @@ FOLDER = Path(__file__).parents[2] / "examples"
 # It is started by torchrun, and leaves a process group behind.
 PROCESSES = FOLDER / "tensor_parallel.py"
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {PROCESSES})
+# A search measures many plans.
+LONG = {"fit_to_memory"}
 
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 4
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(each, marks=pytest.mark.long if each.stem in LONG else ()) for each in EXAMPLES],
+    ids=lambda path: path.stem,
+)
 def test_example_runs(example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")

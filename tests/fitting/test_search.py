@@ -36,7 +36,7 @@ def space_of(made, **more):
     return Space.of(Sizer.of(made.model, context=CONTEXT, batch=1), None, without=more.pop("without", WITHOUT))
 
 
-def go(made, folder, *, measured=None, trials=18, state=0):
+def go(made, folder, *, measured=None, trials=8, state=0):
     space = space_of(made)
     measurer = Measurer(made, folder / "records", advance=(measured or (lambda label: None)))
     each = pieces(6, 2)
@@ -97,7 +97,7 @@ def test_presets_that_fit_are_where_it_starts(made, tmp_path):
 
 
 def test_the_losers_are_given_up_early(made, tmp_path):
-    found = go(made, tmp_path, trials=24)
+    found = go(made, tmp_path, trials=12)
     given_up = [each for each in found.candidates if each.whole is None]
     assert given_up and found.best()
     best = found.best()[0]

@@ -153,7 +153,9 @@ EXACT = (
 
 
 @pytest.mark.parametrize("text", EXACT)
-@pytest.mark.parametrize(("context", "new_tokens"), [(1, 0), (2, 5), (63, 1), (300, 40), (2048, 3)])
+@pytest.mark.parametrize(
+    ("context", "new_tokens"), [(1, 0), (2, 5), (63, 1), (300, 40), pytest.param(2048, 3, marks=pytest.mark.long)]
+)
 def test_what_does_not_depend_on_the_text_is_exact(text: str, context: int, new_tokens: int) -> None:
     """Beside the counts of what a selective attention has read, which are there once it has left something out."""
     size = check(build("llama"), text, context, new_tokens, 1)
