@@ -26,8 +26,9 @@ class Effort:
         levels: of these memories, as shares of the uncompressed bytes.
         fitted: candidates that the proof has. presets: presets that it has beside them.
         windows: of text, and documents of each family, that the proof has at most.
-        reads_twice: stage 2 combines scorers that read a prompt twice (kvzip), each of which takes as long as five
+        reads_twice: stage 2 suggests scorers that read a prompt twice (kvzip), each of which takes as long as five
             others; presets with one are measured in any case.
+        slow_points: where it does not, they are tried with stage 1's layers if such a preset is among the best.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Effort:
     presets: int
     windows: tuple[int, int]
     reads_twice: bool = True
+    slow_points: bool = True
 
 
 EFFORTS: Mapping[str, Effort] = {
@@ -51,6 +53,7 @@ EFFORTS: Mapping[str, Effort] = {
         Effort(
             name="tour", first=(3, 1), rest=(3, 1), widths=(4, 2), shares=(0.25,), by_head=False, trials=6, front=1,
             levels=(0.125, 0.5), fitted=1, presets=1, windows=(24, 5), reads_twice=False,
+            slow_points=False,
         ),
         Effort(
             name="quick", first=(3, 1), rest=(5, 3), widths=(8, 4, 2), shares=(0.5, 0.25, 0.1), by_head=False,

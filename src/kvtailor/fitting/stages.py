@@ -35,6 +35,7 @@ from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit, FrontPoint, marked, short_plan
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.structure.search import Candidate, Searched, search
+from kvtailor.fitting.structure.slow_scores import slow_points, with_slow_points
 from kvtailor.fitting.structure.space import Space
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
@@ -167,6 +168,12 @@ class Fitting:
                 told=lambda tried: advance("-" if tried is None else short_plan(str(tried.plan))),
             )  # fmt: skip
         self.counts["trials of stage 2"] = found.trials
+        if "structure" in self.stages and self.effort.slow_points and (points := slow_points(found, space)):
+            total = len(points) * len(self.every)
+            with self.progress.stage("with scorers that read twice", total) as advance:
+                found = with_slow_points(
+                    found, points, space, self.measurer(advance), memory=memory, first=self.first, every=self.every
+                )
         if found.refused:
             self.notes.append(f"{len(found.refused)} points could not be measured, the first: {found.refused[0]}")
         return found
@@ -179,7 +186,8 @@ class Fitting:
                 points[each.plan.hash] = self._front_point(each.point, each.whole, memory)
         twice = self.effort.reads_twice
         presets = [each for each in searched.presets() if twice or not each.plan.needs.reconstruction]
-        best = [*searched.best(presets=False)[: self.effort.front], *presets[:2]]
+        fitted = [each for each in searched.best(presets=False) if twice or not each.plan.needs.reconstruction]
+        best = [*fitted[: self.effort.front], *presets[:2]]
         levels = [round(share * self.sizer.full) for share in self.effort.levels]
         levels = [level for level in levels if abs(level - memory) > 0.05 * memory]
         made = [(each.point, level, space.plan(each.point, level)) for each in best for level in levels]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from optuna.trial import TrialState
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.measuring import Measured, Measurer
 from kvtailor.fitting.pieces import Piece
-from kvtailor.fitting.structure.space import NONE, Space
+from kvtailor.fitting.structure.space import NONE, POOLED, Space, layers_start
 from kvtailor.plan import Plan
 
-__all__ = ["Candidate", "Searched", "search"]
+__all__ = ["Candidate", "Searched", "measured_to_fit", "same_score", "search"]
 
 _AT_ONCE = 4
 """Trials that are asked for together; the same on every machine, so that a cluster gives the same search."""
@@ -75,7 +75,7 @@ class Searched:
 
     def presets(self) -> list[Candidate]:
         """Return the presets, the least loss on the first pieces first: many are given up after these."""
-        return sorted((each for each in self.candidates if each.is_preset), key=lambda each: each.first.loss)
+        return _presets(self.candidates)
 
     def best(self, *, presets: bool | None = None) -> list[Candidate]:
         """Return the candidates that were measured whole, the least loss first.
@@ -107,7 +107,8 @@ class _Search:
         """Measure what some trials suggest, and tell the study."""
         points: list[Mapping[str, Any]] = [self.space.suggest(trial) for trial in trials]
         plans = [self.space.plan(point, self.memory) for point in points]
-        fitted = self._fitted([plan for plan in plans if plan is not None], self.first)
+        there = [plan for plan in plans if plan is not None]
+        fitted = measured_to_fit(self.space, self.measurer, there, self.first, memory=self.memory)
         whole: list[tuple[optuna.Trial, Mapping[str, Any], Measured]] = []
         for trial, point, plan in zip(trials, points, plans, strict=True):
             found = None if plan is None else fitted[plan.hash]
@@ -147,29 +148,38 @@ class _Search:
             self.candidates[name] = candidate
         self.told(candidate)
 
-    def _fitted(self, plans: Sequence[Plan], pieces: Sequence[Piece]) -> dict[str, Measured]:
-        """Plans measured, by the hash of what was asked: with a smaller budget where the bytes were too many."""
-        found = dict(zip([plan.hash for plan in plans], self.measurer.measure(plans, pieces), strict=True))
-        sizer = self.space.sizer
-        for _ in range(3):
-            held = {
-                name: sizer.measured(each.plan, each.bytes_held)
-                for name, each in found.items()
-                if each.bytes_held is not None
-            }
-            smaller = {
-                name: sizer.cut(found[name].plan, 0.995 * self.memory / size)
-                for name, size in held.items()
-                if size > self.memory
-            }
-            for name, plan in smaller.items():
-                if plan is None:
-                    found[name] = replace(found[name], error="it has more bytes than the memory", bytes_held=None)
-            again = {name: plan for name, plan in smaller.items() if plan is not None}
-            if not again:
-                return found
-            found |= dict(zip(again, self.measurer.measure(list(again.values()), pieces), strict=True))
-        return found
+
+def measured_to_fit(
+    space: Space, measurer: Measurer, plans: Sequence[Plan], pieces: Sequence[Piece], *, memory: int
+) -> dict[str, Measured]:  # fmt: skip
+    """Return plans measured, by the hash of what was asked: with a smaller budget where the bytes were too many.
+
+    Args:
+        space: whose sizes are used.
+        measurer: measures.
+        plans: any number.
+        pieces: the same for all.
+        memory: bytes of the whole cache.
+    """
+    found = dict(zip([plan.hash for plan in plans], measurer.measure(plans, pieces), strict=True))
+    sizer = space.sizer
+    for _ in range(3):
+        held = {
+            name: sizer.measured(each.plan, each.bytes_held)
+            for name, each in found.items()
+            if each.bytes_held is not None
+        }
+        smaller = {
+            name: sizer.cut(found[name].plan, 0.995 * memory / size) for name, size in held.items() if size > memory
+        }
+        for name, plan in smaller.items():
+            if plan is None:
+                found[name] = replace(found[name], error="it has more bytes than the memory", bytes_held=None)
+        again = {name: plan for name, plan in smaller.items() if plan is not None}
+        if not again:
+            return found
+        found |= dict(zip(again, measurer.measure(list(again.values()), pieces), strict=True))
+    return found
 
 
 def search(
@@ -247,30 +257,18 @@ def _constrain(trial: optuna.Trial, over: float) -> None:
     trial.set_constraint("fits", over)
 
 
-def _crossed(candidates: Sequence[Candidate] | Any, space: Space) -> list[dict[str, Any]]:
+def _crossed(candidates: Iterable[Candidate], space: Space) -> list[dict[str, Any]]:
     """Points between presets: the scorers of the best ones, with stage 1's layers and with codecs."""
-    presets = sorted((each for each in candidates if each.is_preset), key=lambda each: each.loss)
-    scores = space.scores
-    named = [score for each in presets[:6] for score in scores if _same_score(each.plan, score)]
-    best = list(dict.fromkeys([*named, *(score for score in scores if score.startswith("snapkv(kernel"))]))[:3]
+    named = [score for each in _presets(candidates)[:6] for score in space.scores if same_score(each.plan, score)]
+    best = list(dict.fromkeys([*named, *(score for score in space.scores if score.startswith("snapkv(kernel"))]))[:3]
     found: list[dict[str, Any]] = []
     for score in best:
         if space.layers is not None:
-            least = min(share for share in space.layers.shares)
-            width = min(width for width in space.layers.widths if width)
-            found.append(
-                {
-                    "how": "layers",
-                    "layers_score": score,
-                    "least_width": width,
-                    "least_share": least,
-                    "layers_merge": "drop",
-                }  # fmt: skip
-            )
+            found += [layers_start(space.layers, score, allocate=each) for each in space.allocations]
         for family, bits in (("kivi", 4), ("lowrank", 4)):
-            if family in space.families and "pooled(floor=0.0)" in space.allocators:
+            if family in space.families and POOLED in space.allocators:
                 each: dict[str, Any] = {
-                    "how": "words", "score": score, "allocate": "pooled(floor=0.0)", "merge": "drop", "family": family,
+                    "how": "words", "score": score, "allocate": POOLED, "merge": "drop", "family": family,
                 }  # fmt: skip
                 each |= (
                     {"key_bits": bits, "value_bits": bits} if family == "kivi" else {"rank": 0.5, "lowrank_bits": bits}
@@ -279,5 +277,10 @@ def _crossed(candidates: Sequence[Candidate] | Any, space: Space) -> list[dict[s
     return found
 
 
-def _same_score(plan: Plan, word: str) -> bool:
+def _presets(candidates: Iterable[Candidate]) -> list[Candidate]:
+    return sorted((each for each in candidates if each.is_preset), key=lambda each: each.first.loss)
+
+
+def same_score(plan: Plan, word: str) -> bool:
+    """Whether a plan has this scorer, which is in the plan language."""
     return plan.score is not None and word != NONE and Plan.parse(f"{word} @ tokens=1").score == plan.score

@@ -4,7 +4,8 @@ A point is a dict of parameters, as Optuna suggests them. There are three ways t
 
 - `how="preset"`: a shipped preset, with the budget that fills the memory;
 - `how="layers"`: the optimum of stage 1 under the memory, with a scorer, and with bounds on widths and shares: what
-  adds up on paper may not where layers are cut very deeply;
+  adds up on paper may not where layers are cut very deeply. Its tokens stand where stage 1 put them (`TABLE`), or an
+  allocator shares them out anew over layers and heads, while the codecs stay stage 1's;
 - `how="words"`: a scorer, an allocator, a merger and a codec with its widths.
 
 A plan with a scorer gets the largest budget that fits, so that all points of a search are compared at the same memory.
@@ -24,15 +25,18 @@ from kvtailor.fitting.sizing import Sizer
 from kvtailor.plan import Plan, registry
 from kvtailor.presets import FULL
 
-__all__ = ["NONE", "Point", "Space", "score_words"]
+__all__ = ["NONE", "POOLED", "TABLE", "Point", "Space", "layers_start", "score_words"]
 
 Point = Mapping[str, Any]
 NONE = "none"
+TABLE = "table"
+"""The allocation of stage 1's optimum."""
+POOLED = "pooled(floor=0.0)"
 _SCORES = (
     "snapkv", "snapkv(kernel=21)", "critical(of=snapkv(kernel=21))", "h2o", "tova", "expected", "kvzip", "keydiff",
     "position(sinks=4)",
 )  # fmt: skip
-_ALLOCATORS = ("uniform", "adakv", "pooled(floor=0.0)", "pyramid")
+_ALLOCATORS = ("uniform", "adakv", POOLED, "pyramid")
 _MERGERS = ("drop", "d2o", "cam")
 _FAMILIES = (NONE, "kivi", "rotated", "nuq", "lowrank")
 _BITS = (2, 3, 4, 5, 6, 8)
@@ -48,7 +52,8 @@ class Space:
     Attributes:
         sizer: sizes of plans on the model, at the question's context and batch.
         layers: what stage 1 found; None: it did not run.
-        scores: scorers that the model can have.
+        scores: scorers that the model can have, of which points are suggested.
+        slow_scores: scorers that the model can have and that read a prompt twice, where `scores` has them not.
         presets: names of the presets that it can have.
         families: of codecs.
         allocators, mergers: in the plan language.
@@ -59,6 +64,7 @@ class Space:
     scores: tuple[str, ...]
     presets: tuple[str, ...]
     families: tuple[str, ...]
+    slow_scores: tuple[str, ...] = ()
     allocators: tuple[str, ...] = _ALLOCATORS
     mergers: tuple[str, ...] = _MERGERS
 
@@ -72,15 +78,12 @@ class Space:
             sizer: see the class.
             layers: see the class.
             without: names of methods and presets that no plan may have.
-            reads_twice: scorers that read a prompt twice may be combined with other methods.
+            reads_twice: scorers that read a prompt twice are among those of which points are suggested.
         """
         left = set(without)
         words = {word: Plan.parse(f"{word} @ tokens={sizer.context}") for word in score_words(left)}
-        scores = tuple(
-            word
-            for word, plan in words.items()
-            if sizer.refusal(plan) is None and (reads_twice or not plan.needs.reconstruction)
-        )
+        able = {word: plan for word, plan in words.items() if sizer.refusal(plan) is None}
+        slow = tuple(word for word, plan in able.items() if plan.needs.reconstruction and not reads_twice)
         families = tuple(
             name
             for name in _FAMILIES
@@ -94,9 +97,15 @@ class Space:
         )  # fmt: skip
         allocators = tuple(word for word in _ALLOCATORS if word.partition("(")[0] not in left)
         return cls(
-            sizer=sizer, layers=layers, scores=scores, presets=presets, families=families, allocators=allocators,
+            sizer=sizer, layers=layers, scores=tuple(word for word in able if word not in slow), slow_scores=slow,
+            presets=presets, families=families, allocators=allocators,
             mergers=tuple(word for word in _MERGERS if word not in left),
         )  # fmt: skip
+
+    @property
+    def allocations(self) -> list[str]:
+        """How tokens of stage 1's optimum may be shared out."""
+        return [TABLE, POOLED] if POOLED in self.allocators else [TABLE]
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
         """Return the point that a trial suggests."""
@@ -114,6 +123,7 @@ class Space:
                 "least_width": trial.suggest_categorical("least_width", widths),
                 "least_share": trial.suggest_categorical("least_share", shares),
                 "merge": trial.suggest_categorical("layers_merge", list(self.mergers)),
+                "allocate": trial.suggest_categorical("layers_allocate", self.allocations),
             }
         point: dict[str, Any] = {
             "how": how,
@@ -139,17 +149,7 @@ class Space:
             # The scorer that stage 1 measured with; without one, nothing was dropped and its name does not matter.
             score = self.layers.score if self.layers.score in self.scores else (self.scores or ("",))[0]
             if score:
-                lowest = min(width for width in self.layers.widths if width != PLAIN)
-                for share in (min(self.layers.shares), 1.0):
-                    found.append(
-                        {
-                            "how": "layers",
-                            "layers_score": score,
-                            "least_width": lowest,
-                            "least_share": share,
-                            "layers_merge": "drop",
-                        }  # fmt: skip
-                    )
+                found += [layers_start(self.layers, score, least_share=share) for share in (0.0, 1.0)]
         for name in self.presets:
             if self.plan({"how": "preset", "preset": name}, memory) is not None:
                 found.append({"how": "preset", "preset": name})
@@ -175,15 +175,40 @@ class Space:
         merge = "" if point["merge"] == "drop" else point["merge"]
 
         def made(plan: Plan) -> Plan:
-            if not plan.evicts or not merge:
+            if not plan.evicts:
                 return plan
-            return replace(plan, merge=Plan.parse(f"{point['score']} + {merge} @ tokens=1").merge)
+            if merge:
+                plan = replace(plan, merge=Plan.parse(f"{point['score']} + {merge} @ tokens=1").merge)
+            if point["allocate"] != TABLE:
+                plan = replace(plan, allocate=Plan.parse(f"{point['score']} + {point['allocate']} @ tokens=1").allocate)
+            return plan
 
         solved = solved_plan(
             found, sizer.geometry, context=sizer.context, batch=sizer.batch, element=sizer.element, memory=memory,
             size=lambda plan: sizer.most(made(plan)), score=point["score"],
         )  # fmt: skip
         return None if solved is None else made(solved[0])
+
+
+def layers_start(
+    layers: LayerMap, score: str, *, least_share: float = 0.0, allocate: str = TABLE
+) -> dict[str, Any]:  # fmt: skip
+    """Return parameters of stage 1's optimum with a scorer, as Optuna takes them.
+
+    Args:
+        layers: what stage 1 found.
+        score: in the plan language.
+        least_share: of the tokens of a layer; the next that stage 1 tried is taken.
+        allocate: see `Space.allocations`.
+    """
+    return {
+        "how": "layers",
+        "layers_score": score,
+        "least_width": min(width for width in layers.widths if width != PLAIN),
+        "least_share": min(share for share in layers.shares if share >= least_share),
+        "layers_merge": "drop",
+        "layers_allocate": allocate,
+    }
 
 
 def score_words(without: set[str]) -> tuple[str, ...]:
