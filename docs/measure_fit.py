@@ -80,7 +80,7 @@ def _fitted(
                 memory=int(share * sizer.full), size=sizer.most,
             )  # fmt: skip
             if solved is not None:
-                found["stage 1 alone"] = solved[0]
+                found["stage 1 alone"] = solved.plan
     return found
 
 

@@ -35,6 +35,11 @@ def test_each_side_has_its_own_width(text, keys, values):
     assert settings(text)["llama.cpp"].setting == f"--flash-attn on --cache-type-k {keys} --cache-type-v {values}"
 
 
+def test_a_codec_without_a_number_of_bits_has_no_neighbour():
+    for text in ("channels", "minicache"):
+        assert all(each.setting is None for each in settings(text).values()), text
+
+
 def test_tokens_that_are_dropped_are_told_as_missing():
     found = settings("snapkv @ tokens=100")
     assert all(each.setting is None and "snapkv at 100 is missing" in each.lacks for each in found.values())

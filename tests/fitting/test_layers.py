@@ -40,7 +40,8 @@ def test_only_the_layer_that_matters_is_seen_to_lose(one_layer_matters):
 
 def test_the_layer_that_matters_gets_the_bytes(one_layer_matters):
     made, sizer, measurer, found = one_layer_matters
-    plan, loss = solved(found, sizer, 0.45)
+    best = solved(found, sizer, 0.45)
+    plan, loss = best.plan, best.loss
     record = measurer.measure([plan], pieces(3))[0]
     layers = made.model.config.num_hidden_layers
     cache = made.new_cache(_contestant(plan))
@@ -56,7 +57,7 @@ def test_the_layer_that_matters_gets_the_bytes(one_layer_matters):
 def test_a_plan_fits_the_memory_that_it_was_solved_for(one_layer_matters):
     _, sizer, _, found = one_layer_matters
     for share in (0.35, 0.5, 0.8):
-        plan, _ = solved(found, sizer, share)
+        plan = solved(found, sizer, share).plan
         assert sizer.most(plan) <= share * sizer.full
     assert solved(found, sizer, 0.01) is None
 

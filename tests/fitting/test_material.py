@@ -9,7 +9,9 @@ from kvtailor.bench.data.synthetic.documents import SPLITS
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
-from kvtailor.fitting.pieces import CONTINUATION, TEXT, generated, material_of, named_texts
+from kvtailor.fitting.material import generated, material_of, named_texts
+from kvtailor.fitting.pieces import CONTINUATION, TEXT, Piece
+from kvtailor.fitting.questions_file import halves
 
 CONTEXT = 192
 
@@ -100,6 +102,49 @@ def test_the_users_questions_are_parted_too(demo, texts, tmp_path):
     path.write_text('{"prompt": "a"}\n')
     with pytest.raises(KvtailorError, match="line 1 of"):
         material_of(demo, texts, context=CONTEXT, kinds=[], answers=[path])
+
+
+def question(number, document, prompt):
+    ids = torch.arange(4)
+    return Piece(context=ids, targets=ids, group="mine", source="mine", text=f"{document} {prompt} {number}?")
+
+
+def test_questions_about_one_document_stay_on_one_side():
+    documents = [" ".join(f"word{n}of{d}" for n in range(60)) for d in range(9)]
+    asked = [question(n, documents[n % 9], f"What is number {n}") for n in range(27)]
+    notes = []
+    searched, proved = halves(asked, "mine", notes)
+    assert sorted(piece.text for piece in [*searched, *proved]) == sorted(piece.text for piece in asked)
+    assert not {piece.text.split()[0] for piece in searched} & {piece.text.split()[0] for piece in proved}
+    assert abs(len(searched) - len(proved)) <= 3 and not notes
+    # Instructions that all have in common are no document.
+    preamble = "Read what follows and answer in one word , without an explanation or anything else please . "
+    told = [question(n, preamble + " ".join(f"word{k}of{n}" for k in range(200)), "so") for n in range(12)]
+    assert [len(half) for half in halves(told, "mine", notes)] == [6, 6] and not notes
+
+
+def test_questions_about_a_single_document_are_told():
+    one = " ".join(f"word{n}" for n in range(100))
+    notes = []
+    searched, proved = halves([question(n, one, f"number {n}") for n in range(10)], "mine", notes)
+    assert len(searched) == len(proved) == 5 and "about one document" in notes[0]
+
+
+def test_what_the_proof_would_refuse_is_known_before_the_search(demo, texts):
+    short = material_of(demo, texts, context=64, kinds=[], unseen=["variables", "characters", "passkey"])
+    left = [kind for kind in ("variables", "characters", "passkey") if kind not in short.unseen]
+    assert left and all(any(f"{kind} is left out of the proof" in note for note in short.notes) for kind in left)
+    one = texts["one"]
+    with pytest.raises(KvtailorError, match="two are the same"):
+        material_of(demo, {"one": one, "again": one}, context=CONTEXT)
+    # One text that begins anew in its middle: each half is the other.
+    with pytest.raises(KvtailorError, match="stand in those that are searched too"):
+        material_of(demo, {"twice": one[:15_000] + "\n\n" + one[:15_000]}, context=CONTEXT)
+    with pytest.raises(KvtailorError, match="are different, and at least"):
+        material_of(demo, {"one": one, "dull": "It was the same again on that day as well. " * 3000}, context=CONTEXT)
+    lines = [f"entry {n} : the pump of hall seven was switched on by the guard ." for n in range(1500)]
+    repeated = material_of(demo, {"log": "\n".join(lines)}, context=CONTEXT, kinds=[])
+    assert repeated.distinct < 0.9 and any("runs of 8 words" in note for note in repeated.notes)
 
 
 @pytest.mark.parametrize(

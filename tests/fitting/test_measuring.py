@@ -7,8 +7,9 @@ import torch
 from tests.support.fitting.small import pieces, subject
 
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.data.overlap import Calibrated
 from kvtailor.fitting.damage import Damage
-from kvtailor.fitting.measuring import Measurer
+from kvtailor.fitting.measuring import CalibratedHere, Measurer
 from kvtailor.fitting.pieces import TEXT
 from kvtailor.plan import Plan
 
@@ -69,6 +70,22 @@ def test_a_plan_that_the_model_cannot_have_is_an_error_and_not_an_end(tmp_path):
     bad, good = Measurer(made, tmp_path).measure([Plan.parse("table(weights=[1.0, 2.0]) + snapkv @ tokens=30"), PLAN],
                                                  pieces(2))  # fmt: skip
     assert "layers" in bad.error and good.error is None
+
+
+def test_a_plan_that_was_calibrated_on_the_texts_is_left_out(tmp_path, monkeypatch):
+    made = subject()
+    story = " ".join(f"word{n}" for n in range(300))
+    files = {
+        "kivi": (Calibrated.on(story, name="artefact.safetensors", model="tiny", text_name="notes.txt"),),
+        "snapkv": (Calibrated.on("something else " * 40, name="other.safetensors", model="tiny", text_name="a.txt"),),
+    }
+    monkeypatch.setattr(
+        type(made), "provenance",
+        lambda self, contestant: next((of for name, of in files.items() if name in str(contestant.text)), ()),
+    )  # fmt: skip
+    measurer = Measurer(made, tmp_path, calibrated=CalibratedHere([story]))
+    of_it, other = measurer.measure([Plan.parse("kivi(bits=2, recent=32)"), PLAN], pieces(2))
+    assert "artefact.safetensors was made from notes.txt" in of_it.error and other.error is None
 
 
 def test_groups_are_samples_of_their_own():

@@ -9,8 +9,8 @@ from kvtailor.bench.measure import machine
 from kvtailor.bench.subject import Subject
 from kvtailor.cluster.in_process import InProcess
 from kvtailor.fitting.layers.layer_map import measure_layers
+from kvtailor.fitting.material import material_of
 from kvtailor.fitting.measuring import Measurer
-from kvtailor.fitting.pieces import material_of
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.structure.search import search
 from kvtailor.fitting.structure.space import Space

@@ -1,15 +1,19 @@
 """Stage 2: what it suggests fits, it is the same each time, and nothing is measured twice."""
 
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from tests.support.fitting.small import CONTEXT, pieces, subject
 
 from kvtailor.bench.measure import machine
 from kvtailor.bench.schema import read_records
-from kvtailor.fitting.measuring import Measurer
+from kvtailor.fitting.layers.layer_map import PLAIN, LayerMap
+from kvtailor.fitting.measuring import Measured, Measurer
+from kvtailor.fitting.pieces import TEXT
 from kvtailor.fitting.sizing import Sizer
-from kvtailor.fitting.structure.search import search
+from kvtailor.fitting.structure.search import Candidate, Searched, search
+from kvtailor.fitting.structure.slow_scores import slow_points, with_slow_points
 from kvtailor.fitting.structure.space import Space
 from kvtailor.plan import Plan, registry
 
@@ -117,12 +121,54 @@ def test_every_shipped_preset_is_in_the_space_or_saves_no_memory(made):
     assert set(registry.presets()) - set(space.presets) == {"full", "quest", "rocketkv_mt"}
 
 
+def layer_map(score):
+    return LayerMap(
+        score=score, widths=(PLAIN, 4, 2), shares=(1.0, 0.5, 0.1), pieces=1,
+        keys=((0.0, 0.01, 0.1),) * 3, values=((0.0, 0.01, 0.1),) * 3, kept=(((0.0, 0.01, 0.1),),) * 3,
+    )  # fmt: skip
+
+
+def test_a_scorer_that_reads_twice_is_tried_where_its_preset_is_among_the_best(made, tmp_path):
+    sizer = Sizer.of(made.model, context=CONTEXT, batch=1)
+    space = Space.of(sizer, layer_map("snapkv(kernel=21)"), reads_twice=False)
+    assert space.slow_scores == ("kvzip",) and "kvzip" not in space.scores
+    memory = int(0.3 * sizer.full)
+    each = pieces(4)
+    measurer = Measurer(made, tmp_path / "one_")
+
+    def candidate(point, loss):
+        plan = space.plan(point, memory)
+        found = Measured(plan=plan, kl={TEXT: (loss,)}, hits={})
+        return Candidate(point=point, plan=plan, first=found, whole=found)
+
+    def preset(name, loss):
+        return candidate({"how": "preset", "preset": name}, loss)
+
+    others = [preset(name, 0.1) for name in ("tova", "keydiff", "h2o")]
+    behind = Searched(candidates=(*others, preset("kvzip_pooled", 0.5)), refused=(), trials=4)
+    assert slow_points(behind, space) == []
+    ahead = replace(behind, candidates=(*others, preset("kvzip_pooled", 0.05)))
+    points = slow_points(ahead, space)
+    assert {point["allocate"] for point in points} == {"table", "pooled(floor=0.0)"}
+    found = with_slow_points(ahead, points, space, measurer, memory=memory, first=each[:3], every=each)
+    new = found.candidates[4:]
+    assert new and not found.refused
+    for one in new:
+        assert "kvzip" in str(one.plan) and "kivi" in str(one.plan) and one.first.bytes_held <= memory
+        assert len(one.whole.kl[TEXT]) == 4
+    assert any("pooled" in str(one.plan) for one in new)
+
+
+def test_a_study_that_cannot_be_read_is_put_aside(made, tmp_path):
+    (tmp_path / "study.db").write_bytes(b"this is no database, but it has some bytes" * 100)
+    assert go(made, tmp_path, trials=1).candidates
+    assert (tmp_path / "unreadable-study.db").read_bytes().startswith(b"this is no database")
+
+
 def test_the_largest_budget_that_fits_is_taken(made):
     sizer = space_of(made).sizer
     limit = int(0.3 * sizer.full)
     plan = sizer.filled(Plan.parse("snapkv(window=8) @ tokens=5"), limit)
-    from dataclasses import replace
-
     assert sizer.most(plan) <= limit < sizer.most(replace(plan, tokens=plan.tokens + 1))
     assert sizer.filled(Plan.parse("snapkv(window=8) @ tokens=5"), 10) is None
     assert str(sizer.filled(Plan.parse("snapkv(window=8) + kivi(bits=2, recent=32) @ tokens=5"), sizer.full)) == (

@@ -237,7 +237,8 @@ def _fit(subject: Subject, out: Path | None, console: Console) -> Fit:
     from rich.console import Console as Terminal
 
     from kvtailor.cli.fit import TerminalProgress, show
-    from kvtailor.fitting.pieces import CONTINUATION, generated
+    from kvtailor.fitting.material import generated
+    from kvtailor.fitting.pieces import CONTINUATION
     from kvtailor.fitting.run import fit
 
     context = FIT_CONTEXT if subject.positions is None else min(FIT_CONTEXT, subject.positions - CONTINUATION)

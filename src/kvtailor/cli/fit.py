@@ -105,7 +105,8 @@ def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:
     from kvtailor.bench.subject import Subject
     from kvtailor.cli.bench import executor_of
     from kvtailor.errors import KvtailorError
-    from kvtailor.fitting.pieces import CONTINUATION, check_positions, generated, named_texts
+    from kvtailor.fitting.material import check_positions, generated, named_texts
+    from kvtailor.fitting.pieces import CONTINUATION
     from kvtailor.fitting.run import fit
 
     if not options["texts"]:
@@ -255,7 +256,7 @@ class TerminalProgress:
         begun, done = monotonic(), 0
         plain = not self._console.is_terminal
         if plain:
-            self._console.print(f"{name}: at most {steps} pieces to measure", style="dim", markup=False)
+            self._console.print(f"{name}: at most {steps} steps", style="dim", markup=False)
         with bar(steps, self._console, name) as advance:
 
             def told(label: str) -> None:
@@ -264,7 +265,9 @@ class TerminalProgress:
                 advance(f"{name} · {label}")
 
             yield told
-        self._console.print(f"{name}: {done} pieces, {monotonic() - begun:.0f} s", style="dim", markup=False)
+        self._console.print(
+            f"{name}: {done} of at most {steps} steps, {monotonic() - begun:.0f} s", style="dim", markup=False
+        )
 
     def finish(self, record: Record) -> None:
         """Say what failed; the rest is counted."""

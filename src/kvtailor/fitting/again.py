@@ -147,9 +147,9 @@ def another_memory(
         measured=best_of,
         resized=None if resized is None else str(resized),
         resized_bytes=None if resized is None else sizer.most(resized),
-        solved=None if solved is None else str(solved[0]),
-        solved_loss=None if solved is None else solved[1],
-        solved_bytes=None if solved is None else sizer.most(solved[0]),
+        solved=None if solved is None else str(solved.plan),
+        solved_loss=None if solved is None else solved.loss,
+        solved_bytes=None if solved is None else sizer.most(solved.plan),
         path=None if best_of is None else _written(best_of.plan, folder),
     )
 

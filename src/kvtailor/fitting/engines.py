@@ -62,22 +62,27 @@ def _bits(plan: Plan, layers: int | None) -> tuple[float | None, float | None, t
         if codec.exact:
             plain.append(layer)
             continue
-        keys.append(_side_bits(codec, "keys"))
-        values.append(_side_bits(codec, "values"))
+        of_keys, of_values = _side_bits(codec, "keys"), _side_bits(codec, "values")
+        if of_keys is None or of_values is None:
+            # What is stored in no number of bits, as a projection or a dropped channel, no engine has a setting for.
+            return None, None, tuple(plain)
+        keys.append(of_keys)
+        values.append(of_values)
     if not keys:
         return None, None, tuple(plain)
     return sum(keys) / len(keys), sum(values) / len(values), tuple(plain)
 
 
-def _side_bits(codec: Codec, side: Literal["keys", "values"]) -> float:
-    """Bits of an element of one side; 16 where it is not encoded, 8 of a codec that has no such number."""
+def _side_bits(codec: Codec, side: Literal["keys", "values"]) -> float | None:
+    """Bits of an element of one side; 16 where it is not encoded, None of a codec that has no such number."""
     if isinstance(codec, SidesCodec):
         codec = codec.keys if side == "keys" else codec.values
     inner: Any = [each for each in with_nested(codec) if isinstance(each, Codec)][-1]
     if inner.exact or (isinstance(inner, TwoSided) and inner.only not in ("both", side)):
         return 16
     of_side = getattr(inner, f"{side[:-1]}_bits", None)
-    return float(of_side or getattr(inner, "bits", None) or 8)
+    bits = of_side or getattr(inner, "bits", None)
+    return None if bits is None else float(bits)
 
 
 def _vllm(keys: float | None, values: float | None, plain: tuple[int, ...], lacks: list[str]) -> str | None:

@@ -12,6 +12,7 @@ from statistics import fmean
 from kvtailor.bench import checks
 from kvtailor.bench.checks import Fraud
 from kvtailor.bench.contestant import Contestant
+from kvtailor.bench.data.overlap import Calibrated
 from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.schema import Record
@@ -22,7 +23,7 @@ from kvtailor.fitting.pieces import TEXT, Piece
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
 
-__all__ = ["Measured", "Measurer", "quiet"]
+__all__ = ["CalibratedHere", "Measured", "Measurer", "quiet"]
 
 _NO_TRACE = ("untouched cache", "equal results", "same results on other data")
 
@@ -65,6 +66,30 @@ class Measured:
         return found
 
 
+class CalibratedHere:
+    """Whether plans were calibrated on what judges them; each artefact is held against the texts once.
+
+    Args:
+        texts: what is searched and judged on.
+    """
+
+    def __init__(self, texts: Sequence[str]):
+        self._texts = texts
+        self._known: dict[Calibrated, str | None] = {}
+
+    def sentence(self, calibration: Sequence[Calibrated]) -> str | None:
+        """Say which artefact of these was made from the texts; None where none was."""
+        for made in calibration:
+            if made not in self._known:
+                try:
+                    checks.check_calibration((made,), self._texts, "the texts of this fit")
+                except Fraud as error:
+                    self._known[made] = str(error)
+                else:
+                    self._known[made] = None
+        return next((told for made in calibration if (told := self._known[made]) is not None), None)
+
+
 class Measurer:
     """Measures plans, in a folder of records.
 
@@ -75,6 +100,7 @@ class Measurer:
         resources: see `bench.runner.run`.
         advance: called after each piece with a label; pieces of the plan 'full', which every call has, are not told.
         finish: called with each record.
+        calibrated: plans that were calibrated on the texts have an error; None: such a plan ends the run.
     """
 
     def __init__(
@@ -86,10 +112,12 @@ class Measurer:
         resources: CellResources | None = None,
         advance: Callable[[str], None] = lambda label: None,
         finish: Callable[[Record], None] = lambda record: None,
+        calibrated: CalibratedHere | None = None,
     ):
         self.subject, self.folder = subject, folder
         self._executor, self._resources = executor, resources
         self._finish = finish
+        self._calibrated = calibrated
         of_full = f" · {FULL}"
 
         def told(label: str) -> None:
@@ -117,6 +145,12 @@ class Measurer:
         task = Damage(pieces=tuple(pieces))
         name = str([id(piece) for piece in pieces])
         new = {plan.hash: plan for plan in plans if (plan.hash, name) not in self._known}
+        if self._calibrated is not None:
+            for plan in list(new.values()):
+                told = self._calibrated.sentence(self.subject.provenance(Contestant.of(str(plan))))
+                if told is not None:
+                    self._known[plan.hash, name] = Measured(plan=plan, kl={}, hits={}, error=told)
+                    del new[plan.hash]
         if new:
             contestants = contestants_of([str(plan) for plan in new.values()])
             records = self._run(contestants, task)

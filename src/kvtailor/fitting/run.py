@@ -16,7 +16,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.fitting.effort import Effort, effort_of
-from kvtailor.fitting.pieces import material_of, named_texts
+from kvtailor.fitting.material import material_of, named_texts
 from kvtailor.fitting.progress import Progress, Silent
 from kvtailor.fitting.question import Question, QuestionError, load_faults
 from kvtailor.fitting.result import RESULT_FILE, Fit

@@ -146,6 +146,15 @@ class Sizer:
             return held
         return round(held * self.size(plan).total / self.size(plan, batch=1).total)
 
+    def elsewhere(self, plan: Plan) -> tuple[tuple[int, int, int, int], ...]:
+        """Return a plan at other lengths and batches: context, rows, its bytes, and those of the uncompressed cache."""
+        found = []
+        for context in sorted({self.context // 2, self.context, 2 * self.context, 4 * self.context}):
+            for batch in sorted({1, self.batch, 4 * self.batch}):
+                size = self.size(plan, context=max(1, context), batch=batch)
+                found.append((context, batch, size.total, size.full))
+        return tuple(found)
+
     def cut(self, plan: Plan, factor: float) -> Plan | None:
         """Return a plan with a smaller budget, for one that was measured to have too many bytes."""
         if plan.tokens is None or int(plan.tokens * factor) < 1:

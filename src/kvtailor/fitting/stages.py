@@ -20,16 +20,25 @@ from kvtailor.bench.resources import CellResources
 from kvtailor.bench.runner import plan_run
 from kvtailor.bench.runner import run as run_bench
 from kvtailor.bench.schema import Record
-from kvtailor.bench.subject import Subject
+from kvtailor.bench.subject import Subject, hash_of
 from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.fitting.effort import Effort
 from kvtailor.fitting.judging.limits import fast_enough, small_enough
 from kvtailor.fitting.judging.proof import judged, proof_tasks, speed_task
-from kvtailor.fitting.judging.verdict import DOABLE, Judged, verdict
-from kvtailor.fitting.layers.layer_map import Additivity, LayerMap, additivity, measure_layers, settings, solved_plan
-from kvtailor.fitting.measuring import Measured, Measurer, quiet
-from kvtailor.fitting.pieces import TEXT, Material
+from kvtailor.fitting.judging.verdict import DOABLE, Judged, regret_of_text, verdict
+from kvtailor.fitting.layers.layer_map import (
+    Additivity,
+    LayerMap,
+    Solved,
+    additivity,
+    measure_layers,
+    settings,
+    solved_plan,
+)
+from kvtailor.fitting.material import Material
+from kvtailor.fitting.measuring import CalibratedHere, Measured, Measurer, quiet
+from kvtailor.fitting.pieces import TEXT
 from kvtailor.fitting.progress import Progress
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit, FrontPoint, marked, short_plan
@@ -84,8 +93,12 @@ class Fitting:
         """Return what measures plans, telling each piece."""
         return Measurer(
             self.subject, self.folder / "records", executor=self.executor, resources=self.resources,
-            advance=advance, finish=self.progress.finish,
+            advance=advance, finish=self.progress.finish, calibrated=self._calibrated,
         )  # fmt: skip
+
+    @cached_property
+    def _calibrated(self) -> CalibratedHere:
+        return CalibratedHere([*(piece.text for piece in self.every), self.material.proof.text])
 
     def result(self) -> Fit:
         """Return the answer."""
@@ -124,8 +137,8 @@ class Fitting:
             layers=layers,
             additivity=added,
             tokens_by_head=own[0].tokens_by_head or () if own else (),
-            sizes=self._sizes(plan),
-            regret=self._regret(proved),
+            sizes=self.sizer.elsewhere(plan),
+            regret=regret_of_text(proved),
             notes=tuple(dict.fromkeys(self.notes)),
             asked=self.asked,
             counts={**self.counts, "records": self._records()},
@@ -283,7 +296,12 @@ class Fitting:
         if layers is not None:
             solved = self._stage_1_alone(layers, memory)
             if solved is not None:
-                add(solved[0], "layers", f"stage 1 alone: {short_plan(str(solved[0]))}")
+                add(solved.plan, "layers", f"stage 1 alone: {short_plan(str(solved.plan))}")
+                if solved.gap > 0:
+                    self.notes.append(
+                        f"The solver's time was over before it had shown that stage 1's plan is the best: another may "
+                        f"lose {100 * solved.gap:.1g} % less in sum."
+                    )
         presets = searched.presets()
         # Beside those that lose least, the one that keeps most answers: it may be another.
         kept_most = sorted(presets, key=lambda each: (-_right(each), each.first.loss))
@@ -299,7 +317,7 @@ class Fitting:
         number = taken.index(plan.hash)
         return short_plan(str(plan)) + (f" ({number + 1})" if number else "")
 
-    def _stage_1_alone(self, layers: LayerMap, memory: int) -> tuple[Plan, float] | None:
+    def _stage_1_alone(self, layers: LayerMap, memory: int) -> Solved | None:
         return solved_plan(
             layers, self.sizer.geometry, context=self.question.context, batch=self.question.batch,
             element=self.sizer.element, memory=memory, size=self.sizer.most,
@@ -352,34 +370,12 @@ class Fitting:
         if solved is None:
             return None
         with self.progress.stage("do losses add up", len(self.first)) as advance:
-            found = self.measurer(advance).measure([solved[0]], self.first)[0]
-        return None if found.error is not None else additivity(found, solved[1])
-
-    def _sizes(self, plan: Plan) -> tuple[tuple[int, int, int, int], ...]:
-        """The plan at other lengths and batches."""
-        found = []
-        for context in sorted({self.question.context // 2, self.question.context, 2 * self.question.context,
-                               4 * self.question.context}):  # fmt: skip
-            for batch in sorted({1, self.question.batch, 4 * self.question.batch}):
-                size = self.sizer.size(plan, context=max(1, context), batch=batch)
-                found.append((context, batch, size.total, size.full))
-        return tuple(found)
-
-    def _regret(self, proved: Sequence[Judged]) -> str | None:
-        """What the plan with the least loss on text has fewer of right answers than the one with most."""
-        live = [each for each in proved if each.error is None and each.origin != FULL]
-        if not live or not live[0].asked:
-            return None
-        by_text = min(live, key=lambda each: fmean(each.nll))
-        most = max(live, key=lambda each: each.right)
-        return (
-            f"Chosen by text alone it would be {by_text.label}, with {by_text.right} of {by_text.asked} answers right; "
-            f"the most that any plan of the proof has is {most.right}, by {most.label}."
-        )
+            found = self.measurer(advance).measure([solved.plan], self.first)[0]
+        return None if found.error is not None else additivity(found, solved.loss)
 
     def _name(self, memory: int) -> str:
         """The name of the study: equal for the same search."""
-        pieces = [len(piece.context) for piece in self.every]
+        pieces = hash_of(*(each for piece in self.every for each in (piece.context, piece.targets)))
         asked = [self.subject.name, self.subject.fingerprint(), self.effort.name, memory, self.question.as_dict(),
                  self.without, self.stages, self.state, pieces]  # fmt: skip
         digest = hashlib.sha256(json.dumps(asked, default=str, sort_keys=True).encode()).hexdigest()[:12]

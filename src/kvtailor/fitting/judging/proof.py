@@ -18,7 +18,8 @@ from kvtailor.bench.tasks.perplexity import Perplexity
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.fitting.damage import Damage
 from kvtailor.fitting.judging.verdict import Family, Judged
-from kvtailor.fitting.pieces import CONTINUATION, Material
+from kvtailor.fitting.material import Material
+from kvtailor.fitting.pieces import CONTINUATION
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
 
@@ -54,6 +55,7 @@ def proof_tasks(material: Material, *, context: int, windows: int, documents: in
             context=context,
             continuation=CONTINUATION,
             windows=min(windows, material.proof.windows),
+            least_distinct=material.distinct,
         )
     ]
     depths = (0.1, 0.3, 0.5, 0.7, 0.9)

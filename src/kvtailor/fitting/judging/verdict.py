@@ -23,7 +23,7 @@ from statistics import NormalDist, fmean, stdev
 from kvtailor.bench.measure.statistics import Estimate, mean_difference
 from kvtailor.errors import KvtailorError
 
-__all__ = ["DOABLE", "TIE", "Family", "Judged", "Verdict", "verdict"]
+__all__ = ["DOABLE", "TIE", "Family", "Judged", "Verdict", "regret_of_text", "verdict"]
 
 TIE = 0.005
 """Nats per token within which losses count as equal where nothing tells them apart."""
@@ -215,6 +215,25 @@ def verdict(
         chosen=chosen, against=against, told=told, needed=needed,
         sentence=_sentence(chosen, rival, against, told, needed),
     )  # fmt: skip
+
+
+def regret_of_text(proved: Sequence[Judged]) -> str | None:
+    """Say what the plan with the least loss on text has fewer of right answers than the one with most.
+
+    Both are picked on the proof itself, among the few that it has, whether they meet the limits or not.
+
+    Args:
+        proved: plans, 'full' may be among them.
+    """
+    live = [each for each in proved if each.error is None and each.origin != "full"]
+    if not live or not live[0].asked:
+        return None
+    by_text = min(live, key=lambda each: fmean(each.nll))
+    most = max(live, key=lambda each: each.right)
+    return (
+        f"Chosen by text alone, of the plans of the proof, it would be {by_text.label}, with {by_text.right} of "
+        f"{by_text.asked} answers right; the most that any of them has is {most.right}, by {most.label}."
+    )
 
 
 def _not_worse(plans: Sequence[Judged]) -> list[Judged]:

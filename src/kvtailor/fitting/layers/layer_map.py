@@ -26,6 +26,7 @@ __all__ = [
     "PLAIN",
     "Additivity",
     "LayerMap",
+    "Solved",
     "additivity",
     "codec_by_layer",
     "measure_layers",
@@ -109,6 +110,21 @@ class Additivity:
         return self.measured / self.predicted if self.predicted > 0 else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """What stage 1 makes of a limit.
+
+    Attributes:
+        plan: that fits.
+        loss: the sum of its layers' losses, each measured alone.
+        gap: how far above the least sum this may be, as a share of it; 0.0 where the solver had time to show it.
+    """
+
+    plan: Plan
+    loss: float
+    gap: float
+
+
 def settings(
     geometry: Geometry, *, score: str, widths: Sequence[int], shares: Sequence[float], by_head: bool
 ) -> dict[tuple[str, int, int, int], Plan]:
@@ -190,8 +206,8 @@ def solved_plan(
     memory: int,
     size: Callable[[Plan], int | None],
     score: str | None = None,
-) -> tuple[Plan, float] | None:
-    """Return the plan of the least sum of losses that fits, and that sum; None where nothing fits.
+) -> Solved | None:
+    """Return the plan of the least sum of losses that fits; None where nothing fits.
 
     Args:
         found: what each layer loses.
@@ -216,7 +232,7 @@ def solved_plan(
             bytes_held = size(plan)
             fits = bytes_held is not None and bytes_held <= memory
             if fits:
-                best = plan, choice.loss
+                best = Solved(plan=plan, loss=choice.loss, gap=choice.gap)
                 low = limit
                 if bytes_held is not None and bytes_held >= 0.99 * memory:
                     break

@@ -245,10 +245,14 @@ def _study(storage: Path | None, name: str, state: int) -> optuna.Study:
     url = None
     if storage is not None:
         url = f"sqlite:///{storage}"
-        known = {each.study_name for each in optuna.get_all_study_summaries(url)} if storage.exists() else set()
-        if name in known:
-            # It is asked anew from its beginning: what it had been told is in the records.
-            optuna.delete_study(study_name=name, storage=url)
+        try:
+            known = {each.study_name for each in optuna.get_all_study_summaries(url)} if storage.exists() else set()
+            if name in known:
+                # It is asked anew from its beginning: what it had been told is in the records.
+                optuna.delete_study(study_name=name, storage=url)
+        except Exception:  # of SQLAlchemy or Optuna: the file is damaged, or of another version.
+            # Nothing is lost: what was measured is in the records. The file stays for whoever wants to look.
+            storage.replace(storage.with_name(f"unreadable-{storage.name}"))
     return optuna.create_study(sampler=sampler, pruner=pruner, storage=url, study_name=name)
 
 

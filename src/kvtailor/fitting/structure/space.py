@@ -187,7 +187,7 @@ class Space:
             found, sizer.geometry, context=sizer.context, batch=sizer.batch, element=sizer.element, memory=memory,
             size=lambda plan: sizer.most(made(plan)), score=point["score"],
         )  # fmt: skip
-        return None if solved is None else made(solved[0])
+        return None if solved is None else made(solved.plan)
 
 
 def layers_start(
