@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
+from kvtailor.attend.segments import Segments
 from kvtailor.engine.budget import no_bytes
 from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction
@@ -63,6 +64,10 @@ class Engine:
         self.switch = PhaseSwitch()
         self._taken: dict[int, int] = {}
         self._keeps_queries = self._takes_short_context = False
+        store = plan.store
+        self._reads_all_where_it_lies = (
+            type(plan.attend) is Segments and not (store.moves or store.block) and store.limit is None
+        )
         self.eviction = Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -279,6 +284,11 @@ class Engine:
         """Whether what new tokens attend to while decoding is evidence that a later eviction may need."""
         needs = self.needs
         return needs.mass or (self._needs_queries_again and bool(needs.window or needs.rows or needs.moments))
+
+    @property
+    def can_be_steady(self) -> bool:
+        """Whether decoded tokens can be the same work until the plan acts: see `engine.steady`."""
+        return not self.listens and self._reads_all_where_it_lies
 
     @property
     def _needs_queries_again(self) -> bool:

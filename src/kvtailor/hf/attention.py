@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.layers.run_eagerly import run_eagerly
+from kvtailor.hf.layers.steady import attend_steadily
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.attending.own_layers import own_attention
 from kvtailor.hf.model.attending.softmax import softmax_of
@@ -156,6 +157,9 @@ def attention(
         layer.refuse_forward()
         raise
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    steady = attend_steadily(layer, query, attention_mask, factor)
+    if steady is not None:
+        return steady, None
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
@@ -168,10 +172,10 @@ def _check_direction(module: torch.nn.Module, mask: Tensor | LazyMask | None) ->
     Its sdpa gets no mask for a prompt that is merely causal and goes by `is_causal` of the module; its eager attention
     gets the mask. PaliGemma's modules have False (use_bidirectional_attention): its prefix is read in both directions.
     """
-    both = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
-    if not both or getattr(module, "is_causal", True) or not isinstance(mask, LazyMask):
+    if not isinstance(mask, LazyMask) or mask.first_column or mask.new_tokens == 1:
         return
-    if mask.causal_only and mask.first_column == 0 and mask.new_tokens > 1:
+    both = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
+    if both and not getattr(module, "is_causal", True) and mask.causal_only:
         raise CacheMisuse(
             f"{type(module).__name__} reads in both directions what no mask forbids (is_causal=False), and this prompt "
             "comes without a mask of its own, so transformers' sdpa and eager attention differ on it: pass "

@@ -72,6 +72,29 @@ class Tail:
         self._comes(column)
         self._came(tokens, column)
 
+    @property
+    def free(self) -> int:
+        """Slots behind the last token that are there and empty."""
+        return 0 if self._keys is None else self._keys.shape[1] - self.length
+
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys (b * h, slots, d), values (b * h, slots, dv) and columns (b * h, slots) int32, with free slots.
+
+        The columns are None where they are consecutive.
+        """
+        assert self._keys is not None and self._values is not None
+        return self._keys, self._values, self._positions
+
+    def has(self, buffers: tuple[Tensor, Tensor, Tensor | None]) -> bool:
+        """Whether these are its buffers, the very tensors."""
+        return self._keys is buffers[0] and self._values is buffers[1] and self._positions is buffers[2]
+
+    def is_followed_by(self, column: int) -> bool:
+        """Whether a token of this column can be written behind the last one without another change."""
+        if self.length == 0 or not self._writable:
+            return False
+        return self._positions is not None or (self.start is not None and column == self.start + self.length)
+
     def replace(self, segment: PlainSegment) -> None:
         """Holds the segment's tokens, one lane for each row and head, instead of what it held."""
         layout = segment.layout

@@ -16,6 +16,7 @@ from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.pending import Reading
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
+from kvtailor.engine.steady import SteadyLayer
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
@@ -37,6 +38,8 @@ class CompressedLayer(CacheLayerMixin):
         arriving: keys (b, h, t, d) and values of new tokens, between `update` and the attention; they join what is held
             only when nothing more can be refused.
         record_past: a forward may be rolled back by `crop` (transformers' name).
+        recorded_after: tokens that had been seen when recording began, until the forward after that; else 0.
+        steady: what the next decoded token needs, while the layer stays what it is; None where it must be worked out.
     """
 
     is_compileable = False
@@ -49,11 +52,13 @@ class CompressedLayer(CacheLayerMixin):
         self.guard, self.state, self.layer_idx = guard, state, layer_idx
         self.arriving: tuple[Tensor, Tensor] | None = None
         self._modules: dict[int, weakref.ref[Any]] = {}
-        self._recorded_after = 0
+        self.recorded_after = 0
         # The layers of the model that read what this one holds, after its own attention, and what they have read.
         self._readers = guard.geometry.readers.get(layer_idx, ())
         self._read: list[tuple[Reading, Attended]] = []
         self._repeated: tuple[Tensor, Tensor] | None = None
+        self.steady: SteadyLayer | None = None
+        self._nan: tuple[Tensor, Tensor] | None = None
 
     @property
     def record_past(self) -> bool:
@@ -67,7 +72,7 @@ class CompressedLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """From now on each forward waits for `crop` before anything is evicted or encoded."""
         self.guard.engine.switch.go_on_recording()
-        self._recorded_after = self.state.stored.seen
+        self.recorded_after = self.state.stored.seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remembers dtype and device of the first keys."""
@@ -76,6 +81,11 @@ class CompressedLayer(CacheLayerMixin):
     @run_eagerly
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes new keys (b, h, t, d) and values, and gives the handle by which the attention finds this layer."""
+        steady = self.steady
+        if steady is not None and steady.step.takes(key_states, value_states):
+            self.guard.update_begins(self.layer_idx)
+            self.arriving = key_states, value_states
+            return self._handed_on(key_states, value_states, self.state.stored.seen)
         # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
         key_states = key_states.to(value_states.dtype)
         if self.is_initialized and (key_states.dtype != self.dtype or key_states.device != self.device):
@@ -97,8 +107,10 @@ class CompressedLayer(CacheLayerMixin):
     def _handed_on(self, keys: Tensor, values: Tensor, before: int) -> tuple[Tensor, Tensor]:
         """What the model gets for new keys (b, h, t, d) and values (b, h, t, dv) after `before` tokens."""
         b, h, t, d = keys.shape
-        nan = keys.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, d)
-        nan_values = values.new_full((1, 1, 1, 1), float("nan")).expand(b, h, before + t, values.shape[-1])
+        if self._nan is None or self._nan[0].is_inference() != torch.is_inference_mode_enabled():
+            self._nan = keys.new_full((1, 1, 1, 1), float("nan")), values.new_full((1, 1, 1, 1), float("nan"))
+        nan = self._nan[0].expand(b, h, before + t, d)
+        nan_values = self._nan[1].expand(b, h, before + t, values.shape[-1])
         if self.guard.geometry.multiplies:
             return operands(self, nan, nan_values)
         setattr(nan, HANDLE, self)
@@ -222,6 +234,8 @@ class CompressedLayer(CacheLayerMixin):
                 observe(self.layer_idx, keys, values, query, visible, scaling)
             output = self._attended(keys, values, query, visible, scaling)
         guard.layer_ends(self.layer_idx)
+        settled = query.shape[2] == 1 and not reconstructing and not self._readers and not guard.geometry.multiplies
+        self.steady = SteadyLayer.of(engine, self.state, query.shape[1]) if settled else None
         return output
 
     def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
@@ -318,7 +332,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def _check_recorded(self, visible: Visibility) -> None:
         """Raises where assisted decoding feeds its prompt to a cache that has seen it, as transformers' does."""
-        before, self._recorded_after = self._recorded_after, 0
+        before, self.recorded_after = self.recorded_after, 0
         if 0 < before < visible.new_tokens and visible.real is None:
             raise CacheMisuse(
                 f"this cache had seen {before} tokens when recording began, and {visible.new_tokens} come at "
@@ -326,16 +340,6 @@ class CompressedLayer(CacheLayerMixin):
                 "has seen. Start them with an empty cache, or draft with kvtailor.generate; if all of these tokens are "
                 "new, feed them before recording begins"
             )
-
-    def prefill_shared(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
-        """Takes in what another cache of the same model has just got on this layer; see `hf.run.sharing`."""
-        guard = self.guard
-        guard.check_padding(self.layer_idx, visible)
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        guard.engine.append(self.state, keys, values)
-        guard.take_padding(self.layer_idx, visible)
-        guard.engine.act_unread(self.state, query, visible, scaling)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever is held."""
@@ -356,7 +360,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
-        self._read, self._repeated = [], None
+        self._read, self._repeated, self.steady = [], None, None
         self.state.reset()
         self.arriving = None
         self.is_initialized = False

@@ -56,10 +56,17 @@ def sharing_prefill(source: KvCache, others: Sequence[KvCache]) -> Iterator[None
     Only for drafts, so that no layer is read by others: see `Geometry.taking_back_refusal`.
     """
 
-    def take_in(layer: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
+    def take_in(index: int, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> None:
         for other in others:
-            other.layers[layer].take_softmax(source.layers[layer].state.model.softmax)
-            other.layers[layer].prefill_shared(keys, values, query, visible, scaling)
+            layer, guard = other.layers[index], other.guard
+            assert isinstance(layer, CompressedLayer)
+            layer.take_softmax(source.layers[index].state.model.softmax)
+            guard.check_padding(index, visible)
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            guard.engine.append(layer.state, keys, values)
+            guard.take_padding(index, visible)
+            guard.engine.act_unread(layer.state, query, visible, scaling)
 
     with ExitStack() as changes:
         for other in others:

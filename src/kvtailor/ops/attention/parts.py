@@ -17,8 +17,9 @@ from kvtailor.ops import dispatch
 from kvtailor.ops.attention.folded import folded, merge, suits
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
-from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
-from kvtailor.types import PLAIN_SOFTMAX, Layout, PlainSegment, Segment, SegmentView, Softmax, Visibility
+from kvtailor.ops.segments.coded import Whole
+from kvtailor.ops.segments.sides import stored_sides
+from kvtailor.types import PLAIN_SOFTMAX, Layout, Segment, SegmentView, Softmax, Visibility
 
 __all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes"]
 
@@ -119,16 +120,6 @@ def _prompt(
     return Read(output=masked(cast, keys, values, scaling, sees, softmax).to(query.dtype))
 
 
-def _stored(part: Segment) -> tuple[Coded, Coded] | None:
-    """The two sides of a part as they are stored, where they are all that attention needs."""
-    if isinstance(part, PlainSegment):
-        return Whole(states=part.keys), Whole(states=part.values)
-    # A codec with a view of its own gives attention other values than those it decodes.
-    if isinstance(part, PairSegment) and type(part).view is Segment.view:
-        return part.keys, part.values
-    return None
-
-
 def _as_stored(
     query: Tensor,
     parts: Sequence[Segment],
@@ -144,7 +135,7 @@ def _as_stored(
     b, q, t, d = query.shape
     h, device = parts[-1].layout.heads, query.device
     grouped, mass = query.reshape(b * h, q // h, t, d), weight is not None
-    stored = [_stored(part) for part in parts]
+    stored = [stored_sides(part) for part in parts]
     # Asked of every part before anything is computed: where no part can be read as it is stored, all are decoded
     # together, and one softmax goes over them.
     caps = softmax.softcap is not None

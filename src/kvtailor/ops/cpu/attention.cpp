@@ -4,6 +4,7 @@
 // running softmax, weighted sums. What each piece found (its highest logit, its sum, its outputs) is merged by owner in
 // the end. Sums are float32.
 #include "codes.h"
+#include "numbers.h"
 #include "plain.h"
 #include "threads.h"
 
@@ -403,7 +404,41 @@ void mass_of(const Call& call, int64_t lane, int64_t first) {
   }
 }
 
+// So that a piece is no smaller than what it finds, and threads come only where they bring more than their barrier costs.
+// The same numbers as in attention.py.
+constexpr int64_t LEAST_CHUNK = 256, PIECES = 8, SMALL = 1 << 19;
+
+// How a call's slots are parted, now that there are so many of them.
+void divide(Call& call, int64_t most_threads, ParallelFor parallel_for) {
+  const bool many = parallel_for && call.lanes * call.slots * call.rows * call.keys.size > SMALL;
+  call.threads = many ? most_threads : 1;
+  call.parallel_for = many ? parallel_for : nullptr;
+  const int64_t share = (call.lanes * call.slots + PIECES * call.threads - 1) / (PIECES * call.threads);
+  const int64_t each = share < call.slots ? share : call.slots;
+  const int64_t chunk = (each + LEAST_CHUNK - 1) / LEAST_CHUNK * LEAST_CHUNK;
+  call.chunk = chunk > LEAST_CHUNK ? chunk : LEAST_CHUNK;
+}
+
+int32_t attend(const Call& call) {
+  const Tables tables{call};
+  tables.fill();
+  const int64_t each = chunks(call);
+  const int32_t wrong =
+      share_out(call.lanes * each, call.threads, call.parallel_for, [&](int64_t index, int64_t thread) {
+        piece(call, tables, index, tables.scratches + thread * tables.each());
+      });
+  if (wrong) return wrong;
+  for (int64_t owner = 0, lane = 0; owner < call.owners; owner++) {
+    const int64_t first = lane;
+    while (lane < call.lanes && (call.owner ? call.owner[lane] : lane) == owner) lane++;
+    merge(call, tables, owner, first * each, lane * each);
+  }
+  return 0;
+}
+
 }  // namespace
+
+#include "step.h"
 
 extern "C" {
 
@@ -416,21 +451,13 @@ int64_t kvtailor_found(const Call* call) {
   return call->lanes * chunks(*call) * call->rows * (2 + padded(call->values.size));
 }
 
-int32_t kvtailor_attend(const Call* call) {
-  const Tables tables{*call};
-  tables.fill();
-  const int64_t each = chunks(*call);
-  const int32_t wrong =
-      share_out(call->lanes * each, call->threads, call->parallel_for, [&](int64_t index, int64_t thread) {
-        piece(*call, tables, index, tables.scratches + thread * tables.each());
-      });
-  if (wrong) return wrong;
-  for (int64_t owner = 0, lane = 0; owner < call->owners; owner++) {
-    const int64_t first = lane;
-    while (lane < call->lanes && (call->owner ? call->owner[lane] : lane) == owner) lane++;
-    merge(*call, tables, owner, first * each, lane * each);
-  }
-  return 0;
+int32_t kvtailor_attend(const Call* call) { return attend(*call); }
+
+int32_t kvtailor_step(Step* step) { return take(*step); }
+
+// Floats of `found` that are enough for a part of a step however many slots it has.
+int64_t kvtailor_found_of_any(const Call* call, int64_t threads) {
+  return (PIECES * threads + call->lanes) * call->rows * (2 + padded(call->values.size));
 }
 
 int64_t kvtailor_kept(const Call* call) { return call->lanes * call->rows * (call->slots + blocks(*call)); }

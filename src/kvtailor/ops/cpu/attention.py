@@ -13,9 +13,10 @@ from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
 from kvtailor.ops.segments.coded import Coded, Whole
 
-__all__ = ["Kept", "attend_coded", "attend_keeping", "unsuited"]
+__all__ = ["Kept", "attend_coded", "attend_keeping", "side_of", "unsuited"]
 
 _TOKEN_CODES, _CHANNEL_CODES = 3, 4
+# The same numbers as in attention.cpp, where a step parts its calls itself.
 # Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
 _LEAST = 256
 _PIECES = 8
@@ -129,7 +130,7 @@ def _call(
     owners, group, new, size = query.shape
     asked = query.reshape(owners, group * new, size).to(torch.float32).contiguous()
     held = [asked]
-    call = Call(query=asked.data_ptr(), keys=_side(keys, held), values=_side(values, held))
+    call = Call(query=asked.data_ptr(), keys=side_of(keys, held), values=side_of(values, held))
     lanes, slots = _shape(values)
     call.owners, call.lanes, call.slots = owners, lanes, slots
     call.rows, call.queries, call.scaling = group * new, new, scaling
@@ -180,8 +181,8 @@ def _shape(side: Coded) -> tuple[int, int]:
     return lanes, slots
 
 
-def _side(side: Coded, held: list[Tensor]) -> Side:
-    """The side as C++ sees it; what it points to joins `held`."""
+def side_of(side: Coded, held: list[Tensor]) -> Side:
+    """Return a side as C++ sees it; what it points to joins `held`."""
     if isinstance(side, Whole):
         states = side.states if side.states.stride(-1) == 1 else side.states.contiguous()
         held.append(states)

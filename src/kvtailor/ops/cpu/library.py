@@ -17,13 +17,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "VARIANTS", "Call", "Coding", "Library", "Side", "built", "library", "load", "why_none"]
+__all__ = ["DTYPES", "VARIANTS", "Call", "Coding", "Library", "Side", "Step", "built", "library", "load", "why_none"]
 
 # What kernels call them, see `Kind` of layouts.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Best first.
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")
 _FOLDER = Path(__file__).parent
+# Functions that give a number of floats.
+_COUNTS = (
+    "kvtailor_scratch", "kvtailor_found", "kvtailor_found_of_any", "kvtailor_kept", "kvtailor_coding_scratch",
+)  # fmt: skip
 
 
 class Side(ctypes.Structure):
@@ -50,6 +54,19 @@ class Call(ctypes.Structure):
         ("scaling", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
+    ]
+
+
+class Step(ctypes.Structure):
+    """`Step` of step.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "parts", "tail_keys", "tail_values")),
+        *((name, ctypes.c_void_p) for name in ("positions", "asked", "merged", "sinks", "parallel_for")),
+        *((f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("row", "head")),
+        *((f"tail_{name}_{of}", ctypes.c_int64) for name in ("key", "value") for of in ("lane", "slot")),
+        *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),
+        *((name, ctypes.c_int64) for name in ("size", "value_size", "kind", "threads", "slot", "column")),
     ]
 
 
@@ -126,7 +143,7 @@ def load(path: Path) -> Library | None:
     if not functions.kvtailor_runs():
         return None
     loaded = Library(path.stem.removeprefix("kernels_"), functions, _parallel_for())
-    for name in filter(loaded.has, ("kvtailor_scratch", "kvtailor_found", "kvtailor_kept", "kvtailor_coding_scratch")):
+    for name in filter(loaded.has, _COUNTS):
         getattr(functions, name).restype = ctypes.c_int64
     return loaded
 

@@ -2,6 +2,7 @@
 //
 // Every number is made by the operations that ops.quant names, in their order and in float32, so that all bytes are the
 // same. Only the sign of a minimum that is zero is left open, there as well as here.
+#include "numbers.h"
 #include "layouts.h"
 #include "threads.h"
 
@@ -30,30 +31,6 @@ int64_t scratch_of(const Coding& call) { return 3 * call.size + W + ceiling(call
 
 // What FLAT of ops/quant.py says.
 const float FLAT = 0x1p-14f;
-
-uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-// Nearest numbers of 16 bits, halfway to even.
-uint16_t rounded(BF16, float x) {
-  const uint32_t bits = bits_of(x);
-  return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-uint16_t rounded(F16, float x) {
-  const uint32_t bits = bits_of(x), size = bits & 0x7fffffff;
-  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
-  if (size > 0x7f800000) return 0x7e00;
-  if (size >= 0x477ff000) return sign | 0x7c00;
-  if (size >= 0x38800000) return sign | (uint16_t)((size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13);
-  // The last bit of a number from 0.5 to 1 is worth what that of the smallest halves is.
-  return sign | (uint16_t)(bits_of(__builtin_fabsf(x) + 0.5f) - 0x3f000000);
-}
-
-float rounded(F32, float x) { return x; }
 
 // Number i of a table becomes x; gives what it then is.
 template <class T> float put(void* table, int64_t i, float x) {

@@ -1,0 +1,138 @@
+"""Decoded tokens between two actions of the plan: what the next one needs is worked out once, and kept.
+
+While a plan neither evicts nor encodes, a decoded token of a layer is the same work at every step: it joins the tail,
+and all parts are read. `SteadyLayer.of` looks once whether a layer is in such a state, and for how many tokens. Until
+then `take` does what `Engine.attend` and `Engine.act` would, which stay the reference; `holds` is the one guard. It
+compares what the layer holds with what it held, object by object, so that whatever else changes a layer ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kvtailor.engine.phase import Compressing
+from kvtailor.ops import dispatch
+from kvtailor.ops.cpu.library import library
+from kvtailor.ops.cpu.step import TokenStep
+
+if TYPE_CHECKING:
+    from kvtailor.engine.engine import Engine
+    from kvtailor.engine.layer_state import LayerState
+
+__all__ = ["SteadyLayer", "general_way"]
+
+_GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
+_FEWEST = 2
+"""Tokens before the next action, from which on it is worth while to work anything out."""
+
+
+@contextmanager
+def general_way() -> Iterator[None]:
+    """Within it every decoded token goes the general way: to compare the two."""
+    token = _GENERAL.set(True)
+    try:
+        yield
+    finally:
+        _GENERAL.reset(token)
+
+
+class SteadyLayer:
+    """One layer, as it is until the plan acts on it next.
+
+    Attributes:
+        step: takes the tokens.
+    """
+
+    def __init__(self, engine: Engine, state: LayerState, step: TokenStep, left: int | None):
+        tail = state.stored.tail
+        assert tail is not None
+        self.step = step
+        self._left, self._length, self._seen = left, tail.length, state.stored.seen
+        self._stored, self._tail, self._buffers = state.stored, tail, tail.buffers()
+        self._segments = tuple(state.stored.segments)
+        self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a layer has buffers of its own."""
+        return
+
+    @classmethod
+    def of(cls, engine: Engine, state: LayerState, query_heads: int) -> SteadyLayer | None:
+        """Return the layer as it is after a decoded token; None where each token is more than that.
+
+        Args:
+            engine: of the cache.
+            state: of the layer.
+            query_heads: q, of the layer's attention.
+        """
+        if _GENERAL.get() or not engine.can_be_steady:
+            return None
+        if state.layer_group or state.pending is not None or state.draft is not None:
+            return None
+        tail, model = state.stored.tail, state.model
+        if tail is None or not tail.length or not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
+            return None
+        if model.latents is not None or state.observed.carry or state.clock.due or state.clock.reindex:
+            return None
+        left = state.tokens_until_action(engine.plan)
+        if left is not None and left <= _FEWEST:
+            return None
+        if tail.free < _FEWEST or not tail.is_followed_by(state.stored.seen) or dispatch.forced() != "auto":
+            return None
+        parts = state.parts()
+        keys, values, positions = tail.buffers()
+        used = library() if keys.device.type == "cpu" else None
+        if used is None or TokenStep.unsuited(parts) is not None:
+            return None
+        step = TokenStep(
+            parts, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
+            softcap=model.softmax.softcap, using=used,
+        )  # fmt: skip
+        # The token after which the plan acts goes the general way.
+        return cls(engine, state, step, None if left is None else left - 1)
+
+    def holds(self, engine: Engine, state: LayerState) -> bool:
+        """Whether the layer is as it was, and nothing is due after one more token."""
+        stored, tail = state.stored, self._tail
+        return (
+            stored is self._stored
+            and stored.tail is tail
+            and tail.length == self._length
+            and stored.seen == self._seen
+            and tail.free > 0
+            and (self._left is None or self._left > 0)
+            and tail.has(self._buffers)
+            and len(stored.segments) == len(self._segments)
+            and all(a is b for a, b in zip(stored.segments, self._segments, strict=True))
+            and state.pending is None
+            and state.draft is None
+            and not state.clock.due
+            and engine.phase is self._phase
+            and engine.needs is self._needs
+            and state.observed.carry is self._carry
+        )
+
+    def take(
+        self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Let one decoded token of each row join, and return its attention (b, 1, q, dv).
+
+        Args:
+            state: of the layer; `holds` was true.
+            query, keys, values, sinks: see `TokenStep.take`.
+        """
+        output = self.step.take(query, keys, values, slot=self._length, column=self._seen, sinks=sinks)
+        self._tail.length += 1
+        state.stored.seen += 1
+        state.clock.growth += 1
+        state.observed.tokens_read = None
+        self._length += 1
+        self._seen += 1
+        if self._left is not None:
+            self._left -= 1
+        return output

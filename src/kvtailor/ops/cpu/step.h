@@ -1,0 +1,97 @@
+// One decoded token of each row at one layer, in one call: it joins the tail, and one softmax goes over all parts.
+#pragma once
+
+// Mirrored field by field in library.py. Strides are in bytes, but for that of positions.
+struct Step {
+  const char *query, *key, *value;  // (b, q, 1, d), (b, h, 1, d), (b, h, 1, dv), of the type `kind`
+  char* out;                        // (b, 1, q, dv), of the type `kind`
+  Call* const* parts;               // in time order; the last is the tail, whose lane i belongs to owner i
+  char *tail_keys, *tail_values;
+  int32_t* positions;  // (b * h, slots) of the tail; null: its columns are consecutive
+  float* asked;        // (b * h, q / h, d)
+  float* merged;       // (q / h * dv) and (count + 1)
+  const float* sinks;  // (q); null: none
+  ParallelFor parallel_for;
+  int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+  int64_t tail_key_lane, tail_key_slot, tail_value_lane, tail_value_slot, position_lane;
+  int64_t count, rows, heads, group, size, value_size, kind, threads;
+  int64_t slot, column;  // of the tail, where the token goes; of the token
+};
+
+namespace {
+
+template <class T> void write_as(const float* from, int64_t size, char* to) {
+  for (int64_t c = 0; c < size; c++) {
+    const auto kept = rounded(T(), from[c]);
+    memcpy(to + c * T::BYTES, &kept, T::BYTES);
+  }
+}
+
+void write(int64_t kind, const float* from, int64_t size, char* to) {
+  if (kind == FLOAT32) memcpy(to, from, (size_t)size * 4);
+  else if (kind == BFLOAT16) write_as<BF16>(from, size, to);
+  else write_as<F16>(from, size, to);
+}
+
+void join_tail(const Step& step) {
+  const int64_t element = step.kind == FLOAT32 ? 4 : 2;
+  for (int64_t b = 0; b < step.rows; b++)
+    for (int64_t h = 0; h < step.heads; h++) {
+      const int64_t lane = b * step.heads + h;
+      memcpy(step.tail_keys + lane * step.tail_key_lane + step.slot * step.tail_key_slot,
+             step.key + b * step.key_row + h * step.key_head, (size_t)(step.size * element));
+      memcpy(step.tail_values + lane * step.tail_value_lane + step.slot * step.tail_value_slot,
+             step.value + b * step.value_row + h * step.value_head, (size_t)(step.value_size * element));
+      if (step.positions) step.positions[lane * step.position_lane + step.slot] = (int32_t)step.column;
+    }
+}
+
+void widen_queries(const Step& step) {
+  const int64_t heads = step.heads * step.group;
+  for (int64_t b = 0; b < step.rows; b++)
+    for (int64_t q = 0; q < heads; q++)
+      widen(step.kind, step.query + b * step.query_row + q * step.query_head, step.size,
+            step.asked + (b * heads + q) * step.size);
+}
+
+// One query row of one owner: the parts' outputs by their shares of one softmax. Gives where they are.
+const float* over_parts(const Step& step, int64_t row) {
+  const float* only = step.parts[0]->out + row * step.value_size;
+  if (step.count == 1 && !step.sinks) return only;
+  float *to = step.merged, *share = to + step.value_size;
+  float top = step.sinks ? step.sinks[row % (step.heads * step.group)] : NOTHING;
+  for (int64_t i = 0; i < step.count; i++) {
+    // Not `larger`: what is no number must stay.
+    const float lse = share[i] = step.parts[i]->lse[row];
+    top = lse > top || lse != lse ? lse : top;
+  }
+  float total = step.sinks ? __builtin_expf(step.sinks[row % (step.heads * step.group)] - top) : 0.f;
+  for (int64_t i = 0; i < step.count; i++)
+    total += share[i] = share[i] == NOTHING ? 0.f : __builtin_expf(share[i] - top);
+  for (int64_t c = 0; c < step.value_size; c++) to[c] = 0;
+  for (int64_t i = 0; i < step.count; i++) {
+    if (share[i] == 0) continue;
+    const float* from = step.parts[i]->out + row * step.value_size;
+    const float part = share[i] / total;
+    for (int64_t c = 0; c < step.value_size; c++) to[c] += part * from[c];
+  }
+  return to;
+}
+
+int32_t take(Step& step) {
+  join_tail(step);
+  widen_queries(step);
+  step.parts[step.count - 1]->slots = step.slot + 1;
+  for (int64_t i = 0; i < step.count; i++) {
+    Call& part = *step.parts[i];
+    divide(part, step.threads, step.parallel_for);
+    const int32_t wrong = attend(part);
+    if (wrong) return wrong;
+  }
+  const int64_t element = step.kind == FLOAT32 ? 4 : 2, queries = step.rows * step.heads * step.group;
+  for (int64_t row = 0; row < queries; row++)
+    write(step.kind, over_parts(step, row), step.value_size, step.out + row * step.value_size * element);
+  return 0;
+}
+
+}  // namespace

@@ -1,0 +1,214 @@
+"""One decoded token of each row at one layer, in one call of C++.
+
+All that stays the same from token to token (addresses, strides, tables of scales, lengths) is worked out once. A call
+then writes the token into the tail's next free slot, reads all parts as they are stored, and merges them by one
+softmax. The general form of the same is `ops.attention.parts`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.cpu.attention import side_of, unsuited
+from kvtailor.ops.cpu.library import DTYPES, Call, Library, Step, library
+from kvtailor.ops.segments.sides import stored_sides
+from kvtailor.types import PlainSegment, Segment
+
+__all__ = ["TokenStep"]
+
+
+class _Workspace(threading.local):
+    """Scratch of a thread's steps: of no cache, and as large as the largest has needed."""
+
+    floats: Tensor = torch.empty(0)
+
+    def of(self, count: int) -> Tensor:
+        if self.floats.numel() < count:
+            self.floats = torch.empty(count, dtype=torch.float32)
+        return self.floats
+
+
+_WORKSPACE = _Workspace()
+
+
+class TokenStep:
+    """Takes tokens of one layer, one after the other.
+
+    Args:
+        parts: (m, s) lanes each, in time order. The last is the tail: the filled slots of `keys` and `values`, lane i
+            of owner i, at least one.
+        keys, values: buffers (b * h, slots, d) and (b * h, slots, dv) of the tail.
+        positions: (b * h, slots) int32 columns of its slots; None where they are consecutive.
+        query_heads: q.
+        scaling: factor before the softmax.
+        softcap: see `Softmax`.
+        using: the variant.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Segment],
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor | None,
+        *,
+        query_heads: int,
+        scaling: float,
+        softcap: float | None,
+        using: Library,
+    ):
+        layout = parts[-1].layout
+        rows, heads, size, value_size = layout.rows, layout.heads, keys.shape[-1], values.shape[-1]
+        group = query_heads // heads
+        self.dtype, self.slots = keys.dtype, keys.shape[1]
+        self.key_shape, self.value_shape = (rows, heads, 1, size), (rows, heads, 1, value_size)
+        self.query_shape, self._out_shape = (rows, query_heads, 1, size), (rows, 1, query_heads, value_size)
+        self.scaling, self.softcap, self.threads = scaling, softcap, torch.get_num_threads()
+        # What C++ is given addresses of.
+        self._held: list[Tensor] = [keys, values] + ([] if positions is None else [positions])
+        self._calls = [self._part(part, rows * heads, group, size) for part in parts]
+        pointers = [ctypes.addressof(call) for call in self._calls]
+        self._parts = (ctypes.c_void_p * len(pointers))(*pointers)
+        element = keys.element_size()
+        self._step = Step(
+            parts=ctypes.addressof(self._parts),
+            tail_keys=keys.data_ptr(),
+            tail_values=values.data_ptr(),
+            positions=None if positions is None else positions.data_ptr(),
+            parallel_for=using.parallel_for,
+            tail_key_lane=keys.stride(0) * element,
+            tail_key_slot=keys.stride(1) * element,
+            tail_value_lane=values.stride(0) * element,
+            tail_value_slot=values.stride(1) * element,
+            position_lane=0 if positions is None else positions.stride(0),
+            count=len(parts),
+            rows=rows,
+            heads=heads,
+            group=group,
+            size=size,
+            value_size=value_size,
+            kind=DTYPES[keys.dtype],
+            threads=1 if using.parallel_for is None else self.threads,
+        )
+        self._at, self._run = ctypes.byref(self._step), using.functions.kvtailor_step
+        self._strides: tuple[Any, ...] = ()
+        self._lay_out(using)
+
+    @staticmethod
+    def unsuited(parts: Sequence[Segment]) -> str | None:
+        """Return why these parts cannot be read so, a clause; None where they can."""
+        used = library()
+        if used is None or not used.has("kvtailor_step"):
+            return "no C++ kernels of these sources were built"
+        for part in parts:
+            sides = stored_sides(part)
+            why = f"{type(part).__name__} is decoded to be read" if sides is None else unsuited(*sides)
+            if why is not None:
+                return why
+        tail = parts[-1]
+        if not isinstance(tail, PlainSegment) or tail.layout.owner is not None or tail.layout.lengths is not None:
+            return "the last part is no tail"
+        return None
+
+    def takes(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether new keys (b, h, 1, d) and values (b, h, 1, dv) are of the shape and dtype that it was made for."""
+        return (
+            keys.shape == self.key_shape
+            and values.shape == self.value_shape
+            and keys.dtype is self.dtype
+            and values.dtype is self.dtype
+            and keys.device.type == values.device.type == "cpu"
+        )
+
+    def asks(self, query: Tensor) -> bool:
+        """Whether a query (b, q, 1, d) is of the shape and dtype that it was made for."""
+        return query.shape == self.query_shape and query.dtype is self.dtype and query.device.type == "cpu"
+
+    def take(
+        self, query: Tensor, keys: Tensor, values: Tensor, *, slot: int, column: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Write one token of each row into the tail, and return its attention (b, 1, q, dv) over all parts.
+
+        Args:
+            query: (b, q, 1, d). keys: (b, h, 1, d). values: (b, h, 1, dv).
+            slot: of the tail, free. column: of the token.
+            sinks: (q,) float32; None: none.
+
+        Raises:
+            RuntimeError: torch's threads refused the work.
+        """
+        step, strides = self._step, (query.stride(), keys.stride(), values.stride())
+        if strides != self._strides:
+            if not strides[0][3] == strides[1][3] == strides[2][3] == 1:
+                query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+                strides = (query.stride(), keys.stride(), values.stride())
+            element = query.element_size()
+            (step.query_row, step.query_head), (step.key_row, step.key_head), (step.value_row, step.value_head) = (
+                (each[0] * element, each[1] * element) for each in strides
+            )
+            self._strides = strides
+        if _WORKSPACE.floats is not self._workspace:
+            self._point(_WORKSPACE.of(self._floats))
+        out = torch.empty(self._out_shape, dtype=self.dtype)
+        step.query, step.key, step.value = query.data_ptr(), keys.data_ptr(), values.data_ptr()
+        step.out, step.slot, step.column = out.data_ptr(), slot, column
+        step.sinks = None if sinks is None else sinks.data_ptr()
+        if self._run(self._at):
+            raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
+        return out
+
+    def _part(self, part: Segment, owners: int, group: int, size: int) -> Call:
+        sides = stored_sides(part)
+        assert sides is not None
+        layout, held = part.layout, self._held
+        call = Call(keys=side_of(sides[0], held), values=side_of(sides[1], held))
+        call.owners, call.lanes, call.slots = owners, layout.lanes, layout.size
+        call.rows, call.queries, call.scaling, call.softcap = group, 1, self.scaling, self.softcap or 0.0
+        if layout.owner is not None:
+            call.owner = self._kept(layout.owner, torch.int64)
+        if layout.lengths is not None:
+            call.lengths = self._kept(layout.lengths, torch.int32)
+        return call
+
+    def _kept(self, tensor: Tensor, dtype: torch.dtype) -> int:
+        own = tensor.to(device="cpu", dtype=dtype).contiguous()
+        self._held.append(own)
+        return own.data_ptr()
+
+    def _lay_out(self, using: Library) -> None:
+        """Work out where in the workspace each part finds its room, in floats."""
+        step, functions = self._step, using.functions
+        queries, at = step.rows * step.heads * step.group, 0
+        self._places: list[tuple[Any, str, int]] = []
+
+        def room(of: Any, name: str, floats: int) -> None:
+            nonlocal at
+            self._places.append((of, name, at))
+            # Whole cache lines, so that threads do not write into one another's.
+            at += (floats + 15) // 16 * 16
+
+        room(step, "asked", queries * step.size)
+        room(step, "merged", step.value_size + step.count)
+        for call in self._calls:
+            call.threads = step.threads
+            room(call, "out", queries * step.value_size)
+            room(call, "lse", queries)
+            at_call = ctypes.byref(call)
+            room(call, "found", functions.kvtailor_found_of_any(at_call, ctypes.c_int64(step.threads)))
+            room(call, "scratch", functions.kvtailor_scratch(at_call))
+        self._floats = at
+        self._point(_WORKSPACE.of(at))
+
+    def _point(self, workspace: Tensor) -> None:
+        self._workspace, base = workspace, workspace.data_ptr()
+        for of, name, at in self._places:
+            setattr(of, name, base + 4 * at)
+            if name == "asked":
+                for call in self._calls:
+                    call.query = base + 4 * at

@@ -1,0 +1,213 @@
+"""The short way of a decoded token gives what the general way gives, for every plan, and ends when anything changes."""
+
+import copy
+
+import pytest
+import torch
+
+import kvtailor
+from kvtailor.engine.engine import Engine
+from kvtailor.engine.steady import SteadyLayer, general_way
+from kvtailor.ops.cpu.library import library
+from kvtailor.plan import Plan
+from tests.support.calibrated import shipped_for
+from tests.support.every_plan import every_plan, first_of_each_method
+from tests.support.seam.zoo import VOCABULARY, build, error
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
+# A model on the CPU has no host to go to.
+CASES = {case: plan for case, plan in every_plan().items() if not case.startswith("store: host")}
+DEFAULT = {*first_of_each_method()} | {case for case in CASES if case.startswith("preset: ")}
+# Of these nearly every token takes the short way.
+SHORT = (
+    "full", "snapkv(window=6) @ tokens=24", "snapkv(window=6) + adakv @ tokens=24", "streaming @ tokens=24, slack=9",
+    "kivi(bits=4, group=8, recent=8)", "vector(bits=8)", "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=16) @ tokens=40",
+    "vector(bits=4)", "knorm + pyramid @ tokens=24",
+)  # fmt: skip
+FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _calibrated(tmp_path_factory):
+    with shipped_for([build("llama")], tmp_path_factory.mktemp("calibrations")):
+        yield
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many tokens of layers went either way."""
+    found = {"short": 0, "general": 0}
+    short, general = SteadyLayer.take, Engine.attend
+
+    def count_short(self, *args, **more):
+        found["short"] += 1
+        return short(self, *args, **more)
+
+    def count_general(self, *args, **more):
+        found["general"] += 1
+        return general(self, *args, **more)
+
+    monkeypatch.setattr(SteadyLayer, "take", count_short)
+    monkeypatch.setattr(Engine, "attend", count_general)
+    return found
+
+
+@torch.no_grad()
+def decoded(model, plan, *, rows=2, prompt=70, steps=24, between=None):
+    """Tokens (b, steps), logits (b, steps, v) and the cache; `between` is called with the cache before each token."""
+    generator = torch.Generator().manual_seed(rows + prompt)
+    ids = torch.randint(3, VOCABULARY, (rows, prompt), generator=generator)
+    if Plan.parse(plan).needs.reconstruction:
+        cache = kvtailor.prefill(model, plan, ids[:, :-1])
+        out = model(ids[:, -1:], past_key_values=cache)
+    else:
+        cache = kvtailor.cache_for(model, plan)
+        out = model(ids, past_key_values=cache)
+    tokens, logits = [], [out.logits[:, -1]]
+    for step in range(steps):
+        tokens.append(logits[-1].argmax(-1, keepdim=True))
+        if between is not None:
+            cache, tokens[-1] = between(step, cache, tokens[-1])
+        logits.append(model(tokens[-1], past_key_values=cache).logits[:, -1])
+    return tokens, logits, cache
+
+
+def check(model, plan, most=2e-5, **how):
+    with general_way():
+        tokens, logits, cache = decoded(model, plan, **how)
+    other_tokens, other_logits, other = decoded(model, plan, **how)
+    assert all(torch.equal(a, b) for a, b in zip(tokens, other_tokens, strict=True))
+    assert max(error(a, b) for a, b in zip(other_logits, logits, strict=True)) < most
+    assert torch.equal(other.held(), cache.held()) and other.seen == cache.seen
+    assert other.ledger() == cache.ledger()
+    for state, reference in zip(other.engine.states, cache.engine.states, strict=True):
+        mine, theirs = state.stored.tail, reference.stored.tail
+        assert (mine.length, mine.start) == (theirs.length, theirs.start)
+        for name, tensor in mine.state()[1].items():
+            assert error(tensor.float(), theirs.state()[1][name].float()) < most
+        assert state.clock == reference.clock
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.long) for case in CASES]
+)
+def test_every_plan_is_the_same_both_ways(case):
+    check(build("llama"), CASES[case], steps=12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plan", SHORT[1:7:2])
+def test_models_with_windows_caps_and_sinks(family, plan, taken):
+    check(build(family), plan)
+    assert taken["short"]
+
+
+@pytest.mark.parametrize("plan", SHORT)
+def test_between_two_actions_every_token_takes_the_short_way(plan, taken):
+    model = build("llama")
+    decoded(model, plan, steps=33)
+    layers = model.config.num_hidden_layers
+    # The prompt, the token after it, and those at which the plan acts or the tail grows.
+    assert taken["short"] + taken["general"] == 34 * layers
+    assert taken["general"] <= 11 * layers, taken
+
+
+@pytest.mark.parametrize("rows, prompt", [(1, 1), (1, 63), (3, 96)])
+def test_awkward_sizes(rows, prompt):
+    for plan in ("full", "snapkv(window=6) + adakv @ tokens=24", "vector(bits=3)"):
+        check(build("llama", layers=1), plan, rows=rows, prompt=prompt, steps=40)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype):
+    """One part is rounded once either way, so that nothing differs; several are merged in another order."""
+    model = build("llama", dtype=dtype)
+    check(model, "full", most=1e-9)
+    check(model, "snapkv(window=6) @ tokens=24", most=1e-9)
+
+
+def between_with(*changes):
+    def between(step, cache, token):
+        return changes[step % len(changes)](cache, token) if step % 5 == 4 else (cache, token)
+
+    return between
+
+
+def crop(cache, token):
+    cache.crop(-1)
+    return cache, token
+
+
+def deep_copy(cache, token):
+    other = copy.deepcopy(cache)
+    with torch.no_grad():
+        # What the original takes must not reach the copy.
+        build("llama")
+    return other, token
+
+
+def swap(cache, token):
+    order = torch.tensor([1, 0])
+    cache.reorder_cache(order)
+    return cache, token[order]
+
+
+def repeat(cache, token):
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    return cache, token
+
+
+@pytest.mark.parametrize("change", [crop, deep_copy, swap, repeat])
+@pytest.mark.parametrize("plan", ["full", "snapkv(window=6) + adakv @ tokens=24", "kivi(bits=4, group=8, recent=24)"])
+def test_what_changes_a_layer_ends_the_short_way(plan, change, taken):
+    check(build("llama"), plan, between=between_with(change))
+    assert taken["short"]
+
+
+@torch.no_grad()
+def test_a_copy_and_its_original_go_on_apart(taken):
+    model, plan = build("llama"), "snapkv(window=6) @ tokens=24"
+    _, logits, cache = decoded(model, plan, steps=5)
+    other, token = copy.deepcopy(cache), logits[-1].argmax(-1, keepdim=True)
+    for each in (cache, other):
+        model((token + 1) % VOCABULARY if each is other else token, past_key_values=each)
+        model(token, past_key_values=each)
+    again = decoded(model, plan, steps=5)[2]
+    with general_way():
+        model(token, past_key_values=again)
+        model(token, past_key_values=again)
+    for state, reference in zip(cache.engine.states, again.engine.states, strict=True):
+        for name, tensor in state.stored.tail.state()[1].items():
+            assert error(tensor.float(), reference.stored.tail.state()[1][name].float()) < 1e-5
+
+
+@torch.no_grad()
+def test_other_threads_masks_and_evidence_end_it(taken):
+    model = build("llama")
+    _, logits, cache = decoded(model, "full", steps=4)
+    token = logits[-1].argmax(-1, keepdim=True)
+    before = dict(taken)
+    hidden = torch.ones(2, cache.seen + 1, dtype=torch.int64)
+    model(token, past_key_values=cache, attention_mask=hidden)
+    assert taken["short"] == before["short"] + model.config.num_hidden_layers
+    # A token that sees no longer all of the earlier ones.
+    allowed = torch.ones(2, 1, 1, cache.seen + 1, dtype=torch.bool)
+    allowed[:, :, :, 3:9] = False
+    short = taken["short"]
+    model(token, past_key_values=cache, attention_mask=allowed)
+    assert taken["short"] == short
+    cache.engine.keep_queries(4)
+    model(token, past_key_values=cache)
+    model(token, past_key_values=cache)
+    assert taken["short"] == short and cache.engine.states[0].observed.evidence.queries is not None
+
+
+def test_gradients_go_the_general_way(taken):
+    model = build("llama")
+    _, logits, cache = decoded(model, "full", steps=4)
+    short = taken["short"]
+    out = model(logits[-1].argmax(-1, keepdim=True), past_key_values=cache).logits
+    assert taken["short"] == short
+    with pytest.raises(kvtailor.errors.CacheMisuse, match="no gradient"):
+        out.sum().backward()
