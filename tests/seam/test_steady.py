@@ -22,7 +22,8 @@ DEFAULT = {*first_of_each_method()} | {case for case in CASES if case.startswith
 SHORT = (
     "full", "snapkv(window=6) @ tokens=24", "snapkv(window=6) + adakv @ tokens=24", "streaming @ tokens=24, slack=9",
     "kivi(bits=4, group=8, recent=8)", "vector(bits=8)",
-    "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=16) @ tokens=40", "vector(bits=4)", "knorm + pyramid @ tokens=24",
+    "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=16) @ tokens=40", "vector(bits=4)",
+    "knorm + pyramid @ tokens=24",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 
