@@ -9,6 +9,7 @@ import kvtailor
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.steady import SteadyLayer, general_way
 from kvtailor.ops.cpu.library import library
+from kvtailor.ops.dispatch import using
 from kvtailor.plan import Plan
 from tests.support.calibrated import shipped_for
 from tests.support.every_plan import every_plan, first_of_each_method
@@ -202,6 +203,16 @@ def test_other_threads_masks_and_evidence_end_it(taken):
     model(token, past_key_values=cache)
     model(token, past_key_values=cache)
     assert taken["short"] == short and cache.engine.states[0].observed.evidence.queries is not None
+
+
+@torch.no_grad()
+def test_the_reference_is_not_skipped(taken):
+    model = build("llama")
+    _, logits, cache = decoded(model, "vector(bits=8)", steps=4)
+    short = taken["short"]
+    with using("reference"):
+        model(logits[-1].argmax(-1, keepdim=True), past_key_values=cache)
+    assert taken["short"] == short
 
 
 def test_gradients_go_the_general_way(taken):

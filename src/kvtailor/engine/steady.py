@@ -4,6 +4,7 @@ While a plan neither evicts nor encodes, a decoded token of a layer is the same 
 and all parts are read. `SteadyLayer.of` looks once whether a layer is in such a state, and for how many tokens. Until
 then `take` does what `Engine.attend` and `Engine.act` would, which stay the reference; `holds` is the one guard. It
 compares what the layer holds with what it held, object by object, so that whatever else changes a layer ends it.
+See docs/decisions/0024-the-short-way.md.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class SteadyLayer:
         self._left, self._length, self._seen = left, tail.length, state.stored.seen
         self._stored, self._tail, self._buffers = state.stored, tail, tail.buffers()
         self._segments = tuple(state.stored.segments)
+        self._asked = dispatch.asked_here()
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -112,6 +114,7 @@ class SteadyLayer:
             and state.pending is None
             and state.draft is None
             and not state.clock.due
+            and dispatch.asked_here() is self._asked
             and engine.phase is self._phase
             and engine.needs is self._needs
             and state.observed.carry is self._carry

@@ -30,6 +30,7 @@ __all__ = [
     "MOST_QUERIES",
     "Choice",
     "Quantiser",
+    "asked_here",
     "coded_attention",
     "explained",
     "forced",
@@ -92,6 +93,11 @@ def forced() -> str:
     if asked not in _WHICH:
         raise ValueError(f"KVTAILOR_IMPLEMENTATION (was KVTAILOR_TWINS) is {asked!r}, none of {', '.join(_WHICH)}")
     return asked
+
+
+def asked_here() -> str | None:
+    """Return what an enclosing `using` asks for; None outside of one."""
+    return _FORCED.get()
 
 
 @contextmanager
