@@ -21,7 +21,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.layers.run_eagerly import run_eagerly
-from kvtailor.hf.layers.steady import attend_steadily
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.attending.own_layers import own_attention
 from kvtailor.hf.model.attending.softmax import softmax_of
@@ -157,7 +156,7 @@ def attention(
         layer.refuse_forward()
         raise
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    steady = attend_steadily(layer, query, attention_mask, factor)
+    steady = layer.attend_steadily(query, attention_mask, factor)
     if steady is not None:
         return steady, None
     # Autocast would take single products inside scorers and codecs to another dtype than what stands around them.

@@ -22,6 +22,7 @@ from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.products import operands
 from kvtailor.hf.layers.run_eagerly import run_eagerly
+from kvtailor.hf.layers.steady import TakesSteadily
 from kvtailor.hf.mask import LazyMask, TensorMask
 from kvtailor.hf.model.projection import check_projections
 from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
@@ -29,7 +30,7 @@ from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
 __all__ = ["CompressedLayer", "record_past_of_all"]
 
 
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(TakesSteadily, CacheLayerMixin):
     """One layer that the plan compresses, as transformers' `Cache` drives it.
 
     Attributes:
@@ -38,8 +39,6 @@ class CompressedLayer(CacheLayerMixin):
         arriving: keys (b, h, t, d) and values of new tokens, between `update` and the attention; they join what is held
             only when nothing more can be refused.
         record_past: a forward may be rolled back by `crop` (transformers' name).
-        recorded_after: tokens that had been seen when recording began, until the forward after that; else 0.
-        steady: what the next decoded token needs, while the layer stays what it is; None where it must be worked out.
     """
 
     is_compileable = False
@@ -52,12 +51,10 @@ class CompressedLayer(CacheLayerMixin):
         self.guard, self.state, self.layer_idx = guard, state, layer_idx
         self.arriving: tuple[Tensor, Tensor] | None = None
         self._modules: dict[int, weakref.ref[Any]] = {}
-        self.recorded_after = 0
         # The layers of the model that read what this one holds, after its own attention, and what they have read.
         self._readers = guard.geometry.readers.get(layer_idx, ())
         self._read: list[tuple[Reading, Attended]] = []
         self._repeated: tuple[Tensor, Tensor] | None = None
-        self.steady: SteadyLayer | None = None
         self._nan: tuple[Tensor, Tensor] | None = None
 
     @property
