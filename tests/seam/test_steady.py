@@ -13,7 +13,7 @@ from kvtailor.ops.dispatch import using
 from kvtailor.plan import Plan
 from tests.support.calibrated import shipped_for
 from tests.support.every_plan import every_plan, first_of_each_method
-from tests.support.seam.zoo import VOCABULARY, build, error
+from tests.support.seam.zoo import VOCABULARY, build, error, prompts
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
 # A model on the CPU has no host to go to.
@@ -126,6 +126,51 @@ def test_sixteen_bits(dtype):
     model = build("llama", dtype=dtype)
     check(model, "full", most=1e-9)
     check(model, "snapkv(window=6) @ tokens=24", most=1e-9)
+
+
+@torch.no_grad()
+def padded(model, plan, steps=24, hide=None):
+    """As `decoded`, of a left-padded batch; `hide`: a token and a column that is masked from then on."""
+    ids, mask = prompts((61, 20, 44))
+    cache = kvtailor.cache_for(model, plan)
+    out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache)
+    tokens, logits = [], [out.logits[:, -1]]
+    for step in range(steps):
+        mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+        if hide is not None and step == hide[0]:
+            mask[0, hide[1]] = 0
+        tokens.append(logits[-1].argmax(-1, keepdim=True))
+        where = mask.sum(-1, keepdim=True) - 1
+        out = model(tokens[-1], attention_mask=mask, position_ids=where, past_key_values=cache)
+        logits.append(out.logits[:, -1])
+    return tokens, logits, cache
+
+
+@pytest.mark.parametrize("plan", [*SHORT[:3], *SHORT[4:7]])
+def test_padded_batches_take_it_too(plan, taken):
+    model = build("llama")
+    with general_way():
+        tokens, logits, cache = padded(model, plan)
+    assert not taken["short"]
+    taken["general"] = 0
+    other_tokens, other_logits, other = padded(model, plan)
+    assert all(torch.equal(a, b) for a, b in zip(tokens, other_tokens, strict=True))
+    assert max(error(a, b) for a, b in zip(other_logits, logits, strict=True)) < 2e-5
+    assert torch.equal(other.held(), cache.held()) and other.ledger() == cache.ledger()
+    assert torch.equal(other.guard.real, cache.guard.real)
+    assert taken["short"] >= 14 * 3, taken
+
+
+def test_a_token_that_is_hidden_later_is_not_read(taken):
+    """Row 0 has no padding there, so that only the mask of this forward says it."""
+    model = build("llama")
+    with general_way():
+        _, logits, _ = padded(model, "full", hide=(12, 30))
+    _, other, _ = padded(model, "full", hide=(12, 30))
+    _, seeing, _ = padded(model, "full")
+    assert max(error(a, b) for a, b in zip(other, logits, strict=True)) < 2e-5
+    assert error(other[13], seeing[13]) > 1e-3
+    assert taken["short"]
 
 
 def between_with(*changes):

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from kvtailor.engine.phase import Compressing
 from kvtailor.ops import dispatch
+from kvtailor.ops.attention.parts import rule_sees
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.cpu.step import TokenStep
+from kvtailor.types import Visibility
 
 if TYPE_CHECKING:
     from kvtailor.engine.engine import Engine
@@ -64,13 +66,14 @@ class SteadyLayer:
         return
 
     @classmethod
-    def of(cls, engine: Engine, state: LayerState, query_heads: int) -> SteadyLayer | None:
+    def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
         """Return the layer as it is after a decoded token; None where each token is more than that.
 
         Args:
             engine: of the cache.
             state: of the layer.
             query_heads: q, of the layer's attention.
+            visible: of the token; those that follow hide what it hides, and no more.
         """
         if _GENERAL.get() or not engine.can_be_steady:
             return None
@@ -91,8 +94,9 @@ class SteadyLayer:
         used = library() if keys.device.type == "cpu" else None
         if used is None or TokenStep.unsuited(parts) is not None:
             return None
+        sees = [rule_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=keys.device) for part in parts]
         step = TokenStep(
-            parts, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
+            parts, sees, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
             softcap=model.softmax.softcap, using=used,
         )  # fmt: skip
         # The token after which the plan acts goes the general way.

@@ -35,6 +35,7 @@ class LazyMask:
         local_size: window or chunk of the layer type; None on layers that see all.
         options: further arguments of transformers' own mask maker, for `dense`.
         config: of the model whose forward made it; None where that is not known.
+        continues: it hides what the forward before hid, and no new token; False where that was not looked at.
     """
 
     batch_size: int
@@ -48,6 +49,7 @@ class LazyMask:
     device: torch.device
     options: dict[str, Any] = field(default_factory=dict)
     config: Any = None
+    continues: bool = False
     # transformers reads a mask's number of dimensions before it hands it on; this one is no 4-D tensor.
     shape: tuple[int, ...] = ()
     ndim: int = 0
@@ -70,6 +72,11 @@ class LazyMask:
     def causal_only(self) -> bool:
         """Nothing but causality restricts the queries."""
         return self.padding is None and self.local_size is None and self.mask_function is causal_mask_function
+
+    @property
+    def only_padding(self) -> bool:
+        """Nothing but causality and padding restricts the queries."""
+        return self.local_size is None and self.mask_function is causal_mask_function
 
     @property
     def real(self) -> Tensor | None:

@@ -232,7 +232,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
             output = self._attended(keys, values, query, visible, scaling)
         guard.layer_ends(self.layer_idx)
         settled = query.shape[2] == 1 and not reconstructing and not self._readers and not guard.geometry.multiplies
-        self.steady = SteadyLayer.of(engine, self.state, query.shape[1]) if settled else None
+        self.steady = SteadyLayer.of(engine, self.state, query.shape[1], visible) if settled else None
         return output
 
     def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:

@@ -48,13 +48,12 @@ class TakesSteadily:
         step, softmax = steady.step, state.model.softmax
         if not step.asks(query) or scaling != step.scaling:
             return None
-        visible = _that_hides_nothing(mask, query, state.stored.seen)
+        visible = _that_goes_on(mask, query, state.stored.seen, guard, self.layer_idx)
         if visible is None:
             return None
         if (
             softmax.softcap != step.softcap
             or guard.observers
-            or guard.real is not None
             or self.recorded_after
             or torch.get_num_threads() != step.threads
             or not step.takes(*new)
@@ -71,10 +70,34 @@ class TakesSteadily:
         return output
 
 
-def _that_hides_nothing(mask: LazyMask | Tensor | None, query: Tensor, seen: int) -> LazyMask | None:
-    """The mask of one new token that sees all of the `seen` before it; None where this one is something else."""
+def _that_goes_on(
+    mask: LazyMask | Tensor | None, query: Tensor, seen: int, guard: CacheGuard, layer: int
+) -> LazyMask | None:
+    """The mask of one new token that sees all of the `seen` before it but the padding that the last forward had.
+
+    None where this one is something else.
+    """
     if mask is None:
-        return LazyMask.causal(query.shape[0], 1, seen, query.device)
-    if isinstance(mask, LazyMask) and mask.new_tokens == 1 and mask.first_column == seen and mask.causal_only:
+        return LazyMask.causal(query.shape[0], 1, seen, query.device) if guard.real is None else None
+    if not isinstance(mask, LazyMask) or mask.new_tokens != 1 or mask.first_column != seen or not mask.only_padding:
+        return None
+    if mask.padding is None and guard.real is None:
         return mask
-    return None
+    if layer == guard.first_compressed:
+        # Once for a forward: the layers share its mask, and this one is the first to see it.
+        mask.continues = _continues(guard.real, mask)
+    return mask if mask.continues else None
+
+
+def _continues(before: Tensor | None, mask: LazyMask) -> bool:
+    """Whether a mask hides the padding of the forward before it, and no new token.
+
+    Args:
+        before: (b, columns) bool of that forward, False for padding; None where nothing was.
+        mask: of this forward.
+    """
+    now = mask.real
+    if before is None or now is None:
+        return before is now
+    old = before.shape[1]
+    return before.shape[0] == now.shape[0] and torch.equal(now[:, :old], before) and bool(now[:, old:].all())

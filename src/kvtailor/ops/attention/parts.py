@@ -21,7 +21,7 @@ from kvtailor.ops.segments.coded import Whole
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import PLAIN_SOFTMAX, Layout, Segment, SegmentView, Softmax, Visibility
 
-__all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes"]
+__all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes", "rule_sees"]
 
 # From this many new tokens on, a part is read by torch's own kernel, whose tiles are then filled.
 _PROMPT = 64
@@ -165,7 +165,7 @@ def _as_stored(
         how: dict[str, Any] = {
             "owner": None if layout.owner is None else layout.owner.to(device),
             "lengths": None if layout.lengths is None else layout.lengths.to(device),
-            "visible": _rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
+            "visible": rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
             "log_weight": None if reading is None else reading.log_weight,
         }
         # Several parts in one launch; a lift has to be applied to one part's sums, so that such a part goes alone.
@@ -320,16 +320,16 @@ def lane_sees(
     """Which slots of a part the queries first..end see, bool that broadcasts to (m, t', s); None where all see all."""
     filled = layout.filled(device)
     mask = None if filled is None else filled[:, None]
-    sees = _rule_sees(layout, visible, first, end, newest=newest, device=device)
+    sees = rule_sees(layout, visible, first, end, newest=newest, device=device)
     if sees is None or mask is None:
         return mask if sees is None else sees
     return sees & mask
 
 
-def _rule_sees(
+def rule_sees(
     layout: Layout, visible: Visibility, first: int, end: int, *, newest: bool, device: torch.device
 ) -> Tensor | None:
-    """As `lane_sees`, of slots that are filled."""
+    """Return which slots the queries see as `lane_sees` does, but of filled slots alone: others may be among them."""
     if visible.causal_only and (not newest or visible.new_tokens == 1):
         return None
     rows = torch.div(layout.owners(device), layout.heads, rounding_mode="floor")

@@ -43,6 +43,8 @@ class TokenStep:
     Args:
         parts: (m, s) lanes each, in time order. The last is the tail: the filled slots of `keys` and `values`, lane i
             of owner i, at least one.
+        sees: for each part which of its slots these tokens see, bool that broadcasts to (m, 1, s); None: all. Every
+            token sees those that joined after it was made.
         keys, values: buffers (b * h, slots, d) and (b * h, slots, dv) of the tail.
         positions: (b * h, slots) int32 columns of its slots; None where they are consecutive.
         query_heads: q.
@@ -54,6 +56,7 @@ class TokenStep:
     def __init__(
         self,
         parts: Sequence[Segment],
+        sees: Sequence[Tensor | None],
         keys: Tensor,
         values: Tensor,
         positions: Tensor | None,
@@ -73,6 +76,8 @@ class TokenStep:
         # What C++ is given addresses of.
         self._held: list[Tensor] = [keys, values] + ([] if positions is None else [positions])
         self._calls = [self._part(part, rows * heads, group, size) for part in parts]
+        for call, seen in zip(self._calls, sees, strict=True):
+            self._hide(call, seen, self.slots if call is self._calls[-1] else int(call.slots))
         pointers = [ctypes.addressof(call) for call in self._calls]
         self._parts = (ctypes.c_void_p * len(pointers))(*pointers)
         element = keys.element_size()
@@ -175,6 +180,15 @@ class TokenStep:
         if layout.lengths is not None:
             call.lengths = self._kept(layout.lengths, torch.int32)
         return call
+
+    def _hide(self, call: Call, sees: Tensor | None, slots: int) -> None:
+        if sees is None or bool(sees.all()):
+            return
+        # (m, slots): those of the tail that are free will be seen.
+        own = torch.ones((call.lanes, slots), dtype=torch.bool)
+        own[:, : call.slots] = sees.expand(call.lanes, 1, call.slots)[:, 0]
+        self._held.append(own)
+        call.visible, call.visible_lane, call.visible_query, call.visible_slot = own.data_ptr(), slots, 0, 1
 
     def _kept(self, tensor: Tensor, dtype: torch.dtype) -> int:
         own = tensor.to(device="cpu", dtype=dtype).contiguous()
