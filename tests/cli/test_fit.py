@@ -165,6 +165,7 @@ command(sys.argv[1:])
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)
 def test_a_fit_that_is_killed_again_and_again_ends_as_one_that_was_not(text, tmp_path):
     """SIGKILL at random times: nothing is lost, nothing is doubled, and the result is the same."""
     words = [str(word) for word in ("--text", text, "--memory", "30%", *ASKED)]
