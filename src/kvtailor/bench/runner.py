@@ -32,6 +32,7 @@ __all__ = ["Job", "contestants_of", "finished", "plan_run", "run"]
 
 _MUST_BE_EQUAL = (
     "python", "torch", "transformers", "kvtailor", "commit", "processor", "threads", "processes", "accelerator",
+    "huge_pages",
 )  # fmt: skip
 
 

@@ -121,6 +121,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     kvtailor bench micro decode       a decoded token and a prefill, against transformers' caches
     kvtailor bench micro kernels      attention over stored bytes, against torch's and transformers'
     kvtailor bench micro link         a decoded token over a tier, against a bare read of its bytes
+    kvtailor bench micro pages        a decoded token with the cache in small pages and in huge ones
     kvtailor bench micro builtins     our quantised cache, against transformers' QuantizedCache
     """
     from rich.console import Console

@@ -41,6 +41,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
     import torch
 
     from kvtailor.errors import PlanError
+    from kvtailor.ops import huge_pages
     from kvtailor.ops.dispatch import explained
 
     parsed, geometry, element, reach = None, None, 1, None
@@ -76,6 +77,8 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
         click.echo(note)
     for choice in choices:
         click.echo(f"{choice.operation} on {device.type}: {choice.implementation} ({choice.why})")
+    if device.type == "cpu":
+        click.echo(f"huge pages on cpu: {huge_pages.explained()}")
     if as_json:
         click.echo(
             json.dumps(
@@ -89,6 +92,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
                     "tokens": tokens,
                     "reachable": None if reach is None else asdict(reach),
                     "notes": notes,
+                    "huge_pages": huge_pages.size_asked_for() if device.type == "cpu" else None,
                     "implementations": [{"device": device.type, **asdict(choice)} for choice in choices],
                 }
             )

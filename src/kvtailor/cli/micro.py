@@ -70,6 +70,7 @@ def micro() -> None:
     kvtailor bench micro decode      a decoded token and a prefill, against transformers' caches
     kvtailor bench micro kernels     attention over stored bytes, against torch's and transformers'
     kvtailor bench micro link        a decoded token over a tier, against a bare read of its bytes
+    kvtailor bench micro pages       a decoded token with the cache in small pages and in huge ones
     kvtailor bench micro builtins    our quantised cache, against transformers' QuantizedCache
 
     What no time can beat, reading the bytes once at this machine's bandwidth, stands beside each time. Samples during
@@ -188,6 +189,21 @@ def link(contexts: tuple[int, ...], folder: Path | None, rounds: int, **common: 
     from kvtailor.bench.micro.link import bench
 
     _run(lambda device: bench(contexts=contexts, rounds=rounds, folder=folder, device=device), **common)
+
+
+@micro.command(cls=_OneBench, short_help="A decoded token with the cache in small pages and in huge ones.")
+@_list("dtype", "bfloat16", "Of model and cache, with ',' between.", kind=_DTYPES)
+@_list("contexts", "32768", "Tokens held when a token is decoded, with ',' between.")
+@_rounds(15)
+@_common
+def pages(dtype: tuple[str, ...], contexts: tuple[int, ...], rounds: int, **common: Any) -> None:
+    """Time a decoded token with every cache in small pages and in huge pages, transformers' StaticCache as well.
+
+    Only where the system gives huge pages to programs that ask for them (docs/kernels.md).
+    """
+    from kvtailor.bench.micro.pages import bench
+
+    _run(lambda device: bench(dtypes=dtype, contexts=contexts, rounds=rounds, device=device), **common)
 
 
 @micro.command(cls=_OneBench, short_help="Our quantised cache, against transformers' QuantizedCache.")

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvtailor.engine.layer_group import joined
 from kvtailor.errors import CacheMisuse
 from kvtailor.merge.contract import Merged
+from kvtailor.ops import huge_pages
 from kvtailor.ops.lanes.kept import place_among_kept
 from kvtailor.ops.lanes.ragged import Cut, cut_lanes, gather_held, tokens_of_part
 from kvtailor.ops.segments.latent_keys import parted
@@ -241,7 +242,8 @@ def _gathered(state: LayerState, held: Held, keep: Tensor, merged: Merged | None
     # `merged` holds kept tokens alone, (b, h, k, d): index along n -> place among the kept ones of the same head.
     at = cut.owners[:, None], place_among_kept(keep).flatten(0, 1)[cut.owners[:, None], cut.index]
     layout = cut.layout(held.keys.shape[0], held.keys.shape[1], held.positions)
-    return PlainSegment(layout=layout, keys=merged.keys.flatten(0, 1)[at], values=merged.values.flatten(0, 1)[at])
+    keys, values = (huge_pages.picked(states.flatten(0, 1), at) for states in (merged.keys, merged.values))
+    return PlainSegment(layout=layout, keys=keys, values=values)
 
 
 def _parted(seen: _Seen) -> _Seen:

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheFileError
+from kvtailor.ops import huge_pages
 from kvtailor.ops.cpu.checksum import crc32
 from kvtailor.store.written import free_space, sync_folder, write_all
 
@@ -157,7 +158,7 @@ def _read(path: Path, file: int) -> CacheFile:
         _damaged(path, str(error), error)
     tensors = {}
     for name, (dtype, shape, first, end) in places.items():
-        data = torch.empty(end - first, dtype=torch.uint8)
+        data = huge_pages.empty((end - first,), torch.uint8)
         if _read_into(file, 8 + length + first, data) != end - first:
             _damaged(path, "it became shorter while it was read")
         if checked and f"{crc32(data):08x}" != checksums[name]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvtailor.ops import huge_pages
 from kvtailor.types import Layout, PlainSegment
 
 __all__ = ["Tail", "capacity_for"]
@@ -110,8 +111,8 @@ class Tail:
         if count == self.length:
             self.clear()
             return
-        self._keys = self._keys[:, count : self.length].clone()
-        self._values = self._values[:, count : self.length].clone()
+        self._keys = huge_pages.copied(self._keys[:, count : self.length])
+        self._values = huge_pages.copied(self._values[:, count : self.length])
         if self._positions is not None:
             self._positions = self._positions[:, count : self.length].clone()
         if self.start is not None:
@@ -190,7 +191,7 @@ class Tail:
 
     def _grow(self, slots: int, keys: Tensor, values: Tensor) -> None:
         def grown(old: Tensor | None, like: Tensor) -> Tensor:
-            buffer = like.new_empty((self.rows * self.heads, slots, like.shape[-1]))
+            buffer = huge_pages.new_empty(like, (self.rows * self.heads, slots, like.shape[-1]))
             if old is not None and self.length:
                 buffer[:, : self.length] = old[:, : self.length]
             return buffer

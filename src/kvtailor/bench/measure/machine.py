@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.hf.model import processes
+from kvtailor.ops import huge_pages
 
 __all__ = ["Neighbours", "describe", "matmul_flops", "read_bandwidth", "resident_bytes", "versions"]
 
@@ -30,11 +31,12 @@ def describe(
     """The machine as JSON values; None where it cannot be known.
 
     Keys: `python`, `torch`, `transformers`, `kvtailor` (versions), `commit` ("-dirty" behind it where files differ),
-    `system`, `processor`, `cores` (that this process may use), `threads` (torch's), `memory_bytes`, `load` (average of
-    one minute), `accelerator`, `accelerator_bytes` (its memory); and where asked, measured now, `read_bandwidth` (bytes
-    per second, `read_bandwidth()`), `matmul_flops` (operations per second, `matmul_flops()`; on a CPU those of float32
-    where they are more) and `probes_disturbed` (other programs took processor time that these two needed: floors
-    made of them are too high).
+    `system`, `processor`, `cores` (that this process may use), `threads` (torch's), `memory_bytes`, `huge_pages` (bytes
+    from which on tensors on the CPU ask for them; None: none does), `load` (average of one minute), `accelerator`,
+    `accelerator_bytes` (its memory); and where asked, measured now, `read_bandwidth` (bytes per second,
+    `read_bandwidth()`), `matmul_flops` (operations per second, `matmul_flops()`; on a CPU those of float32 where they
+    are more) and `probes_disturbed` (other programs took processor time that these two needed: floors made of them are
+    too high).
 
     Args:
         bandwidth: measure what is measured.
@@ -57,6 +59,7 @@ def describe(
         "threads": torch.get_num_threads(),
         "processes": processes.started().size,
         "memory_bytes": _memory(),
+        "huge_pages": huge_pages.size_asked_for(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "accelerator": torch.cuda.get_device_name(device if device.type == "cuda" else None) if cuda else None,
         "accelerator_bytes": torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
@@ -80,13 +83,17 @@ def versions() -> dict[str, str | None]:
 def read_bandwidth(device: torch.device | None = None, rounds: int = 5) -> float:
     """Bytes per second of the fastest of some plain reads of more than a cache keeps: 256 MiB, 4 GiB on an accelerator.
 
-    The best and not the median: this is a floor under times, and a disturbed read would make it look kinder. Where an
-    accelerator has less than 8 GiB left, half of what is left is read.
+    The best and not the median: this is a floor under times, and a disturbed read would make it look kinder. On a CPU
+    the memory is such as a cache has, in huge pages where these are asked for. Where an accelerator has less than 8 GiB
+    left, half of what is left is read.
     """
     size = _PROBE_BYTES
     if device is not None and device.type == "cuda":
         size = min(_PROBE_BYTES_OF_ACCELERATOR, torch.cuda.mem_get_info(device)[0] // 2) // 4 * 4
-    probe = torch.ones(size // 4, dtype=torch.float32, device=device)
+    on_cpu = device is None or device.type == "cpu"
+    shape = (size // 4,)
+    probe = huge_pages.empty(shape, torch.float32) if on_cpu else torch.empty(shape, dtype=torch.float32, device=device)
+    probe.fill_(1.0)
     best = float("inf")
     for _ in range(rounds):
         begin = time.perf_counter()

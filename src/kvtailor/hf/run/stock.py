@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
-from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer
+from transformers.cache_utils import DynamicLayer, HQQQuantizedLayer, QuantoQuantizedLayer, StaticLayer
 
 from kvtailor.hf.cache import KvCache
+from kvtailor.ops import huge_pages
 
-__all__ = ["dynamic_cache", "fill", "layer_makers", "quantized_cache", "static_cache"]
+__all__ = ["dynamic_cache", "fill", "into_huge_pages", "layer_makers", "quantized_cache", "static_cache"]
 
 
 def static_cache(model: Any, length: int) -> StaticCache:
@@ -54,6 +55,18 @@ def layer_makers(*, bits: int, group: int, tail: int) -> dict[str, Callable[[], 
         f"QuantizedCache quanto, {bits} bits": lambda: QuantoQuantizedLayer(axis_key=0, axis_value=0, **options),
         f"QuantizedCache hqq, {bits} bits": lambda: HQQQuantizedLayer(axis_key=1, axis_value=1, **options),
     }
+
+
+@torch.no_grad()
+def into_huge_pages(cache: StaticCache) -> None:
+    """Copy the keys and values of a filled cache into memory for which huge pages are asked for, see `ops.huge_pages`.
+
+    A `StaticCache` writes in place, so they stay there.
+    """
+    for layer in cache.layers:
+        if not isinstance(layer, StaticLayer):
+            continue
+        layer.keys, layer.values = huge_pages.copied(layer.keys), huge_pages.copied(layer.values)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.segments.coded import TimeGrouped
 
@@ -58,7 +59,7 @@ class LevelCodes(TimeGrouped):
 
     def decode(self) -> Tensor:
         lanes, slots = self.codes.shape[:2]
-        states = self.low.new_empty((lanes, slots, self.size))
+        states = huge_pages.read_buffer(self.low, (lanes, slots, self.size))
         each = 2**self.bits
         for first, end in _pieces(lanes, slots * self.size):
             row = self._rows_of_tokens(first, end)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.quant import (
     MOST_E4M3,
     dequantise,
@@ -65,7 +66,7 @@ class TokenCodes(Coded):
         if self.codes.device.type != "cpu":
             return dequantise(unpack(self.codes, self.bits, self.size), self.step, self.low, -1, zero=zero)
         groups = self.step.shape[-1]
-        states = self.step.new_empty((*self.codes.shape[:2], self.size))
+        states = huge_pages.read_buffer(self.step, (*self.codes.shape[:2], self.size))
         lanes, slots, size = states.shape
         for at in pieces(lanes, slots, size, _PIECE):
             piece = states[at].copy_(unpack(self.codes[at], self.bits, self.size)).unflatten(-1, (groups, -1))
@@ -112,7 +113,7 @@ class ChannelCodes(TimeGrouped):
         return cls(group=group, bits=bits, size=size, codes=pack(codes, bits), step=step, low=low)
 
     def decode(self) -> Tensor:
-        states = self.step.new_empty((*self.codes.shape[:2], self.size))
+        states = huge_pages.read_buffer(self.step, (*self.codes.shape[:2], self.size))
         most = _PIECE if self.codes.device.type == "cpu" else max(1, states.numel())
         lanes, slots, size = states.shape
         for lane, slot in pieces(lanes, slots, size, most, multiple=self.group):

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.quant import largest_step, packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Coding, Library, library
@@ -31,7 +32,7 @@ def token_codes(states: Tensor, bits: int, group: int, using: Library | None = N
     if states.shape[-1] % group:
         raise ValueError(f"{states.shape[-1]} channels of {tuple(states.shape)} do not make groups of {group}")
     step = _tables(states, states.shape[1], group)
-    low = torch.empty_like(step)
+    low = huge_pages.new_empty(step, step.shape)
     codes = _codes(states, bits, group, step, low, by_run=False, using=using)
     return TokenCodes(bits=bits, size=states.shape[-1], codes=codes, step=step, low=low)
 
@@ -47,13 +48,13 @@ def symmetric_codes(states: Tensor, bits: int, using: Library | None = None) -> 
 def channel_codes(states: Tensor, bits: int, group: int, using: Library | None = None) -> ChannelCodes:
     """`ChannelCodes.of`; see `token_codes`."""
     step = _tables(states, -(-states.shape[1] // group), 1)
-    low = torch.empty_like(step)
+    low = huge_pages.new_empty(step, step.shape)
     codes = _codes(states, bits, group, step, low, by_run=True, using=using)
     return ChannelCodes(group=group, bits=bits, size=states.shape[-1], codes=codes, step=step, low=low)
 
 
 def _tables(states: Tensor, rows: int, group: int) -> Tensor:
-    return torch.empty((states.shape[0], rows, states.shape[2] // group), dtype=states.dtype)
+    return huge_pages.new_empty(states, (states.shape[0], rows, states.shape[2] // group))
 
 
 def _codes(
@@ -63,7 +64,7 @@ def _codes(
     assert used is not None, "asked for a kernel that was not built"
     lanes, slots, size = states.shape
     read = states if states.stride(-1) == 1 else states.contiguous()
-    codes = torch.empty((lanes, slots, packed_size(size, bits)), dtype=torch.uint8)
+    codes = huge_pages.empty((lanes, slots, packed_size(size, bits)), torch.uint8)
     lane, slot, _ = read.stride()
     call = Coding(
         states=read.data_ptr(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.ops import huge_pages
 from kvtailor.types import Held, Layout, PlainSegment
 
 __all__ = ["Cut", "cut_lanes", "gather_held", "page_size", "slots_of_part", "tokens_of_part"]
@@ -110,8 +111,8 @@ def slots_of_part(layout: Layout, before: Tensor) -> Tensor:
 def gather_held(held: Held, cut: Cut) -> PlainSegment:
     """The kept tokens of padded rows, in the lanes of a cut."""
     b, h = held.keys.shape[:2]
-    keys = held.keys.flatten(0, 1)[cut.owners[:, None], cut.index]
-    values = held.values.flatten(0, 1)[cut.owners[:, None], cut.index]
+    at = cut.owners[:, None], cut.index
+    keys, values = (huge_pages.picked(states.flatten(0, 1), at) for states in (held.keys, held.values))
     return PlainSegment(layout=cut.layout(b, h, held.positions), keys=keys, values=values)
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvtailor.ops import huge_pages
 from kvtailor.types import Layout, Segment
 
 __all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone", "under"]
@@ -46,7 +47,8 @@ class Coded(ABC):
 
     def regather(self, lane: Tensor, slot: Tensor) -> Self:
         """The tokens at these lanes and slots, (m', s') int64 each, moved but not encoded again."""
-        return replace(self, **{name: tensor[lane, slot] for name, tensor in self._of_tokens().items()})
+        at = lane, slot
+        return replace(self, **{name: huge_pages.picked(tensor, at) for name, tensor in self._of_tokens().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that this side keeps alive, by name."""
@@ -207,4 +209,4 @@ def under(prefix: str, named: Mapping[str, Any]) -> dict[str, Any]:
 def alone(states: Tensor) -> Tensor:
     """The states in a storage of their own size, so that no buffer they were cut from stays alive."""
     own = states.is_contiguous() and states.untyped_storage().nbytes() == states.numel() * states.element_size()
-    return states if own else states.clone(memory_format=torch.contiguous_format)
+    return states if own else huge_pages.copied(states)
