@@ -92,6 +92,10 @@ class FixedLayer(CacheLayerMixin):
     def refuse_forward(self) -> None:
         """Nothing is to be undone: a step that is refused is never replayed."""
 
+    def attend_steadily(self, query: Tensor, mask: Any, scaling: float) -> Tensor | None:
+        """None: a replayed step is prepared as a whole, see `attend`."""
+        return None
+
     def attend(self, query: Tensor, mask: Any, scaling: float, module: torch.nn.Module) -> Tensor:
         """Attention of the new token (b, q, 1, d) over all that is held. (b, q, 1, dv)."""
         parts = [*self.parts, self.growing]
