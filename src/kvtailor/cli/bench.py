@@ -122,6 +122,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     kvtailor bench micro kernels      attention over stored bytes, against torch's and transformers'
     kvtailor bench micro link         a decoded token over a tier, against a bare read of its bytes
     kvtailor bench micro builtins     our quantised cache, against transformers' QuantizedCache
+    kvtailor bench micro host         a decoded token without arithmetic: what the host takes for each plan
     """
     from rich.console import Console
 
