@@ -18,7 +18,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "synchronisations.md"
 BEGIN, END = "<!-- counts: made by docs/measure_syncs.py -->", "<!-- /counts -->"
-HEAD = "| plan | a decoded token, median | mean | a prompt of 3 layers | each further layer |\n|---|---|---|---|---|"
+HEAD = (
+    "| plan | a decoded token, median | mean | each further layer | a prompt of 3 layers | each further layer |\n"
+    "|---|---|---|---|---|---|"
+)
 PLACES = 24  # functions in the second table
 
 
@@ -45,7 +48,8 @@ def written(value: float | None) -> str:
 
 def row(name: str, counts: Any) -> str:
     """Return the line of a plan."""
-    cells = [written(each) for each in (counts.usual, counts.mean, counts.prompt, counts.prompt_layer)]
+    found = (counts.usual, counts.mean, counts.token_layer, counts.prompt, counts.prompt_layer)
+    cells = [written(each) for each in found]
     return f"| `{name}` | {' | '.join(cells)} |"
 
 

@@ -13,7 +13,7 @@ from kvtailor.bench.micro import kernels
 from kvtailor.bench.micro.tables import Bench, Cell, Table
 from kvtailor.cli import main
 
-NAMES = ("decode", "kernels", "link", "builtins")
+NAMES = ("decode", "kernels", "link", "builtins", "host")
 
 
 def run(*words: str) -> Result:
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def test_help_names_the_four_and_what_each_is_compared_with() -> None:
+def test_help_names_all_and_what_each_is_compared_with() -> None:
     for found in (run("--help"), run("micro", "--help")):
         assert found.exit_code == 0
         for name in NAMES:

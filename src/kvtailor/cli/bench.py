@@ -123,6 +123,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     kvtailor bench micro link         a decoded token over a tier, against a bare read of its bytes
     kvtailor bench micro pages        a decoded token with the cache in small pages and in huge ones
     kvtailor bench micro builtins     our quantised cache, against transformers' QuantizedCache
+    kvtailor bench micro host         a decoded token without arithmetic: what the host takes for each plan
     """
     from rich.console import Console
 

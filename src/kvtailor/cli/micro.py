@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,17 +73,18 @@ def micro() -> None:
     kvtailor bench micro link        a decoded token over a tier, against a bare read of its bytes
     kvtailor bench micro pages       a decoded token with the cache in small pages and in huge ones
     kvtailor bench micro builtins    our quantised cache, against transformers' QuantizedCache
+    kvtailor bench micro host        a decoded token without arithmetic: what the host takes for each plan
 
     What no time can beat, reading the bytes once at this machine's bandwidth, stands beside each time. Samples during
     which other programs took processor time are left out and counted.
     """
 
 
-def _common(function: _F) -> _F:
-    """The options of every micro bench."""
+def _common(function: _F, *, threads: str = "as many as torch takes") -> _F:
+    """The options of every micro bench; `threads` are those without the option."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output."),
-        click.option("--threads", type=click.IntRange(1), help="Of torch.  [as many as torch takes]"),
+        click.option("--threads", type=click.IntRange(1), help=f"Of torch.  [{threads}]"),
         click.option("--device", default="cpu", show_default=True, help="Such as cpu or cuda."),
     ):
         function = option(function)
@@ -244,8 +246,49 @@ def builtins(
     )  # fmt: skip
 
 
-def _run(make: Callable[[torch.device], Bench], *, device: str, threads: int | None, as_json: bool) -> None:
-    """Makes a bench and measures its cells, each of which is printed when it is done."""
+@micro.command(cls=_OneBench, short_help="A decoded token without arithmetic: what the host takes for each plan.")
+@click.option(
+    "--plans", "--plan", "plans", multiple=True,
+    help="A plan, or several with ';' between; may be given again.  [every preset, and some combinations]",
+)  # fmt: skip
+@_rounds(50, what="Timed tokens of each plan.")
+@click.option(
+    "--profile", is_flag=False, flag_value="each", metavar="[PLAN]",
+    help="Show the time by function too: of this plan, or without one of each.",
+)  # fmt: skip
+@partial(_common, threads="1 on a CPU")
+def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int | None, **common: Any) -> None:
+    """Time what the host does for a decoded token: Python and launched operations, with almost no arithmetic.
+
+    Divided by transformers' DynamicCache with sdpa. Every preset is there, with a budget of half of the prompt where it
+    evicts; one that cannot be run is named with the reason.
+    """
+    from kvtailor.bench.micro import host as case
+
+    asked = [plan.strip() for each in plans for plan in each.split(";") if plan.strip()]
+    if plans and not asked:
+        raise click.UsageError("--plans names no plan.")
+    _run(
+        lambda device: case.bench(plans=asked or case.plans(), rounds=rounds, profile=profile, device=device),
+        threads=threads, threads_on_cpu=1, **common,
+    )  # fmt: skip
+
+
+def _run(
+    make: Callable[[torch.device], Bench],
+    *,
+    device: str,
+    threads: int | None,
+    as_json: bool,
+    threads_on_cpu: int | None = None,
+) -> None:
+    """Makes a bench and measures its cells, each of which is printed when it is done.
+
+    Args:
+        make: of the device.
+        device, threads, as_json: as given.
+        threads_on_cpu: where none are given and the device is a CPU; None: as many as torch takes.
+    """
     import torch
     from rich.console import Console
 
@@ -254,6 +297,8 @@ def _run(make: Callable[[torch.device], Bench], *, device: str, threads: int | N
     from kvtailor.hf.model.loading import check_device
 
     where = check_device(device)
+    if threads is None and where.type == "cpu":
+        threads = threads_on_cpu
     if threads is not None:
         torch.set_num_threads(threads)
     console, begun = Console(stderr=True, highlight=False), time.monotonic()

@@ -30,13 +30,13 @@ def _device() -> Iterator[None]:
 
 
 def bounds(row: str) -> list[float | None]:
-    """Median and mean of a token, prompt and prompt of each further layer, as the page has them."""
+    """Of a token median, mean and each further layer; of a prompt all and each further layer: as the page has them."""
     cells = row.rpartition("`")[2].split("|")[1:-1]
     return [None if cell.strip() == "-" else float(cell) for cell in cells]
 
 
 def measured(counts: Counts) -> list[float | None]:
-    return [counts.usual, counts.mean, counts.prompt, counts.prompt_layer]
+    return [counts.usual, counts.mean, counts.token_layer, counts.prompt, counts.prompt_layer]
 
 
 @pytest.mark.filterwarnings("ignore")

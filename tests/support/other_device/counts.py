@@ -19,11 +19,12 @@ from torch import nn
 
 from kvtailor.errors import PlanError
 
-__all__ = ["DEPTHS", "LENGTHS", "STEPS", "TOGETHER", "Counts", "counted", "models", "plans"]
+__all__ = ["DEPTHS", "FEW_STEPS", "LENGTHS", "STEPS", "TOGETHER", "Counts", "counted", "models", "plans"]
 
-DEPTHS = (3, 6)  # layers: what the second takes more for a prompt, three layers take
+DEPTHS = (3, 6)  # layers: what the second takes more, for a prompt or a token, three layers take
 LENGTHS = (270,)  # one prompt: longer than the budgets, and than what codecs leave in full precision
 STEPS = 12  # decoded tokens
+FEW_STEPS = 5  # of the larger model, whose median alone is taken
 # What users combine most, at a budget that each token exceeds.
 TOGETHER = (
     "snapkv + adakv @ tokens=48",
@@ -43,6 +44,8 @@ class Counts:
     Attributes:
         usual: of a decoded token: the median, so that of one at which nothing is evicted or encoded if most are such.
         mean: of a decoded token: the mean over all.
+        token_layer: of a decoded token, for each further layer: the difference of medians; None where the plan does not
+            fit the larger model.
         prompt: of a prompt, on the smaller model.
         prompt_layer: of a prompt, for each further layer; None where the plan does not fit the larger model.
         places: of prompt and tokens together, on the smaller model, by kind and place.
@@ -50,6 +53,7 @@ class Counts:
 
     usual: float
     mean: float
+    token_layer: float | None
     prompt: int
     prompt_layer: float | None
     places: Counter[tuple[str, str]]
@@ -79,18 +83,22 @@ def counted(plan: str) -> Counts:
     """Counts of a plan on the smaller model, one prompt with a mask; the same at every run."""
     small = decoded(_model(DEPTHS[0]), plan, LENGTHS, steps=STEPS)
     by_token = [syncs.total for syncs in small.by_token]
-    layer = None
+    usual = statistics.median(by_token)
+    layer = token_layer = None
     try:
-        large = decoded(_model(DEPTHS[1]), plan, LENGTHS, steps=0)
+        large = decoded(_model(DEPTHS[1]), plan, LENGTHS, steps=FEW_STEPS)
     except PlanError as error:
         # The only plans that fit one model and not the other are tables of its layers.
         if "layers" not in str(error):
             raise
     else:
-        layer = round((large.prefill.total - small.prefill.total) / (DEPTHS[1] - DEPTHS[0]), 1)
+        further = DEPTHS[1] - DEPTHS[0]
+        layer = round((large.prefill.total - small.prefill.total) / further, 1)
+        token_layer = round((statistics.median(syncs.total for syncs in large.by_token) - usual) / further, 1)
     return Counts(
-        usual=statistics.median(by_token),
+        usual=usual,
         mean=round(statistics.mean(by_token), 1),
+        token_layer=token_layer,
         prompt=small.prefill.total,
         prompt_layer=layer,
         places=sum((syncs.found for syncs in small.by_token), small.prefill.found),

@@ -62,7 +62,13 @@ class Bench:
 
 
 def compared(
-    title: str, results: Sequence[Measured], base: str, *, bandwidth: float | None = None, notes: Iterable[str] = ()
+    title: str,
+    results: Sequence[Measured],
+    base: str,
+    *,
+    bandwidth: float | None = None,
+    notes: Iterable[str] = (),
+    layers: int | None = None,
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Return a table as lines and as JSON values; ratios are of medians, to `base`.
 
@@ -73,8 +79,10 @@ def compared(
         bandwidth: bytes per second of a plain read, for the floor beside each time: the bytes that the side must read
             over it. A floor above the time that was measured is none (the bytes came from a cache) and is left out.
         notes: lines between the title and the times.
+        layers: of the model, where each time is shown as microseconds of a layer above the base, too.
     """
     lines, rows = ["", title, *notes], []
+    width = max([34, *(len(measured.name) for measured in results)])
     reference = next((m for m in results if m.name == base), None)
     middle = None if reference is None else spread(reference.seconds).median
     for measured in results:
@@ -82,14 +90,16 @@ def compared(
         row: dict[str, Any] = {"name": measured.name, "median_ms": None, "ratio": None, "disturbed": measured.disturbed}
         rows.append(row)
         if s.median is None or s.q1 is None or s.q3 is None:
-            lines.append(f"  {measured.name:34s} no undisturbed sample ({measured.disturbed} left out)")
+            lines.append(f"  {measured.name:{width}s} no undisturbed sample ({measured.disturbed} left out)")
             continue
         floor = None if bandwidth is None or measured.bytes_read is None else measured.bytes_read / bandwidth
         floor = None if floor is not None and floor > s.median else floor
         ratio = None if not middle else s.median / middle
+        above = None if middle is None or layers is None else (s.median - middle) / layers * 1e6
         lines.append(
-            f"  {measured.name:34s} {s.median * 1e3:9.2f} ms  [{s.q1 * 1e3:.2f}, {s.q3 * 1e3:.2f}]"
+            f"  {measured.name:{width}s} {s.median * 1e3:9.2f} ms  [{s.q1 * 1e3:.2f}, {s.q3 * 1e3:.2f}]"
             f"  {'    –' if ratio is None else f'{ratio:5.2f}'} of {base}"
+            f"{'' if above is None else f' {above:+6.0f} us a layer'}"
             f"  {'' if floor is None else f'floor {floor * 1e3:.2f} ms '}"
             f"({len(measured.seconds)} samples, {measured.disturbed} disturbed)"
         )
@@ -101,5 +111,6 @@ def compared(
             "floor_ms": None if floor is None else floor * 1e3,
             "samples": len(measured.seconds),
             "cache_bytes": measured.cache_bytes,
+            **({} if layers is None else {"above_us_a_layer": above}),
         }
     return lines, rows

@@ -68,6 +68,16 @@ _ITS_ATTENTION = {name: _HYBRID[name] for name in ("hidden_size", "intermediate_
     "num_hidden_layers": 2,
     "max_position_embeddings": 262_144,
 }
+# As many layers as a small model has, and next to no arithmetic in any: what is left of a token is the host.
+_NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
 RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     RANDOM: RANDOM_SHAPE,
     "random-llama-gqa": _GROUPED,
@@ -75,10 +85,12 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     "random-llama2-7b": {**_WIDE, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32_000},
     "random-qwen3-next": _HYBRID,
     "random-llama-256": _ITS_ATTENTION,
+    "random-llama-narrow": _NARROW,
 }
 """All of that kind, by name; the large ones have the shapes of Llama 3.1 8B and of Llama 2 7B.
 
 "random-qwen3-next" has the layers of Qwen3-Next 80B, a hybrid, and "random-llama-256" is plain with its attention.
+"random-llama-narrow" is for the time that the host takes.
 """
 
 
