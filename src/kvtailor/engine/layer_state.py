@@ -43,6 +43,7 @@ class LayerState:
         model: what belongs to the model.
         pending: recorded forwards that wait for a crop.
         draft: all tokens of the recorded forward that waits, where they are decoded ones.
+        unsteady: segments that `engine.steady` has found to be decoded to be read, so that it need not look again.
         layer_group: the layers whose tokens are encoded at once, this one among them; none where it is alone.
     """
 
@@ -58,6 +59,7 @@ class LayerState:
         self.stored, self.observed, self.clock = Stored(), Observed(), Clock()
         self.pending: Pending | None = None
         self.draft: Draft | None = None
+        self.unsteady: tuple[Segment, ...] = ()
 
     @property
     def rows(self) -> int:

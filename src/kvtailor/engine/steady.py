@@ -9,7 +9,7 @@ See docs/decisions/0024-the-short-way.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from kvtailor.ops import dispatch
 from kvtailor.ops.attention.parts import rule_sees
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.cpu.step import TokenStep
-from kvtailor.types import Visibility
+from kvtailor.types import Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.engine.engine import Engine
@@ -79,7 +79,9 @@ class SteadyLayer:
             return None
         if state.layer_group or state.pending is not None or state.draft is not None:
             return None
-        tail, model = state.stored.tail, state.model
+        tail, model, segments = state.stored.tail, state.model, state.stored.segments
+        if segments and _same(segments, state.unsteady):
+            return None
         if tail is None or not tail.length or not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
             return None
         if model.latents is not None or state.observed.carry or state.clock.due or state.clock.reindex:
@@ -93,6 +95,7 @@ class SteadyLayer:
         keys, values, positions = tail.buffers()
         used = library() if keys.device.type == "cpu" else None
         if used is None or TokenStep.unsuited(parts) is not None:
+            state.unsteady = tuple(segments)
             return None
         sees = [rule_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=keys.device) for part in parts]
         step = TokenStep(
@@ -113,8 +116,7 @@ class SteadyLayer:
             and tail.free > 0
             and (self._left is None or self._left > 0)
             and tail.has(self._buffers)
-            and len(stored.segments) == len(self._segments)
-            and all(a is b for a, b in zip(stored.segments, self._segments, strict=True))
+            and _same(stored.segments, self._segments)
             and state.pending is None
             and state.draft is None
             and not state.clock.due
@@ -143,3 +145,8 @@ class SteadyLayer:
         if self._left is not None:
             self._left -= 1
         return output
+
+
+def _same(segments: Sequence[Segment], others: Sequence[Segment]) -> bool:
+    """Whether these are the very same objects."""
+    return len(segments) == len(others) and all(a is b for a, b in zip(segments, others, strict=True))
