@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.micro import cases, decode, pages
 from kvtailor.bench.micro.timer import Measured
 from kvtailor.cli import main
@@ -37,6 +38,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(huge_pages, "_advise", advise)
     monkeypatch.setattr(pages, "read_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(decode, "read_bandwidth", lambda device: 1e9)
+    # One round is all there is, whatever else the machine does.
+    monkeypatch.setattr(Neighbours, "disturbed", lambda self: False)
     monkeypatch.setattr(pages, "_in_huge_pages", lambda: len(seen) * PAGE)
     return seen
 
