@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -135,7 +136,9 @@ def load(path: Path) -> Library | None:
 def _parallel_for() -> int | None:
     """Address of torch's `torch_parallel_for`; None where this torch has none: one thread then."""
     try:
-        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        # Our own libraries end in .so everywhere; those of torch end as the system wants it.
+        name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
         return ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
