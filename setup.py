@@ -38,8 +38,8 @@ LINK_OR_CODE = re.compile(
     r"""
       ^(?P<fence>```+|~~~+).*?^(?P=fence)
     | (?:(?<=\n\n)|\A)(?:(?:[ ]{4}|\t)[^\n]*(?:\n|\Z))+
-    | !\[[^\]]*\]\((?P<image>[^)\s]+)
-    | (?:\]\(|^\[[^\]]+\]:[ ]+|\bhref=")(?P<link>[^)\s"]+)
+    | !\[[^\]]*\]\(<?(?P<image>[^)\s>]+)
+    | (?:\]\(<?|^\[[^\]]+\]:[ ]+<?|\bhref=")(?P<link>[^)\s">]+)
     | \bsrc(?:set)?="(?P<source>[^"]+)
     | (?P<ticks>`+).*?(?P=ticks)
     """,
@@ -101,7 +101,7 @@ def absolute_links(text: str, source: str, version: str) -> str:
         link = picture or found["link"]
         if link is None or re.match(r"[a-z][a-z0-9+.-]*:|//|#", link, re.IGNORECASE):
             return found[0]
-        address = f"{source}/{'raw' if picture else 'blob'}/{at}/{link.removeprefix('./')}"
+        address = f"{source}/{'raw' if picture else 'blob'}/{at}/{link.removeprefix('./').removeprefix('/')}"
         return found[0].removesuffix(link) + address
 
     return LINK_OR_CODE.sub(there, text)

@@ -110,6 +110,7 @@ def test_both_licence_texts_are_inside(pure: zipfile.ZipFile) -> None:
     (folder,) = {name.split("/licenses/")[0] for name in pure.namelist() if "/licenses/" in name}
     texts = {name: pure.read(f"{folder}/licenses/{name}").decode() for name in found.get_all("License-File", [])}
     assert texts == {name: (ROOT / name).read_text(encoding="utf-8") for name in PROJECT["license-files"]}
+    assert {Path(name).name for name in texts} == {"LICENSE", "CC-BY-SA-3.0.txt", "NOTICE"}
     assert any("Apache License" in text and "Version 2.0, January 2004" in text for text in texts.values())
     assert any(text.startswith("Creative Commons Legal Code\n\nAttribution-ShareAlike 3.0") for text in texts.values())
     assert {"kvtailor/demo/weights/NOTICE", "kvtailor/demo/weights/CC-BY-SA-3.0.txt"} <= set(pure.namelist())
@@ -120,6 +121,7 @@ def test_the_notice_names_every_folder_of_weights() -> None:
     text = (package / "demo" / "weights" / "NOTICE").read_text(encoding="utf-8")
     named = re.findall(r"^  (kvtailor/\S+)/ ", text, re.MULTILINE)
     assert named and all((ROOT / "src" / name).is_dir() for name in named)
+    assert not [path for name in named for path in (ROOT / "src" / name).rglob("*.py")], "code is under Apache-2.0"
     binary = {path.relative_to(ROOT / "src").as_posix() for path in package.rglob("*.safetensors")}
     assert binary and all(path.startswith(tuple(named)) for path in binary)
 
@@ -142,7 +144,7 @@ def test_the_page_of_the_package_is_readme_with_absolute_links(pure: zipfile.Zip
     assert found["Description-Content-Type"] == "text/markdown"
     assert body.splitlines()[0] == readme.splitlines()[0] and len(body.splitlines()) == len(readme.splitlines())
     relative = {link for link in targets(body) if not re.match("https?://|#|mailto:", link)}
-    assert relative == set()
+    assert relative == set() and len(targets(body)) == len(targets(readme))
 
 
 def test_links_are_made_absolute_and_code_is_left_alone(setup: dict) -> None:
@@ -159,7 +161,7 @@ rows[0](docs/no.md)
 ```
 
 - item
-  [deep](docs/g.md)
+  [deep](docs/g.md) [angle](</docs/i.md>)
 
 [name]: docs/h.md
 [name]
@@ -168,7 +170,7 @@ rows[0](docs/no.md)
     made = setup["absolute_links"](text, at, "1.2.3")
     assert targets(made) == {
         *(f"{at}/blob/v1.2.3/{name}" for name in ("docs/bench.md#fit", "LOG.md", "docs/c.md", "docs/e.md")),
-        *(f"{at}/blob/v1.2.3/{name}" for name in ("docs/g.md", "docs/h.md")),
+        *(f"{at}/blob/v1.2.3/{name}" for name in ("docs/g.md", "docs/h.md", "docs/i.md")),
         *(f"{at}/raw/v1.2.3/docs/{name}" for name in ("a.png", "b.svg", "d.svg", "f.svg")),
         "#a",
         "https://x.org/y",
