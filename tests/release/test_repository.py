@@ -18,7 +18,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Folders and files that a step makes, or that a marker of make's stands for.
-MADE = ("dist", "wheelhouse", "oldest.txt", "docs/_build/html")
+MADE = ("dist", "wheelhouse", "oldest.txt", "build/site")
 # Extras for people who work on kvtailor.
 OWN_EXTRAS = {"dev", "docs"}
 

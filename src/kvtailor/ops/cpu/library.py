@@ -108,7 +108,8 @@ def library() -> Library | None:
 def why_none() -> str:
     """Why `library()` gives None, as a sentence without its end."""
     if not built():
-        return "kvtailor's C++ kernels were not built (no C++ compiler was found at installation)"
+        reasons = "no C++ compiler was found at installation, or a wheel without kernels was installed"
+        return f"kvtailor's C++ kernels are missing ({reasons})"
     return "kvtailor's C++ kernels do not load on this machine"
 
 
