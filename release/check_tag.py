@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEHOLDER = "example.org/OWNER"
+# The files that have an address of the repository.
+ADDRESSED = ("pyproject.toml", "CITATION.cff", "SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml")
 VERSION = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
 UNRELEASED = "Unreleased"
 
@@ -62,13 +64,13 @@ def disagreements(root: Path) -> Iterator[str]:
 def faults(root: Path, tag: str) -> Iterator[str]:
     """What keeps a tag from being released, a sentence for each."""
     version = version_of(root)
-    if tag != f"v{version}":
-        yield f"the tag is {tag} and version.py has {version}: the tag of this version is v{version}"
     if ".dev" in version:
         yield f"version.py has {version}: a version in development is not released"
+    elif tag != f"v{version}":
+        yield f"the tag is {tag} and version.py has {version}: the tag of this version is v{version}"
     yield from disagreements(root)
     urls = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    for name in ("pyproject.toml", "CITATION.cff", "SECURITY.md", "CODE_OF_CONDUCT.md"):
+    for name in ADDRESSED:
         if PLACEHOLDER in (root / name).read_text(encoding="utf-8"):
             yield f"{name} has the placeholder {PLACEHOLDER}: write the address of the repository"
     for name, address in urls.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,21 @@ import pytest
 import kvtailor
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "SECURITY.md", "pyproject.toml")
+CHECK = runpy.run_path(str(ROOT / "release" / "check_tag.py"))
+PLACEHOLDER = CHECK["PLACEHOLDER"]
 
 
 @pytest.fixture(scope="module")
 def check() -> dict:
-    return runpy.run_path(str(ROOT / "release" / "check_tag.py"))
+    return CHECK
 
 
 @pytest.fixture
 def ready(tmp_path: Path) -> Path:
     """What is checked, as it is when 1.2.3 can be released."""
-    for name in NAMES:
-        text = (ROOT / name).read_text(encoding="utf-8").replace("example.org/OWNER", "host.example/us")
+    for name in ("CHANGELOG.md", *CHECK["ADDRESSED"]):
+        text = (ROOT / name).read_text(encoding="utf-8").replace(PLACEHOLDER, "host.example/us")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     write(tmp_path, "CHANGELOG.md", r"\A(.*?)^## .*?$", r"\g<1>## 1.2.3 (2026-12-01)")
     write(tmp_path, "CITATION.cff", r"^version: .*$", "version: 1.2.3")
@@ -55,13 +56,19 @@ def test_another_tag_is_refused(check: dict, ready: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])
+@pytest.mark.parametrize("name", CHECK["ADDRESSED"])
 def test_a_placeholder_is_refused(name: str, check: dict, ready: Path) -> None:
-    if "example.org/OWNER" not in (ROOT / name).read_text(encoding="utf-8"):
-        pytest.skip("it has no address")
-    shutil.copy(ROOT / name, ready / name)
-    found = list(check["faults"](ready, "v1.2.3"))
-    assert f"{name} has the placeholder example.org/OWNER: write the address of the repository" in found
+    path = ready / name
+    path.write_text(f"{path.read_text(encoding='utf-8')}\n# {PLACEHOLDER}\n", encoding="utf-8")
+    assert list(check["faults"](ready, "v1.2.3")) == [
+        f"{name} has the placeholder {PLACEHOLDER}: write the address of the repository"
+    ]
+
+
+def test_every_file_with_a_placeholder_is_looked_at(check: dict) -> None:
+    files = [path for path in ROOT.glob("*") if path.is_file()] + list((ROOT / ".github").rglob("*.*ml"))
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8", errors="replace") for path in files}
+    assert {name for name, text in texts.items() if PLACEHOLDER in text} <= set(check["ADDRESSED"])
 
 
 def test_a_changelog_or_citation_of_another_version_is_refused(check: dict, ready: Path) -> None:
