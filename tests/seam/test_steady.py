@@ -24,7 +24,8 @@ SHORT = (
     "full", "snapkv(window=6) @ tokens=24", "snapkv(window=6) + adakv @ tokens=24", "streaming @ tokens=24, slack=9",
     "kivi(bits=4, group=8, recent=8)", "vector(bits=8)",
     "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=16) @ tokens=40", "vector(bits=4)",
-    "knorm + pyramid @ tokens=24",
+    "knorm + pyramid @ tokens=24", "h2o(recent=6) @ tokens=24, slack=9", "h2o(recent=6) + adakv @ tokens=24, slack=9",
+    "h2o(recent=6) + kivi(bits=4, group=8, recent=16) @ tokens=40, slack=12",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 
@@ -88,6 +89,10 @@ def check(model, plan, most=2e-5, **how):
         for name, tensor in mine.state()[1].items():
             assert error(tensor.float(), theirs.state()[1][name].float()) < most
         assert state.clock == reference.clock
+        seen, expected = state.observed.evidence.tensors(), reference.observed.evidence.tensors()
+        assert seen.keys() == expected.keys()
+        for name, tensor in seen.items():
+            assert error(tensor.float(), expected[name].float()) < most, name
 
 
 @pytest.mark.parametrize(

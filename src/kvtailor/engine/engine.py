@@ -64,10 +64,7 @@ class Engine:
         self.switch = PhaseSwitch()
         self._taken: dict[int, int] = {}
         self._keeps_queries = self._takes_short_context = False
-        store = plan.store
-        self._reads_all_where_it_lies = (
-            type(plan.attend) is Segments and not (store.moves or store.block) and store.limit is None
-        )
+        self._reads_all_where_it_lies = type(plan.attend) is Segments and plan.store.is_memory
         self.eviction = Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -282,13 +279,17 @@ class Engine:
     @property
     def listens(self) -> bool:
         """Whether what new tokens attend to while decoding is evidence that a later eviction may need."""
+        return self.needs.mass or self._listens_to_queries
+
+    @property
+    def _listens_to_queries(self) -> bool:
         needs = self.needs
-        return needs.mass or (self._needs_queries_again and bool(needs.window or needs.rows or needs.moments))
+        return self._needs_queries_again and bool(needs.window or needs.rows or needs.moments)
 
     @property
     def can_be_steady(self) -> bool:
-        """Whether decoded tokens can be the same work until the plan acts: see `engine.steady`."""
-        return not self.listens and self._reads_all_where_it_lies
+        """Whether decoded tokens can be the same work until the plan acts: `engine.steady`."""
+        return self._reads_all_where_it_lies and not self._listens_to_queries
 
     @property
     def _needs_queries_again(self) -> bool:

@@ -1,9 +1,10 @@
 """Decoded tokens between two actions of the plan: what the next one needs is worked out once, and kept.
 
 While a plan neither evicts nor encodes, a decoded token of a layer is the same work at every step: it joins the tail,
-and all parts are read. `SteadyLayer.of` looks once whether a layer is in such a state, and for how many tokens. Until
-then `take` does what `Engine.attend` and `Engine.act` would, which stay the reference; `holds` is the one guard. It
-compares what the layer holds with what it held, object by object, so that whatever else changes a layer ends it.
+all parts are read, and where a score needs it, what each slot receives is added up. `SteadyLayer.of` looks once whether
+a layer is in such a state, and for how many tokens. Until then `take` does what `Engine.attend` and `Engine.act` would,
+which stay the reference; `holds` is the one guard. It compares what the layer holds with what it held, object by
+object, so that whatever else changes a layer ends it.
 See docs/decisions/0024-the-short-way.md.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -100,7 +102,7 @@ class SteadyLayer:
         sees = [rule_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=keys.device) for part in parts]
         step = TokenStep(
             parts, sees, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
-            softcap=model.softmax.softcap, using=used,
+            softcap=model.softmax.softcap, mass=engine.needs.mass, using=used,
         )  # fmt: skip
         # The token after which the plan acts goes the general way.
         return cls(engine, state, step, None if left is None else left - 1)
@@ -135,7 +137,12 @@ class SteadyLayer:
             state: of the layer; `holds` was true.
             query, keys, values, sinks: see `TokenStep.take`.
         """
-        output = self.step.take(query, keys, values, slot=self._length, column=self._seen, sinks=sinks)
+        evidence = state.observed.evidence
+        output = self.step.take(
+            query, keys, values, slot=self._length, column=self._seen, sinks=sinks, before=evidence.mass
+        )
+        if self._needs.mass:
+            state.observed.evidence = replace(evidence, mass=self.step.received)
         self._tail.length += 1
         state.stored.seen += 1
         state.clock.growth += 1

@@ -154,6 +154,11 @@ class Placement(Method, ABC):
         """Tokens that leave a full-precision tail together where the plan names no codec (0: they stay)."""
         return 0
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is the memory of the device and no more: nothing moves, and nothing is limited."""
+        return not self.moves and not self.block and self.limit is None
+
     def refusal(self, device: torch.device) -> str | None:
         """Why a model on a device cannot be served, as a sentence that begins with the method's name; None: it can."""
         return None

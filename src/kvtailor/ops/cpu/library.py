@@ -64,6 +64,7 @@ class Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "parts", "tail_keys", "tail_values")),
         *((name, ctypes.c_void_p) for name in ("positions", "asked", "merged", "sinks", "parallel_for")),
+        *((name, ctypes.c_void_p) for name in ("lse", "counts", "masses", "before", "slots_before")),
         *((f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("row", "head")),
         *((f"tail_{name}_{of}", ctypes.c_int64) for name in ("key", "value") for of in ("lane", "slot")),
         *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),

@@ -9,9 +9,14 @@ struct Step {
   char *tail_keys, *tail_values;
   int32_t* positions;  // (b * h, slots) of the tail; null: its columns are consecutive
   float* asked;        // (b * h, q / h, d)
-  float* merged;       // (q / h * dv) and (count + 1)
+  float* merged;       // (dv) and (count)
   const float* sinks;  // (q); null: none
   ParallelFor parallel_for;
+  float* lse;                 // (b * h, q / h) over all parts; null: no mass is wanted
+  const float* counts;        // (b * h) ones
+  float* const* masses;       // of each part (m, s): what its slots have received with this token
+  const float* const* before;  // of each part (m, slots_before): what they had received; null: nothing
+  const int64_t* slots_before;
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
   int64_t tail_key_lane, tail_key_slot, tail_value_lane, tail_value_slot, position_lane;
   int64_t count, rows, heads, group, size, value_size, kind, threads;
@@ -57,6 +62,7 @@ void widen_queries(const Step& step) {
 // One query row of one owner: the parts' outputs by their shares of one softmax. Gives where they are.
 const float* over_parts(const Step& step, int64_t row) {
   const float* only = step.parts[0]->out + row * step.value_size;
+  if (step.lse) step.lse[row] = step.parts[0]->lse[row];
   if (step.count == 1 && !step.sinks) return only;
   float *to = step.merged, *share = to + step.value_size;
   float top = step.sinks ? step.sinks[row % (step.heads * step.group)] : NOTHING;
@@ -68,6 +74,7 @@ const float* over_parts(const Step& step, int64_t row) {
   float total = step.sinks ? __builtin_expf(step.sinks[row % (step.heads * step.group)] - top) : 0.f;
   for (int64_t i = 0; i < step.count; i++)
     total += share[i] = share[i] == NOTHING ? 0.f : __builtin_expf(share[i] - top);
+  if (step.lse) step.lse[row] = total == 0 ? NOTHING : top + __builtin_logf(total);
   for (int64_t c = 0; c < step.value_size; c++) to[c] = 0;
   for (int64_t i = 0; i < step.count; i++) {
     if (share[i] == 0) continue;
@@ -76,6 +83,23 @@ const float* over_parts(const Step& step, int64_t row) {
     for (int64_t c = 0; c < step.value_size; c++) to[c] += part * from[c];
   }
   return to;
+}
+
+// What the slots of a part have received, this token included. Slots that have joined since had received nothing.
+int32_t add_mass(const Step& step, int64_t i) {
+  Call& part = *step.parts[i];
+  float* own = part.lse;
+  part.lse = step.lse, part.counts = step.counts, part.mass = step.masses[i];
+  const int64_t each = blocks(part);
+  const int32_t wrong = share_out(part.lanes * each, part.threads, part.parallel_for, [&](int64_t index, int64_t) {
+    mass_of(part, index / each, index % each * BLOCK);
+  });
+  part.lse = own;
+  if (wrong || !step.before[i]) return wrong;
+  for (int64_t lane = 0; lane < part.lanes; lane++)
+    for (int64_t t = 0; t < step.slots_before[i]; t++)
+      part.mass[lane * part.slots + t] += step.before[i][lane * step.slots_before[i] + t];
+  return 0;
 }
 
 int32_t take(Step& step) {
@@ -91,6 +115,8 @@ int32_t take(Step& step) {
   const int64_t element = step.kind == FLOAT32 ? 4 : 2, queries = step.rows * step.heads * step.group;
   for (int64_t row = 0; row < queries; row++)
     write(step.kind, over_parts(step, row), step.value_size, step.out + row * step.value_size * element);
+  for (int64_t i = 0; step.lse && i < step.count; i++)
+    if (const int32_t wrong = add_mass(step, i)) return wrong;
   return 0;
 }
 

@@ -50,6 +50,7 @@ class TokenStep:
         query_heads: q.
         scaling: factor before the softmax.
         softcap: see `Softmax`.
+        mass: what the slots receive is wanted as well.
         using: the variant.
     """
 
@@ -64,6 +65,7 @@ class TokenStep:
         query_heads: int,
         scaling: float,
         softcap: float | None,
+        mass: bool,
         using: Library,
     ):
         layout = parts[-1].layout
@@ -103,6 +105,7 @@ class TokenStep:
         )
         self._at, self._run = ctypes.byref(self._step), using.functions.kvtailor_step
         self._strides: tuple[Any, ...] = ()
+        self._mass = self._ready_for_mass(parts) if mass else ()
         self._lay_out(using)
 
     @staticmethod
@@ -136,7 +139,15 @@ class TokenStep:
         return query.shape == self.query_shape and query.dtype is self.dtype and query.device.type == "cpu"
 
     def take(
-        self, query: Tensor, keys: Tensor, values: Tensor, *, slot: int, column: int, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        slot: int,
+        column: int,
+        sinks: Tensor | None = None,
+        before: Sequence[Tensor] = (),
     ) -> Tensor:
         """Write one token of each row into the tail, and return its attention (b, 1, q, dv) over all parts.
 
@@ -144,6 +155,8 @@ class TokenStep:
             query: (b, q, 1, d). keys: (b, h, 1, d). values: (b, h, 1, dv).
             slot: of the tail, free. column: of the token.
             sinks: (q,) float32; None: none.
+            before: for each part (m, s) float32 what its slots have received, where mass is wanted. The tail's may have
+                fewer slots, or not be there; then `received` has what they have received afterwards.
 
         Raises:
             RuntimeError: torch's threads refused the work.
@@ -158,6 +171,8 @@ class TokenStep:
                 (each[0] * element, each[1] * element) for each in strides
             )
             self._strides = strides
+        if self._mass:
+            self._give_mass(slot + 1, before)
         if _WORKSPACE.floats is not self._workspace:
             self._point(_WORKSPACE.of(self._floats))
         out = torch.empty(self._out_shape, dtype=self.dtype)
@@ -167,6 +182,34 @@ class TokenStep:
         if self._run(self._at):
             raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
         return out
+
+    @property
+    def received(self) -> tuple[Tensor, ...]:
+        """(m, s) float32 of each part: what its slots have received in all, after `take`."""
+        return self._received
+
+    def _ready_for_mass(self, parts: Sequence[Segment]) -> tuple[Any, ...]:
+        """Arrays of addresses for each part, and the room that their weights take."""
+        self._counts = torch.ones(self._step.rows * self._step.heads)
+        self._step.counts = self._counts.data_ptr()
+        pointers, numbers = ctypes.c_void_p * len(parts), ctypes.c_int64 * len(parts)
+        masses, before, slots_before = pointers(), pointers(), numbers()
+        self._step.masses, self._step.before = ctypes.addressof(masses), ctypes.addressof(before)
+        self._step.slots_before = ctypes.addressof(slots_before)
+        return masses, before, slots_before
+
+    def _give_mass(self, slots: int, before: Sequence[Tensor]) -> None:
+        masses, pointers, counts = self._mass
+        last = len(self._calls) - 1
+        made, kept = [], []
+        for i, call in enumerate(self._calls):
+            mass = torch.empty((call.lanes, slots if i == last else call.slots), dtype=torch.float32)
+            was = before[i].contiguous() if i < len(before) else None
+            masses[i], pointers[i] = mass.data_ptr(), None if was is None else was.data_ptr()
+            counts[i] = 0 if was is None else was.shape[1]
+            made.append(mass)
+            kept.append(was)
+        self._received, self._before = tuple(made), kept
 
     def _part(self, part: Segment, owners: int, group: int, size: int) -> Call:
         sides = stored_sides(part)
@@ -216,6 +259,13 @@ class TokenStep:
             at_call = ctypes.byref(call)
             room(call, "found", functions.kvtailor_found_of_any(at_call, ctypes.c_int64(step.threads)))
             room(call, "scratch", functions.kvtailor_scratch(at_call))
+            if self._mass:
+                # As many as the tail may come to have.
+                slots, call.slots = call.slots, self.slots if call is self._calls[-1] else call.slots
+                room(call, "kept", functions.kvtailor_kept(at_call))
+                call.slots = slots
+        if self._mass:
+            room(step, "lse", queries)
         self._floats = at
         self._point(_WORKSPACE.of(at))
 
