@@ -5,8 +5,11 @@ PYTEST ?= OMP_NUM_THREADS=1 .venv/bin/pytest -q -n auto --maxprocesses=8 --dist 
 DEMO_CMD ?= .venv/bin/kvtailor demo --out results/demo
 
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
+# A host that many external links lead to: where it cannot be reached, there is no network.
+LINKED ?= arxiv.org
 
-.PHONY: demo test test-all check bench docs cost
+.PHONY: demo test test-all check bench docs docs-links cost
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -15,7 +18,7 @@ demo: $(READY)
 test: check
 	$(PYTEST) -m "not long"
 
-test-all: check
+test-all: check $(DOCS_READY)
 	$(PYTEST)
 
 check: $(READY)
@@ -25,9 +28,17 @@ check: $(READY)
 bench: $(READY)
 	.venv/bin/kvtailor bench $(BENCH)
 
-docs: $(READY)
+docs: $(DOCS_READY)
 	.venv/bin/python docs/write_methods.py
 	.venv/bin/python docs/write_models.py --page
+	@rm -rf build/site
+	.venv/bin/python -m sphinx -W --keep-going -q -E -b html docs build/site
+	@echo "the site: build/site/index.html"
+
+docs-links: $(DOCS_READY)
+	@if .venv/bin/python -c 'import socket, sys; socket.create_connection((sys.argv[1], 443), 10)' $(LINKED) 2>/dev/null; \
+	then .venv/bin/python -m sphinx -W --keep-going -q -E -b linkcheck -D nb_execution_mode=off docs build/links; \
+	else echo "$(LINKED) cannot be reached: external links were not checked"; fi
 
 # One thread: the other core is left to whoever else is there, and processor time is work alone.
 cost: $(READY)
@@ -40,4 +51,9 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/kvtailor/ops/cp
 	@echo "setting up .venv (downloads a few hundred MB, once)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,bench,plots,gpu,ray]"
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@echo "adding what makes the site (some 30 MB, once)"
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@touch $@
