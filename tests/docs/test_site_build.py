@@ -24,6 +24,8 @@ WITH_SNIPPETS = [
     )
     if SNIPPET.search(path.read_text(encoding="utf-8"))
 ]
+# A search measures many plans.
+NEED_A_FIT = {"tutorial"}
 # Far too little for a plan that is to be used.
 LEAST = Effort(
     name="least", first=(3, 1), rest=(1, 1), widths=(4,), shares=(0.25,), by_head=False, trials=2, front=1, levels=(),
@@ -42,8 +44,11 @@ def put(needed: str, folder: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=names(WITH_SNIPPETS))
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.long if path.stem in NEED_A_FIT else ()) for path in WITH_SNIPPETS],
+    ids=names(WITH_SNIPPETS),
+)
 def test_the_snippets_of_a_page_run_one_after_the_other(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
