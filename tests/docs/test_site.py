@@ -61,7 +61,7 @@ def wrong_options(text: str) -> list[str]:
     """Commands in a document's shell blocks whose verb or options `kvtailor` does not have."""
     found = []
     for block in SHELL.findall(text):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["torchrun"] and "kvtailor" in words:
                 words = words[words.index("kvtailor") :]
@@ -140,7 +140,11 @@ def test_what_the_site_would_refuse_is_seen(tmp_path: Path) -> None:
     (tmp_path / "index.md").write_text("# Top\n\n```{toctree}\ngone\n```\n")
     with pytest.raises(AssertionError, match="names gone"):
         reached(tmp_path / "index.md")
-    lines = ("kvtailor fit --memory 1GiB --speed 3", "kvtailor fly", "torchrun -m kvtailor bench --plans x --wings")
+    lines = (
+        "kvtailor fit --memory 1GiB \\\n    --speed 3",
+        "kvtailor fly",
+        "torchrun -m kvtailor bench --plans x --wings",
+    )
     text = "\n".join(["```bash", *lines, "```", ""])
     assert wrong_options(text) == ["fit --speed", "fly", "bench --wings"]
 
