@@ -10,8 +10,11 @@ CONSTRAINTS ?= constraints.txt
 PYTHONS ?= .venv/bin/python
 
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
+# A host that many external links lead to: where it cannot be reached, there is no network.
+LINKED ?= arxiv.org
 
-.PHONY: demo test test-all check bench docs cost package ready
+.PHONY: demo test test-all check bench docs docs-links cost package ready
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -20,7 +23,7 @@ demo: $(READY)
 test: check
 	$(PYTEST) -m "not long"
 
-test-all: check
+test-all: check $(DOCS_READY)
 	$(PYTEST)
 
 check: $(READY)
@@ -30,9 +33,17 @@ check: $(READY)
 bench: $(READY)
 	.venv/bin/kvtailor bench $(BENCH)
 
-docs: $(READY)
+docs: $(DOCS_READY)
 	.venv/bin/python docs/write_methods.py
 	.venv/bin/python docs/write_models.py --page
+	@rm -rf build/site
+	.venv/bin/python -m sphinx -W --keep-going -q -E -b html docs build/site
+	@echo "the site: build/site/index.html"
+
+docs-links: $(DOCS_READY)
+	@if .venv/bin/python -c 'import socket, sys; socket.create_connection((sys.argv[1], 443), 10)' $(LINKED) 2>/dev/null; \
+	then .venv/bin/python -m sphinx -W --keep-going -q -E -b linkcheck -D nb_execution_mode=off docs build/links; \
+	else echo "$(LINKED) cannot be reached: external links were not checked"; fi
 
 # The sdist and the wheels of this machine, checked and tried: see release/make_package.py and docs/releasing.md.
 package: $(READY)
@@ -54,4 +65,9 @@ $(READY): pyproject.toml $(CONSTRAINTS) setup.py src/kvtailor/version.py $(wildc
 	@echo "setting up .venv (downloads a few hundred MB, once)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e ".[dev,bench,plots,gpu,ray]"
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@echo "adding what makes the site (some 30 MB, once)"
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e ".[docs]"
 	@touch $@

@@ -3,8 +3,9 @@
     make docs        (or: python docs/write_methods.py, in any checkout)
 
 `README.md` lists the stages, their methods and the presets; every method has a page of its own, so that two methods
-that arrive at once touch two files. The pages say nothing that the sources do not say: change the docstring, not the
-page. A test compares the committed pages with what this file makes of the sources.
+that arrive at once touch two files. The pages say nothing that the sources do not say: change the docstring, or the
+formula in `formulas.md`, and not the page. A test compares the committed pages with what this file makes of the
+sources.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from kvtailor.plan import Plan, registry  # noqa: E402
 from kvtailor.plan.arguments import samples_of  # noqa: E402
 from kvtailor.plan.grammar import write_value  # noqa: E402
 
-__all__ = ["FOLDER", "heads_of", "pages", "stale", "write"]
+__all__ = ["FOLDER", "formulas", "heads_of", "pages", "stale", "write"]
 
 FOLDER = ROOT / "docs" / "methods"
-MEASURED = ("cost.md",)
+# What stands in the folder and is not made here.
+WRITTEN = ("cost.md", "formulas.md")
+FORMULAS = FOLDER / "formulas.md"
 HEADS = ("Idea", "Paper", "Source", "Departs", "Cost")
 MADE = "<!-- Made by `make docs` from {}: change that, not this page. -->"
 
@@ -43,12 +46,24 @@ def heads_of(docstring: str) -> dict[str, str]:
     return {head: body.strip() for head, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
+def formulas() -> dict[str, str]:
+    """What `formulas.md` says of each method, by name."""
+    text = FORMULAS.read_text(encoding="utf-8")
+    parts = re.split(r"^###? (.*)$", text, flags=re.MULTILINE)
+    return {name: body.strip() for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
 def pages() -> dict[str, str]:
     """The text of every page by its path in `docs/methods/`."""
     papers = bibliography((ROOT / "docs" / "papers.bib").read_text(encoding="utf-8"))
     # What other packages bring is not ours to document, and differs from machine to machine.
     stages = {stage: [i for i in registry.methods(stage).values() if i.by == "kvtailor"] for stage in registry.stages()}
-    found = {f"{i.stage}/{i.name}.md": "\n".join(_page(i, papers)) for infos in stages.values() for i in infos}
+    written = formulas()
+    found = {
+        f"{i.stage}/{i.name}.md": "\n".join(_page(i, papers, written[i.name]))
+        for infos in stages.values()
+        for i in infos
+    }
     return {"README.md": "\n".join(_index(stages, papers)), **found}
 
 
@@ -57,7 +72,7 @@ def stale(folder: Path = FOLDER) -> list[str]:
     wanted = pages()
     there = {str(path.relative_to(folder)): path for path in folder.rglob("*.md")}
     differ = [n for n, text in wanted.items() if n not in there or there[n].read_text(encoding="utf-8") != text]
-    return sorted([*differ, *(name for name in there if name not in wanted and name not in MEASURED)])
+    return sorted([*differ, *(name for name in there if name not in wanted and name not in WRITTEN)])
 
 
 def write(folder: Path = FOLDER) -> list[str]:
@@ -79,7 +94,7 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
     yield "A plan names at most one method of each stage, with `+` between, in any order; a preset brings several at"
     yield "once. What a plan does not name is what stands as *default* below. `kvtailor ls` lists the same in a"
     measured = " What choosing costs is in [cost.md](cost.md)." if (FOLDER / "cost.md").is_file() else ""
-    yield f"terminal.{measured}\n"
+    yield f"terminal.{measured} All formulas stand in [formulas.md](formulas.md), in one notation.\n"
     for stage, infos in stages.items():
         yield f"## {stage}\n\n{_sentence(stage)}\n"
         yield "| method | what it does | paper | arguments |\n|---|---|---|---|"
@@ -117,7 +132,7 @@ def _index(stages: Mapping[str, list[registry.MethodInfo]], papers: tuple[Paper,
     yield ""
 
 
-def _page(info: registry.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]:
+def _page(info: registry.MethodInfo, papers: tuple[Paper, ...], formula: str) -> Iterator[str]:
     path = f"src/{info.module.replace('.', '/')}.py"
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
     yield MADE.format(f"`{path}`")
@@ -126,6 +141,8 @@ def _page(info: registry.MethodInfo, papers: tuple[Paper, ...]) -> Iterator[str]
     yield f"`{info.module}.{info.class_name}`, of the stage [{info.stage}](../README.md#{info.stage}).{standing}\n"
     for head, body in heads_of(docstring).items():
         yield f"**{head}**: {_prose(body)}\n"
+        if head == "Idea":
+            yield f"**Formula** ([notation](../formulas.md)):\n\n{formula}\n"
         if head == "Paper" and (cited := _cited(body, papers)):
             yield "\n".join(f"- {paper.long}" for paper in cited) + "\n"
     fields = _fields(info)

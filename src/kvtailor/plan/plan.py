@@ -164,7 +164,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """12 hex digits that name results: sha256 of all methods, arguments, budgets and the resulting slack.
+        """The 12 hex digits that name results, of the sha256 of all methods, arguments, budgets and resulting slack.
 
         Methods among arguments count like any, and so does the content of the files that methods read.
         """
