@@ -2,7 +2,7 @@
 
 import kvtailor
 from kvtailor.fitting.effort import Effort
-from kvtailor.fitting.pieces import generated
+from kvtailor.fitting.material import generated
 
 # Seconds instead of minutes: far too little for a plan that you would use.
 LEAST = Effort(

@@ -13,7 +13,7 @@ from tests.docs.test_paths import names
 
 import kvtailor
 from kvtailor.fitting.effort import Effort
-from kvtailor.fitting.pieces import generated
+from kvtailor.fitting.material import generated
 
 DOCS = Path(__file__).parents[2] / "docs"
 SNIPPET = re.compile(r"(?:<!-- (not run|needs): (.*?) -->\n)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

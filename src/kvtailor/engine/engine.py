@@ -283,8 +283,7 @@ class Engine:
 
     @property
     def _listens_to_queries(self) -> bool:
-        needs = self.needs
-        return self._needs_queries_again and bool(needs.window or needs.rows or needs.moments)
+        return self._needs_queries_again and bool(self.needs.window or self.needs.rows or self.needs.moments)
 
     @property
     def can_be_steady(self) -> bool:
