@@ -404,12 +404,19 @@ void mass_of(const Call& call, int64_t lane, int64_t first) {
   }
 }
 
+SMALL_CODE int32_t sum_mass(const Call& call) {
+  const int64_t each = blocks(call);
+  return share_out(call.lanes * each, call.threads, call.parallel_for, [&](int64_t index, int64_t) {
+    mass_of(call, index / each, index % each * BLOCK);
+  });
+}
+
 // So that a piece is no smaller than what it finds, and threads come only where they bring more than their barrier costs.
 // The same numbers as in attention.py.
 constexpr int64_t LEAST_CHUNK = 256, PIECES = 8, SMALL = 1 << 19;
 
 // How a call's slots are parted, now that there are so many of them.
-void divide(Call& call, int64_t most_threads, ParallelFor parallel_for) {
+SMALL_CODE void divide(Call& call, int64_t most_threads, ParallelFor parallel_for) {
   const bool many = parallel_for && call.lanes * call.slots * call.rows * call.keys.size > SMALL;
   call.threads = many ? most_threads : 1;
   call.parallel_for = many ? parallel_for : nullptr;
@@ -419,7 +426,7 @@ void divide(Call& call, int64_t most_threads, ParallelFor parallel_for) {
   call.chunk = chunk > LEAST_CHUNK ? chunk : LEAST_CHUNK;
 }
 
-int32_t attend(const Call& call) {
+APART int32_t attend(const Call& call) {
   const Tables tables{call};
   tables.fill();
   const int64_t each = chunks(call);
@@ -463,12 +470,7 @@ int64_t kvtailor_found_of_any(const Call* call, int64_t threads) {
 int64_t kvtailor_kept(const Call* call) { return call->lanes * call->rows * (call->slots + blocks(*call)); }
 
 // The mass of the slots, after kvtailor_attend with scratch to keep weights; `lse` may now be that of more parts.
-int32_t kvtailor_mass(const Call* call) {
-  const int64_t each = blocks(*call);
-  return share_out(call->lanes * each, call->threads, call->parallel_for, [&](int64_t index, int64_t) {
-    mass_of(*call, index / each, index % each * BLOCK);
-  });
-}
+int32_t kvtailor_mass(const Call* call) { return sum_mass(*call); }
 
 // Whether `softcap` is read: a library from older sources has no such function.
 int32_t kvtailor_caps() { return 1; }

@@ -25,7 +25,8 @@ struct Step {
 
 namespace {
 
-template <class T> void write_as(const float* from, int64_t size, char* to) {
+// Small beside what is read: plain loops, so that four variants of it stay small as well.
+template <class T> SMALL_CODE void write_as(const float* from, int64_t size, char* to) {
   for (int64_t c = 0; c < size; c++) {
     const auto kept = rounded(T(), from[c]);
     memcpy(to + c * T::BYTES, &kept, T::BYTES);
@@ -38,7 +39,7 @@ void write(int64_t kind, const float* from, int64_t size, char* to) {
   else write_as<F16>(from, size, to);
 }
 
-void join_tail(const Step& step) {
+SMALL_CODE void join_tail(const Step& step) {
   const int64_t element = step.kind == FLOAT32 ? 4 : 2;
   for (int64_t b = 0; b < step.rows; b++)
     for (int64_t h = 0; h < step.heads; h++) {
@@ -51,7 +52,7 @@ void join_tail(const Step& step) {
     }
 }
 
-void widen_queries(const Step& step) {
+SMALL_CODE void widen_queries(const Step& step) {
   const int64_t heads = step.heads * step.group;
   for (int64_t b = 0; b < step.rows; b++)
     for (int64_t q = 0; q < heads; q++)
@@ -60,7 +61,7 @@ void widen_queries(const Step& step) {
 }
 
 // One query row of one owner: the parts' outputs by their shares of one softmax. Gives where they are.
-const float* over_parts(const Step& step, int64_t row) {
+SMALL_CODE const float* over_parts(const Step& step, int64_t row) {
   const float* only = step.parts[0]->out + row * step.value_size;
   if (step.lse) step.lse[row] = step.parts[0]->lse[row];
   if (step.count == 1 && !step.sinks) return only;
@@ -86,14 +87,11 @@ const float* over_parts(const Step& step, int64_t row) {
 }
 
 // What the slots of a part have received, this token included. Slots that have joined since had received nothing.
-int32_t add_mass(const Step& step, int64_t i) {
+SMALL_CODE int32_t add_mass(const Step& step, int64_t i) {
   Call& part = *step.parts[i];
   float* own = part.lse;
   part.lse = step.lse, part.counts = step.counts, part.mass = step.masses[i];
-  const int64_t each = blocks(part);
-  const int32_t wrong = share_out(part.lanes * each, part.threads, part.parallel_for, [&](int64_t index, int64_t) {
-    mass_of(part, index / each, index % each * BLOCK);
-  });
+  const int32_t wrong = sum_mass(part);
   part.lse = own;
   if (wrong || !step.before[i]) return wrong;
   for (int64_t lane = 0; lane < part.lanes; lane++)
@@ -102,7 +100,7 @@ int32_t add_mass(const Step& step, int64_t i) {
   return 0;
 }
 
-int32_t take(Step& step) {
+SMALL_CODE int32_t take(Step& step) {
   join_tail(step);
   widen_queries(step);
   step.parts[step.count - 1]->slots = step.slot + 1;

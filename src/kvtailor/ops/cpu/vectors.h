@@ -41,6 +41,12 @@ template <class Each> static inline void in_rows(int64_t rows, Each each) {
 
 // Large, and called too seldom for copies of it to be worth their bytes.
 #define APART __attribute__((noinline))
+// Called once a token: its bytes matter more than its time.
+#if defined(__clang__)
+#define SMALL_CODE __attribute__((noinline, minsize))
+#else
+#define SMALL_CODE __attribute__((noinline, optimize("Os")))
+#endif
 
 template <class V> static inline V load(const void* from) {
   V v;
