@@ -7,7 +7,7 @@ import torch
 
 import kvtailor
 from kvtailor.engine.engine import Engine
-from kvtailor.engine.steady import SteadyLayer, general_way
+from kvtailor.engine.steady import SteadyLayer, general_way, short_way
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.dispatch import using
 from kvtailor.plan import Plan
@@ -33,6 +33,12 @@ FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 @pytest.fixture(scope="module", autouse=True)
 def _calibrated(tmp_path_factory):
     with shipped_for([build("llama")], tmp_path_factory.mktemp("calibrations")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _short():
+    with short_way():
         yield
 
 

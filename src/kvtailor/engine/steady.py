@@ -29,11 +29,21 @@ if TYPE_CHECKING:
     from kvtailor.engine.engine import Engine
     from kvtailor.engine.layer_state import LayerState
 
-__all__ = ["SteadyLayer", "general_way"]
+__all__ = ["SteadyLayer", "general_way", "short_way"]
 
-_GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
+_GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=True)
 _FEWEST = 2
 """Tokens before the next action, from which on it is worth while to work anything out."""
+
+
+@contextmanager
+def short_way() -> Iterator[None]:
+    """Within it decoded tokens may go the short way, which is not the default yet: see decision 0024."""
+    token = _GENERAL.set(False)
+    try:
+        yield
+    finally:
+        _GENERAL.reset(token)
 
 
 @contextmanager

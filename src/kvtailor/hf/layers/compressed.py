@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,7 +56,6 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
         self._readers = guard.geometry.readers.get(layer_idx, ())
         self._read: list[tuple[Reading, Attended]] = []
         self._repeated: tuple[Tensor, Tensor] | None = None
-        self._nan: tuple[Tensor, Tensor] | None = None
 
     @property
     def record_past(self) -> bool:
@@ -104,10 +104,8 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
     def _handed_on(self, keys: Tensor, values: Tensor, before: int) -> tuple[Tensor, Tensor]:
         """What the model gets for new keys (b, h, t, d) and values (b, h, t, dv) after `before` tokens."""
         b, h, t, d = keys.shape
-        if self._nan is None or self._nan[0].is_inference() != torch.is_inference_mode_enabled():
-            self._nan = keys.new_full((1, 1, 1, 1), float("nan")), values.new_full((1, 1, 1, 1), float("nan"))
-        nan = self._nan[0].expand(b, h, before + t, d)
-        nan_values = self._nan[1].expand(b, h, before + t, values.shape[-1])
+        one = _nan(keys.dtype, keys.device, torch.is_inference_mode_enabled())
+        nan, nan_values = one.expand(b, h, before + t, d), one.expand(b, h, before + t, values.shape[-1])
         if self.guard.geometry.multiplies:
             return operands(self, nan, nan_values)
         setattr(nan, HANDLE, self)
@@ -387,6 +385,12 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows, given as indices or as a boolean mask."""
         self.state.select_rows(torch.arange(self.state.rows)[indices.cpu()])
+
+
+@cache
+def _nan(dtype: torch.dtype, device: torch.device, inference: bool) -> Tensor:
+    """(1, 1, 1, 1) NaN, of no cache: a ledger has nothing of it to count."""
+    return torch.full((1, 1, 1, 1), float("nan"), dtype=dtype, device=device)
 
 
 def record_past_of_all(engine: Engine, on: bool) -> None:
