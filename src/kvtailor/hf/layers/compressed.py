@@ -389,7 +389,6 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
 
 @cache
 def _nan(dtype: torch.dtype, device: torch.device, inference: bool) -> Tensor:
-    """(1, 1, 1, 1) NaN, of no cache: a ledger has nothing of it to count."""
     return torch.full((1, 1, 1, 1), float("nan"), dtype=dtype, device=device)
 
 
