@@ -394,7 +394,4 @@ def _nan(dtype: torch.dtype, device: torch.device, inference: bool) -> Tensor:
 
 def record_past_of_all(engine: Engine, on: bool) -> None:
     """Do what setting transformers' `record_past` of one layer means: all layers of a cache record, or none does."""
-    if on:
-        engine.switch.go_on_recording()
-    else:
-        engine.switch.end_recording()
+    engine.switch.go_on_recording() if on else engine.switch.end_recording()
