@@ -59,7 +59,7 @@ class LayerState:
         self.stored, self.observed, self.clock = Stored(), Observed(), Clock()
         self.pending: Pending | None = None
         self.draft: Draft | None = None
-        self.unsteady: tuple[Segment, ...] = ()
+        self.unsteady: list[weakref.ref[Segment]] = []
 
     @property
     def rows(self) -> int:

@@ -10,11 +10,12 @@ See docs/decisions/0024-the-short-way.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -23,27 +24,18 @@ from kvtailor.ops import dispatch
 from kvtailor.ops.attention.parts import rule_sees
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.cpu.step import TokenStep
-from kvtailor.types import Segment, Visibility
+from kvtailor.types import Visibility
 
 if TYPE_CHECKING:
     from kvtailor.engine.engine import Engine
     from kvtailor.engine.layer_state import LayerState
 
-__all__ = ["SteadyLayer", "general_way", "short_way"]
+T = TypeVar("T")
+__all__ = ["SteadyLayer", "general_way"]
 
-_GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=True)
+_GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
 _FEWEST = 2
 """Tokens before the next action, from which on it is worth while to work anything out."""
-
-
-@contextmanager
-def short_way() -> Iterator[None]:
-    """Within it decoded tokens may go the short way, which is not the default yet: see decision 0024."""
-    token = _GENERAL.set(False)
-    try:
-        yield
-    finally:
-        _GENERAL.reset(token)
 
 
 @contextmanager
@@ -68,8 +60,10 @@ class SteadyLayer:
         assert tail is not None
         self.step = step
         self._left, self._length, self._seen = left, tail.length, state.stored.seen
-        self._stored, self._tail, self._buffers = state.stored, tail, tail.buffers()
-        self._segments = tuple(state.stored.segments)
+        # Weakly: what a layer lets go of is to be freed, whether a token follows or not.
+        self._stored, self._tail = weakref.ref(state.stored), weakref.ref(tail)
+        self._buffers = _weakly(each for each in tail.buffers() if each is not None)
+        self._segments = _weakly(state.stored.segments)
         self._asked = dispatch.asked_here()
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
 
@@ -107,27 +101,31 @@ class SteadyLayer:
         keys, values, positions = tail.buffers()
         used = library() if keys.device.type == "cpu" else None
         if used is None or TokenStep.unsuited(parts) is not None:
-            state.unsteady = tuple(segments)
+            state.unsteady = _weakly(segments)
             return None
         sees = [rule_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=keys.device) for part in parts]
         step = TokenStep(
             parts, sees, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
             softcap=model.softmax.softcap, mass=engine.needs.mass, using=used,
         )  # fmt: skip
+        if not step.complete:
+            state.unsteady = _weakly(segments)
+            return None
         # The token after which the plan acts goes the general way.
         return cls(engine, state, step, None if left is None else left - 1)
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
         """Whether the layer is as it was, and nothing is due after one more token."""
-        stored, tail = state.stored, self._tail
+        stored, tail = state.stored, state.stored.tail
         return (
-            stored is self._stored
-            and stored.tail is tail
+            stored is self._stored()
+            and tail is not None
+            and tail is self._tail()
             and tail.length == self._length
             and stored.seen == self._seen
             and tail.free > 0
             and (self._left is None or self._left > 0)
-            and tail.has(self._buffers)
+            and _same([each for each in tail.buffers() if each is not None], self._buffers)
             and _same(stored.segments, self._segments)
             and state.pending is None
             and state.draft is None
@@ -148,13 +146,15 @@ class SteadyLayer:
             query, keys, values, sinks: see `TokenStep.take`.
         """
         evidence = state.observed.evidence
-        output = self.step.take(
+        output, received = self.step.take(
             query, keys, values, slot=self._length, column=self._seen, sinks=sinks, before=evidence.mass
         )
-        if self._needs.mass:
-            state.observed.evidence = replace(evidence, mass=self.step.received)
-        self._tail.length += 1
-        state.stored.seen += 1
+        if received:
+            state.observed.evidence = replace(evidence, mass=received)
+        stored = state.stored
+        assert stored.tail is not None
+        stored.tail.length += 1
+        stored.seen += 1
         state.clock.growth += 1
         state.observed.tokens_read = None
         self._length += 1
@@ -164,6 +164,11 @@ class SteadyLayer:
         return output
 
 
-def _same(segments: Sequence[Segment], others: Sequence[Segment]) -> bool:
+def _weakly(things: Iterable[T]) -> list[weakref.ref[T]]:
+    """The same, so that they can be freed."""
+    return [weakref.ref(each) for each in things]
+
+
+def _same(things: Sequence[object], others: Sequence[weakref.ref[Any]]) -> bool:
     """Whether these are the very same objects."""
-    return len(segments) == len(others) and all(a is b for a, b in zip(segments, others, strict=True))
+    return len(things) == len(others) and all(a is b() for a, b in zip(things, others, strict=True))

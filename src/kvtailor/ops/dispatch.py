@@ -9,7 +9,7 @@ been timed on a GPU, and until they have "auto" does not take them. In the inter
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.attention import folded_codes
+from kvtailor.ops.attention import folded, folded_codes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu import quantise
+from kvtailor.ops.cpu import merge, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library, why_none
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -35,6 +35,7 @@ __all__ = [
     "explained",
     "forced",
     "joint_attention",
+    "merged",
     "page_attention",
     "prompt_mass",
     "quantiser",
@@ -161,6 +162,17 @@ def joint_attention(device: torch.device) -> Any:
     from kvtailor.ops.triton import attend as on_gpu
 
     return on_gpu
+
+
+def merged(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over the union of what disjoint parts saw; arguments as of `ops.attention.folded.merge`."""
+    built = None
+    # (n, g, t): torch merges those of many tokens by all threads.
+    if found[0][1].shape[-1] <= MOST_QUERIES and (len(found) > 1 or sinks is not None) and forced() == "auto":
+        built = library() if found[0][0].device.type == "cpu" else None
+    if built is None or merge.unsuited(found, built) is not None:
+        return folded.merge(found, sinks)
+    return merge.merge(found, sinks, built)
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -86,10 +86,6 @@ class Tail:
         assert self._keys is not None and self._values is not None
         return self._keys, self._values, self._positions
 
-    def has(self, buffers: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-        """Whether these are its buffers, the very tensors."""
-        return self._keys is buffers[0] and self._values is buffers[1] and self._positions is buffers[2]
-
     def is_followed_by(self, column: int) -> bool:
         """Whether a token of this column can be written behind the last one without another change."""
         if self.length == 0 or not self._writable:

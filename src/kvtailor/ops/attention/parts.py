@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import dispatch
-from kvtailor.ops.attention.folded import folded, merge, suits
+from kvtailor.ops.attention.folded import folded, suits
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
 from kvtailor.ops.segments.coded import Whole
@@ -185,7 +185,7 @@ def _as_stored(
     if rest:
         found.append(joint(grouped.to(rest[0].keys.dtype), rest, scaling, softmax=softmax)[:2])
     # The sinks are one part more, which is no part's own.
-    out, lse = merge(found, softmax.sink_rows(b, h))
+    out, lse = dispatch.merged(found, softmax.sink_rows(b, h))
     if weight is None:
         return _by_heads(query, out, lse)
     # Each part kept its weights relative to what it saw itself; only the log-sum-exp over all parts makes them shares.
@@ -274,7 +274,7 @@ def read_lanes(
     b, q, t, d = query.shape
     sinks, softcap = softmax.sink_rows(b, heads), softmax.softcap
     if not lanes:
-        return _by_heads(query, *merge(found, sinks))
+        return _by_heads(query, *dispatch.merged(found, sinks))
     grouped = query.reshape(b * heads, q // heads, t, d).to(lanes[0].keys.dtype)
     if weight is None and all(part.lift is None and part.shared is None and part.more_keys is None for part in lanes):
         sides = [(Whole(states=part.keys), Whole(states=part.values)) for part in lanes]
@@ -293,7 +293,7 @@ def read_lanes(
                 )  # fmt: skip
                 for p, each, attend in zip(lanes, sides, kernels, strict=True)
             ]
-            return _by_heads(query, *merge([*found, *stored], sinks))
+            return _by_heads(query, *dispatch.merged([*found, *stored], sinks))
     # The fused kernel gives no probabilities, so that with a weight everything goes through `joint`.
     fused = [part for part in lanes if weight is None and suits(grouped, part, softmax)]
     if fused or found:
@@ -301,7 +301,7 @@ def read_lanes(
         each = [*found, *([folded(grouped, fused, scaling)] if fused else [])]
         if rest:
             each.append(joint(grouped, rest, scaling, softmax=softmax)[:2])
-        out, lse, mass = *merge(each, sinks), None
+        out, lse, mass = *dispatch.merged(each, sinks), None
     else:
         counts = None if weight is None else weight.repeat_interleave(heads, 0)
         out, lse, mass = joint(grouped, lanes, scaling, weight=counts, softmax=softmax, sinks=sinks)

@@ -32,6 +32,7 @@ struct Call {
   const float* counts;  // (owners, queries) of each query for the mass
   float* mass;          // (m, s)
   double softcap;       // logits are softcap * tanh(logit / softcap); 0: as they are
+  const int32_t* firsts;  // (m,) slots of each lane that no query sees before all others; null: none
 };
 
 namespace {
@@ -188,6 +189,11 @@ struct Piece {
 
   // Whether any of the block's tokens is seen; `hidden` then is what their logits are to be raised by.
   bool look(int64_t first, int64_t count) const {
+    if (call.firsts) {
+      const int64_t blind = call.firsts[lane] - first;
+      for (int64_t i = 0; i < call.queries * BLOCK; i++) hidden[i] = i % BLOCK < blind ? NOTHING : 0.f;
+      return blind < count;
+    }
     if (!call.visible) return true;
     bool any = false;
     for (int64_t i = 0; i < call.queries; i++) {
@@ -214,7 +220,7 @@ struct Piece {
     for (int64_t r = 0; r < rows; r++) {
       float* mine = logits_at + r * BLOCK;
       const float* blind = hidden + r % call.queries * BLOCK;
-      if (call.visible)
+      if (call.visible || call.firsts)
         for (int64_t t = 0; t < count; t++) mine[t] += blind[t];
       if (call.log_weight)
         for (int64_t t = 0; t < count; t++) mine[t] += call.log_weight[lane * call.slots + first + t];
@@ -461,6 +467,12 @@ int64_t kvtailor_found(const Call* call) {
 int32_t kvtailor_attend(const Call* call) { return attend(*call); }
 
 int32_t kvtailor_step(Step* step) { return take(*step); }
+
+// One softmax over parts that were read one by one.
+int32_t kvtailor_merge(const Union* all) {
+  merge_parts(*all);
+  return 0;
+}
 
 // Floats of `found` that are enough for a part of a step however many slots it has.
 int64_t kvtailor_found_of_any(const Call* call, int64_t threads) {

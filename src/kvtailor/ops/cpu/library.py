@@ -18,7 +18,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "VARIANTS", "Call", "Coding", "Library", "Side", "Step", "built", "library", "load", "why_none"]
+__all__ = [
+    "DTYPES",
+    "VARIANTS",
+    "Call",
+    "Coding",
+    "Library",
+    "Side",
+    "Step",
+    "Union",
+    "built",
+    "library",
+    "load",
+    "why_none",
+]
 
 # What kernels call them, see `Kind` of layouts.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -55,6 +68,7 @@ class Call(ctypes.Structure):
         ("scaling", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
+        ("firsts", ctypes.c_void_p),
     ]
 
 
@@ -69,6 +83,15 @@ class Step(ctypes.Structure):
         *((f"tail_{name}_{of}", ctypes.c_int64) for name in ("key", "value") for of in ("lane", "slot")),
         *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),
         *((name, ctypes.c_int64) for name in ("size", "value_size", "kind", "threads", "slot", "column")),
+    ]
+
+
+class Union(ctypes.Structure):
+    """`Union` of step.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("parts", "sinks", "merged", "out", "lse")),
+        *((name, ctypes.c_int64) for name in ("count", "rows", "size")),
     ]
 
 

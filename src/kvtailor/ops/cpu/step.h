@@ -23,6 +23,15 @@ struct Step {
   int64_t slot, column;  // of the tail, where the token goes; of the token
 };
 
+// Disjoint parts that were read one by one. Mirrored field by field in library.py.
+struct Union {
+  Call* const* parts;  // `out` and `lse` alone are read
+  const float* sinks;  // (rows); null: none
+  float* merged;       // (size) and (count)
+  float *out, *lse;    // (rows, size), (rows)
+  int64_t count, rows, size;
+};
+
 namespace {
 
 // Small beside what is read: plain loops, so that four variants of it stay small as well.
@@ -60,30 +69,39 @@ SMALL_CODE void widen_queries(const Step& step) {
             step.asked + (b * heads + q) * step.size);
 }
 
-// One query row of one owner: the parts' outputs by their shares of one softmax. Gives where they are.
-SMALL_CODE const float* over_parts(const Step& step, int64_t row) {
-  const float* only = step.parts[0]->out + row * step.value_size;
-  if (step.lse) step.lse[row] = step.parts[0]->lse[row];
-  if (step.count == 1 && !step.sinks) return only;
-  float *to = step.merged, *share = to + step.value_size;
-  float top = step.sinks ? step.sinks[row % (step.heads * step.group)] : NOTHING;
-  for (int64_t i = 0; i < step.count; i++) {
-    // Not `larger`: what is no number must stay.
-    const float lse = share[i] = step.parts[i]->lse[row];
-    top = lse > top || lse != lse ? lse : top;
+// One query row: outputs of disjoint parts, of which `out` and `lse` are read, by their shares of one softmax. Gives where
+// they are: in `merged`, room for (size) and (count) floats, or where the only part has them.
+SMALL_CODE const float* over_parts(Call* const* parts, int64_t count, int64_t size, int64_t row, const float* sink,
+                                   float* merged, float* lse) {
+  if (count == 1 && !sink) {
+    if (lse) *lse = parts[0]->lse[row];
+    return parts[0]->out + row * size;
   }
-  float total = step.sinks ? __builtin_expf(step.sinks[row % (step.heads * step.group)] - top) : 0.f;
-  for (int64_t i = 0; i < step.count; i++)
-    total += share[i] = share[i] == NOTHING ? 0.f : __builtin_expf(share[i] - top);
-  if (step.lse) step.lse[row] = total == 0 ? NOTHING : top + __builtin_logf(total);
-  for (int64_t c = 0; c < step.value_size; c++) to[c] = 0;
-  for (int64_t i = 0; i < step.count; i++) {
+  float *to = merged, *share = to + size, top = sink ? *sink : NOTHING;
+  for (int64_t i = 0; i < count; i++) {
+    // Not `larger`: what is no number must stay.
+    const float mine = share[i] = parts[i]->lse[row];
+    top = mine > top || mine != mine ? mine : top;
+  }
+  float total = sink ? __builtin_expf(*sink - top) : 0.f;
+  for (int64_t i = 0; i < count; i++) total += share[i] = share[i] == NOTHING ? 0.f : __builtin_expf(share[i] - top);
+  if (lse) *lse = total == 0 ? NOTHING : top + __builtin_logf(total);
+  for (int64_t c = 0; c < size; c++) to[c] = 0;
+  for (int64_t i = 0; i < count; i++) {
     if (share[i] == 0) continue;
-    const float* from = step.parts[i]->out + row * step.value_size;
+    const float* from = parts[i]->out + row * size;
     const float part = share[i] / total;
-    for (int64_t c = 0; c < step.value_size; c++) to[c] += part * from[c];
+    for (int64_t c = 0; c < size; c++) to[c] += part * from[c];
   }
   return to;
+}
+
+SMALL_CODE void merge_parts(const Union& all) {
+  for (int64_t row = 0; row < all.rows; row++) {
+    const float* sink = all.sinks ? all.sinks + row : nullptr;
+    const float* from = over_parts(all.parts, all.count, all.size, row, sink, all.merged, all.lse + row);
+    memcpy(all.out + row * all.size, from, (size_t)all.size * sizeof(float));
+  }
 }
 
 // What the slots of a part have received, this token included. Slots that have joined since had received nothing.
@@ -111,8 +129,12 @@ SMALL_CODE int32_t take(Step& step) {
     if (wrong) return wrong;
   }
   const int64_t element = step.kind == FLOAT32 ? 4 : 2, queries = step.rows * step.heads * step.group;
-  for (int64_t row = 0; row < queries; row++)
-    write(step.kind, over_parts(step, row), step.value_size, step.out + row * step.value_size * element);
+  for (int64_t row = 0; row < queries; row++) {
+    const float* sink = step.sinks ? step.sinks + row % (step.heads * step.group) : nullptr;
+    float* lse = step.lse ? step.lse + row : nullptr;
+    const float* from = over_parts(step.parts, step.count, step.value_size, row, sink, step.merged, lse);
+    write(step.kind, from, step.value_size, step.out + row * step.value_size * element);
+  }
   for (int64_t i = 0; step.lse && i < step.count; i++)
     if (const int32_t wrong = add_mass(step, i)) return wrong;
   return 0;

@@ -24,14 +24,21 @@ __all__ = ["TokenStep"]
 
 
 class _Workspace(threading.local):
-    """Scratch of a thread's steps: of no cache, and as large as the largest has needed."""
+    """Scratch of a thread's steps: of no cache, and as large as the largest has needed.
+
+    Attributes:
+        mark: another object whenever the scratch lies elsewhere. Steps keep it in place of the scratch, which would
+            else be memory that their cache holds.
+    """
 
     floats: Tensor = torch.empty(0)
+    mark: object = None
 
-    def of(self, count: int) -> Tensor:
-        if self.floats.numel() < count:
-            self.floats = torch.empty(count, dtype=torch.float32)
-        return self.floats
+    def at(self, count: int) -> int:
+        """Address of so many floats."""
+        if self.mark is None or self.floats.numel() < count:
+            self.floats, self.mark = torch.empty(count, dtype=torch.float32), object()
+        return self.floats.data_ptr()
 
 
 _WORKSPACE = _Workspace()
@@ -39,6 +46,8 @@ _WORKSPACE = _Workspace()
 
 class TokenStep:
     """Takes tokens of one layer, one after the other.
+
+    It has addresses of what it reads and writes, and keeps none of it: who calls it has to.
 
     Args:
         parts: (m, s) lanes each, in time order. The last is the tail: the filled slots of `keys` and `values`, lane i
@@ -52,6 +61,10 @@ class TokenStep:
         softcap: see `Softmax`.
         mass: what the slots receive is wanted as well.
         using: the variant.
+
+    Attributes:
+        complete: whether it can be used. If not, a part would have to be copied to be read, or a lane hides slots
+            behind one that is seen.
     """
 
     def __init__(
@@ -75,11 +88,10 @@ class TokenStep:
         self.key_shape, self.value_shape = (rows, heads, 1, size), (rows, heads, 1, value_size)
         self.query_shape, self._out_shape = (rows, query_heads, 1, size), (rows, 1, query_heads, value_size)
         self.scaling, self.softcap, self.threads = scaling, softcap, torch.get_num_threads()
-        # What C++ is given addresses of.
-        self._held: list[Tensor] = [keys, values] + ([] if positions is None else [positions])
+        self.complete, self._numbers = True, list[Any]()
         self._calls = [self._part(part, rows * heads, group, size) for part in parts]
         for call, seen in zip(self._calls, sees, strict=True):
-            self._hide(call, seen, self.slots if call is self._calls[-1] else int(call.slots))
+            self._hide(call, seen)
         pointers = [ctypes.addressof(call) for call in self._calls]
         self._parts = (ctypes.c_void_p * len(pointers))(*pointers)
         element = keys.element_size()
@@ -112,7 +124,7 @@ class TokenStep:
     def unsuited(parts: Sequence[Segment]) -> str | None:
         """Return why these parts cannot be read so, a clause; None where they can."""
         used = library()
-        if used is None or not used.has("kvtailor_step"):
+        if used is None or not used.has("kvtailor_step") or not used.has("kvtailor_merge"):
             return "no C++ kernels of these sources were built"
         for part in parts:
             sides = stored_sides(part)
@@ -148,15 +160,18 @@ class TokenStep:
         column: int,
         sinks: Tensor | None = None,
         before: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """Write one token of each row into the tail, and return its attention (b, 1, q, dv) over all parts.
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Write one token of each row into the tail, and return its attention (b, 1, q, dv) over all parts, and masses.
+
+        These are what the slots of each part have received in all, (m, s) float32 with the new slot; none where no mass
+        is wanted.
 
         Args:
             query: (b, q, 1, d). keys: (b, h, 1, d). values: (b, h, 1, dv).
             slot: of the tail, free. column: of the token.
             sinks: (q,) float32; None: none.
             before: for each part (m, s) float32 what its slots have received, where mass is wanted. The tail's may have
-                fewer slots, or not be there; then `received` has what they have received afterwards.
+                fewer slots, or not be there.
 
         Raises:
             RuntimeError: torch's threads refused the work.
@@ -171,34 +186,30 @@ class TokenStep:
                 (each[0] * element, each[1] * element) for each in strides
             )
             self._strides = strides
-        if self._mass:
-            self._give_mass(slot + 1, before)
-        if _WORKSPACE.floats is not self._workspace:
-            self._point(_WORKSPACE.of(self._floats))
+        # Kept alive until the call is over.
+        received, *_before = self._give_mass(slot + 1, before) if self._mass else ((),)
+        if _WORKSPACE.mark is not self._mark:
+            self._point(_WORKSPACE.at(self._floats))
         out = torch.empty(self._out_shape, dtype=self.dtype)
         step.query, step.key, step.value = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         step.out, step.slot, step.column = out.data_ptr(), slot, column
         step.sinks = None if sinks is None else sinks.data_ptr()
         if self._run(self._at):
             raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
-        return out
-
-    @property
-    def received(self) -> tuple[Tensor, ...]:
-        """(m, s) float32 of each part: what its slots have received in all, after `take`."""
-        return self._received
+        return out, received
 
     def _ready_for_mass(self, parts: Sequence[Segment]) -> tuple[Any, ...]:
         """Arrays of addresses for each part, and the room that their weights take."""
-        self._counts = torch.ones(self._step.rows * self._step.heads)
-        self._step.counts = self._counts.data_ptr()
+        owners = self._step.rows * self._step.heads
+        self._counts = (ctypes.c_float * owners)(*[1.0] * owners)
+        self._step.counts = ctypes.addressof(self._counts)
         pointers, numbers = ctypes.c_void_p * len(parts), ctypes.c_int64 * len(parts)
         masses, before, slots_before = pointers(), pointers(), numbers()
         self._step.masses, self._step.before = ctypes.addressof(masses), ctypes.addressof(before)
         self._step.slots_before = ctypes.addressof(slots_before)
         return masses, before, slots_before
 
-    def _give_mass(self, slots: int, before: Sequence[Tensor]) -> None:
+    def _give_mass(self, slots: int, before: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
         masses, pointers, counts = self._mass
         last = len(self._calls) - 1
         made, kept = [], []
@@ -209,34 +220,37 @@ class TokenStep:
             counts[i] = 0 if was is None else was.shape[1]
             made.append(mass)
             kept.append(was)
-        self._received, self._before = tuple(made), kept
+        return tuple(made), kept
 
     def _part(self, part: Segment, owners: int, group: int, size: int) -> Call:
-        sides = stored_sides(part)
+        sides, held = stored_sides(part), list[Tensor]()
         assert sides is not None
-        layout, held = part.layout, self._held
+        layout = part.layout
         call = Call(keys=side_of(sides[0], held), values=side_of(sides[1], held))
         call.owners, call.lanes, call.slots = owners, layout.lanes, layout.size
         call.rows, call.queries, call.scaling, call.softcap = group, 1, self.scaling, self.softcap or 0.0
+        # Both are on the CPU, whatever they describe, and as long as the lanes are many.
         if layout.owner is not None:
-            call.owner = self._kept(layout.owner, torch.int64)
+            call.owner = self._kept(ctypes.c_int64, layout.owner)
         if layout.lengths is not None:
-            call.lengths = self._kept(layout.lengths, torch.int32)
+            call.lengths = self._kept(ctypes.c_int32, layout.lengths)
+        stored = {each.untyped_storage().data_ptr() for each in part.tensors().values()}
+        self.complete &= all(each.untyped_storage().data_ptr() in stored for each in held)
         return call
 
-    def _hide(self, call: Call, sees: Tensor | None, slots: int) -> None:
+    def _hide(self, call: Call, sees: Tensor | None) -> None:
+        """Padding is on the left: of each lane the first slots are hidden, if any."""
         if sees is None or bool(sees.all()):
             return
-        # (m, slots): those of the tail that are free will be seen.
-        own = torch.ones((call.lanes, slots), dtype=torch.bool)
-        own[:, : call.slots] = sees.expand(call.lanes, 1, call.slots)[:, 0]
-        self._held.append(own)
-        call.visible, call.visible_lane, call.visible_query, call.visible_slot = own.data_ptr(), slots, 0, 1
+        # (m, slots)
+        seen = sees.expand(call.lanes, 1, call.slots)[:, 0]
+        self.complete &= bool((seen[:, 1:] | ~seen[:, :-1]).all())
+        call.firsts = self._kept(ctypes.c_int32, (~seen).sum(1))
 
-    def _kept(self, tensor: Tensor, dtype: torch.dtype) -> int:
-        own = tensor.to(device="cpu", dtype=dtype).contiguous()
-        self._held.append(own)
-        return own.data_ptr()
+    def _kept(self, number: Any, tensor: Tensor) -> int:
+        """Address of as many numbers of this type, which are kept."""
+        self._numbers.append((number * tensor.numel())(*tensor.tolist()))
+        return ctypes.addressof(self._numbers[-1])
 
     def _lay_out(self, using: Library) -> None:
         """Work out where in the workspace each part finds its room, in floats."""
@@ -267,10 +281,10 @@ class TokenStep:
         if self._mass:
             room(step, "lse", queries)
         self._floats = at
-        self._point(_WORKSPACE.of(at))
+        self._point(_WORKSPACE.at(at))
 
-    def _point(self, workspace: Tensor) -> None:
-        self._workspace, base = workspace, workspace.data_ptr()
+    def _point(self, base: int) -> None:
+        self._mark = _WORKSPACE.mark
         for of, name, at in self._places:
             setattr(of, name, base + 4 * at)
             if name == "asked":
