@@ -21,9 +21,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
-from kvtailor.ops.codes.hadamard import block_of, mixed, unmixed
+from kvtailor.ops.codes.hadamard import block_of, coordinates, mixed, unmixed
 from kvtailor.ops.segments.around import AroundSegment
-from kvtailor.types import Layout
+from kvtailor.types import Coordinates, Layout
 
 __all__ = ["Hadamard", "HadamardSegment"]
 
@@ -44,6 +44,10 @@ class HadamardSegment(AroundSegment):
 
     def values_back(self, values: Tensor) -> Tensor:
         return values if self.only == "keys" else unmixed(values)
+
+    def coordinates(self, key_size: int, value_size: int) -> tuple[Coordinates | None, Coordinates | None]:
+        keys = None if self.only == "values" else coordinates(key_size)
+        return keys, None if self.only == "keys" else coordinates(value_size)
 
 
 @dataclass(frozen=True, kw_only=True)

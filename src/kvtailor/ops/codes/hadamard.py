@@ -7,7 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["block_of", "mixed", "unmixed"]
+from kvtailor.types import Coordinates
+
+__all__ = ["block_of", "coordinates", "mixed", "unmixed"]
 
 
 def mixed(states: Tensor) -> Tensor:
@@ -26,6 +28,14 @@ def mixed(states: Tensor) -> Tensor:
 def unmixed(states: Tensor) -> Tensor:
     """What `mixed` was given: H x for each block of channels, as H H = b."""
     return _product(states, _matrix(block_of(states.shape[-1])))
+
+
+def coordinates(size: int) -> Coordinates | None:
+    """What `mixed` states of so many channels are to those that they were; None for no channels."""
+    if size == 0:
+        return None
+    block = block_of(size)
+    return Coordinates(matrix=_matrix(block)[None], blocks=size // block)
 
 
 def block_of(size: int) -> int:
