@@ -185,7 +185,7 @@ def test_a_fit_that_is_killed_again_and_again_ends_as_one_that_was_not(text, tmp
     while True:
         child = start(tmp_path / "killed")
         try:
-            assert child.wait(draw.uniform(0.3, 0.7) * seconds) == 0
+            assert child.wait(draw.uniform(0.25, 0.4) * seconds) == 0
             break
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGKILL)
