@@ -135,20 +135,18 @@ def _as_stored(
     b, q, t, d = query.shape
     h, device = parts[-1].layout.heads, query.device
     grouped, mass, caps = query.reshape(b * h, q // h, t, d), weight is not None, softmax.softcap is not None
-    stored = [_readable(stored_sides(part), mass=mass, caps=caps) for part in parts]
     # Asked of every part before anything is computed: where no part can be read as it is stored, all are decoded
     # together, and one softmax goes over them.
-    of_queries, of_sums = dispatch.maps_of(grouped)
-    asked = [grouped if own is None or own.as_they_are else own.asked(grouped, of_queries) for own in stored]
+    asked = [_asked(grouped, part, mass=mass, caps=caps) for part in parts]
     kernels = [
         None if own is None else dispatch.coded_attention(each, own.keys, own.values, mass=mass, caps=caps)
-        for own, each in zip(stored, asked, strict=True)
+        for own, each in asked
     ]
     if not any(kernels):
         return None
     jointly = dispatch.joint_attention(device)
     found, kept, rest, together = [], [], [], []
-    for part, own, mine, attend in zip(parts, stored, asked, kernels, strict=True):
+    for part, (own, mine), attend in zip(parts, asked, kernels, strict=True):
         layout, reading = part.layout, None
         if attend is None:
             own, mine, reading = None, grouped, part.view()
@@ -178,7 +176,7 @@ def _as_stored(
             continue
         out, lse, *weights = attend(mine, own.keys, own.values, scaling=scaling, softcap=softmax.softcap, **how)
         if not own.as_they_are:
-            out, lse = own.given(out, lse, grouped, scaling, of_sums)
+            out, lse = own.given(out, lse, grouped, scaling, dispatch.maps_of(grouped)[1])
         if reading is not None and reading.lift is not None:
             # The kernel gave normalised sums (n, g, t, r), whose weights add up to 1, or to 0 where nothing is seen.
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
@@ -198,15 +196,18 @@ def _as_stored(
     return _by_heads(query, out, lse, [each.mass(lse, counts) for each in kept])
 
 
-def _readable(own: StoredSides | None, *, mass: bool, caps: bool) -> StoredSides | None:
-    """These sides where nothing stands against reading them as they are stored; else None.
+def _asked(query: Tensor, part: Segment, *, mass: bool, caps: bool) -> tuple[StoredSides | None, Tensor]:
+    """A part as it is stored, with the queries (n, g, t, d) for it; None where something stands against reading it so.
 
     Weights that are kept, and caps, know nothing of what is added to all logits of a part. And the mass is that of the
     lanes that are stored, of which heads that share them have no shares.
     """
-    if own is None or (own.shifts_logits and (mass or caps)) or (own.joined > 1 and mass):
-        return None
-    return own
+    own = stored_sides(part)
+    if own is None or own.as_they_are:
+        return own, query
+    if (own.shifts_logits and (mass or caps)) or (own.joined > 1 and mass):
+        return None, query
+    return own, own.asked(query, dispatch.maps_of(query)[0])
 
 
 def _few(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,8 +19,7 @@ Summing = Callable[[Coordinates, Tensor, Tensor], Tensor]
 __all__ = ["StoredSides", "stored_sides"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredSides:
+class StoredSides(NamedTuple):
     """Keys and values as they are stored, and by which linear maps they become the model's.
 
     A map of the keys goes over to the query: q . (A k + a) is (A^T q) . k + q . a. A map of the values goes over to the
@@ -96,7 +95,7 @@ def stored_sides(part: Segment) -> StoredSides | None:
         own = type(part).view is Segment.view
         return StoredSides(layout=part.layout, keys=part.keys, values=part.values) if own else None
     if isinstance(part, AroundSegment):
-        inner = stored_sides(part.inner)
+        inner = None if type(part).coordinates is AroundSegment.coordinates else stored_sides(part.inner)
         if inner is None or inner.joined != 1:
             return None
         key_size, value_size = inner.channels()
@@ -115,11 +114,11 @@ def _latents(part: LatentSegment) -> StoredSides | None:
     # The side that is not projected has no channels among the latents.
     if keys is None:
         assert part.whole is not None
-        inner = replace(inner, keys=Whole(states=part.whole), keys_in=())
+        inner = inner._replace(keys=Whole(states=part.whole), keys_in=())
     if values is None:
         assert part.whole is not None
-        inner = replace(inner, values=Whole(states=part.whole), values_in=())
-    return replace(_within(inner, keys, values), joined=part.joined)
+        inner = inner._replace(values=Whole(states=part.whole), values_in=())
+    return _within(inner, keys, values)._replace(joined=part.joined)
 
 
 def _channels(side: Coded, maps: tuple[Coordinates, ...]) -> int | None:
@@ -132,8 +131,7 @@ def _channels(side: Coded, maps: tuple[Coordinates, ...]) -> int | None:
 
 def _within(inner: StoredSides, keys: Coordinates | None, values: Coordinates | None) -> StoredSides:
     """The same, whose states are in further coordinates."""
-    return replace(
-        inner,
+    return inner._replace(
         keys_in=inner.keys_in if keys is None else (keys, *inner.keys_in),
         values_in=inner.values_in if values is None else (values, *inner.values_in),
     )
