@@ -1,7 +1,5 @@
 """What stands in other coordinates is read as it lies: the query and the sum go over, and no token does."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tests.encode.test_lowrank import told
@@ -152,4 +150,4 @@ def test_both_sides_of_a_wrong_map_would_show(monkeypatch):
 
 
 def _without(own, name):
-    return replace(own, **{name: ()})
+    return own._replace(**{name: ()})
