@@ -12,30 +12,31 @@ from kvtailor.types import Coordinates
 __all__ = ["block_of", "coordinates", "mixed", "unmixed"]
 
 
-def mixed(states: Tensor) -> Tensor:
-    """H x / b for each block of b channels, in the dtype of the states.
+def mixed(states: Tensor, state: int | None = None) -> Tensor:
+    """H D x / b for each block of b channels, in the dtype of the states.
 
     Divided by b and not by its root: no result is larger than the largest input, so that float16 cannot overflow, and
     as b is a power of two the division is exact.
 
     Args:
         states: (..., c); b is the largest power of two that divides c.
+        state: of the random signs on D's diagonal, the same for all blocks; None: D is 1.
     """
     block = block_of(states.shape[-1])
-    return _product(states, _matrix(block) / block)
+    return _product(states, _matrix(block, state) / block)
 
 
-def unmixed(states: Tensor) -> Tensor:
-    """What `mixed` was given: H x for each block of channels, as H H = b."""
-    return _product(states, _matrix(block_of(states.shape[-1])))
+def unmixed(states: Tensor, state: int | None = None) -> Tensor:
+    """What `mixed` was given: D H x for each block of channels, as H H = b."""
+    return _product(states, _matrix(block_of(states.shape[-1]), state).mT)
 
 
-def coordinates(size: int) -> Coordinates | None:
+def coordinates(size: int, state: int | None = None) -> Coordinates | None:
     """What `mixed` states of so many channels are to those that they were; None for no channels."""
     if size == 0:
         return None
     block = block_of(size)
-    return Coordinates(matrix=_matrix(block)[None], blocks=size // block)
+    return Coordinates(matrix=_matrix(block, state)[None], blocks=size // block)
 
 
 def block_of(size: int) -> int:
@@ -50,11 +51,14 @@ def _product(states: Tensor, matrix: Tensor) -> Tensor:
 
 
 @cache
-def _matrix(size: int) -> Tensor:
-    """Sylvester's: (size, size) float32 of 1 and -1, symmetric."""
+def _matrix(size: int, state: int | None) -> Tensor:
+    """D H, (size, size) float32 of 1 and -1: Sylvester's symmetric H, of which row i has the sign of D's number i."""
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
         matrix = torch.ones(1, 1)
         while matrix.shape[0] < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-        return matrix
+        if state is None:
+            return matrix
+        signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(state))
+        return matrix * (2 * signs - 1)
