@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvtailor.types.late_checks import sent
+
 __all__ = ["block_of", "mixed", "unmixed"]
 
 
@@ -20,12 +22,12 @@ def mixed(states: Tensor) -> Tensor:
         states: (..., c); b is the largest power of two that divides c.
     """
     block = block_of(states.shape[-1])
-    return _product(states, _matrix(block) / block)
+    return _product(states, _matrix(block, states.device) / block)
 
 
 def unmixed(states: Tensor) -> Tensor:
     """What `mixed` was given: H x for each block of channels, as H H = b."""
-    return _product(states, _matrix(block_of(states.shape[-1])))
+    return _product(states, _matrix(block_of(states.shape[-1]), states.device))
 
 
 def block_of(size: int) -> int:
@@ -35,16 +37,16 @@ def block_of(size: int) -> int:
 
 def _product(states: Tensor, matrix: Tensor) -> Tensor:
     blocks = states.float().unflatten(-1, (-1, matrix.shape[0]))
-    product: Tensor = blocks @ matrix.to(states.device)
+    product: Tensor = blocks @ matrix
     return product.flatten(-2).to(states.dtype)
 
 
 @cache
-def _matrix(size: int) -> Tensor:
-    """Sylvester's: (size, size) float32 of 1 and -1, symmetric."""
+def _matrix(size: int, device: torch.device) -> Tensor:
+    """Sylvester's: (size, size) float32 of 1 and -1, symmetric; made once for each device."""
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
         matrix = torch.ones(1, 1)
         while matrix.shape[0] < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-        return matrix
+        return sent(matrix, device)
