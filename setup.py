@@ -46,7 +46,8 @@ LINK_OR_CODE = re.compile(
     re.MULTILINE | re.DOTALL | re.VERBOSE,
 )
 # The linker of macOS knows no -s; it leaves out local symbols with -x.
-STRIPPED = ["-Wl,-x"] if sys.platform == "darwin" else ["-s"]
+# Sections in pages of their own would pad each library by some 8 KiB.
+STRIPPED = ["-Wl,-x"] if sys.platform == "darwin" else ["-s", "-Wl,-z,noseparate-code"]
 
 
 class Kernels(build_ext):

@@ -178,12 +178,14 @@ def test_a_fit_that_is_killed_again_and_again_ends_as_one_that_was_not(text, tmp
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
+    began = time.monotonic()
     assert start(tmp_path / "whole").wait(900) == 0
+    seconds = time.monotonic() - began
     draw, kills = random.Random(0), 0
     while True:
         child = start(tmp_path / "killed")
         try:
-            assert child.wait(draw.uniform(8, 40)) == 0
+            assert child.wait(draw.uniform(0.25, 0.4) * seconds) == 0
             break
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGKILL)

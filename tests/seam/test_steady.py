@@ -27,6 +27,10 @@ SHORT = (
     "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=16) @ tokens=40", "vector(bits=4)",
     "knorm + pyramid @ tokens=24", "h2o(recent=6) @ tokens=24, slack=9", "h2o(recent=6) + adakv @ tokens=24, slack=9",
     "h2o(recent=6) + kivi(bits=4, group=8, recent=16) @ tokens=40, slack=12",
+    "hadamard(of=vector(bits=4, symmetric=false))", "hadamard(of=kivi(bits=4, group=8, recent=16), only=keys)",
+    "orthogonal(rank=12, block_size=64, of=vector(bits=4))", "lowrank(rank=0.5, basis=random, block_size=64)",
+    "lowrank(rank=0.5, heads=2, basis=random, block_size=64, of=hadamard(of=vector(bits=8)))",
+    "h2o(recent=6) + hadamard(of=vector(bits=8)) @ tokens=40, slack=12",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 

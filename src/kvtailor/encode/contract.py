@@ -212,6 +212,18 @@ class Codec(Method, ABC):
         """What decoding these tokens of one kv head computes, as `encode_flops`."""
         return None
 
+    def read_flops(self, *, tokens: int, queries: int, key_size: int, value_size: int) -> int | None:
+        """What a few new queries of one kv head compute to read these tokens, beyond attention in the model's channels.
+
+        By default each token is decoded. Where one linear map leads back from what is stored, queries and sums are
+        mapped in its place, see `Segment` and `ops.segments.sides`.
+
+        Args:
+            tokens, key_size, value_size: as of `encode_flops`.
+            queries: query heads of the kv head, times new tokens.
+        """
+        return self.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Around(Method):

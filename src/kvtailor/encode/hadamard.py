@@ -5,11 +5,11 @@ channel is a signed sum of all, so outliers are shared out evenly; decoding rota
 serves a whole vector, and can harm those that give each channel its own.
 *Paper* `ashkboos2024quarot` (arXiv 2404.00456), section 4, which rotates the cached keys and values of each head.
 *Source* The paper; kvtailor's own code.
-*Departs* Keys are rotated and rotated back here, while QuaRot rotates the queries too and folds the values' rotation
-into the weights. A head size that is no power of two is cut into blocks of the largest one that divides it (80: five of
-16; odd sizes stay as they are). The rotation has no random signs.
+*Departs* A few new queries are rotated, and their sums are rotated back; QuaRot folds the values' rotation into the
+weights. More queries at once read states that were rotated back. A head size that is no power of two is cut into blocks
+of the largest one that divides it (80: five of 16; odd sizes stay as they are). The rotation has no random signs.
 *Cost* Nothing in memory; 2 * block multiplications and additions for each element when it is encoded, and at every step
-when it is decoded.
+for each element of a query and of its sum.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtailor.encode.contract import Around, Codec, CodecContext, Sides, refuse_non_finite
-from kvtailor.ops.codes.hadamard import block_of, mixed, unmixed
+from kvtailor.ops.codes.hadamard import block_of, coordinates, mixed, unmixed
 from kvtailor.ops.segments.around import AroundSegment
-from kvtailor.types import Layout
+from kvtailor.types import Coordinates, Layout
 
 __all__ = ["Hadamard", "HadamardSegment"]
 
@@ -44,6 +44,10 @@ class HadamardSegment(AroundSegment):
 
     def values_back(self, values: Tensor) -> Tensor:
         return values if self.only == "keys" else unmixed(values)
+
+    def coordinates(self, key_size: int, value_size: int) -> tuple[Coordinates | None, Coordinates | None]:
+        keys = None if self.only == "values" else coordinates(key_size)
+        return keys, None if self.only == "keys" else coordinates(value_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,11 @@ class Hadamard(Around, Codec):
         """As `encode_flops`."""
         inner = self.of.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
         return None if inner is None else inner + self._mixing(tokens, key_size, value_size)
+
+    def read_flops(self, *, tokens: int, queries: int, key_size: int, value_size: int) -> int | None:
+        """Those of the inner codec, and 2 b for each channel of a query and of a sum."""
+        inner = self.of.read_flops(tokens=tokens, queries=queries, key_size=key_size, value_size=value_size)
+        return None if inner is None else inner + self._mixing(queries, key_size, value_size)
 
     def _mixing(self, tokens: int, key_size: int, value_size: int) -> int:
         key = 0 if self.only == "values" else 2 * block_of(key_size) * key_size

@@ -24,6 +24,7 @@ from kvtailor.ops import dispatch
 from kvtailor.ops.attention.parts import rule_sees
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.cpu.step import TokenStep
+from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Visibility
 
 if TYPE_CHECKING:
@@ -100,10 +101,11 @@ class SteadyLayer:
         parts = state.parts()
         keys, values, positions = tail.buffers()
         used = library() if keys.device.type == "cpu" else None
-        if used is None or TokenStep.unsuited(parts) is not None:
+        if used is None or TokenStep.unsuited(parts, mass=engine.needs.mass) is not None:
             state.unsteady = _weakly(segments)
             return None
-        sees = [rule_sees(part.layout, visible, 0, 1, newest=part is parts[-1], device=keys.device) for part in parts]
+        layouts = [own.layout for own in map(stored_sides, parts) if own is not None]
+        sees = [rule_sees(each, visible, 0, 1, newest=each is layouts[-1], device=keys.device) for each in layouts]
         step = TokenStep(
             parts, sees, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
             softcap=model.softmax.softcap, mass=engine.needs.mass, using=used,

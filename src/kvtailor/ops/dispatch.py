@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 
 from kvtailor.ops.attention import folded, folded_codes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu import merge, quantise
+from kvtailor.ops.cpu import coordinates, merge, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library, why_none
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.triton.installed import interpreting, missing
+from kvtailor.types import Coordinates
 
 __all__ = [
     "MOST_QUERIES",
@@ -35,6 +37,7 @@ __all__ = [
     "explained",
     "forced",
     "joint_attention",
+    "maps_of",
     "merged",
     "page_attention",
     "prompt_mass",
@@ -173,6 +176,14 @@ def merged(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) 
     if built is None or merge.unsuited(found, built) is not None:
         return folded.merge(found, sinks)
     return merge.merge(found, sinks, built)
+
+
+def maps_of(query: Tensor) -> tuple[Callable[[Coordinates, Tensor], Tensor], Callable[..., Tensor]]:
+    """What brings queries (n, g, t, d), and sums with their lse, into other coordinates; see `Coordinates`."""
+    built = library() if query.device.type == "cpu" and forced() == "auto" else None
+    if built is None or coordinates.unsuited(query, built) is not None:
+        return Coordinates.of_queries, Coordinates.of_sums
+    return partial(coordinates.of_queries, used=built), partial(coordinates.of_sums, used=built)
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:

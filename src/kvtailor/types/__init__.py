@@ -5,6 +5,7 @@ Shape letters, used everywhere and nowhere else:
 `k` kept tokens, `d` head size, `m` lanes, `s` slots of a lane. What a lane is stands in `types.lanes`.
 """
 
+from kvtailor.types.coordinates import Coordinates
 from kvtailor.types.evidence import Held, Moments, Needs, Repetition, Rotation
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
 from kvtailor.types.lanes import Layout
@@ -15,6 +16,7 @@ from kvtailor.types.visibility import Visibility
 
 __all__ = [
     "ALL_HEADS",
+    "Coordinates",
     "HeadShare",
     "Held",
     "Layout",

@@ -18,7 +18,10 @@ from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.flops import Work, count, prefill_flops, token_flops
 from kvtailor.bench.measure.weights import Weights
 from kvtailor.bench.subject import Subject
+from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.kivi import Kivi
+from kvtailor.encode.unrotated import Unrotated
+from kvtailor.encode.vector import Vector
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.ops.dispatch import using
 from kvtailor.plan import registry
@@ -107,6 +110,21 @@ def test_kivi_by_hand() -> None:
     read = 16 * 29 + 16 * 45 + 61
     assert found.method_token == pytest.approx(3 * (2 * one_way(16) + read * 2 * 20) / 33, rel=1e-12)
     assert found.token == 2 * (23_400 + 5_820) + 4 * 6 * 10 * (45 + 17)
+
+
+def test_what_stands_in_other_coordinates_is_paid_for_by_the_query() -> None:
+    """Channels of size 10 are five blocks of 2: 2 * 2 operations for each channel of a query and of a sum."""
+    sizes = {"key_size": 10, "value_size": 10}
+    rotated, codes = Hadamard(of=Vector(bits=8)), Vector(bits=8)
+    for tokens in (1, 50):
+        mapped = rotated.read_flops(tokens=tokens, queries=2, **sizes) - codes.decode_flops(tokens=tokens, **sizes)
+        assert mapped == 2 * 2 * (2 * 2 * 10)
+        # Turned back token by token: as much for each of them.
+        assert Unrotated(of=rotated).read_flops(tokens=tokens, queries=2, **sizes) >= tokens * 2 * (2 * 2 * 10)
+    # 3 kv heads with 2 query heads each, and what is encoded beside it costs the same in both.
+    encoding = 3 * (rotated.encode_flops(tokens=1, **sizes) - codes.encode_flops(tokens=1, **sizes))
+    plans = work("hadamard(of=vector(bits=8))", tokens=3), work("vector(bits=8)", tokens=3)
+    assert plans[0].method_token - plans[1].method_token in (3 * 160, 3 * 160 + encoding)
 
 
 def test_what_moves_as_codes_is_not_encoded_again() -> None:
@@ -216,6 +234,7 @@ def test_every_method_says_what_it_computes_or_that_it_does_not_know(stage: str,
             "encode": lambda n: [
                 method.encode_flops(tokens=n, key_size=20, value_size=24),
                 method.decode_flops(tokens=n, key_size=20, value_size=24),
+                method.read_flops(tokens=n, queries=6, key_size=20, value_size=24),
             ],
         }[stage](tokens)
         assert all(one is None or (isinstance(one, int) and one >= 0) for one in found), found

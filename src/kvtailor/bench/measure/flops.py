@@ -30,6 +30,7 @@ from kvtailor.engine.layer_state import LayerState
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.ops.dispatch import MOST_QUERIES
 from kvtailor.plan import Plan
 from kvtailor.types import Needs, Segment
 
@@ -187,7 +188,12 @@ class _Step:
         held = before.encoded + before.tail + new
         # As it is on this layer: what a table gives to one layer costs nothing on another.
         codec = state.codec(plan)
-        parts = [_each(before.encoded, lambda n: codec.decode_flops(tokens=n, **sizes))]
+        few = {"queries": group * new, **sizes}
+        parts = [
+            _each(before.encoded, lambda n: codec.read_flops(tokens=n, **few))
+            if new <= MOST_QUERIES
+            else _each(before.encoded, lambda n: codec.decode_flops(tokens=n, **sizes))
+        ]
         if new == 1:
             encoded = state.here(before.segments)
             request = FlopsRequest(encoded=encoded, group=group, size=size, held=held, context=before.context)

@@ -12,7 +12,8 @@ Three questions, each a ratio of two things that ran in turns in this one proces
    `snapkv + adakv` (every head its own number), which must not be slower than `snapkv` at the same number of tokens.
    Codes of 8 and 4 bits hold every token, and are read as they are stored. What no cache can save is beside it: `full`
    after a single token, which is the rest of the model.
-3. *What does scoring cost?* A prefill under `snapkv` and under `h2o` over a prefill under `full`.
+3. *What does a prompt cost?* A prefill under `full`, in chunks too, under `snapkv` (+ `adakv`) and under `h2o`, over
+   one on transformers' `DynamicCache`, which joins nothing to an empty cache; `StaticCache` stands beside.
 
 The model is `random-llama-gqa`, untrained: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024. The context is
 written into the caches directly; where a plan evicts, 64 real tokens follow it through the model, after which the plan
@@ -47,6 +48,7 @@ from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
 from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.config import RANDOM_SHAPES
+from kvtailor.hf.run.prefill import prefill as read_context
 from kvtailor.hf.run.stock import dynamic_cache, fill, into_huge_pages, static_cache
 from kvtailor.ops import huge_pages
 from kvtailor.presets import FULL
@@ -55,7 +57,7 @@ __all__ = ["SMALLER", "bench", "decode", "prefill"]
 
 _ABOUT = """\
 One decoded token, and a prefill, through a random Llama-shaped model with our caches and with transformers' own.
-Divided by: StaticCache with sdpa, the fastest that transformers has (decode); our `full`, which keeps all (prefill)."""
+Divided by: StaticCache with sdpa, the fastest that transformers has (decode); DynamicCache with sdpa (prefill)."""
 _BASE = "StaticCache + sdpa"
 _BASE_IN_HUGE_PAGES = "StaticCache + sdpa, huge pages"
 _QUESTION = 64
@@ -68,7 +70,9 @@ SMALLER = (
     "kivi(bits=4, group=64, recent=128)",
 )
 _STOCK_SIDES = 2
-_SCORED = (FULL, "snapkv @ tokens={budget}", "h2o @ tokens={budget}")
+_SCORED = (FULL, "snapkv @ tokens={budget}", "snapkv + adakv @ tokens={budget}", "h2o @ tokens={budget}")
+# Tokens of a chunk of a prompt.
+_CHUNK = 1024
 _WARMUP, _PREFILL_WARMUP = 3, 1
 # Hybrids, and for each a plain model of the layers that attend.
 _ATTENTION_ALONE = {"random-qwen3-next": "random-llama-256"}
@@ -115,7 +119,7 @@ def bench(
             cells.append(
                 Cell(
                     name=f"prefill {name} {context}",
-                    samples=(prefill_rounds + _PREFILL_WARMUP) * len(_SCORED),
+                    samples=(prefill_rounds + _PREFILL_WARMUP) * (_STOCK_SIDES + len(_SCORED) + (context > _CHUNK)),
                     measure=partial(_prefill_table, name, dtype, context, prefill_rounds, device, model),
                 )
             )
@@ -224,15 +228,25 @@ def prefill(
     advance: Advance = lambda name: None,
     name: str = MODEL,
 ) -> list[Measured]:
-    """Seconds of one prefill of `context` tokens, for each plan."""
-    model = random_of(name, dtype, device)
+    """Seconds of one prefill of `context` tokens, for each cache."""
+    model, stock = random_of(name, dtype, device), random_of(name, dtype, device)
     ids = torch.randint(0, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(3)).to(device)
 
     def once(plan: str) -> Callable[[int], object]:
         return lambda _: model(ids, past_key_values=cache_for(model, plan), logits_to_keep=1)
 
+    def own(make: Callable[[], Any]) -> Callable[[int], object]:
+        return lambda _: stock(ids, past_key_values=make(), use_cache=True, logits_to_keep=1)
+
     plans = [line.format(budget=context // 8) for line in _SCORED]
-    sides = [Side(name=plan, run=once(plan)) for plan in plans]
+    sides = [
+        Side(name=_DYNAMIC, run=own(lambda: dynamic_cache(stock))),
+        Side(name=_BASE, run=own(lambda: static_cache(stock, context))),
+        *(Side(name=plan, run=once(plan)) for plan in plans),
+    ]
+    if context > _CHUNK:
+        run = lambda _: read_context(model, FULL, ids, chunk=_CHUNK)  # noqa: E731
+        sides.insert(3, Side(name=f"{FULL}, in chunks of {_CHUNK}", run=run))
     return time_in_turns(sides, rounds, warmup=_PREFILL_WARMUP, device=device, advance=advance)
 
 
@@ -262,7 +276,7 @@ def _prefill_table(
     name: str, dtype: torch.dtype, context: int, rounds: int, device: torch.device, model: str, advance: Advance
 ) -> Table:
     results = prefill(dtype, context, rounds, device=device, advance=advance, name=model)
-    lines, rows = compared(f"prefill, {model}, {name}, {context} tokens", results, FULL)
+    lines, rows = compared(f"prefill, {model}, {name}, {context} tokens", results, _DYNAMIC)
     return Table(lines=lines, rows={f"prefill {name} {context}": rows})
 
 

@@ -11,8 +11,9 @@ singular vectors of W S are the eigenvectors of the second moment of W x, bases 
 part of them, unless `centred` takes the mean off. Ranks are the same for all groups of a layer and side. A plan that
 evicts projects each head alone, at the same share, since joined heads would have to keep the same tokens.
 *Cost* rank / width of the bytes of what is projected. Encoding: 2 * width * rank operations for each token of a group;
-the keys as many at every step again. The directions, width * rank numbers for each group, are there once for all
-caches and are not in the ledger, as Palu's are inside the weights.
+at every step 2 * d * rank for each side of a query, but under `unrotated`, which turns all keys back at every step. The
+directions, width * rank numbers for each group, are there once for all caches and are not in the ledger, as Palu's are
+inside the weights.
 """
 
 from __future__ import annotations
@@ -229,6 +230,25 @@ class LowRank(CalibratedMethod, Codec):
     def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
         """2 w r for each key of a group, and those of the inner codec; values are turned back once for each query."""
         return self._flops("decode_flops", tokens, key_size, value_size, ("keys",))
+
+    def read_flops(self, *, tokens: int, queries: int, key_size: int, value_size: int) -> int | None:
+        """2 d r for each side of a query, products with coordinates that are more than channels, and the inner codec's.
+
+        What fewer coordinates than channels save of the products is not taken off.
+        """
+        joined, sizes = self._joined(self._known_heads), (key_size, value_size)
+        ranks = self._ranks(joined, self._known_heads, key_size, value_size)
+        own = sum(
+            2 * queries * size * rank + 2 * queries * tokens * max(0, rank - size)
+            for size, rank in zip(sizes, ranks, strict=True)
+            if rank
+        )
+        if self._latents is None:
+            return own
+        inner = self._latents.read_flops(
+            tokens=tokens, queries=queries * joined, key_size=ranks[0], value_size=ranks[1]
+        )
+        return None if inner is None else own + -(-inner // joined)
 
     @classmethod
     def example_calibration(

@@ -25,6 +25,7 @@ from kvtailor.hf.layers.products import operands
 from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.layers.steady import TakesSteadily
 from kvtailor.hf.mask import LazyMask, TensorMask
+from kvtailor.hf.model.modules import is_part_of
 from kvtailor.hf.model.projection import check_projections
 from kvtailor.types import PLAIN_SOFTMAX, Softmax, Visibility
 
@@ -154,7 +155,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
         if bound is None:
             model = None if self.guard.model is None else self.guard.model()
             # Two models may share one configuration.
-            mine = model is None or any(module is each for each in model.modules())
+            mine = model is None or is_part_of(model, module)
             if getattr(module, "config", None) is not self.guard.config or not mine:
                 raise CacheMisuse(
                     f"this cache was made for another model than the {type(module).__name__} that is using it; make "

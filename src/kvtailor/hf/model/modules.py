@@ -24,7 +24,7 @@ from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 from kvtailor.types.late_checks import require_none
 
-__all__ = ["attention_modules", "makes_causal_mask", "modules_by_layer", "own_attention", "rotation_of"]
+__all__ = ["attention_modules", "is_part_of", "makes_causal_mask", "modules_by_layer", "own_attention", "rotation_of"]
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
@@ -33,6 +33,18 @@ _READS_CACHE = re.compile(r"\b(past_key_values?|curr_past_key_values?|layer_past
 # Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
 # On a GPU the answer stays there, so that the host waits for those of all layers at once.
 _turning: weakref.WeakKeyDictionary[torch.nn.Module, bool | Tensor] = weakref.WeakKeyDictionary()
+
+
+# Modules of models that were asked for.
+_parts: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[torch.nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def is_part_of(model: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Whether a module is a part of a model, or was when one of its caches was used before."""
+    # Every cache asks for each of its layers, and a walk through a large model takes milliseconds.
+    if module not in _parts.get(model, ()):
+        _parts[model] = weakref.WeakSet(model.modules())
+    return module in _parts[model]
 
 
 def attention_modules(model: Any) -> list[torch.nn.Module]:

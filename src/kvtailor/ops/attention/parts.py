@@ -18,7 +18,7 @@ from kvtailor.ops.attention.folded import folded, suits
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
 from kvtailor.ops.segments.coded import Whole
-from kvtailor.ops.segments.sides import stored_sides
+from kvtailor.ops.segments.sides import StoredSides, stored_sides
 from kvtailor.types import PLAIN_SOFTMAX, Layout, Segment, SegmentView, Softmax, Visibility
 
 __all__ = ["Read", "counting", "lane_sees", "lanes_of", "read_all", "read_lanes", "rule_sees"]
@@ -134,46 +134,49 @@ def _as_stored(
     """
     b, q, t, d = query.shape
     h, device = parts[-1].layout.heads, query.device
-    grouped, mass = query.reshape(b * h, q // h, t, d), weight is not None
-    stored = [stored_sides(part) for part in parts]
+    grouped, mass, caps = query.reshape(b * h, q // h, t, d), weight is not None, softmax.softcap is not None
     # Asked of every part before anything is computed: where no part can be read as it is stored, all are decoded
     # together, and one softmax goes over them.
-    caps = softmax.softcap is not None
+    asked = [_asked(grouped, part, mass=mass, caps=caps) for part in parts]
     kernels = [
-        None if sides is None else dispatch.coded_attention(grouped, *sides, mass=mass, caps=caps) for sides in stored
+        None if own is None else dispatch.coded_attention(each, own.keys, own.values, mass=mass, caps=caps)
+        for own, each in asked
     ]
     if not any(kernels):
         return None
     jointly = dispatch.joint_attention(device)
     found, kept, rest, together = [], [], [], []
-    for part, sides, attend in zip(parts, stored, kernels, strict=True):
+    for part, (own, mine), attend in zip(parts, asked, kernels, strict=True):
         layout, reading = part.layout, None
         if attend is None:
-            reading = part.view()
+            own, mine, reading = None, grouped, part.view()
             # Decoded states are read by the kernels as well, unless several kv heads share a lane of values, or keys
             # lie in two places.
             if reading.shared is None and reading.more_keys is None:
-                sides = Whole(states=reading.keys), Whole(states=reading.values)
-                attend = dispatch.coded_attention(grouped, *sides, mass=mass, caps=caps)
+                own = StoredSides(layout=layout, keys=Whole(states=reading.keys), values=Whole(states=reading.values))
+                attend = dispatch.coded_attention(grouped, own.keys, own.values, mass=mass, caps=caps)
             if attend is None:
                 if mass:
                     return None
                 mask = lane_sees(layout, visible, 0, t, newest=part is parts[-1], device=device)
                 rest.append(lanes_of(layout, reading, mask))
                 continue
-        assert sides is not None
+        assert own is not None
+        layout = own.layout
         how: dict[str, Any] = {
             "owner": None if layout.owner is None else layout.owner.to(device),
             "lengths": None if layout.lengths is None else layout.lengths.to(device),
             "visible": rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
             "log_weight": None if reading is None else reading.log_weight,
         }
-        # Several parts in one launch; a lift has to be applied to one part's sums, so that such a part goes alone.
-        unlifted = reading is None or reading.lift is None
+        # Several parts in one launch; what has to be applied to one part's sums lets that part go alone.
+        unlifted = own.as_they_are and (reading is None or reading.lift is None)
         if unlifted and jointly is not None and attend is jointly.attend_coded:
-            together.append(jointly.Part(keys=sides[0], values=sides[1], **how))
+            together.append(jointly.Part(keys=own.keys, values=own.values, **how))
             continue
-        out, lse, *weights = attend(grouped, *sides, scaling=scaling, softcap=softmax.softcap, **how)
+        out, lse, *weights = attend(mine, own.keys, own.values, scaling=scaling, softcap=softmax.softcap, **how)
+        if not own.as_they_are:
+            out, lse = own.given(out, lse, grouped, scaling, dispatch.maps_of(grouped)[1])
         if reading is not None and reading.lift is not None:
             # The kernel gave normalised sums (n, g, t, r), whose weights add up to 1, or to 0 where nothing is seen.
             seen = (lse > -torch.inf).to(out.dtype).flatten(1)
@@ -191,6 +194,20 @@ def _as_stored(
     # Each part kept its weights relative to what it saw itself; only the log-sum-exp over all parts makes them shares.
     counts = weight.repeat_interleave(h, 0)
     return _by_heads(query, out, lse, [each.mass(lse, counts) for each in kept])
+
+
+def _asked(query: Tensor, part: Segment, *, mass: bool, caps: bool) -> tuple[StoredSides | None, Tensor]:
+    """A part as it is stored, with the queries (n, g, t, d) for it; None where something stands against reading it so.
+
+    Weights that are kept, and caps, know nothing of what is added to all logits of a part. And the mass is that of the
+    lanes that are stored, of which heads that share them have no shares.
+    """
+    own = stored_sides(part)
+    if own is None or own.as_they_are:
+        return own, query
+    if (own.shifts_logits and (mass or caps)) or (own.joined > 1 and mass):
+        return None, query
+    return own, own.asked(query, dispatch.maps_of(query)[0])
 
 
 def _few(

@@ -7,9 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvtailor.types import Coordinates
 from kvtailor.types.late_checks import sent
 
-__all__ = ["block_of", "mixed", "unmixed"]
+__all__ = ["block_of", "coordinates", "mixed", "unmixed"]
 
 
 def mixed(states: Tensor) -> Tensor:
@@ -28,6 +29,14 @@ def mixed(states: Tensor) -> Tensor:
 def unmixed(states: Tensor) -> Tensor:
     """What `mixed` was given: H x for each block of channels, as H H = b."""
     return _product(states, _matrix(block_of(states.shape[-1]), states.device))
+
+
+def coordinates(size: int) -> Coordinates | None:
+    """What `mixed` states of so many channels are to those that they were; None for no channels."""
+    if size == 0:
+        return None
+    block = block_of(size)
+    return Coordinates(matrix=_matrix(block, torch.device("cpu"))[None], blocks=size // block)
 
 
 def block_of(size: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.lanes.apportion import apportion
-from kvtailor.types import Lift
+from kvtailor.types import Coordinates, Lift
 from kvtailor.types.late_checks import sent
 
 __all__ = ["Basis", "Moments", "on_device", "part_of_heads", "principal", "random_directions", "rank_of", "split_ranks"]
@@ -68,6 +68,11 @@ class Basis:
         mean = None if self.mean is None else self.mean.unflatten(1, (self.joined, -1)).flatten(0, 1)
         directions = self.directions.unflatten(1, (self.joined, -1)).flatten(0, 1)
         return Basis(directions=directions, mean=mean, joined=1, apart=self.apart * self.joined)
+
+    def coordinates(self) -> Coordinates:
+        """What latents are of each head's states. Tensors are views of the basis's own."""
+        head = self.by_head()
+        return Coordinates(matrix=head.directions, scale=self.scale, mean=head.mean)
 
     def lift(self) -> Lift:
         """The way from sums of latents to each head's channels."""

@@ -474,6 +474,17 @@ int32_t kvtailor_merge(const Union* all) {
   return 0;
 }
 
+// Queries for what is stored, (count, wide) to (count, narrow), or sums of it, the other way round; rows in turn are of
+// one head.
+int32_t kvtailor_map(const Map* map, const float* from, const float* lse, float* to, int64_t count, int64_t rows) {
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t wide = map->blocks * map->wide, narrow = map->blocks * map->narrow;
+    if (lse) of_sum(*map, i / rows, lse[i] != NOTHING, from + i * narrow, to + i * wide);
+    else of_query(*map, i / rows, from + i * wide, to + i * narrow);
+  }
+  return 0;
+}
+
 // Floats of `found` that are enough for a part of a step however many slots it has.
 int64_t kvtailor_found_of_any(const Call* call, int64_t threads) {
   return (PIECES * threads + call->lanes) * call->rows * (2 + padded(call->values.size));

@@ -24,6 +24,8 @@ __all__ = [
     "Call",
     "Coding",
     "Library",
+    "Map",
+    "PartCoordinates",
     "Side",
     "Step",
     "Union",
@@ -72,17 +74,36 @@ class Call(ctypes.Structure):
     ]
 
 
+class Map(ctypes.Structure):
+    """`Map` of coordinates.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("matrix", "mean")),
+        *((name, ctypes.c_int64) for name in ("heads", "wide", "narrow", "blocks")),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class PartCoordinates(ctypes.Structure):
+    """`Coordinates` of step.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "query", "between", "sums", "out")),
+        *((name, ctypes.c_int64) for name in ("keys_count", "values_count")),
+    ]
+
+
 class Step(ctypes.Structure):
     """`Step` of step.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "parts", "tail_keys", "tail_values")),
         *((name, ctypes.c_void_p) for name in ("positions", "asked", "merged", "sinks", "parallel_for")),
-        *((name, ctypes.c_void_p) for name in ("lse", "counts", "masses", "before", "slots_before")),
+        *((name, ctypes.c_void_p) for name in ("lse", "counts", "masses", "before", "slots_before", "coordinates")),
         *((f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("row", "head")),
         *((f"tail_{name}_{of}", ctypes.c_int64) for name in ("key", "value") for of in ("lane", "slot")),
         *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),
-        *((name, ctypes.c_int64) for name in ("size", "value_size", "kind", "threads", "slot", "column")),
+        *((name, ctypes.c_int64) for name in ("size", "value_size", "kind", "threads", "widest", "slot", "column")),
     ]
 
 

@@ -1,6 +1,16 @@
 // One decoded token of each row at one layer, in one call: it joins the tail, and one softmax goes over all parts.
 #pragma once
 
+#include "coordinates.h"
+
+// The coordinates of one part, the model's side first. Mirrored field by field in library.py.
+struct Coordinates {
+  const Map* const *keys, *const *values;
+  float *query, *between;  // (b * h, q / h, r) for the part; two rows of the widest state
+  float *sums, *out;       // (b * h, q / h, r) that the part gives; (b * h, q / h, dv)
+  int64_t keys_count, values_count;
+};
+
 // Mirrored field by field in library.py. Strides are in bytes, but for that of positions.
 struct Step {
   const char *query, *key, *value;  // (b, q, 1, d), (b, h, 1, d), (b, h, 1, dv), of the type `kind`
@@ -17,9 +27,10 @@ struct Step {
   float* const* masses;       // of each part (m, s): what its slots have received with this token
   const float* const* before;  // of each part (m, slots_before): what they had received; null: nothing
   const int64_t* slots_before;
+  const Coordinates* coordinates;  // of each part
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
   int64_t tail_key_lane, tail_key_slot, tail_value_lane, tail_value_slot, position_lane;
-  int64_t count, rows, heads, group, size, value_size, kind, threads;
+  int64_t count, rows, heads, group, size, value_size, kind, threads, widest;
   int64_t slot, column;  // of the tail, where the token goes; of the token
 };
 
@@ -67,6 +78,36 @@ SMALL_CODE void widen_queries(const Step& step) {
     for (int64_t q = 0; q < heads; q++)
       widen(step.kind, step.query + b * step.query_row + q * step.query_head, step.size,
             step.asked + (b * heads + q) * step.size);
+}
+
+// Queries of all heads for a part, whose `query` they then are.
+SMALL_CODE void ask(const Step& step, const Coordinates& in) {
+  const int64_t last = in.keys_count - 1;
+  float *between = in.between, *next = between + step.widest;
+  int64_t size = step.size;
+  if (last >= 0) size = in.keys[last]->blocks * in.keys[last]->narrow;
+  for (int64_t row = 0; row < step.rows * step.heads * step.group; row++) {
+    const float* from = step.asked + row * step.size;
+    for (int64_t i = 0; i <= last; i++) {
+      float* to = i == last ? in.query + row * size : i % 2 ? next : between;
+      of_query(*in.keys[i], row / step.group, from, to);
+      from = to;
+    }
+  }
+}
+
+// What a part gave for all heads, in the model's coordinates.
+SMALL_CODE void give(const Step& step, const Coordinates& in, const float* lse) {
+  const int64_t last = in.values_count - 1, size = in.values[last]->blocks * in.values[last]->narrow;
+  float *between = in.between, *next = between + step.widest;
+  for (int64_t row = 0; row < step.rows * step.heads * step.group; row++) {
+    const float* from = in.sums + row * size;
+    for (int64_t i = last; i >= 0; i--) {
+      float* to = i == 0 ? in.out + row * step.value_size : i % 2 ? next : between;
+      of_sum(*in.values[i], row / step.group, lse[row] != NOTHING, from, to);
+      from = to;
+    }
+  }
 }
 
 // One query row: outputs of disjoint parts, of which `out` and `lse` are read, by their shares of one softmax. Gives where
@@ -124,9 +165,13 @@ SMALL_CODE int32_t take(Step& step) {
   step.parts[step.count - 1]->slots = step.slot + 1;
   for (int64_t i = 0; i < step.count; i++) {
     Call& part = *step.parts[i];
+    const Coordinates& in = step.coordinates[i];
+    if (in.keys_count) ask(step, in);
+    if (in.values_count) part.out = in.sums;
     divide(part, step.threads, step.parallel_for);
     const int32_t wrong = attend(part);
     if (wrong) return wrong;
+    if (in.values_count) give(step, in, part.lse), part.out = in.out;
   }
   const int64_t element = step.kind == FLOAT32 ? 4 : 2, queries = step.rows * step.heads * step.group;
   for (int64_t row = 0; row < queries; row++) {

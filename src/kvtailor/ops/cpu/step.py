@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.cpu.attention import side_of, unsuited
-from kvtailor.ops.cpu.library import DTYPES, Call, Library, Step, library
+from kvtailor.ops.cpu.coordinates import map_of
+from kvtailor.ops.cpu.library import DTYPES, Call, Library, PartCoordinates, Step, library
 from kvtailor.ops.segments.sides import stored_sides
-from kvtailor.types import PlainSegment, Segment
+from kvtailor.types import Coordinates, PlainSegment, Segment
 
 __all__ = ["TokenStep"]
 
@@ -89,11 +90,18 @@ class TokenStep:
         self.query_shape, self._out_shape = (rows, query_heads, 1, size), (rows, 1, query_heads, value_size)
         self.scaling, self.softcap, self.threads = scaling, softcap, torch.get_num_threads()
         self.complete, self._numbers = True, list[Any]()
-        self._calls = [self._part(part, rows * heads, group, size) for part in parts]
+        # Channels of a query or a sum on its way through coordinates.
+        self._widest = [size, value_size]
+        self._calls, maps = list[Call](), list[PartCoordinates]()
+        for part in parts:
+            call, coordinates = self._part(part, rows * heads, group)
+            self._calls.append(call)
+            maps.append(coordinates)
         for call, seen in zip(self._calls, sees, strict=True):
             self._hide(call, seen)
         pointers = [ctypes.addressof(call) for call in self._calls]
         self._parts = (ctypes.c_void_p * len(pointers))(*pointers)
+        self._coordinates = (PartCoordinates * len(parts))(*maps)
         element = keys.element_size()
         self._step = Step(
             parts=ctypes.addressof(self._parts),
@@ -106,6 +114,7 @@ class TokenStep:
             tail_value_lane=values.stride(0) * element,
             tail_value_slot=values.stride(1) * element,
             position_lane=0 if positions is None else positions.stride(0),
+            coordinates=ctypes.addressof(self._coordinates),
             count=len(parts),
             rows=rows,
             heads=heads,
@@ -114,6 +123,7 @@ class TokenStep:
             value_size=value_size,
             kind=DTYPES[keys.dtype],
             threads=1 if using.parallel_for is None else self.threads,
+            widest=max(self._widest),
         )
         self._at, self._run = ctypes.byref(self._step), using.functions.kvtailor_step
         self._strides: tuple[Any, ...] = ()
@@ -121,14 +131,23 @@ class TokenStep:
         self._lay_out(using)
 
     @staticmethod
-    def unsuited(parts: Sequence[Segment]) -> str | None:
-        """Return why these parts cannot be read so, a clause; None where they can."""
+    def unsuited(parts: Sequence[Segment], *, mass: bool) -> str | None:
+        """Return why these parts cannot be read so, a clause; None where they can.
+
+        Args:
+            parts: see `TokenStep`.
+            mass: whether what the slots receive is wanted as well.
+        """
         used = library()
-        if used is None or not used.has("kvtailor_step") or not used.has("kvtailor_merge"):
+        if used is None or not used.has("kvtailor_step") or not used.has("kvtailor_map"):
             return "no C++ kernels of these sources were built"
         for part in parts:
-            sides = stored_sides(part)
-            why = f"{type(part).__name__} is decoded to be read" if sides is None else unsuited(*sides)
+            own = stored_sides(part)
+            if own is None:
+                return f"{type(part).__name__} is decoded to be read"
+            if own.shifts_logits or (mass and own.joined > 1):
+                return f"{type(part).__name__} has logits or lanes that are no kv head's"
+            why = unsuited(own.keys, own.values)
             if why is not None:
                 return why
         tail = parts[-1]
@@ -222,13 +241,16 @@ class TokenStep:
             kept.append(was)
         return tuple(made), kept
 
-    def _part(self, part: Segment, owners: int, group: int, size: int) -> Call:
-        sides, held = stored_sides(part), list[Tensor]()
-        assert sides is not None
-        layout = part.layout
-        call = Call(keys=side_of(sides[0], held), values=side_of(sides[1], held))
-        call.owners, call.lanes, call.slots = owners, layout.lanes, layout.size
-        call.rows, call.queries, call.scaling, call.softcap = group, 1, self.scaling, self.softcap or 0.0
+    def _part(self, part: Segment, owners: int, group: int) -> tuple[Call, PartCoordinates]:
+        """How a part is read, and in which coordinates."""
+        own, held = stored_sides(part), list[Tensor]()
+        assert own is not None
+        layout = own.layout
+        call = Call(keys=side_of(own.keys, held), values=side_of(own.values, held))
+        # The queries of heads that share a lane are the rows of one owner.
+        call.owners, call.lanes, call.slots = owners // own.joined, layout.lanes, layout.size
+        call.rows, call.queries = group * own.joined, 1
+        call.scaling, call.softcap = self.scaling, self.softcap or 0.0
         # Both are on the CPU, whatever they describe, and as long as the lanes are many.
         if layout.owner is not None:
             call.owner = self._kept(ctypes.c_int64, layout.owner)
@@ -236,7 +258,23 @@ class TokenStep:
             call.lengths = self._kept(ctypes.c_int32, layout.lengths)
         stored = {each.untyped_storage().data_ptr() for each in part.tensors().values()}
         self.complete &= all(each.untyped_storage().data_ptr() in stored for each in held)
-        return call
+        maps = PartCoordinates(
+            keys=self._kept_maps(own.keys_in),
+            values=self._kept_maps(own.values_in),
+            keys_count=len(own.keys_in),
+            values_count=len(own.values_in),
+        )
+        return call, maps
+
+    def _kept_maps(self, maps: Sequence[Coordinates]) -> int | None:
+        """Address of the addresses of these maps, which are kept; the codec has their tensors."""
+        if not maps:
+            return None
+        made = [map_of(each) for each in maps]
+        self._widest += [each.blocks * max(each.matrix.shape[1:]) for each in maps]
+        pointers = (ctypes.c_void_p * len(made))(*map(ctypes.addressof, made))
+        self._numbers += [*made, pointers]
+        return ctypes.addressof(pointers)
 
     def _hide(self, call: Call, sees: Tensor | None) -> None:
         """Padding is on the left: of each lane the first slots are hidden, if any."""
@@ -268,7 +306,7 @@ class TokenStep:
         room(step, "merged", step.value_size + step.count)
         for call in self._calls:
             call.threads = step.threads
-            room(call, "out", queries * step.value_size)
+            room(call, "out", queries * int(call.values.size))
             room(call, "lse", queries)
             at_call = ctypes.byref(call)
             room(call, "found", functions.kvtailor_found_of_any(at_call, ctypes.c_int64(step.threads)))
@@ -280,6 +318,14 @@ class TokenStep:
                 call.slots = slots
         if self._mass:
             room(step, "lse", queries)
+        for call, own in zip(self._calls, self._coordinates, strict=True):
+            if own.keys_count:
+                room(own, "query", queries * int(call.keys.size))
+            if own.values_count:
+                room(own, "sums", queries * int(call.values.size))
+                room(own, "out", queries * step.value_size)
+            if own.keys_count or own.values_count:
+                room(own, "between", 2 * step.widest)
         self._floats = at
         self._point(_WORKSPACE.at(at))
 
@@ -287,6 +333,5 @@ class TokenStep:
         self._mark = _WORKSPACE.mark
         for of, name, at in self._places:
             setattr(of, name, base + 4 * at)
-            if name == "asked":
-                for call in self._calls:
-                    call.query = base + 4 * at
+        for call, own in zip(self._calls, self._coordinates, strict=True):
+            call.query = own.query if own.keys_count else self._step.asked

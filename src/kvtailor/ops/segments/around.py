@@ -9,7 +9,7 @@ from typing import Self
 from torch import Tensor
 
 from kvtailor.ops.attention.joined import side_by_side
-from kvtailor.types import Layout, Lift, Segment, SegmentView
+from kvtailor.types import Coordinates, Layout, Lift, Segment, SegmentView
 
 __all__ = ["AroundSegment"]
 
@@ -37,6 +37,16 @@ class AroundSegment(Segment):
     def values_back(self, values: Tensor) -> Tensor:
         """The same for values (..., dv); linear, and each by itself."""
         return values
+
+    def coordinates(self, key_size: int, value_size: int) -> tuple[Coordinates | None, Coordinates | None] | None:
+        """In which coordinates the inner segment's keys and values are; None for a side that is the model's.
+
+        None for both where no linear map, the same for all tokens, leads back.
+
+        Args:
+            key_size, value_size: channels that the inner segment decodes to.
+        """
+        return None
 
     def decode(self) -> tuple[Tensor, Tensor]:
         keys, values = self.inner.decode()

@@ -1,18 +1,137 @@
-"""The two sides of a segment, where attention reads them as they are stored."""
+"""A segment as attention reads it where it lies: nothing is decoded but what a kernel decodes on its way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
-from kvtailor.types import PlainSegment, Segment
+from kvtailor.ops.segments.latents import LatentSegment
+from kvtailor.types import Coordinates, Layout, PlainSegment, Segment
 
-__all__ = ["stored_sides"]
+# Of coordinates and queries, or sums and their lse: see `Coordinates`.
+Mapping = Callable[[Coordinates, Tensor], Tensor]
+Summing = Callable[[Coordinates, Tensor, Tensor], Tensor]
+__all__ = ["StoredSides", "stored_sides"]
 
 
-def stored_sides(part: Segment) -> tuple[Coded, Coded] | None:
+class StoredSides(NamedTuple):
+    """Keys and values as they are stored, and by which linear maps they become the model's.
+
+    A map of the keys goes over to the query: q . (A k + a) is (A^T q) . k + q . a. A map of the values goes over to the
+    sum of the weighted values. So both are applied once for each query, and not once for each token.
+
+    Attributes:
+        layout: of the lanes that are stored.
+        keys, values: their sides, (m, s, r) each.
+        keys_in, values_in: the coordinates in which they are, the model's side first; none where they are the model's.
+        joined: neighbouring kv heads of the model that share a lane. `layout` has so many times fewer heads.
+    """
+
+    layout: Layout
+    keys: Coded
+    values: Coded
+    keys_in: tuple[Coordinates, ...] = ()
+    values_in: tuple[Coordinates, ...] = ()
+    joined: int = 1
+
+    @property
+    def as_they_are(self) -> bool:
+        """Whether queries and sums stay as they are."""
+        return not self.keys_in and not self.values_in and self.joined == 1
+
+    @property
+    def shifts_logits(self) -> bool:
+        """Whether something is added to all logits of a query, which no kernel does."""
+        return any(each.mean is not None for each in self.keys_in)
+
+    def channels(self) -> tuple[int | None, int | None]:
+        """Channels of keys and of values in the model's coordinates; None where the side does not tell."""
+        return _channels(self.keys, self.keys_in), _channels(self.values, self.values_in)
+
+    def asked(self, query: Tensor, of_queries: Mapping = Coordinates.of_queries) -> Tensor:
+        """The queries (n, g, t, d) of the kv heads for the stored keys: (n / joined, joined * g, t, r)."""
+        for each in self.keys_in:
+            query = of_queries(each, query)
+        return query if self.joined == 1 else query.reshape(-1, self.joined * query.shape[1], *query.shape[2:])
+
+    def given(
+        self, out: Tensor, lse: Tensor, query: Tensor, scaling: float, of_sums: Summing = Coordinates.of_sums
+    ) -> tuple[Tensor, Tensor]:
+        """What `asked` queries found, for the queries (n, g, t, d) of the kv heads.
+
+        Args:
+            out: (n / joined, joined * g, t, r) float32 sums whose weights add up to 1, or to 0 where nothing is seen.
+            lse: (n / joined, joined * g, t), -inf there.
+            query: that was `asked`.
+            scaling: factor before the softmax.
+            of_sums: what maps them.
+
+        Returns:
+            out (n, g, t, dv) and lse (n, g, t).
+        """
+        shape = query.shape[:3]
+        out, lse = out.reshape(*shape, -1), lse.reshape(shape)
+        for each in reversed(self.values_in):
+            out = of_sums(each, out, lse)
+        here = query
+        for each in self.keys_in:
+            if each.mean is not None:
+                lse = lse + scaling * each.products_with_mean(here)
+            here = each.of_queries(here)
+        return out, lse
+
+
+def stored_sides(part: Segment) -> StoredSides | None:
     """Return keys and values of a part as they are stored, where they are all that attention needs; else None."""
     if isinstance(part, PlainSegment):
-        return Whole(states=part.keys), Whole(states=part.values)
+        return StoredSides(layout=part.layout, keys=Whole(states=part.keys), values=Whole(states=part.values))
     # A codec with a view of its own gives attention other values than those it decodes.
-    if isinstance(part, PairSegment) and type(part).view is Segment.view:
-        return part.keys, part.values
+    if isinstance(part, PairSegment):
+        own = type(part).view is Segment.view
+        return StoredSides(layout=part.layout, keys=part.keys, values=part.values) if own else None
+    if isinstance(part, AroundSegment):
+        inner = None if type(part).coordinates is AroundSegment.coordinates else stored_sides(part.inner)
+        if inner is None or inner.joined != 1:
+            return None
+        key_size, value_size = inner.channels()
+        maps = None if key_size is None or value_size is None else part.coordinates(key_size, value_size)
+        return None if maps is None else _within(inner, *maps)
+    if isinstance(part, LatentSegment):
+        return _latents(part)
     return None
+
+
+def _latents(part: LatentSegment) -> StoredSides | None:
+    inner = stored_sides(part.inner)
+    if inner is None or inner.joined != 1 or (part.whole is not None and part.joined > 1):
+        return None
+    keys, values = (None if each is None else each.coordinates() for each in (part.keys_basis, part.values_basis))
+    # The side that is not projected has no channels among the latents.
+    if keys is None:
+        assert part.whole is not None
+        inner = inner._replace(keys=Whole(states=part.whole), keys_in=())
+    if values is None:
+        assert part.whole is not None
+        inner = inner._replace(values=Whole(states=part.whole), values_in=())
+    return _within(inner, keys, values)._replace(joined=part.joined)
+
+
+def _channels(side: Coded, maps: tuple[Coordinates, ...]) -> int | None:
+    if maps:
+        return maps[0].blocks * maps[0].matrix.shape[1]
+    if isinstance(side, Whole):
+        return side.states.shape[-1]
+    return side.size if isinstance(side, TokenCodes | ChannelCodes) else None
+
+
+def _within(inner: StoredSides, keys: Coordinates | None, values: Coordinates | None) -> StoredSides:
+    """The same, whose states are in further coordinates."""
+    return inner._replace(
+        keys_in=inner.keys_in if keys is None else (keys, *inner.keys_in),
+        values_in=inner.values_in if values is None else (values, *inner.values_in),
+    )

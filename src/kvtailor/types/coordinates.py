@@ -1,0 +1,66 @@
+"""Coordinates in which states are stored, where one linear map for all tokens leads back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Coordinates"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Coordinates:
+    """A state of c channels is scale * matrix @ x + mean, of x in r numbers that are stored.
+
+    Attributes:
+        matrix: (k, c, r) float32, contiguous. k is 1, or the number of kv heads of a row, each with its own.
+        scale: factor of the products.
+        blocks: so many blocks of c channels make the state, and of r numbers what is stored, each by the same matrix.
+        mean: (k, blocks * c) float32; None: nothing is added.
+    """
+
+    matrix: Tensor
+    scale: float = 1.0
+    blocks: int = 1
+    mean: Tensor | None = None
+
+    def of_queries(self, query: Tensor) -> Tensor:
+        """Return queries (n, g, t, c) of n = b * h kv heads for what is stored, (n, g, t, r) float32.
+
+        Their products with x are those of the queries with scale * matrix @ x.
+        """
+        return self._times(query.float(), self.matrix)
+
+    def of_sums(self, sums: Tensor, lse: Tensor) -> Tensor:
+        """Return weighted sums (n, g, t, c) float32 of states, from those of what is stored.
+
+        Args:
+            sums: (n, g, t, r); the weights add up to 1 where something is seen, else to 0.
+            lse: (n, g, t), -inf where nothing is seen.
+        """
+        found = self._times(sums.float(), self.matrix.mT)
+        if self.mean is None:
+            return found
+        means = self.mean.expand(found.shape[0], -1) if self.mean.shape[0] == 1 else self._of_rows(found)
+        return torch.where((lse > -torch.inf)[..., None], found + means[:, None, None], found)
+
+    def products_with_mean(self, query: Tensor) -> Tensor:
+        """Return (n, g, t) float32 products of queries (n, g, t, c) with the mean; there is one."""
+        assert self.mean is not None
+        means = self.mean.expand(query.shape[0], -1) if self.mean.shape[0] == 1 else self._of_rows(query)
+        return torch.einsum("ngtc,nc->ngt", query.float(), means)
+
+    def _of_rows(self, like: Tensor) -> Tensor:
+        """(n, c) mean of each kv head of every row."""
+        assert self.mean is not None
+        return self.mean.repeat(like.shape[0] // self.mean.shape[0], 1)
+
+    def _times(self, states: Tensor, matrix: Tensor) -> Tensor:
+        """(n, g, t, blocks * a) times the matrix (k, a, b) of their head: (n, g, t, blocks * b)."""
+        n, g, t, _ = states.shape
+        k = matrix.shape[0]
+        # (b, k, g * t * blocks, a): one product for each row and head.
+        by_head = states.reshape(n // k, k, g * t * self.blocks, -1)
+        return (by_head @ matrix).mul_(self.scale).view(n, g, t, -1)

@@ -1,0 +1,153 @@
+"""What stands in other coordinates is read as it lies: the query and the sum go over, and no token does."""
+
+import pytest
+import torch
+from tests.encode.test_lowrank import told
+from tests.support.segments_of import Padded, states, uneven
+
+from kvtailor.encode.hadamard import Hadamard, HadamardSegment
+from kvtailor.encode.kivi import Kivi
+from kvtailor.encode.minicache import MiniCache
+from kvtailor.encode.plain import Plain
+from kvtailor.encode.subspace.lowrank import LowRank
+from kvtailor.encode.subspace.orthogonal import Orthogonal
+from kvtailor.encode.unrotated import Unrotated
+from kvtailor.encode.vector import Vector
+from kvtailor.ops import dispatch
+from kvtailor.ops.attention import parts
+from kvtailor.ops.attention.parts import counting, read_all
+from kvtailor.ops.segments.latents import LatentSegment
+from kvtailor.ops.segments.sides import stored_sides
+from kvtailor.types import Coordinates, Layout, PlainSegment, Softmax
+
+ROWS, HEADS, GROUP, SIZE = 2, 4, 3, 8
+CODECS = {
+    "hadamard": Hadamard(of=Vector(bits=4, symmetric=False)),
+    "hadamard keys": Hadamard(of=Kivi(bits=4, group=8), only="keys"),
+    "hadamard values": Hadamard(of=Vector(bits=8), only="values"),
+    "twice": Hadamard(of=Hadamard(of=Vector(bits=8), only="keys")),
+    "single heads": LowRank(rank=0.5),
+    "one basis": LowRank(rank=0.5, shared=True),
+    "pairs of heads": LowRank(rank=0.5, heads=2),
+    "all heads": LowRank(rank=0.5, heads=0),
+    "centred": LowRank(rank=0.5, heads=2, centred=True),
+    "keys alone": LowRank(rank=0.5, only="keys"),
+    "values alone": LowRank(rank=0.5, only="values", centred=True),
+    "random": Orthogonal(rank=12),
+    "random coded": Orthogonal(rank=12, of=Vector(bits=4)),
+    "rotated coordinates": LowRank(rank=0.5, heads=0, of=Hadamard(of=Vector(bits=8)), centred=True),
+    "hadamard of all heads": Hadamard(of=LowRank(rank=0.5)),
+}
+
+
+def held(codec, seed=0, ragged=False):
+    """A segment of 67 tokens, and a tail of 9."""
+    keys, values = (states((ROWS * HEADS, 67, SIZE), seed + i) for i in (1, 2))
+    layout = Layout(rows=ROWS, heads=HEADS, size=67, start=0)
+    if ragged:
+        layout, owner, at = uneven(ROWS, HEADS, 32, most=67, columns=67, seed=seed)
+        keys, values = keys[owner, at], values[owner, at]
+    tail = [states((ROWS * HEADS, 9, SIZE), seed + i) for i in (3, 4)]
+    newest = PlainSegment(layout=Layout(rows=ROWS, heads=HEADS, size=9, start=67), keys=tail[0], values=tail[1])
+    return [codec.for_layer(told(heads=HEADS, size=SIZE)).encode(layout, keys, values), newest]
+
+
+def both(monkeypatch, found, *, new=1, weight=False, softmax=None, padded=False):
+    """`read_all` of the parts, as they are stored and decoded."""
+    query = states((ROWS, HEADS * GROUP, new, SIZE), 9)
+    real = None
+    if padded:
+        real = torch.ones((ROWS, 76), dtype=torch.bool)
+        real[1, :30] = False
+    visible = Padded(new_tokens=new, first_column=76 - new, real=real)
+    how = {"weight": counting(query, weight, None)} | ({} if softmax is None else {"softmax": softmax})
+    mine = read_all(query, found, visible, 0.2, **how)
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "stored_sides", lambda part: None)
+        with dispatch.using("reference"):
+            return mine, read_all(query, found, visible, 0.2, **how)
+
+
+def same(mine, other):
+    torch.testing.assert_close(mine.output, other.output, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mine.lse, other.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_cpp_maps_as_torch_does(name, monkeypatch):
+    found = held(CODECS[name])
+    mine = both(monkeypatch, found, new=3)[0]
+    monkeypatch.setattr(dispatch, "maps_of", lambda query: (Coordinates.of_queries, Coordinates.of_sums))
+    same(mine, both(monkeypatch, found, new=3)[0])
+
+
+@pytest.fixture
+def undecoded(monkeypatch):
+    """No segment in other coordinates may be decoded."""
+
+    def refuse(self):
+        raise AssertionError(f"{type(self).__name__} was decoded")
+
+    for kind in (HadamardSegment, LatentSegment):
+        monkeypatch.setattr(kind, "view", refuse)
+        monkeypatch.setattr(kind, "decode", refuse)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("name", CODECS)
+def test_equals_what_decoded_states_give(name, new, padded, monkeypatch):
+    found = held(CODECS[name])
+    same(*both(monkeypatch, found, new=new, padded=padded))
+
+
+@pytest.mark.parametrize("name", ["hadamard", "single heads", "one basis", "values alone"])
+def test_ragged_heads(name, monkeypatch):
+    same(*both(monkeypatch, held(CODECS[name], ragged=True)))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_nothing_is_decoded(name, undecoded):
+    part, tail = held(CODECS[name])
+    own = stored_sides(part)
+    query = states((ROWS, HEADS * GROUP, 1, SIZE), 9)
+    assert own is not None and dispatch.coded_attention(
+        own.asked(query.view(ROWS * HEADS, GROUP, 1, SIZE)), own.keys, own.values
+    )
+    read_all(query, [part, tail], Padded(new_tokens=1, first_column=75), 0.2)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("with_mass", [False, True])
+def test_mass_caps_and_sinks(name, with_mass, monkeypatch):
+    softmax = Softmax(softcap=1.5, sinks=torch.linspace(-1, 1, HEADS * GROUP))
+    mine, other = both(monkeypatch, held(CODECS[name]), weight=with_mass, softmax=softmax)
+    torch.testing.assert_close(mine.output, other.output, atol=1e-5, rtol=1e-5)
+    for a, b in zip(mine.mass or [], other.mass or [], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert (mine.mass is not None) == with_mass
+
+
+def test_a_map_of_each_token_is_none_for_all():
+    turned = held(Unrotated(of=Vector(bits=8)))[0]
+    merged = MiniCache(start=0.0, of=Plain()).for_layer(told(heads=HEADS, size=SIZE))
+    assert stored_sides(turned) is None
+    assert all(stored_sides(each) is None for each in merged.encode_group(
+        turned.layout, [turned.decode()] * len(next(g for g in merged.layer_groups(3) if 1 in g)))
+        if not isinstance(each, PlainSegment))  # fmt: skip
+
+
+def test_both_sides_of_a_wrong_map_would_show(monkeypatch):
+    """The queries' map forgotten, and that of the sums."""
+    found = held(CODECS["hadamard"])
+    for forgotten in ("keys_in", "values_in"):
+        with monkeypatch.context() as patch:
+            real = parts.stored_sides
+            patch.setattr(parts, "stored_sides", lambda part, real=real, name=forgotten: _without(real(part), name))
+            mine, other = both(monkeypatch, found)
+        assert not torch.allclose(mine.output, other.output, atol=0.05)
+
+
+def _without(own, name):
+    return own._replace(**{name: ()})
