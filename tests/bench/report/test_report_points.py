@@ -266,3 +266,23 @@ def test_the_terminal_shows_costs_and_every_task_within_its_width(width):
                   "qasper", "arc_challenge", "Not in this kvtailor yet",
                   "rankkv @ keep=0.25: the score method"):  # fmt: skip
         assert shown in text, shown
+
+
+def test_tokens_a_second_for_each_gib_are_of_the_caches_that_were_timed():
+    """And not of those on which the loss was measured, which had another context."""
+    rows = {row.label: row for row in summarise(whole_run()).rows}
+    shown = 0
+    for row in rows.values():
+        at = [each for each in whole_run() if each.task == "speed" and each.plan_hash == row.plan_hash]
+        at = [each for each in at if "tokens_per_second" in each.metrics and each.bytes_held]
+        if not at:
+            continue
+        found = {
+            each.metrics["tokens_per_second"] / (each.bytes_held / 2**30): each.metrics["tokens_per_second"]
+            for each in at
+        }
+        if row.tokens_per_second is None:
+            continue
+        assert found[row.tokens_per_second_per_gib] == row.tokens_per_second
+        shown += 1
+    assert shown > 2

@@ -57,6 +57,7 @@ class Row:
         tpot_spread: (q1, q3) over the median of 'full'.
         floor_ratio: the physical floor of a token over the median of this plan: 1 would be perfect.
         tokens_per_second: decoded, over the whole batch.
+        tokens_per_second_per_gib: the same over what the batch's caches hold after these tokens.
         flops_prefill, flops_token: of the model, by arithmetic, for a prefill of all rows and for a token of one.
         flops_method_prefill, flops_method_token: what the plan itself adds to them.
         achieved_gflops_prefill, achieved_gflops_token: both together over the time they took.
@@ -106,6 +107,7 @@ class Row:
     tpot_spread: tuple[float, float] | None = None
     floor_ratio: float | None = None
     tokens_per_second: float | None = None
+    tokens_per_second_per_gib: float | None = None
     flops_prefill: float | None = None
     flops_token: float | None = None
     flops_method_prefill: float | None = None
@@ -221,6 +223,9 @@ def _row(
         }
     for record, names in ((faithful, _FIDELITY), (timed, _COST), (capacity, _CAPACITY)):
         found |= {} if record is None else {name: record.metrics.get(name) for name in names}
+    rate = None if timed is None else timed.metrics.get("tokens_per_second")
+    if timed is not None and timed.bytes_held and rate is not None:
+        found["tokens_per_second_per_gib"] = rate / (timed.bytes_held / 2**30)
     if timed is not None and timed.timings:
         found |= _times(timed, timed_full)
     if fresh is not None:

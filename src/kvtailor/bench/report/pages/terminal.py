@@ -96,6 +96,7 @@ def _columns(naming: Rendering, joint: str, margins: Margins, rows: list[Row]) -
         ("TTFT", "right", lambda row: _times(row.ttft_ratio)),
         ("TPOT", "right", lambda row: _times(row.tpot_ratio)),
         ("tokens/s", "right", lambda row: _plain(row.tokens_per_second, significant)),
+        ("per GiB", "right", lambda row: _plain(row.tokens_per_second_per_gib, significant)),
         ("ms/token", "right", lambda row: _with_floor(row, joint)),
         ("FLOP/token", "right", lambda row: _plain(row.flops_token, lambda x: flop_text(x).removesuffix("FLOP"))),
         ("of method", "right", lambda row: _plain(row.flops_method_token, lambda x: flop_text(x).removesuffix("FLOP"))),

@@ -166,6 +166,15 @@ def _of_full(record: Record) -> Cell:
     return Cell(text=f"{share:.1f}", value=share)
 
 
+def _per_gib(record: Record) -> Cell:
+    """Tokens per second over the GiB that the cache holds after them."""
+    rate = record.metrics.get("tokens_per_second")
+    if rate is None or not record.bytes_held:
+        return EMPTY
+    each = rate / (record.bytes_held / 2**30)
+    return Cell(text=significant(each), value=each)
+
+
 _SPEED: dict[str, Make] = {
     "bytes held": _bytes("bytes_held"),
     "TTFT, ms": _time("ttft"),
@@ -173,6 +182,7 @@ _SPEED: dict[str, Make] = {
     "TPOT, ms": _time("tpot"),
     "floor of TPOT, ms": _floor("tpot", lambda record: record.floor_seconds),
     "tokens/s": _metric("tokens_per_second"),
+    "tokens/s per GiB": _per_gib,
     "prefill": _metric("flops_prefill", flop_text),
     "prefill, method": _metric("flops_method_prefill", flop_text),
     "prefill, GFLOP/s": _metric("achieved_gflops_prefill"),
@@ -183,7 +193,8 @@ _SPEED: dict[str, Make] = {
 _SPEED_NOTE = (
     "Medians with quartiles. Floor of TPOT: weights and cache read once at the bandwidth that this machine reached; of "
     "TTFT: that of the weights, or the operations at the rate it reached, whichever is longer. Operations are counted "
-    "by arithmetic, the method's own apart; GFLOP/s are of both together."
+    "by arithmetic, the method's own apart; GFLOP/s are of both together. Tokens/s per GiB: of all rows, over "
+    "what their caches hold, as a memory that is full of such caches would give."
 )
 _SPECULATION: dict[str, Make] = {
     "on the device": _metric("device_bytes", byte_text),

@@ -77,6 +77,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("TTFT over full", _number(lambda row: row.ttft_ratio, 3), "time_ratio"),
     Column("TPOT over full", _number(lambda row: row.tpot_ratio, 3), "time_ratio"),
     Column("tokens/s", _number(lambda row: row.tokens_per_second, 1), "speed"),
+    Column("tokens/s per GiB", _number(lambda row: row.tokens_per_second_per_gib, 0), "speed"),
 )
 """What the main table shows of a row. Times in seconds, with their floors, are in the table of cost."""
 
