@@ -46,8 +46,9 @@ class HadamardSegment(AroundSegment):
         return values if self.only == "keys" else unmixed(values)
 
     def coordinates(self, key_size: int, value_size: int) -> tuple[Coordinates | None, Coordinates | None]:
-        keys = None if self.only == "values" else coordinates(key_size)
-        return keys, None if self.only == "keys" else coordinates(value_size)
+        device = next(iter(self.inner.tensors().values())).device
+        keys = None if self.only == "values" else coordinates(key_size, device)
+        return keys, None if self.only == "keys" else coordinates(value_size, device)
 
 
 @dataclass(frozen=True, kw_only=True)

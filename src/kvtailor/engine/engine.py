@@ -8,6 +8,7 @@ does what follows. Prefill, every chunk of a chunked prefill, a later turn and d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +48,7 @@ class Engine:
         eviction: the evictions of the cache.
         switch: the only way to another phase.
         needs: the evidence that is gathered: what the plan's methods declare, and what `keep_queries` adds.
-        late: checks of a device's numbers that were not read yet; see there.
+        late: checks of a device's numbers that were not read yet; of decoded tokens when the next forward begins.
     """
 
     def __init__(
@@ -62,10 +63,9 @@ class Engine:
         self.offload, self._taken = plan.store.open(self._groups), dict[int, int]()
         self.states = [LayerState(index, layers, self.offload) for index in range(layers)]
         self._join_groups()
-        self.switch = PhaseSwitch()
         self._keeps_queries = self._takes_short_context = False
         self._reads_all_where_it_lies = type(plan.attend) is Segments and plan.store.is_memory
-        self.eviction = Eviction(plan, self.states, other_bytes, sizes)
+        self.switch, self.eviction = PhaseSwitch(), Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a deep copy, whose layers must know each other and not the originals."""
@@ -210,8 +210,8 @@ class Engine:
             observed.carry = pending.carry
             attended = self.read(state, query, visible, want_mass=self.needs.mass)
             observed.carry, mass = attended.carry, attended.mass
-        others = [self._again(state, each, rejected) for each in pending.others]
-        self._settle(state, query, visible, mass, decoded=pending.decoded, others=others)
+        others, decoded = [self._again(state, each, rejected) for each in pending.others], pending.decoded
+        self._settle(state, query, visible, mass, decoded=decoded, others=others)
         self.leave(state)
 
     def release(self, visible: Visibility) -> None:
@@ -222,15 +222,15 @@ class Engine:
         """
         for state in self.states:
             state.clock.due = self.plan.evicts and visible.new_tokens > 1
-        with self.late.collecting():
-            if any(state.clock.due for state in self.states):
-                for layers in self._cut_together():
+        if any(state.clock.due for state in self.states):
+            for layers in self._cut_together():
+                with self.late.collecting():
                     self.eviction.run(layers, visible, self._close)
-            for state in self.states:
-                if self.plan.slack_tokens is None:
-                    state.observed.reconstruction = None
-                self._close(state, visible)
-                self.leave(state)
+        for state in self.states:
+            if self.plan.slack_tokens is None:
+                state.observed.reconstruction = None
+            self._close(state, visible)
+            self.leave(state)
         self.late.settle()
 
     def reset(self) -> None:
@@ -238,9 +238,8 @@ class Engine:
         for state in self.states:
             state.reset()
         self.switch.reset()
-        self._takes_short_context = False
+        self._takes_short_context, self._taken = False, {}
         self.offload.reset()
-        self._taken = {}
         self.eviction.forget()
         self.late.forget()
 
@@ -261,7 +260,8 @@ class Engine:
         )
         if latents is not None:
             return read_latents(self.plan.attend, request, latents)
-        with self.late.collecting():
+        # On the CPU nothing is collected.
+        with nullcontext() if query.is_cpu else self.late.collecting():
             attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
@@ -310,7 +310,7 @@ class Engine:
 
     def _close(self, state: LayerState, visible: Visibility, *, decoded: bool = False) -> None:
         """Encode what leaves the tail, let the attention index what is held now, and put the segments away."""
-        encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
+        encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real, self.late)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
             request = IndexRequest(parts=state.readable_parts(), visible=visible, context=self._context(state))
@@ -360,16 +360,15 @@ class Engine:
 
     def _evict_and_encode(self, state: LayerState, new: int, visible: Visibility) -> None:
         close = partial(self._close, decoded=new == 1)
-        with self.late.collecting():
-            if self.plan.evicts:
-                state.clock.due = self._is_due(state, new)
-                layers = self._cut_now(state)
-                if layers:
+        if self.plan.evicts:
+            state.clock.due = self._is_due(state, new)
+            layers = self._cut_now(state)
+            if layers:
+                with self.late.collecting():
                     self.eviction.run(layers, visible, close)
-            if new == 1 and not self._needs_queries_again:
-                state.observed.evidence = state.observed.evidence.without_queries()
-            close(state, visible)
-        # Those of decoded tokens are read when the next forward begins.
+        if new == 1 and not self._needs_queries_again:
+            state.observed.evidence = state.observed.evidence.without_queries()
+        close(state, visible)
         if new > 1 and state is self.states[-1]:
             self.late.settle()
 

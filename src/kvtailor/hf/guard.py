@@ -230,8 +230,7 @@ class CacheGuard:
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """While it is open, `observer` is called, too, behind those that are there."""
-        before = self.observers
-        self.observers = (*before, observer)
+        before, self.observers = self.observers, (*self.observers, observer)
         try:
             yield
         finally:
@@ -366,7 +365,7 @@ class CacheGuard:
         Raises:
             CacheMisuse: it was broken off between a forward and the crop that would have taken back wrong drafts.
         """
-        if read_checks:
+        if read_checks and self.engine.late.waiting:
             self.engine.late.settle(self.break_off)
         phase = self.engine.phase
         if not isinstance(phase, Recording) or phase.prompt is None or prompt_of_caller() is not None:

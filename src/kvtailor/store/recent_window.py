@@ -159,7 +159,8 @@ class Tail:
             raise ValueError("an empty tail has no segment")
         positions = None if self._positions is None else self._positions[:, : self.length]
         layout = Layout(rows=self.rows, heads=self.heads, size=self.length, start=self.start, positions=positions)
-        layout.ending_in(self.run)
+        if positions is not None:
+            layout.ending_in(self._run)
         return PlainSegment(layout=layout, keys=self._keys[:, : self.length], values=self._values[:, : self.length])
 
     def tensors(self) -> dict[str, Tensor]:

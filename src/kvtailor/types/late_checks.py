@@ -46,10 +46,14 @@ _COLLECTING: ContextVar[LateChecks | None] = ContextVar("late checks", default=N
 
 
 class LateChecks:
-    """The checks of one cache that were not read yet, in the order in which they came."""
+    """The checks of one cache.
+
+    Attributes:
+        waiting: those that were not settled yet, in the order in which they came.
+    """
 
     def __init__(self) -> None:
-        self._checks: list[_Check] = []
+        self.waiting: list[_Check] = []
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -62,7 +66,7 @@ class LateChecks:
 
     def add(self, flag: Tensor, error: Callable[[], Exception]) -> None:
         """Collect one check; see `require_none`."""
-        self._checks.append(_Check(flag, error))
+        self.waiting.append(_Check(flag, error))
         _OF_THREAD.waiting.add(self)
 
     def settle(self, refuse: Callable[[str], object] | None = None) -> None:
@@ -74,9 +78,9 @@ class LateChecks:
         Raises:
             Exception: the first check that failed has this error.
         """
-        if not self._checks:
+        if not self.waiting:
             return
-        checks = self._checks
+        checks = self.waiting
         self.forget()
         unread = [check for check in checks if check.failed is None]
         for device in dict.fromkeys(check.flag.device for check in unread):
@@ -90,12 +94,12 @@ class LateChecks:
 
     def forget(self) -> None:
         """Forget what was collected."""
-        self._checks = []
+        self.waiting = []
         _OF_THREAD.waiting.discard(self)
 
     def unread(self, device: torch.device) -> list[_Check]:
         """Return the checks of a device that the host has not read."""
-        return [check for check in self._checks if check.failed is None and check.flag.device == device]
+        return [check for check in self.waiting if check.failed is None and check.flag.device == device]
 
 
 def require_none(wrong: Tensor, error: Callable[[], Exception]) -> None:

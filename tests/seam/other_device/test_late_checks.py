@@ -110,7 +110,13 @@ def too_many(method: TopK, scores: Tensor, budgets: Tensor) -> Tensor:
 
 WRONG: dict[str, tuple[type, str, Any, type[Exception], str]] = {
     "scores": (KNorm, "score", broken_scores, CacheMisuse, "layer 0 of the compressed layers has no finite score"),
-    "a kept set": (TopK, "select", too_many, MethodError, r"kept 17 tokens in \(row, head\) \(0, 0\), where 16 are due"),
+    "a kept set": (
+        TopK,
+        "select",
+        too_many,
+        MethodError,
+        r"kept 17 tokens in \(row, head\) \(0, 0\), where 16 are due",
+    ),
 }
 
 
@@ -120,7 +126,8 @@ def test_a_decoded_token_that_went_wrong_ends_the_next_forward(what: str, monkey
     """On the CPU its own forward ends with the same error. The outputs of that forward have no part in it."""
     kind, name, wrong, error, sentence = WRONG[what]
     ids = prompts((40,))[0]
-    expected = build("llama")(ids[:, :1], past_key_values=kvtailor.prefill(build("llama"), PLAN, ids)).logits
+    model = build("llama")
+    expected = model(ids[:, :1], past_key_values=kvtailor.prefill(model, PLAN, ids)).logits
     for device in ("cpu", "gpu:0"):
         model = move_model(build("llama"), device)
         cache, token = kvtailor.prefill(model, PLAN, ids.to(device)), ids[:, :1].to(device)

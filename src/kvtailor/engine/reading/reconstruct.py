@@ -33,7 +33,7 @@ class ReconstructionPass:
     """What one pass repeats of each row.
 
     Attributes:
-        columns: for each row (k,) int64 on the CPU: columns of the piece, ascending; none where the row has no such piece.
+        columns: for each row (k,) int64 on the CPU: columns of the piece, ascending; none where it has no such piece.
         sinks: for each row (s,) int64 on the CPU: columns of its first tokens.
         real: (b, t) bool: this new token is one, and not padding.
     """

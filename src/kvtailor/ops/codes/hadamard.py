@@ -31,12 +31,12 @@ def unmixed(states: Tensor) -> Tensor:
     return _product(states, _matrix(block_of(states.shape[-1]), states.device))
 
 
-def coordinates(size: int) -> Coordinates | None:
-    """What `mixed` states of so many channels are to those that they were; None for no channels."""
+def coordinates(size: int, device: torch.device) -> Coordinates | None:
+    """What `mixed` states of so many channels on a device are to those that they were; None for no channels."""
     if size == 0:
         return None
     block = block_of(size)
-    return Coordinates(matrix=_matrix(block, torch.device("cpu"))[None], blocks=size // block)
+    return Coordinates(matrix=_matrix(block, device)[None], blocks=size // block)
 
 
 def block_of(size: int) -> int:
