@@ -75,13 +75,16 @@ class Cake(Allocator):
         for row in range(rows):
             for head in range(heads):
                 given, older = window_attention(held, row, head)
+                # Where the window is held it is the end of the head's tokens, so what is older is the rest.
+                known = held.holds_window and held.query_span is not None
+                before = slice(0, given.shape[-1] - len(held.query_span or ())) if known else older
                 for one in given:
-                    history = one[:, older]
+                    history = one[:, before]
                     spread[row] += torch.special.entr(history).sum()
                     if history.shape[0] > 1 and history.numel():
                         shift[row] += history.var(0).sum()
-        spread, shift = held.share.sum(torch.stack([spread, shift])).unbind()
-        return spread.cpu().double() ** (1 / self.tau1) * shift.cpu().double() ** (1 / self.tau2)
+        spread, shift = held.share.sum(torch.stack([spread, shift])).cpu().double().unbind()
+        return spread ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
     def allocate(self, request: BudgetRequest) -> Tensor:
         """(b, l, h) int64 on the CPU: the layers so far share the whole budget.

@@ -192,6 +192,16 @@ def _copied(chosen: _Chosen) -> Lanes:
     for part, pages, here, place, (all_keys, all_values) in zip(
         chosen.parts, chosen.pages, chosen.here, chosen.places, states, strict=True
     ):
+        if device.type != "cpu":
+            # How many choices are pages of this part is known to the device alone: something is copied for all of them.
+            lane, first = pages.lane.gather(1, place)[..., None], pages.first.gather(1, place)[..., None]
+            slot = first + torch.arange(page, device=device)
+            mine = here[..., None] & (slot < part.layout.size)
+            slot = slot.clamp(max=part.layout.size - 1)
+            for into, every in ((keys, all_keys), (values, all_values)):
+                into.copy_(torch.where(here[..., None, None], every[lane, slot], into))
+            seen |= mine if pages.seen is None else mine & pages.seen[lane, slot]
+            continue
         # `here` picks r pairs (owner, choice) in row-major order: the owner of each, and the place of its page among
         # the owner's pages in this part. From those (r, 1) the page's lane, and (r, page) its slots.
         at = here.nonzero()[:, 0], place[here]

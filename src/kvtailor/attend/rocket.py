@@ -24,7 +24,7 @@ keys as bounds, and 4 bytes for each token. `turns` saves no memory; during a pr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -40,6 +40,7 @@ from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
 from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.types import HeadShare
+from kvtailor.types.late_checks import sent
 
 __all__ = ["Rocket"]
 
@@ -196,20 +197,37 @@ class Rocket(Attention):
         return chunk.to(torch.int64), (size * chunk / ratio).floor().clamp(1, size).to(torch.int64)
 
     def _indexed(
-        self, rows: Rows, keys: Sequence[Tensor], batch: int, carry: Mapping[str, Tensor], share: HeadShare
+        self,
+        rows: Rows,
+        keys: Sequence[Tensor],
+        batch: int,
+        carry: Mapping[str, Tensor],
+        share: HeadShare,
+        known: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
-        """The carry with bounds over all of these rows; none where no chunk has several tokens, or all will be read."""
+        """The carry with bounds over all of these rows; none where no chunk has several tokens, or all will be read.
+
+        `known` is the carry's capacity on the CPU, where it was read before.
+        """
         kept = {name: tensor for name, tensor in carry.items() if name not in ("columns", "bounds")}
         heads = rows.counts.shape[0] // batch
         if "capacity" not in kept:
-            held = share.sum(rows.counts.view(batch, heads).sum(1))
-            kept["capacity"] = torch.div(held, share.total(heads), rounding_mode="floor") + self.expect
-        chunk = self._sizes(kept["capacity"], keys[0].shape[-1])[0]
+            here = rows.counts if rows.on_host is None or share.ranks > 1 else rows.on_host
+            held = share.sum(here.view(batch, heads).sum(1))
+            capacity = torch.div(held, share.total(heads), rounding_mode="floor") + self.expect
+            kept["capacity"] = sent(capacity, rows.counts.device)
+        elif known is not None:
+            capacity = known
+        else:
+            capacity = kept["capacity"]
+        # On the CPU, as the sizes of what follows are.
+        chunk = self._sizes(capacity.cpu(), keys[0].shape[-1])[0]
         chunk = torch.where(chunk > 1, chunk, 0).repeat_interleave(heads)
-        if not bool((chunk > 0).any()) or int(rows.counts.max()) <= self.tokens // 2:
+        if not bool((chunk > 0).any()) or rows.columns.shape[1] <= self.tokens // 2:
             return kept
-        columns = rows.columns.masked_fill(~rows.valid() | (chunk == 0)[:, None], -1).to(torch.int32)
-        bounds = chunk_bounds(keys, rows, chunk.cpu())
+        without = sent(chunk == 0, rows.columns.device)[:, None]
+        columns = rows.columns.masked_fill(~rows.valid() | without, -1).to(torch.int32)
+        bounds = chunk_bounds(keys, rows, chunk)
         return {**kept, "columns": columns.unflatten(0, (batch, heads)), "bounds": bounds.unflatten(0, (batch, heads))}
 
     def _attend_some(self, request: AttentionRequest, carry: Mapping[str, Tensor]) -> Attended:
@@ -221,33 +239,61 @@ class Rocket(Attention):
         if not rows.columns.shape[1]:
             read = read_all(query, parts, visible, scaling, softmax=request.softmax)
             return Attended(output=read.output, lse=read.lse, carry=carry)
-        if "capacity" not in carry or not _is_of(carry, rows):
+        if "capacity" not in carry:
             carry = self._indexed(rows, keys, b, carry, request.context.share)
-        chunk, channels = (each.repeat_interleave(heads) for each in self._sizes(carry["capacity"], keys[0].shape[-1]))
+        carry, capacity, loose = self._up_to_date(request, rows, keys, carry)
+        sizes = self._sizes(capacity, keys[0].shape[-1])
+        chunk, channels = sent(sizes[0].repeat_interleave(heads), device), sizes[1].repeat_interleave(heads)
         covered = _covered(carry).to(device) if "bounds" in carry else torch.zeros_like(rows.counts)
-        if bool(((rows.counts - covered > _LOOSE) & (chunk > 1)).any()):
-            carry = self._indexed(rows, keys, b, carry, request.context.share)
-            covered = _covered(carry).to(device) if "bounds" in carry else covered
         rows_of_query = query.reshape(b * heads, -1, query.shape[-1])
         bounds = carry["bounds"].flatten(0, 1) if "bounds" in carry else None
         scores = promised(
             rows_of_query, keys, rows, scaling, bounds=bounds, size=chunk, covered=covered, channels=channels,
-            softmax=request.softmax, sinks=request.softmax.sink_rows(b, heads),
+            softmax=request.softmax, sinks=request.softmax.sink_rows(b, heads), loose=loose,
         )  # fmt: skip
         seen = rows.valid()
         if not visible.causal_only:
             row = torch.arange(b, device=device).repeat_interleave(heads)
             seen &= visible.at(row, rows.columns.clamp(max=visible.first_column))[:, 0]
         scores = scores.masked_fill(~seen, -torch.inf).view(b, heads, -1)
-        place, chosen = chosen_places(
-            keep_top(scores, seen.sum(1).clamp(max=self.tokens // 2).view(b, heads)).flatten(0, 1)
-        )
+        known = rows.on_host if visible.causal_only else None
+        budget = (seen.sum(1) if known is None else known).clamp(max=self.tokens // 2)
+        kept = keep_top(scores, budget.view(b, heads)).flatten(0, 1)
+        place, chosen = chosen_places(kept, None if known is None else budget)
         address = rows.address.gather(1, place)
         lanes = Lanes(
             keys=gather(keys, address), values=gather([v for _, v in states], address), visible=chosen[:, None]
         )
         read = read_lanes(query, heads, [lanes], scaling, softmax=request.softmax)
+        if device.type != "cpu":
+            # What was chosen by scores that are NaN means nothing; the error for it comes when the next forward begins.
+            broken = scores.isnan().any(-1).repeat_interleave(query.shape[1] // heads, 1, output_size=query.shape[1])
+            read = replace(read, output=read.output.masked_fill(broken[..., None, None], torch.nan))
         return Attended(output=read.output, lse=read.lse, tokens_read=chosen.sum(1).view(b, heads), carry=carry)
+
+    def _up_to_date(
+        self, request: AttentionRequest, rows: Rows, keys: Sequence[Tensor], carry: Mapping[str, Tensor]
+    ) -> tuple[Mapping[str, Tensor], Tensor, int]:
+        """Return the carry with bounds of what is held, its capacity on the CPU, and the most tokens without bounds.
+
+        All that is asked of the device for it is read in one transfer, unless bounds have to be made anew.
+        """
+        b, heads, share = len(carry["capacity"]), request.parts[0].layout.heads, request.context.share
+
+        def asked(carry: Mapping[str, Tensor]) -> tuple[Tensor, bool, Tensor]:
+            loose = rows.counts - (_covered(carry).to(rows.counts.device) if "bounds" in carry else 0)
+            numbers = torch.cat([carry["capacity"], _is_of(carry, rows).view(1), loose]).cpu()
+            return numbers[:b], bool(numbers[b]), numbers[b + 1 :]
+
+        capacity, fits, loose = asked(carry)
+        if not fits:
+            carry = self._indexed(rows, keys, b, carry, share, capacity)
+            capacity, _, loose = asked(carry)
+        chunk = self._sizes(capacity, keys[0].shape[-1])[0].repeat_interleave(heads)
+        if bool(((loose > _LOOSE) & (chunk > 1)).any()):
+            carry = self._indexed(rows, keys, b, carry, share, capacity)
+            loose = asked(carry)[2]
+        return carry, capacity, int(loose.max())
 
     def _choose(self, request: AttentionRequest) -> Mapping[str, Tensor]:
         """What SnapKV would keep of what is held, by the newest queries of this turn, whatever its pieces were."""
@@ -303,11 +349,12 @@ def _covered(carry: Mapping[str, Tensor]) -> Tensor:
     return (carry["columns"] >= 0).sum(-1).flatten()
 
 
-def _is_of(carry: Mapping[str, Tensor], rows: Rows) -> bool:
-    """Whether the bounds are of the oldest of these tokens, as they are after nothing but new tokens came."""
+def _is_of(carry: Mapping[str, Tensor], rows: Rows) -> Tensor:
+    """() bool: whether the bounds are of the oldest of these tokens, as they are after nothing but new tokens came."""
+    always = torch.ones((), dtype=torch.bool, device=rows.columns.device)
     if "columns" not in carry:
-        return True
+        return always
     columns = carry["columns"].flatten(0, 1)
     if columns.shape[1] > rows.columns.shape[1]:
-        return False
-    return bool(((rows.columns[:, : columns.shape[1]] == columns) | (columns < 0)).all())
+        return ~always
+    return ((rows.columns[:, : columns.shape[1]] == columns) | (columns < 0)).all()

@@ -71,7 +71,7 @@ class Rolling(Attention):
         rolled: list[Segment] = []
         splits = []
         for part, gap in zip(parts, _gaps(parts, visible, query.device), strict=True):
-            pieces, split = _turned(part, gap, request.context.rotation)
+            pieces, split = _turned(part, *gap, request.context.rotation)
             rolled += pieces
             splits.append(split)
         counts = counting(query, request.want_mass, request.real_queries)
@@ -84,18 +84,21 @@ class Rolling(Attention):
         return None
 
 
-def _gaps(parts: Sequence[Segment], visible: Visibility, device: torch.device) -> list[Tensor | None]:
+def _gaps(parts: Sequence[Segment], visible: Visibility, device: torch.device) -> list[tuple[Tensor | None, int]]:
     """For each part (m, s) int64: tokens of the row that were seen after each slot's own and are not held any more.
 
-    None where nothing is missing after any of them. Padding is neither held nor missing.
+    None where nothing is missing after any of them. Padding is neither held nor missing. With it so many of the first
+    slots that nothing is missing after the others, in all lanes; where the host knows of a run of newest tokens, which
+    may be longer than it knows, it does not wait for a better number.
     """
     real = visible.real
     seen = visible.first_column + visible.new_tokens
     if real is None and _in_one_run(parts, seen):
-        return [None] * len(parts)
+        return [(None, 0)] * len(parts)
     places, counts = places_of(parts, real, device)
     ages = None if real is None else real[:, :seen].to(device).cumsum(1) - 1
-    gaps: list[Tensor | None] = []
+    gaps: list[Tensor] = []
+    reaches: list[Tensor | int] = []
     for part, place in zip(parts, places, strict=True):
         owner = part.layout.owners(device)
         age = part.layout.columns(device).expand_as(place)
@@ -105,8 +108,16 @@ def _gaps(parts: Sequence[Segment], visible: Visibility, device: torch.device) -
             age = ages[row, age]
             total = (ages[:, -1] + 1).repeat_interleave(part.layout.heads)
         gap = ((total - counts)[owner][:, None] - (age - place)).masked_fill(place < 0, 0)
-        gaps.append(gap if bool(gap.any()) else None)
-    return gaps
+        gaps.append(gap)
+        layout = part.layout
+        run = layout.run if part is parts[-1] and layout.owner is None and layout.lengths is None else None
+        slot = torch.arange(1, layout.size + 1, device=device)
+        # The last slot with a gap in any lane; 0 where there is none.
+        reaches.append(((gap != 0).any(0) * slot).max() if run is None else layout.size - min(run, layout.size))
+    unknown = [each for each in reaches if isinstance(each, Tensor)]
+    read = iter(torch.stack(unknown).tolist() if unknown else ())
+    known = [next(read) if isinstance(each, Tensor) else each for each in reaches]
+    return [(gap if reach else None, reach) for gap, reach in zip(gaps, known, strict=True)]
 
 
 def _in_one_run(parts: Sequence[Segment], seen: int) -> bool:
@@ -120,8 +131,14 @@ def _in_one_run(parts: Sequence[Segment], seen: int) -> bool:
     return column == seen
 
 
-def _turned(part: Segment, gap: Tensor | None, rotation: Rotation | None) -> tuple[list[Segment], _Split]:
-    """The part in pieces that attention reads in its place, of which the first has keys of its own."""
+def _turned(part: Segment, gap: Tensor | None, reach: int, rotation: Rotation | None) -> tuple[list[Segment], _Split]:
+    """The part in pieces that attention reads in its place, of which the first has keys of its own.
+
+    Args:
+        part: in time order behind the parts before.
+        gap, reach: see `_gaps`.
+        rotation: of the layer.
+    """
     if gap is None:
         return [part], _Split(part=part, lanes=None, slots=0, pieces=1)
     if rotation is None:
@@ -140,7 +157,6 @@ def _turned(part: Segment, gap: Tensor | None, rotation: Rotation | None) -> tup
             pieces.append(PlainSegment(layout=_lanes(layout, rest), keys=keys[rest], values=values[rest]))
         return pieces, _Split(part=part, lanes=torch.cat([lanes, rest]), slots=0, pieces=len(pieces))
     # What is missing grows towards the oldest tokens, so it is the first slots that are turned.
-    reach = int((gap != 0).any(0).nonzero().max()) + 1
     turned = turn(keys[:, :reach], gap[:, :reach], rotation)
     pieces = [PlainSegment(layout=_slots(layout, 0, reach), keys=turned, values=values[:, :reach])]
     if reach < layout.size:

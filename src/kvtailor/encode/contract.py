@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -14,6 +15,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.method import Method
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole, alone
 from kvtailor.types import ALL_HEADS, HeadShare, Layout, Needs, Rotation, Segment
+from kvtailor.types.late_checks import require_none
 
 __all__ = ["Around", "Codec", "CodecContext", "Sides", "TwoSided", "refuse_non_finite"]
 
@@ -349,8 +351,8 @@ def _with(codec: Any, **changes: object) -> Any:
 def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:
     """Raises `CacheMisuse` for NaN or infinity in keys (m, s, d) or values (m, s, dv); `why` completes the sentence."""
     for name, states in (("keys", keys), ("values", values)):
-        if not torch.isfinite(states).all():
-            raise CacheMisuse(
-                f"{codec} was given {name} of shape {tuple(states.shape)} with NaN or infinity, {why}; check the "
-                "model's inputs and dtype (float16 overflow is the usual cause), or use encode=plain"
-            )
+        said = (
+            f"{codec} was given {name} of shape {tuple(states.shape)} with NaN or infinity, {why}; check the "
+            "model's inputs and dtype (float16 overflow is the usual cause), or use encode=plain"
+        )
+        require_none(~torch.isfinite(states).all(), partial(CacheMisuse, said))

@@ -49,8 +49,9 @@ class HadamardSegment(AroundSegment):
         return values if self.only == "keys" else unmixed(values, self.signs)
 
     def coordinates(self, key_size: int, value_size: int) -> tuple[Coordinates | None, Coordinates | None]:
-        keys = None if self.only == "values" else coordinates(key_size, self.signs)
-        return keys, None if self.only == "keys" else coordinates(value_size, self.signs)
+        device = next(iter(self.inner.tensors().values())).device
+        keys = None if self.only == "values" else coordinates(key_size, device, self.signs)
+        return keys, None if self.only == "keys" else coordinates(value_size, device, self.signs)
 
 
 @dataclass(frozen=True, kw_only=True)

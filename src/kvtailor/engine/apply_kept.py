@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -23,15 +24,35 @@ from kvtailor.ops.segments.weighted import Weighted, without_weight
 from kvtailor.plan.registry import name_of
 from kvtailor.types import Held, PlainSegment, Segment
 from kvtailor.types.checked_returns import checked_segment, checked_tensor, refuse
+from kvtailor.types.late_checks import require_none
 
 if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
     from kvtailor.merge.contract import Merger
     from kvtailor.plan import Plan
+    from kvtailor.select.contract import Selector
 
 _Seen = TypeVar("_Seen", Held, Merged)
 
-__all__ = ["Kept", "apply_kept", "has_unencoded", "what_stays"]
+__all__ = ["HeadCounts", "Kept", "apply_kept", "has_unencoded", "what_stays"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCounts:
+    """Numbers of tokens of a layer's rows and heads, of this process, which the host knows at an eviction.
+
+    Attributes:
+        before: (b, h) int64 on the CPU: held before it.
+        kept: (b, h) int64 on the CPU: kept.
+        newest: so many of the newest columns, if they were held, are kept by every head, as the scorer knows.
+        sure: every head held the newest columns that must stay, and its selector promised to keep them. Where it broke
+            that promise, the cache raises an error before anything is read again.
+    """
+
+    before: Tensor
+    kept: Tensor
+    newest: int = 0
+    sure: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +62,8 @@ class Kept:
     Attributes:
         segments: in time order.
         tail: what the tail becomes as a whole; None: its newest `recent` tokens stay in it, and the others leave.
-        recent: see `tail`.
+        recent: so many of the newest columns are held by every row and head, in the tail.
+        run: see `Tail`, of a tail that is replaced.
         rewritten: keys (b * h, recent, d) and values (b * h, recent, dv) in place of those of the tail that stay; None
             where they are as they were.
         mass: (m, s) float32 attention mass of each part that is held now, in time order; None where none is gathered.
@@ -50,6 +72,7 @@ class Kept:
     segments: tuple[Segment, ...] = ()
     tail: PlainSegment | None = None
     recent: int = 0
+    run: int | None = None
     rewritten: tuple[Tensor, Tensor] | None = None
     mass: tuple[Tensor, ...] | None = None
 
@@ -63,6 +86,7 @@ def what_stays(
     most: int,
     recent: int,
     encoding: bool = True,
+    counts: HeadCounts | None = None,
 ) -> Kept:
     """Return what a layer holds once only a kept set stays, with what the plan's merger folds into it.
 
@@ -77,6 +101,7 @@ def what_stays(
         encoding: False where the layer will be cut again in the same eviction: then what is not encoded yet waits as it
             is, so that it is encoded once, for what stays in the end. A layer that is encoded together with others
             waits for the last of them in any case.
+        counts: how many tokens that leaves; None: they are counted here, and waited for.
 
     Raises:
         CacheMisuse: what was folded gives NaN or infinity.
@@ -84,20 +109,30 @@ def what_stays(
     """
     held, slots = view
     codec = state.codec(plan)
-    recent = _common_recent(state, held, keep, recent)
-    merged = _merged(state, plan, held, slots, keep, recent, most)
+    if counts is None:
+        counts = HeadCounts(before=held.counts().cpu(), kept=keep.sum(-1).cpu())
+    recent = _common_recent(state, held, keep, recent, plan.select if counts.sure else None)
+    merged = None
+    if bool((counts.kept < counts.before).any()):
+        merged = _merged(state, plan, replace(held, kept=counts.kept), slots, keep, recent, most)
     if codec.exact and codec.block == 0 and not plan.merge.weighted:
-        whole = cut_lanes(keep)
+        whole = cut_lanes(keep, counts=counts.kept)
         # Every head keeps the same number: one lane for each (row, head), which a tail can hold.
         if whole is not None and whole.owner is None:
-            return Kept(tail=_gathered(state, held, keep, merged, whole), mass=_mass(held, [whole]))
+            tail = _gathered(state, held, keep, merged, whole)
+            known = min(counts.newest, (state.stored.tail.run or 0) if state.stored.tail else 0)
+            return Kept(tail=tail, recent=recent, run=max(recent, known), mass=_mass(held, [whole]))
     # (b, h, n) bool: what leaves the tail, or has left it before.
     old = keep & ~held.recent(recent) if recent else keep
+    # (b, h): how many those are. All heads keep the same recent window.
+    leaving = counts.kept - recent
     cuts, segments = [], []
     if not codec.exact:
         old, moved = _moved_codes(state, plan, held, slots, old)
         cuts, segments = [cut for cut, _ in moved], [segment for _, segment in moved]
-    fresh = cut_lanes(old, codec.lane_multiple)
+        for cut in cuts:
+            leaving = leaving - cut.counts.view_as(leaving)
+    fresh = cut_lanes(old, codec.lane_multiple, leaving)
     if fresh is not None:
         plain = _gathered(state, held, keep, merged, fresh)
         stored = plain if not encoding or state.layer_group else _encoded_now(state, plan, held, plain)
@@ -105,7 +140,7 @@ def what_stays(
         cuts.append(fresh)
     rewritten = None
     if recent:
-        staying = cut_lanes(keep & held.recent(recent))
+        staying = cut_lanes(keep & held.recent(recent), counts=torch.full_like(counts.kept, recent))
         assert staying is not None
         cuts.append(staying)
         if merged is not None:
@@ -130,7 +165,7 @@ def apply_kept(state: LayerState, plan: Plan, kept: Kept, *, first: Tensor | Non
     tail = state.stored.tail
     assert tail is not None
     if kept.tail is not None:
-        tail.replace(kept.tail)
+        tail.replace(kept.tail, kept.run)
     else:
         tail.drop_oldest(tail.length - kept.recent)
         if kept.rewritten is not None:
@@ -160,14 +195,18 @@ def _moved_codes(
     """
     codec = state.codec(plan)
     rows, heads = held.keys.shape[:2]
-    fresh, moved = torch.zeros_like(old), []
+    fresh, moved, codes = torch.zeros_like(old), [], []
     for stored, slot in zip(state.parts(), slots, strict=True):
         # mine (b, h, n) bool: tokens of this part that stay. lane_of, slot_of (b * h, n): where each stands in it.
         mine, lane_of, slot_of = tokens_of_part(stored.layout, slot, old)
         if not isinstance(without_weight(stored), codec.segment_type()):
             fresh |= mine
-            continue
-        cut = cut_lanes(mine, codec.lane_multiple)
+        else:
+            codes.append((stored, mine, lane_of, slot_of))
+    # (parts, b, h): how many of each part stay, in one transfer.
+    counts = torch.stack([mine.sum(-1) for _, mine, _, _ in codes]).cpu() if codes else ()
+    for (stored, mine, lane_of, slot_of), each in zip(codes, counts, strict=True):
+        cut = cut_lanes(mine, codec.lane_multiple, each)
         if cut is not None:
             # (m', 1) and (m', s'): for each new slot the owner of its lane, and the token along n that fills it.
             at = cut.owners[:, None], cut.index
@@ -186,23 +225,25 @@ def _encoded_now(state: LayerState, plan: Plan, held: Held, plain: PlainSegment)
 def _merged(
     state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], keep: Tensor, recent: int, most: int
 ) -> Merged | None:
-    """Return what the plan's merger makes of the kept tokens, `most` in a head; None where they stay as they are."""
-    if not bool((held.valid & ~keep).any()):
-        return None
+    """Return what the plan's merger makes of the kept tokens, `most` in a head; None where they stay as they are.
+
+    At least one token is not kept.
+    """
     # Of a lossy code the state behind it is gone: it moves, but nothing can be folded into it.
-    into = keep & ~_only_codes(state, plan, slots, keep)
+    into = keep if state.codec(plan).exact else keep & ~_only_codes(state, plan, slots, keep)
     if plan.merge.weighted and recent:
-        into &= ~held.recent(recent)
+        into = into & ~held.recent(recent)
     merged = plan.merge.merge(held.within(plan.merge.needs), keep, into)
     if merged is None:
         return None
     _check_merged(plan.merge, merged, held, most)
-    if not bool(torch.isfinite(merged.keys).all() & torch.isfinite(merged.values).all()):
-        raise CacheMisuse(
-            f"layer {state.index} of the compressed layers: {name_of(plan.merge)} folds dropped tokens into kept ones "
-            f"and gets NaN or infinity, in {merged.values.dtype}; check the model's inputs and dtype (float16 overflow "
-            "is the usual cause), or leave it out"
-        )
+    said = (
+        f"layer {state.index} of the compressed layers: {name_of(plan.merge)} folds dropped tokens into kept ones "
+        f"and gets NaN or infinity, in {merged.values.dtype}; check the model's inputs and dtype (float16 overflow "
+        "is the usual cause), or leave it out"
+    )
+    finite = torch.isfinite(merged.keys).all() & torch.isfinite(merged.values).all()
+    require_none(~finite, partial(CacheMisuse, said))
     return merged
 
 
@@ -221,13 +262,12 @@ def _check_merged(merge: Merger, merged: object, held: Held, most: int) -> None:
 
 
 def _only_codes(state: LayerState, plan: Plan, slots: Sequence[Tensor], keep: Tensor) -> Tensor:
-    """Return (b, h, n) bool: kept tokens of which there is only a lossy code."""
+    """Return (b, h, n) bool: kept tokens of which there is only a lossy code, where the codec is one."""
     codec = state.codec(plan)
     found = torch.zeros_like(keep)
-    if not codec.exact:
-        for segment, slot in zip(state.here(), slots, strict=False):
-            if isinstance(without_weight(segment), codec.segment_type()):
-                found |= tokens_of_part(segment.layout, slot, keep)[0]
+    for segment, slot in zip(state.here(), slots, strict=False):
+        if isinstance(without_weight(segment), codec.segment_type()):
+            found |= tokens_of_part(segment.layout, slot, keep)[0]
     return found
 
 
@@ -264,14 +304,19 @@ def _weighed(segment: Segment, held: Held, keep: Tensor, merged: Merged | None, 
     return Weighted(layout=segment.layout, inner=segment, log_weight=log_weight)
 
 
-def _common_recent(state: LayerState, held: Held, keep: Tensor, recent: int) -> int:
+def _common_recent(state: LayerState, held: Held, keep: Tensor, recent: int, promised: Selector | None) -> int:
     """Return how many of the newest columns can stay a tail: the recent window if every row and head keeps all of it.
 
     A tail holds the same columns for all heads. Where one head drops any of them, all that is kept goes into segments.
+    Where a selector has `promised` that all keep them (see `HeadCounts`), the host does not wait to see it.
     """
     assert state.stored.tail is not None
     recent = min(recent, state.stored.tail.length, state.stored.seen)
     newest = (held.positions >= state.stored.seen - recent) & keep
+    if promised is not None and keep.device.type != "cpu":
+        said = f"kept fewer than the newest {recent} tokens, all of which must stay, in a row and head"
+        require_none(newest.sum(-1) != recent, lambda: refuse(promised, said))
+        return recent
     # One answer for all heads of the layer, whichever process has them: else some would be encoded and others not.
     return recent if state.model.share.all(bool((newest.sum(-1) == recent).all())) else 0
 

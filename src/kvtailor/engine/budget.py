@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,16 @@ from kvtailor.ops.lanes.ragged import page_size
 if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
-__all__ = ["Budget", "CacheShape", "budget_of", "no_bytes", "only_recent", "recent_tokens", "total_tokens"]
+__all__ = [
+    "Budget",
+    "CacheShape",
+    "budget_of",
+    "no_bytes",
+    "only_recent",
+    "recent_tokens",
+    "total_tokens",
+    "warned_of_recent",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +159,19 @@ def only_recent(*, seen: int | None, held: int, recent: int) -> str:
         f"nothing but the newest {held} is held, no first token (attention sink) and none that the score would choose. "
         f"Give a budget above {recent} tokens per kv head, or the score a smaller window"
     )
+
+
+def warned_of_recent(plan: Plan, budget: Budget) -> bool:
+    """Warn of rows whose budgets leave nothing to the score; return whether there are any."""
+    assert plan.score is not None
+    recent, each, tokens = plan.score.recent, budget.each, budget.row_tokens
+    rows = ((each <= recent) & (tokens > each)).nonzero()[:, 0]
+    if not recent or not len(rows):
+        return False
+    held, seen = int(each[rows[0]]), int(tokens[rows[0]])
+    where = f"{len(rows)} of {len(each)} rows: " if len(each) > 1 else ""
+    warnings.warn(f"{plan}: {where}{only_recent(seen=seen, held=held, recent=recent)}", stacklevel=3)
+    return True
 
 
 def _affordable(plan: Plan, shapes: Sequence[CacheShape], other_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,14 @@ from kvtailor.types import Layout, PlainSegment
 if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
     from kvtailor.plan import Plan
+    from kvtailor.types.late_checks import LateChecks
 
 __all__ = ["encode_tail"]
 
 
-def encode_tail(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None) -> None:
+def encode_tail(
+    state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None, late: LateChecks | None = None
+) -> None:
     """Encodes the oldest tokens of a layer's tail.
 
     Layers that are encoded together all do it at the call of the last one.
@@ -32,6 +36,7 @@ def encode_tail(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | N
         plan: whose codec encodes.
         new_tokens: of the forward that has just ended; 1 for decoded tokens, however many came at once.
         real: (b, columns) bool, False for padding, which is dropped here; None where nothing is padded.
+        late: collects the codec's checks; None: they are made at once.
     """
     codec, tail, group = state.codec(plan), state.stored.tail, state.layer_group or (state,)
     waits = state.clock.due or state.pending is not None or (state.layer_group and not state.completes)
@@ -45,7 +50,8 @@ def encode_tail(state: LayerState, plan: Plan, new_tokens: int, real: Tensor | N
     first = None if real is None else real.to(torch.int8).argmax(-1)
     leaving = [_oldest(each, count, real, codec.lane_multiple) for each in group]
     if leaving[-1] is not None:
-        segments = encoded([part for part in leaving if part is not None], state.encoder(plan, first), first)
+        with nullcontext() if late is None else late.collecting():
+            segments = encoded([part for part in leaving if part is not None], state.encoder(plan, first), first)
         for each, segment in zip(group, segments, strict=True):
             each.stored.segments.append(segment)
     for each in group:

@@ -8,6 +8,7 @@ does what follows. Prefill, every chunk of a chunked prefill, a later turn and d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from kvtailor.engine.budget import no_bytes
 from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction
 from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.observe import observe
+from kvtailor.engine.observe import observe, real_queries
 from kvtailor.engine.pending import Pending, Reading
 from kvtailor.engine.phase import Deferred, Phase, PhaseSwitch, Reconstructing
 from kvtailor.engine.reading.latent_reading import read_latents
@@ -28,6 +29,7 @@ from kvtailor.errors import TierError
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Needs, PlainSegment, Visibility
 from kvtailor.types.checked_returns import check_attended
+from kvtailor.types.late_checks import LateChecks
 
 __all__ = ["Engine"]
 
@@ -46,6 +48,7 @@ class Engine:
         eviction: the evictions of the cache.
         switch: the only way to another phase.
         needs: the evidence that is gathered: what the plan's methods declare, and what `keep_queries` adds.
+        late: checks of a device's numbers that were not read yet; of decoded tokens when the next forward begins.
     """
 
     def __init__(
@@ -55,17 +58,14 @@ class Engine:
         other_bytes: Callable[[int], int] = no_bytes,
         sizes: Sequence[tuple[int, int, int]] = (),
     ):
-        self.plan = plan
-        self.needs = plan.needs
+        self.plan, self.needs, self.late = plan, plan.needs, LateChecks()
         self._groups = plan.encode.layer_groups(layers)
-        self.offload = plan.store.open(self._groups)
+        self.offload, self._taken = plan.store.open(self._groups), dict[int, int]()
         self.states = [LayerState(index, layers, self.offload) for index in range(layers)]
         self._join_groups()
-        self.switch = PhaseSwitch()
-        self._taken: dict[int, int] = {}
         self._keeps_queries = self._takes_short_context = False
         self._reads_all_where_it_lies = type(plan.attend) is Segments and plan.store.is_memory
-        self.eviction = Eviction(plan, self.states, other_bytes, sizes)
+        self.switch, self.eviction = PhaseSwitch(), Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a deep copy, whose layers must know each other and not the originals."""
@@ -198,8 +198,7 @@ class Engine:
             return
         accepted = pending.query.shape[2] - rejected
         state.forget_newest(rejected)
-        observed = state.observed
-        carry = observed.carry
+        observed, carry = state.observed, state.observed.carry
         if rejected:
             observed.carry = pending.carry
         if accepted == 0:
@@ -211,8 +210,8 @@ class Engine:
             observed.carry = pending.carry
             attended = self.read(state, query, visible, want_mass=self.needs.mass)
             observed.carry, mass = attended.carry, attended.mass
-        others = [self._again(state, each, rejected) for each in pending.others]
-        self._settle(state, query, visible, mass, decoded=pending.decoded, others=others)
+        others, decoded = [self._again(state, each, rejected) for each in pending.others], pending.decoded
+        self._settle(state, query, visible, mass, decoded=decoded, others=others)
         self.leave(state)
 
     def release(self, visible: Visibility) -> None:
@@ -225,22 +224,24 @@ class Engine:
             state.clock.due = self.plan.evicts and visible.new_tokens > 1
         if any(state.clock.due for state in self.states):
             for layers in self._cut_together():
-                self.eviction.run(layers, visible, self._close)
+                with self.late.collecting():
+                    self.eviction.run(layers, visible, self._close)
         for state in self.states:
             if self.plan.slack_tokens is None:
                 state.observed.reconstruction = None
             self._close(state, visible)
             self.leave(state)
+        self.late.settle()
 
     def reset(self) -> None:
         """Forget everything."""
         for state in self.states:
             state.reset()
         self.switch.reset()
-        self._takes_short_context = False
+        self._takes_short_context, self._taken = False, {}
         self.offload.reset()
-        self._taken = {}
         self.eviction.forget()
+        self.late.forget()
 
     def read(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
         """Return the attention of the tokens that were appended last; see `attend`."""
@@ -253,22 +254,25 @@ class Engine:
             visible=visible,
             scaling=state.model.scaling,
             want_mass=want_mass,
-            real_queries=_real_queries(visible),
+            real_queries=real_queries(visible),
             context=self._context(state),
             softmax=state.model.softmax,
         )
         if latents is not None:
             return read_latents(self.plan.attend, request, latents)
-        attended = self.plan.attend.attend(request)
+        # On the CPU nothing is collected.
+        with nullcontext() if query.is_cpu else self.late.collecting():
+            attended = self.plan.attend.attend(request)
         check_attended(self.plan.attend, attended, query, parts, want_mass=want_mass)
         return attended
 
     def _again(self, state: LayerState, reading: Reading, rejected: int) -> Reading:
         """Return what another module read of the tokens that stay, with its mass where that is needed."""
-        query = reading.query[:, :, : reading.query.shape[2] - rejected]
-        visible, mass = reading.visible.without_last(rejected), None
-        if self.needs.mass:
-            mass = self.read(state, query, visible, want_mass=True).mass
+        query, visible = (
+            reading.query[:, :, : reading.query.shape[2] - rejected],
+            reading.visible.without_last(rejected),
+        )
+        mass = self.read(state, query, visible, want_mass=True).mass if self.needs.mass else None
         return replace(reading, query=query, visible=visible, mass=mass)
 
     def leave(self, state: LayerState) -> None:
@@ -306,7 +310,7 @@ class Engine:
 
     def _close(self, state: LayerState, visible: Visibility, *, decoded: bool = False) -> None:
         """Encode what leaves the tail, let the attention index what is held now, and put the segments away."""
-        encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real)
+        encode_tail(state, self.plan, 1 if decoded else visible.new_tokens, visible.real, self.late)
         if state.clock.reindex and not state.clock.due:
             state.clock.reindex = False
             request = IndexRequest(parts=state.readable_parts(), visible=visible, context=self._context(state))
@@ -319,9 +323,8 @@ class Engine:
         if limit is None:
             return
         self._taken[state.index] = state.device_bytes()
-        taken = sum(self._taken.values()) + self.offload.device_bytes()
         # Processes that share the heads end together: the others would wait for the one that is over its limit.
-        most = state.model.share.highest(taken)
+        most = state.model.share.highest(sum(self._taken.values()) + self.offload.device_bytes())
         if most > limit:
             raise TierError(
                 f"{self.plan} allows {limit} bytes on the device, and after {state.stored.seen} tokens, at layer "
@@ -361,10 +364,13 @@ class Engine:
             state.clock.due = self._is_due(state, new)
             layers = self._cut_now(state)
             if layers:
-                self.eviction.run(layers, visible, close)
+                with self.late.collecting():
+                    self.eviction.run(layers, visible, close)
         if new == 1 and not self._needs_queries_again:
             state.observed.evidence = state.observed.evidence.without_queries()
         close(state, visible)
+        if new > 1 and state is self.states[-1]:
+            self.late.settle()
 
     def _is_due(self, state: LayerState, new: int) -> bool:
         """Whether a layer must be cut after so many new tokens."""
@@ -391,9 +397,3 @@ class Engine:
         if self.plan.scope == "progressive":
             return [self.states[: i + 1] for i in range(len(self.states))]
         return [self.states]
-
-
-def _real_queries(visible: Visibility) -> Tensor | None:
-    if visible.real is None:
-        return None
-    return visible.real[:, visible.first_column : visible.first_column + visible.new_tokens]

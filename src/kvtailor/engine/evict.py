@@ -6,22 +6,29 @@ decision in place, layer by layer.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvtailor.allocate.contract import BudgetRequest
-from kvtailor.engine.apply_kept import apply_kept, has_unencoded, what_stays
-from kvtailor.engine.budget import Budget, CacheShape, budget_of, no_bytes, only_recent, recent_tokens
+from kvtailor.engine.apply_kept import HeadCounts, apply_kept, has_unencoded, what_stays
+from kvtailor.engine.budget import Budget, CacheShape, budget_of, no_bytes, recent_tokens, warned_of_recent
 from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.view import view_held
-from kvtailor.errors import CacheMisuse
+from kvtailor.engine.view import by_column, known_counts, view_held
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Held, Needs, Visibility
-from kvtailor.types.checked_returns import checked_budgets, checked_counts, checked_scores, checked_tensor, refuse
+from kvtailor.types.checked_returns import (
+    checked_budgets,
+    checked_counts,
+    checked_measured,
+    checked_scores,
+    checked_tensor,
+    unranked,
+)
+from kvtailor.types.late_checks import require_none, sent
 
 __all__ = ["Candidate", "Cut", "Decision", "Eviction", "decide", "score_layer"]
 
@@ -35,6 +42,8 @@ class Candidate:
         scores: (b, h, n) float32, -inf where no token is, +inf for tokens that must stay; of this process's heads.
         counts: (b, H) int64 on the CPU: tokens held, by all heads of the layer, whichever process has them.
         floor: (b, H) int64 on the CPU: tokens that must stay.
+        sure: `counts` and `floor` follow from what the host knows: the newest columns, as many as every row must keep,
+            are there in all heads.
         measured: what the allocator measured of this layer.
         remembered: scores (b, h, n) and columns for the scorer's next look; None where it does not look back.
         view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
@@ -45,6 +54,7 @@ class Candidate:
     scores: Tensor
     counts: Tensor
     floor: Tensor
+    sure: bool = False
     measured: Tensor | None = None
     remembered: tuple[Tensor, Tensor] | None = None
     view: tuple[Held, list[Tensor]] | None = field(default=None, repr=False)
@@ -105,25 +115,31 @@ def score_layer(
     scores = checked_scores(scorer, scorer.score(held.within(scorer.needs)), held.positions)
     window = recent_tokens(plan, budget.each)
     same = bool((window == scorer.recent).all())
-    recent = held.recent(scorer.recent if same else window[:, None, None].to(held.positions.device))
-    counts = held.counts()
+    recent = held.recent(scorer.recent if same else sent(window, held.positions.device)[:, None, None])
     faulty = (~torch.isfinite(scores) & held.valid).any(-1)
-    # (3, b, H) in one transfer. Processes that share the heads refuse together, or some would wait for the others.
-    counts, floor, faults = share.gather(torch.stack([counts, recent.sum(-1), faulty.to(counts.dtype)]), 2).cpu()
-    if bool(faults.any()):
-        finite = share.all(bool(torch.isfinite(held.keys).all()))
-        what = "no finite score" if finite else "NaN or infinity in its keys"
-        raise CacheMisuse(
-            f"layer {state.index} of the compressed layers has {what} for some tokens, so {plan} cannot "
-            "rank them; check the model's inputs and dtype (float16 overflow is the usual cause)"
-        )
-    remembered = _by_column(scores, held) if needs.previous else None
+    known = known_counts(state, visible, window)
+    if known is None:
+        found = torch.stack([held.counts(), recent.sum(-1), faulty.to(torch.int64)])
+        # (3, b, H) in one transfer. Processes that share the heads refuse together, or some would wait for the others.
+        counts, floor, faults = share.gather(found, 2).cpu()
+        if bool(faults.any()):
+            finite = torch.tensor(share.all(bool(torch.isfinite(held.keys).all())))
+            raise unranked(plan, state.index, finite)
+    else:
+        counts, floor = known
+        # On the CPU the keys are looked at for the error alone; elsewhere they may be gone by then.
+        keys = held.keys if held.keys.device.type == "cpu" else torch.isfinite(held.keys).all()
+        require_none(faulty, partial(unranked, plan, state.index, keys))
+    remembered = by_column(scores, held) if needs.previous else None
     return Candidate(
         layer=state.index,
         scores=scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf")),
         counts=counts,
         floor=floor,
-        measured=_measured(plan, held),
+        sure=known is not None,
+        measured=checked_measured(
+            plan.allocate, plan.allocate.measure(held.within(plan.allocate.needs)), len(held.first)
+        ),
         remembered=remembered,
         view=(held, slots) if keep_view else None,
     )
@@ -212,6 +228,7 @@ class Eviction:
         self.plan, self.states, self.other_bytes, self.sizes = plan, states, other_bytes, tuple(sizes)
         self.calibration: Mapping[str, Tensor] | None = None
         self._arrived: list[Candidate] = []
+        self._counted: tuple[Visibility, int, Tensor] | None = None
         self._warned = False
 
     def run(
@@ -228,7 +245,7 @@ class Eviction:
         plan, needs, layers = self.plan, self.plan.needs, len(self.states)
         share = states[-1].model.share
         budget = self._budget(states[-1], visible)
-        self._warn_if_only_recent(budget)
+        self._warned = self._warned or warned_of_recent(plan, budget)
         progressive = plan.scope == "progressive"
         arrived = self._arrived if progressive and len(states) > 1 else []
         last = not progressive or states[-1] is self.states[-1]
@@ -245,36 +262,34 @@ class Eviction:
             cut = self._apply(cuts.pop(0), last, visible, budget, close)
             if not last:
                 self._arrived.append(cut)
+        if states[-1] is self.states[-1]:
+            self._counted = None
 
     def forget(self) -> None:
-        """Forget layers that were cut and wait for those that follow."""
-        self._arrived = []
+        """Forget layers that were cut and wait for those that follow, and what was counted for them."""
+        self._arrived, self._counted = [], None
 
     def _budget(self, newest: LayerState, visible: Visibility) -> Budget:
         # The tail of a layer that was cut in this eviction may be empty; the newest one has its new tokens.
-        seen, rows, real = newest.stored.seen, newest.rows, visible.real
-        element = newest.sizes()[2]
+        rows, element = newest.rows, newest.sizes()[2]
         shape = CacheShape.of(newest.sizes(), heads=newest.model.share.total(newest.heads), rows=rows)
         return budget_of(
             self.plan,
-            torch.full((rows,), seen) if real is None else real[:, :seen].sum(-1).cpu(),
+            self._row_tokens(newest, visible),
             layers=len(self.states),
             newest=shape,
             other_bytes=0 if self.plan.bytes is None else self.other_bytes(element),
             shapes=[CacheShape.of((key, value, element), heads=h, rows=rows) for h, key, value in self.sizes],
         )
 
-    def _warn_if_only_recent(self, budget: Budget) -> None:
-        """Warn once of rows whose budgets leave nothing to the score."""
-        assert self.plan.score is not None
-        recent, each, tokens = self.plan.score.recent, budget.each, budget.row_tokens
-        rows = ((each <= recent) & (tokens > each)).nonzero()[:, 0]
-        if self._warned or not recent or not len(rows):
-            return
-        self._warned = True
-        held, seen = int(each[rows[0]]), int(tokens[rows[0]])
-        where = f"{len(rows)} of {len(each)} rows: " if len(each) > 1 else ""
-        warnings.warn(f"{self.plan}: {where}{only_recent(seen=seen, held=held, recent=recent)}", stacklevel=2)
+    def _row_tokens(self, newest: LayerState, visible: Visibility) -> Tensor:
+        """(b,) int64 on the CPU: real tokens seen. With padding the host waits for them once in a forward."""
+        seen, real = newest.stored.seen, visible.real
+        if real is None:
+            return torch.full((newest.rows,), seen)
+        if self._counted is None or self._counted[0] is not visible or self._counted[1] != seen:
+            self._counted = visible, seen, real[:, :seen].sum(-1).cpu()
+        return self._counted[2]
 
     def _apply(
         self,
@@ -292,21 +307,25 @@ class Eviction:
             # All of it stays; what waited for its encoding is encoded now.
             keep = found.scores > float("-inf")
         if keep is not None:
-            held, slots = found.view or self._view(state, visible, budget)
+            held, slots = found.view or view_held(state, visible, self.plan.needs, len(self.states), budget.each)
             own = state.model.share.own(cut.counts, 1)
             most = int(own.max())
             _forget_evicted(state, held, keep, most)
             recent = int(recent_tokens(self.plan, budget.each).min())
-            kept = what_stays(state, self.plan, (held, slots), keep, most=most, recent=recent, encoding=last)
+            before, sure = state.model.share.own(found.counts, 1), found.sure and self.plan.select.exact
+            newest = (
+                self.plan.score.newest_kept(int(own.min())) if self.plan.score and self.plan.select.takes_best else 0
+            )
+            counts = HeadCounts(before=before, kept=own, newest=newest, sure=sure)
+            kept = what_stays(
+                state, self.plan, (held, slots), keep, most=most, recent=recent, encoding=last, counts=counts
+            )
             apply_kept(state, self.plan, kept, first=held.first, encoding=last)
             state.clock.reindex = True
             found = _as_cut(found, keep, cut.counts, longest=most)
         if last:
             self._settle(state, visible, close)
         return replace(found, view=None, remembered=None, cut_before=True)
-
-    def _view(self, state: LayerState, visible: Visibility, budget: Budget) -> tuple[Held, list[Tensor]]:
-        return view_held(state, visible, self.plan.needs, len(self.states), budget.each)
 
     def _settle(self, state: LayerState, visible: Visibility, close: Callable[[LayerState, Visibility], None]) -> None:
         clock = state.clock
@@ -322,15 +341,6 @@ def _together(candidates: Sequence[Candidate], share: HeadShare) -> list[Tensor]
     """The scores of all heads of the layers; where layers lie on several devices, on that of the first."""
     device = candidates[0].scores.device
     return [share.gather_padded(each.scores, 1, float("-inf")).to(device) for each in candidates]
-
-
-def _measured(plan: Plan, held: Held) -> Tensor | None:
-    allocate = plan.allocate
-    measured = allocate.measure(held.within(allocate.needs))
-    if measured is not None and (not isinstance(measured, Tensor) or measured.shape[:1] != held.first.shape):
-        shape = getattr(measured, "shape", type(measured).__name__)
-        raise refuse(allocate, f"measured {shape}, where a tensor of {held.first.shape[0]} rows is due")
-    return measured
 
 
 def _selected(plan: Plan, scores: Tensor, budgets: Tensor, share: HeadShare) -> tuple[Tensor, Tensor]:
@@ -352,7 +362,8 @@ def _selected(plan: Plan, scores: Tensor, budgets: Tensor, share: HeadShare) -> 
         scores = share.gather_padded(scores, 1, float("-inf"))
     else:
         budgets = share.own(budgets, 1)
-    found = select.select(scores, budgets.to(scores.device))
+    # On the CPU, so that a selector need not wait for the most that a head keeps.
+    found = select.select(scores, budgets)
     keep = checked_tensor(select, "a kept set", found, tuple(scores.shape), torch.bool, scores.device)
     counts = checked_counts(select, keep, scores, budgets, exact=select.exact)
     if together:
@@ -377,19 +388,11 @@ def _as_cut(one: Candidate, keep: Tensor, counts: Tensor, *, longest: int) -> Ca
     return replace(one, scores=scores, counts=counts)
 
 
-def _by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-    """Return scores (b, h, n) and their columns, valid tokens first; filler's columns lie past all others."""
-    far = torch.iinfo(torch.int32).max
-    columns = held.positions.to(torch.int32).masked_fill(~held.valid, far)
-    columns, order = columns.sort(dim=-1, stable=True)
-    return scores.gather(-1, order), columns
-
-
 def _forget_evicted(state: LayerState, held: Held, keep: Tensor, longest: int) -> None:
     """Remember of the scorer's numbers those of the tokens (b, h, n) that stay, so many at most."""
     observed = state.observed
     if observed.scored is None or observed.scored_columns is None:
         return
     found = held.looked_back(observed.scored_columns, observed.scored)
-    scored, columns = _by_column(found, replace(held, valid=held.valid & keep))
+    scored, columns = by_column(found, replace(held, valid=held.valid & keep))
     observed.scored, observed.scored_columns = scored[..., :longest].clone(), columns[..., :longest].clone()

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.lanes.rotate import turn
-from kvtailor.types import Moments, Needs, Rotation
+from kvtailor.types import Moments, Needs, Rotation, Visibility
 from kvtailor.types.evidence import Evidence
 
-__all__ = ["observe"]
+__all__ = ["observe", "real_queries"]
 
 # Queries of a prompt are widened to float32 so many at a time, to keep the scratch small.
 _BLOCK = 256
@@ -84,11 +84,14 @@ def observe(
 def _windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) -> Evidence:
     new = query[:, :, -window:]
     columns = torch.arange(query.shape[2], device=query.device)[-window:] + first_column
-    missing = window - new.shape[2]
+    missing, end = window - new.shape[2], first_column + query.shape[2]
+    span: range | None = range(end - new.shape[2], end)
     if evidence.queries is not None and evidence.columns is not None and missing:
         new = torch.cat([evidence.queries[:, :, -missing:], new], 2)
         columns = torch.cat([evidence.columns[-missing:], columns])
-    return replace(evidence, queries=new.detach().clone(), columns=columns)
+        joins = evidence.span is not None and evidence.span.stop == first_column
+        span = range(end - new.shape[2], end) if joins else None
+    return replace(evidence, queries=new.detach().clone(), columns=columns, span=span)
 
 
 def _windowed_together(window: int, evidence: Evidence, new: Sequence[tuple[Tensor, int]]) -> Evidence:
@@ -101,7 +104,8 @@ def _windowed_together(window: int, evidence: Evidence, new: Sequence[tuple[Tens
     every = torch.cat(columns)
     order = every.argsort(stable=True)
     order = order[every[order] > every.max() - window]
-    return replace(evidence, queries=torch.cat(queries, 2)[:, :, order].detach(), columns=every[order])
+    found = torch.cat(queries, 2)[:, :, order].detach()
+    return replace(evidence, queries=found, columns=every[order], span=None)
 
 
 def _add(old: Tensor | None, now: Tensor) -> Tensor:
@@ -172,3 +176,10 @@ def _with_moments(
         spread = spread + (count * new / total.clamp(min=1))[:, None, None, None] * step[..., None] * step[..., None, :]
         mean, count = mean + share * step, total
     return replace(evidence, moments_count=count, moments_mean=mean, moments_spread=spread)
+
+
+def real_queries(visible: Visibility) -> Tensor | None:
+    """Return (b, t) bool: which new tokens are no padding; None where all are."""
+    if visible.real is None:
+        return None
+    return visible.real[:, visible.first_column : visible.first_column + visible.new_tokens]

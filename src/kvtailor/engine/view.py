@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kvtailor.engine.layer_state import LayerState
-from kvtailor.ops.lanes.ragged import slots_of_part
+from kvtailor.ops.lanes.ragged import places_of_slots, slots_of_part
 from kvtailor.ops.segments.latent_keys import joined, parted
 from kvtailor.ops.segments.weighted import log_weight_of
 from kvtailor.types import Held, Needs, Segment, Visibility
+from kvtailor.types.late_checks import sent
 
-__all__ = ["stored_sides", "view_held"]
+__all__ = ["by_column", "known_counts", "stored_sides", "view_held"]
 
 
 def view_held(
@@ -32,12 +33,14 @@ def view_held(
     parts = state.parts()
     b, h, seen = state.rows, state.heads, state.stored.seen
     device = parts[-1].decode()[0].device
-    before = torch.zeros(b * h, dtype=torch.int64, device=device)
+    # (b * h,) on the CPU: tokens in the parts before, so that the number of slots is known without waiting.
+    before = torch.zeros(b * h, dtype=torch.int64)
     slots = []
     for part in parts:
-        slots.append(slots_of_part(part.layout, before))
-        before = before + part.layout.counts().flatten().to(device)
+        slots.append(slots_of_part(part.layout, sent(before, device)))
+        before = before + part.layout.counts().flatten()
     longest = int(before.max())
+    tail, known = state.stored.tail, visible.real is None
     positions = _padded(
         parts, slots, [p.layout.columns(device).expand(p.layout.lanes, -1) for p in parts], b * h, longest, -1
     )
@@ -78,6 +81,7 @@ def view_held(
         budget=budget,
         queries=queries,
         query_columns=evidence.columns,
+        query_span=evidence.span,
         mass=mass,
         sampled=sampled,
         sampled_columns=evidence.sampled_columns,
@@ -87,9 +91,39 @@ def view_held(
         calibration=state.model.calibration,
         log_weight=log_weight,
         softmax=state.model.softmax,
+        front=before.view(b, h) if known else None,
+        newest=(tail.run or 0) if known and tail is not None else 0,
         share=state.model.share,
     )
     return _with_memories(held, state, needs).meeting_others(), slots
+
+
+def by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    """Return scores (b, h, n) and their columns, valid tokens first; filler's columns lie past all others."""
+    far = torch.iinfo(torch.int32).max
+    columns = held.positions.to(torch.int32).masked_fill(~held.valid, far)
+    columns, order = columns.sort(dim=-1, stable=True)
+    return scores.gather(-1, order), columns
+
+
+def known_counts(state: LayerState, visible: Visibility, window: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What the host knows of a layer's numbers of tokens without a look at the device.
+
+    Args:
+        state: of the layer.
+        visible: of the forward that has just ended.
+        window: (b,) int64 on the CPU: the newest tokens of each row that must stay.
+
+    Returns:
+        (b, h) int64 on the CPU: the tokens that are held, and those of them in the window. None where it takes the
+        device's numbers: with padding, with heads on other processes, and where heads may lack some of the newest.
+    """
+    tail, seen = state.stored.tail, state.stored.seen
+    assert tail is not None
+    if visible.real is not None or state.model.share.ranks > 1 or (tail.run or 0) < min(int(window.max()), seen):
+        return None
+    counts = torch.stack([part.layout.counts() for part in state.parts()]).sum(0)
+    return counts, window.clamp(max=seen)[:, None].expand_as(counts)
 
 
 def stored_sides(state: LayerState, held: Held) -> tuple[Tensor, Tensor]:
@@ -131,13 +165,9 @@ def _padded(
     filler: float,
 ) -> Tensor:
     """(b * h, longest, ...) in time order, from a piece (m, s, ...) for each part."""
-    shape = (owners, longest, *pieces[0].shape[2:])
-    whole = torch.full(shape, filler, dtype=pieces[0].dtype, device=pieces[0].device)
+    inner, slots_in_all = pieces[0].shape[2:], owners * longest
+    # One more slot takes the filler of ragged lanes: which slots those are is known to the device alone.
+    whole = torch.full((slots_in_all + 1, *inner), filler, dtype=pieces[0].dtype, device=pieces[0].device)
     for part, slot, piece in zip(parts, slots, pieces, strict=True):
-        owner = part.layout.owners(piece.device)[:, None].expand_as(slot)
-        filled = part.layout.filled(piece.device)
-        if filled is None:
-            whole[owner, slot] = piece
-        else:
-            whole[owner[filled], slot[filled]] = piece[filled]
-    return whole
+        whole[places_of_slots(part.layout, slot, longest)] = piece.flatten(0, 1)
+    return whole[:slots_in_all].view(owners, longest, *inner)

@@ -230,8 +230,7 @@ class CacheGuard:
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """While it is open, `observer` is called, too, behind those that are there."""
-        before = self.observers
-        self.observers = (*before, observer)
+        before, self.observers = self.observers, (*self.observers, observer)
         try:
             yield
         finally:
@@ -245,7 +244,7 @@ class CacheGuard:
         """Raises where the last update was never attended, or a forward or a change did not come to its end."""
         self._check_not_refused()
         if self._now is None:
-            self.end_stale_recording()
+            self.end_stale_recording(read_checks=False)
         now = self._now
         if now is not None and now.thread == threading.get_ident():
             self._check_attended(now)
@@ -359,13 +358,15 @@ class CacheGuard:
             f"to be trusted: {START_OVER}"
         )
 
-    def end_stale_recording(self) -> None:
+    def end_stale_recording(self, *, read_checks: bool = True) -> None:
         """Ends a recording that assisted decoding left: transformers gives no sign of its end, so the first use outside
-        does.
+        does. Checks that wait for the device are read first, but where nothing is read or changed.
 
         Raises:
             CacheMisuse: it was broken off between a forward and the crop that would have taken back wrong drafts.
         """
+        if read_checks and self.engine.late.waiting:
+            self.engine.late.settle(self.break_off)
         phase = self.engine.phase
         if not isinstance(phase, Recording) or phase.prompt is None or prompt_of_caller() is not None:
             return

@@ -27,7 +27,8 @@ from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
 from kvtailor.plan.registry import name_of
-from kvtailor.types import HeadShare
+from kvtailor.types import HeadShare, Rotation
+from kvtailor.types.late_checks import LateChecks
 
 __all__ = ["cache_for", "checked", "layer_devices"]
 
@@ -117,15 +118,19 @@ def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
             f"{cache.plan}, and this {geometry.model_type} does not show those of layers "
             f"{', '.join(map(str, missing))}"
         )
-    for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
-        shape = cache.own_geometry.shapes[layer]
-        if shape.latents:
-            state.model.latents = latents = projections_of(modules[layer])
-            state.model.output = LatentOutput(latents, modules[layer]) if needs.output else None
-        elif needs.output:
-            state.model.output = OutputProjection(modules[layer], shape.q_heads, shape.value_size)
-        if needs.rotation:
-            state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size)
+    checks = LateChecks()
+    known: dict[object, Rotation] = {}
+    with checks.collecting():
+        for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
+            shape = cache.own_geometry.shapes[layer]
+            if shape.latents:
+                state.model.latents = latents = projections_of(modules[layer])
+                state.model.output = LatentOutput(latents, modules[layer]) if needs.output else None
+            elif needs.output:
+                state.model.output = OutputProjection(modules[layer], shape.q_heads, shape.value_size)
+            if needs.rotation:
+                state.model.rotation = rotation_of(model, modules[layer], shape.kind, shape.key_size, known)
+    checks.settle()
 
 
 def _with_states(geometry: Geometry) -> list[int]:
@@ -161,18 +166,20 @@ def _calibrate(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> N
     cache.calibrations = tuple(each for of_stage in found.values() for each in of_stage)
     if not found:
         return
-    # What all layers read is there once for each device.
-    on_device = {
-        device: {stage: tensors_of(of_stage, cache.plan, device) for stage, of_stage in found.items()}
-        for device in dict.fromkeys(devices)
+    # Codecs and allocators read theirs on the CPU, where they are. What scorers read is there once for each device.
+    places = {stage: devices if stage == "score" else [torch.device("cpu")] * len(devices) for stage in found}
+    made = {
+        (stage, device): tensors_of(found[stage], cache.plan, device)
+        for stage, each in places.items()
+        for device in dict.fromkeys(each)
     }
-    cache.engine.eviction.calibration = on_device[devices[0]].get("allocate")
-    for index, (state, device) in enumerate(zip(cache.engine.states, devices, strict=True)):
-        by_stage = on_device[device]
-        state.model.encoding = by_stage.get("encode")
+    of_stage = {stage: [made[stage, device] for device in each] for stage, each in places.items()}
+    cache.engine.eviction.calibration = of_stage["allocate"][0] if "allocate" in of_stage else None
+    for index, state in enumerate(cache.engine.states):
+        state.model.encoding = of_stage["encode"][index] if "encode" in of_stage else None
         state.model.calibration = (
-            {name: _own(t[index], name, cache) for name, t in by_stage["score"].items()}
-            if "score" in by_stage
+            {name: _own(t[index], name, cache) for name, t in of_stage["score"][index].items()}
+            if "score" in of_stage
             else None
         )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.types.late_checks import read_flag
 
 __all__ = ["LazyMask", "TensorMask", "lazy_mask"]
 
@@ -271,7 +272,7 @@ def lazy_mask(
         return attention_mask
     padding = None if attention_mask is None else attention_mask.to(torch.bool)
     # An all-ones mask hides nothing; without it, decoding needs no mask at all. (transformers' own sdpa does the same.)
-    if padding is not None and padding.shape[1] == kv_length + kv_offset and bool(padding.all()):
+    if padding is not None and padding.shape[1] == kv_length + kv_offset and read_flag(padding.all()):
         padding = None
     return LazyMask(
         batch_size=batch_size,

@@ -83,7 +83,7 @@ class AsymKV(Merger):
                 f"asymkv needs the last {self.window} queries{' and the rotation' if self.turned else ''}, and did not "
                 f"get them; observe with {self.needs}"
             )
-        index, filled = kept_first(keep)
+        index, filled = kept_first(keep, held.kept)
         keys, values = kept_states(held.keys, index, filled), kept_states(held.values, index, filled)
         before = torch.zeros_like(keep, dtype=torch.float32) if held.log_weight is None else held.log_weight
         log_weight = before.gather(-1, index).masked_fill_(~filled, 0.0)

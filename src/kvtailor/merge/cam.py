@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
 from kvtailor.ops.attention.observed import observed_queries, window_attention
-from kvtailor.ops.lanes.kept import kept_first, kept_states
+from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.types import Held, Needs
 
 __all__ = ["CaM"]
@@ -69,18 +69,21 @@ class CaM(Merger):
             ValueError: no queries were gathered.
         """
         observed_queries(held, "cam looks at the attention of", self.window)
-        index, filled = kept_first(keep)
+        index, filled = kept_first(keep, held.kept)
         keys, values = kept_states(held.keys, index, filled), kept_states(held.values, index, filled)
         takes = into.gather(-1, index) & filled
         gone = held.valid & ~keep
         for row in range(keep.shape[0]):
             for head in range(keep.shape[1]):
-                at, dropped = takes[row, head].nonzero()[:, 0], gone[row, head].nonzero()[:, 0]
+                taking, leaving = held.merging(row, head, all_take=into is keep)
+                at, dropped = places_of(takes[row, head], taking), places_of(gone[row, head], leaving)
                 if not at.numel() or not dropped.numel():
                     continue
                 added = self._shared(held, row, head, dropped, index[row, head][at])
-                some = added.abs().sum(-1) > 0
-                values[row, head, at[some]] = (values[row, head, at[some]].float() + added[some]).to(values.dtype)
+                was = values[row, head, at]
+                # A token that gets nothing is not rounded either.
+                some = (added.abs().sum(-1) > 0)[:, None]
+                values[row, head, at] = torch.where(some, (was.float() + added).to(values.dtype), was)
         return Merged(keys=keys, values=values)
 
     def flops(self, *, tokens: int, kept: int, group: int, size: int) -> int:
@@ -96,7 +99,7 @@ class CaM(Merger):
         attention = torch.zeros(held.keys.shape[2], dtype=torch.float32, device=held.keys.device)
         given, _ = window_attention(held, row, head)
         if given.shape[1]:
-            attention[held.valid[row, head]] = given.mean((0, 1))
+            attention[held.there(row, head)] = given.mean((0, 1))
         # Each dropped token meets the kept ones from `first` to `end` - 1.
         first = torch.searchsorted(kept, dropped)
         end = (first + self.share).clamp(max=kept.shape[0])

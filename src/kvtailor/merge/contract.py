@@ -55,7 +55,8 @@ class Merger(Method, ABC):
         """What the kept tokens become, at a cut that drops at least one token.
 
         Args:
-            held: what is held, as scorers see it. Tokens with `valid` False are padding and take no part.
+            held: what is held, as scorers see it. Tokens with `valid` False are padding and take no part. Of it `kept`
+                has how many tokens each head keeps.
             keep: (b, h, n) bool, never where `held.valid` is False.
             into: (b, h, n) bool, among those of `keep`: tokens that may take others in. The rest stay bit for bit as
                 they are, above all what a lossy codec has encoded, since a segment is never rewritten.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.merge.contract import Merged, Merger
-from kvtailor.ops.lanes.kept import kept_first, kept_states
+from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.types import Held
 
 __all__ = ["D2O"]
@@ -54,13 +54,14 @@ class D2O(Merger):
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged:
         """See the contract."""
-        index, filled = kept_first(keep)
+        index, filled = kept_first(keep, held.kept)
         keys, values = kept_states(held.keys, index, filled), kept_states(held.values, index, filled)
         takes = into.gather(-1, index) & filled
         gone = held.valid & ~keep
         for row in range(keep.shape[0]):
             for head in range(keep.shape[1]):
-                at, dropped = takes[row, head].nonzero()[:, 0], gone[row, head].nonzero()[:, 0]
+                taking, leaving = held.merging(row, head, all_take=into is keep)
+                at, dropped = places_of(takes[row, head], taking), places_of(gone[row, head], leaving)
                 if not at.numel() or not dropped.numel():
                     continue
                 mine = keys[row, head][at]

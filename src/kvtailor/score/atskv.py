@@ -115,7 +115,7 @@ class ATSKV(CalibratedMethod, Scorer):
             for head in range(held.keys.shape[1]):
                 hidden = self.features(held, row, head) @ layer["hidden"][head] + layer["hidden_bias"][head]
                 logits = hidden.relu_() @ layer["out"][head] + layer["out_bias"][head]
-                scores[row, head, held.valid[row, head]] = self.smoothed(logits.sigmoid_())
+                scores[row, head, held.there(row, head)] = self.smoothed(logits.sigmoid_())
         if held.previous is not None:
             before = torch.where(held.previous.isnan(), scores, held.previous)
             scores = self.momentum * before + (1 - self.momentum) * scores
@@ -130,7 +130,7 @@ class ATSKV(CalibratedMethod, Scorer):
         logarithms of the lengths of key and value, less their means; the token's age as a share of the
         text's; the logarithm of its distance to the newest.
         """
-        there = held.valid[row, head]
+        there = held.there(row, head)
         given, _ = window_attention(held, row, head)
         count = given.shape[-1]
         if count == 0:

@@ -60,6 +60,10 @@ class Scorer(Method, ABC):
         """The newest tokens that every head keeps whatever their score (an observation window)."""
         return 0
 
+    def newest_kept(self, kept: int) -> int:
+        """Return how many of the newest tokens are certainly among the `kept` best of a head."""
+        return min(self.recent, kept)
+
     @abstractmethod
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32; finite wherever `held.valid`, anything elsewhere."""

@@ -33,6 +33,7 @@ from kvtailor.ops.lanes.topk import keep_top
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 from kvtailor.types.checked_returns import checked_scores, checked_tensor
+from kvtailor.types.late_checks import sent
 
 __all__ = ["Critical"]
 
@@ -105,8 +106,9 @@ class Critical(Scorer):
         norms = torch.stack([self._norms(held, head) for head in range(held.keys.shape[1])], 1)
 
         lifted = inner.masked_fill(held.recent(self.of.recent), torch.inf).masked_fill(~held.valid, -torch.inf)
-        share = (held.budget.double() * self.first).to(torch.int64).to(inner.device)
-        chosen = keep_top(lifted, torch.minimum(share[:, None], held.counts()))
+        share = (held.budget.double() * self.first).to(torch.int64)[:, None]
+        there = sent(share, inner.device), held.counts()
+        chosen = keep_top(lifted, torch.minimum(*(there if held.front is None else (share, held.front))))
         weighed = (inner + self.epsilon * self._unit(held, inner, chosen)) * norms
         above = weighed.masked_fill(~held.valid, 0.0).amax(-1, keepdim=True) + 1.0
         order = inner / inner.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

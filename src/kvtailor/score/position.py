@@ -54,6 +54,10 @@ class Position(Scorer):
         newest = (held.seen - held.first)[:, None, None]
         return torch.where(age < self.sinks, newest + self.sinks - age, age).to(torch.float32)
 
+    def newest_kept(self, kept: int) -> int:
+        """All but the sinks."""
+        return max(kept - self.sinks, 0)
+
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """0: ages are integers."""
         return 0

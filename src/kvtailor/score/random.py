@@ -51,7 +51,7 @@ class Random(Scorer):
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32."""
         device = held.positions.device
-        seed = _mix(torch.tensor(self.state & _LOW, device=device))
+        seed = _mix(torch.full((), self.state & _LOW, device=device))
         layer = _mix(seed ^ held.layer)
         heads = held.positions.shape[1]
         head = _mix(layer ^ (torch.arange(heads, device=device) + held.share.first(heads)))

@@ -18,9 +18,12 @@ class Selector(Method, ABC):
     Attributes:
         exact: False where a budget is a bound only and fewer tokens may stay: it is then called at every cut, even
             where all tokens fit the budget.
+        takes_best: each head keeps its highest scores and nothing else decides, so that what a scorer knows of the
+            tokens that will stay (`Scorer.newest_kept`) is true.
     """
 
     exact: ClassVar[bool] = True
+    takes_best: ClassVar[bool] = False
 
     @property
     def same_in_heads(self) -> bool:

@@ -28,6 +28,7 @@ __all__ = ["TopK"]
 class TopK(Selector):
     """Exact counts, ties to the earliest."""
 
+    takes_best: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
 

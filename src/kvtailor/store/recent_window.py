@@ -29,6 +29,8 @@ class Tail:
     Attributes:
         length: tokens held.
         start: column of the first of them while the columns are consecutive; None after an eviction.
+        run: so many of the newest tokens are known to be at consecutive columns that end with the last one seen, in
+            each row and kv head; there may be more. None: it is not known.
     """
 
     def __init__(self, rows: int, heads: int):
@@ -38,6 +40,11 @@ class Tail:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._positions: Tensor | None = None
+        self._run: int | None = 0
+
+    @property
+    def run(self) -> int | None:
+        return self.length if self._positions is None else self._run
 
     def append(self, keys: Tensor, values: Tensor, column: int, *, exactly: bool = False) -> None:
         """Adds new tokens.
@@ -92,13 +99,14 @@ class Tail:
             return False
         return self._positions is not None or (self.start is not None and column == self.start + self.length)
 
-    def replace(self, segment: PlainSegment) -> None:
-        """Holds the segment's tokens, one lane for each row and head, instead of what it held."""
+    def replace(self, segment: PlainSegment, run: int | None = None) -> None:
+        """Holds the segment's tokens, one lane for each row and head, instead of what it held; for `run` see there."""
         layout = segment.layout
         if layout.owner is not None or layout.lengths is not None:
             raise ValueError("a tail holds the same number of tokens for each row and head; this segment is ragged")
         self._keys, self._values = segment.keys, segment.values
         self.length, self.start, self._positions = layout.size, layout.start, layout.positions
+        self._run = run
 
     def drop_oldest(self, count: int) -> None:
         """Forgets the oldest tokens, whose block has just been encoded, and their memory."""
@@ -114,6 +122,7 @@ class Tail:
         if self.start is not None:
             self.start += count
         self.length -= count
+        self._run = None if self._run is None else min(self._run, self.length)
 
     def rewrite(self, keys: Tensor, values: Tensor) -> None:
         """Holds keys (b * h, length, d) and values (b * h, length, dv) in place of its own, at the same columns."""
@@ -128,9 +137,11 @@ class Tail:
         if count > self.length:
             raise ValueError(f"cannot forget {count} tokens of a tail that holds {self.length}")
         self.length -= count
+        self._run = None if self._run is None else max(self._run - count, 0)
 
     def clear(self) -> None:
         """Holds nothing and no memory."""
+        self._run = 0
         self._keys = self._values = self._positions = self.start = None
         self.length = 0
 
@@ -148,6 +159,8 @@ class Tail:
             raise ValueError("an empty tail has no segment")
         positions = None if self._positions is None else self._positions[:, : self.length]
         layout = Layout(rows=self.rows, heads=self.heads, size=self.length, start=self.start, positions=positions)
+        if positions is not None:
+            layout.ending_in(self._run)
         return PlainSegment(layout=layout, keys=self._keys[:, : self.length], values=self._values[:, : self.length])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -174,7 +187,7 @@ class Tail:
         tail = cls(rows, heads)
         tail.length, tail.start = int(fields["length"] or 0), fields["start"]
         tail._keys, tail._values = tensors.get("keys"), tensors.get("values")
-        tail._positions = tensors.get("positions")
+        tail._positions, tail._run = tensors.get("positions"), None
         return tail
 
     def _reserve(self, tokens: int, keys: Tensor, values: Tensor, exactly: bool) -> None:
@@ -202,7 +215,7 @@ class Tail:
     def _comes(self, column: int) -> None:
         """Stores columns one by one where the next token is not at the column after the last."""
         if self._keys is None or self.length == 0:
-            self.start, self._positions = column, None
+            self.start, self._positions, self._run = column, None, 0
         elif self.start is not None and column != self.start + self.length:
             self._spell_out_positions()
 
@@ -212,10 +225,12 @@ class Tail:
                 column, column + new, dtype=torch.int32, device=self._positions.device
             )
         self.length += new
+        self._run = None if self._run is None else self._run + new
 
     def _spell_out_positions(self) -> None:
         assert self._keys is not None and self.start is not None
         columns = torch.arange(self.start, self.start + self.length, dtype=torch.int32, device=self._keys.device)
         self._positions = columns.new_empty((self.rows * self.heads, self._keys.shape[1]))
         self._positions[:, : self.length] = columns
-        self.start = None
+        # The next token is not behind the last one.
+        self.start, self._run = None, 0

@@ -9,19 +9,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from torch import Tensor, device, dtype, float32, int64, stack
+from torch import Tensor, device, dtype, float32, int64, isfinite, stack
+from torch import bool as truth
 
-from kvtailor.errors import MethodError
+from kvtailor.errors import CacheMisuse, MethodError
 from kvtailor.types import Layout, PlainSegment, Segment
+from kvtailor.types.late_checks import require_none, sent
 
 __all__ = [
     "check_attended",
     "checked_budgets",
     "checked_counts",
+    "checked_measured",
     "checked_scores",
     "checked_segment",
     "checked_tensor",
     "refuse",
+    "unranked",
 ]
 
 _TO_DO = "mend the method, or use another; `tests/contract` says what each kind of method promises"
@@ -65,6 +69,22 @@ def checked_tensor(
 def checked_scores(method: object, found: object, like: Tensor) -> Tensor:
     """Scores in the shape and on the device of the held tokens' positions (b, h, n), in float32."""
     return checked_tensor(method, "scores", found, tuple(like.shape), float32, like.device)
+
+
+def unranked(plan: object, layer: int, keys: Tensor) -> CacheMisuse:
+    """Return the error of a compressed layer whose tokens have scores that are not finite.
+
+    Args:
+        plan: whose scorer gave them.
+        layer: its number.
+        keys: what it holds, or () bool, whether all of it is finite.
+    """
+    finite = keys if keys.dtype == truth else isfinite(keys).all()
+    what = "no finite score" if bool(finite) else "NaN or infinity in its keys"
+    return CacheMisuse(
+        f"layer {layer} of the compressed layers has {what} for some tokens, so {plan} cannot rank them; check the "
+        "model's inputs and dtype (float16 overflow is the usual cause)"
+    )
 
 
 def checked_budgets(
@@ -119,16 +139,43 @@ def checked_counts(method: object, kept: Tensor, scores: Tensor, budgets: Tensor
     Raises:
         MethodError: it is something else; the sentence names the method.
     """
-    # One transfer for both, which the eviction needs anyway.
-    absent = kept & (scores == -float("inf"))
-    counts, absent = stack([kept.sum(-1), absent.sum(-1)]).cpu().unbind()
+    # (2, b, h), in one transfer, which the eviction needs anyway where the counts were not promised.
+    both = stack([kept.sum(-1), (kept & (scores == -float("inf"))).sum(-1)])
+    if exact and kept.device.type != "cpu":
+        wrong = (both[0] != sent(budgets, kept.device)) | (both[1] > 0)
+        require_none(wrong, lambda: _miscounted(method, both.cpu(), budgets, exact=True))
+        return budgets
+    on_host = both.cpu()
+    if bool(on_host[1].any()) or bool((on_host[0] != budgets if exact else on_host[0] > budgets).any()):
+        raise _miscounted(method, on_host, budgets, exact=exact)
+    return on_host[0]
+
+
+def _miscounted(method: object, both: Tensor, budgets: Tensor, *, exact: bool) -> MethodError:
+    """The error of a selector that kept, of each row and head, other tokens than it was asked for.
+
+    Args:
+        method, budgets, exact: see `checked_counts`.
+        both: (2, b, h) int64 on the CPU: how many it kept, and how many of these are none.
+    """
+    counts, absent = both
     if bool(absent.any()):
-        raise refuse(method, f"kept {int(absent.sum())} slots that hold no token")
+        return refuse(method, f"kept {int(absent.sum())} slots that hold no token")
     wrong = counts != budgets if exact else counts > budgets
-    if bool(wrong.any()):
-        at = tuple(wrong.nonzero()[0].tolist())
-        raise refuse(method, f"kept {int(counts[at])} tokens in (row, head) {at}, where {int(budgets[at])} are due")
-    return counts
+    at = tuple(wrong.nonzero()[0].tolist())
+    return refuse(method, f"kept {int(counts[at])} tokens in (row, head) {at}, where {int(budgets[at])} are due")
+
+
+def checked_measured(method: object, found: object, rows: int) -> Tensor | None:
+    """What an allocator measured of a layer: None, or a tensor of so many rows.
+
+    Raises:
+        MethodError: it is something else; the sentence names the method.
+    """
+    if found is None or (isinstance(found, Tensor) and found.shape[:1] == (rows,)):
+        return found
+    shape = getattr(found, "shape", type(found).__name__)
+    raise refuse(method, f"measured {shape}, where a tensor of {rows} rows is due")
 
 
 def checked_segment(method: object, found: object, kind: type[Segment], layout: Layout) -> Segment:

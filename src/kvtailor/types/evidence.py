@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,6 +129,7 @@ class Evidence:
         queries: (b, q, w, d) the newest post-RoPE queries, those of the needed window; None if none are needed.
         columns: (w,) int64 their columns, ascending. Where other layers of the model read what this one holds, their
             queries are here as well, and several are of one column.
+        span: these columns, where the host knows that they are consecutive, with one query of each; else None.
         mass: for each stored part, in time order, (m, s) float32 attention mass received so far.
         sampled: (b, q, m, d) post-RoPE queries spread over each row; None if none are needed.
         sampled_columns: (b, m) int64 their columns, -1 for filler.
@@ -136,6 +138,7 @@ class Evidence:
 
     queries: Tensor | None = None
     columns: Tensor | None = None
+    span: range | None = None
     mass: tuple[Tensor, ...] = field(default=())
     sampled: Tensor | None = None
     sampled_columns: Tensor | None = None
@@ -163,11 +166,12 @@ class Evidence:
     def from_tensors(cls, named: Mapping[str, Tensor]) -> Evidence:
         """The evidence that `tensors()` listed."""
         mass = tuple(named[f"mass.{i}"] for i in range(sum(name.startswith("mass.") for name in named)))
-        return cls(mass=mass, **{name: tensor for name, tensor in named.items() if not name.startswith("mass.")})
+        own: dict[str, Any] = {name: tensor for name, tensor in named.items() if not name.startswith("mass.")}
+        return cls(mass=mass, **own)
 
     def select_rows(self, index: Tensor, mass: Sequence[Tensor]) -> Evidence:
         """The evidence of a batch made of the rows `index` (k,); `mass` was picked lane by lane by the caller."""
-        picked = {
+        picked: dict[str, Any] = {
             name: tensor.index_select(0, index.to(tensor.device))
             for name, tensor in self.tensors().items()
             if name != "columns" and not name.startswith("mass.")
@@ -198,6 +202,7 @@ class Held:
         queries: (b, q, w, d) the post-RoPE queries of the newest needs.window columns; None if not needed.
         query_columns: (w,) int64 their columns, ascending, several of one column where several layers of the model read
             this one; None with `queries`.
+        query_span: see `Evidence.span`.
         mass: (b, h, n) float32, see `Needs.mass`; None if not needed.
         sampled: (b, q, m, d) post-RoPE queries spread over each row, in time order; None if not needed.
         sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
@@ -214,6 +219,10 @@ class Held:
         window_held: (2, b, w) bool: each query's own token is held by the layer's first head, and by any head; None
             where all heads are here, so that it is found from `positions`.
         softmax: what the model's softmax has besides `scaling`; its sinks are of these kv heads' query heads.
+        front: (b, h) int64 on the CPU: the tokens of each row and head are its first so many slots, as the host knows
+            without a look at the device; None where it does not, as with padding.
+        newest: so many of the newest columns are held by every head of every row, as the host knows; there may be more.
+        kept: (b, h) int64 on the CPU: at a merge, how many tokens each head keeps; else None.
         share: which of the model's heads these are. A method whose result depends on other heads of the layer meets
             those of other processes through it.
     """
@@ -230,6 +239,7 @@ class Held:
     budget: Tensor | None = None
     queries: Tensor | None = None
     query_columns: Tensor | None = None
+    query_span: range | None = None
     mass: Tensor | None = None
     sampled: Tensor | None = None
     sampled_columns: Tensor | None = None
@@ -242,7 +252,33 @@ class Held:
     log_weight: Tensor | None = None
     window_held: Tensor | None = None
     softmax: Softmax = PLAIN_SOFTMAX
+    front: Tensor | None = None
+    newest: int = 0
+    kept: Tensor | None = None
     share: HeadShare = ALL_HEADS
+
+    def there(self, row: int, head: int) -> slice | Tensor:
+        """Return an index along n of the tokens of a row and head, in time order: a slice, or (n,) bool.
+
+        With a slice the host need not wait to learn how many there are.
+        """
+        return self.valid[row, head] if self.front is None else slice(0, int(self.front[row, head]))
+
+    def merging(self, row: int, head: int, *, all_take: bool) -> tuple[int | None, int | None]:
+        """Return how many kept tokens of a row and head may take others in, and how many are dropped, at a merge.
+
+        None where the host does not know. `all_take`: all that are kept may.
+        """
+        if self.kept is None or self.front is None:
+            return None, None
+        kept = int(self.kept[row, head])
+        return kept if all_take else None, int(self.front[row, head]) - kept
+
+    @property
+    def holds_window(self) -> bool:
+        """Whether every head holds the own token of each query of the window, as far as the host knows."""
+        span = self.query_span
+        return span is not None and span.stop == self.seen and self.front is not None and len(span) <= self.newest
 
     def counts(self) -> Tensor:
         """(b, h) int64: valid tokens of each row and kv head."""
@@ -261,13 +297,16 @@ class Held:
         if held.queries is not None and held.query_columns is not None and held.query_columns.shape[0] > needs.window:
             # By columns and not by number: several modules that read one layer have queries of the same columns.
             first = 0
-            if needs.window:
+            if needs.window and held.query_span is not None:
+                first = len(held.query_span) - needs.window
+            elif needs.window:
                 first = int((held.query_columns <= held.query_columns[-1] - needs.window).sum())
             queries, columns = held.queries[:, :, first:], held.query_columns[first:]
             held = replace(
                 held,
                 queries=queries if needs.window else None,
                 query_columns=columns if needs.window else None,
+                query_span=None if held.query_span is None or not needs.window else held.query_span[first:],
                 window_held=None if held.window_held is None else held.window_held[..., first:],
             )
         if held.sampled_columns is not None and held.sampled_columns.shape[1] > needs.rows:
@@ -291,7 +330,10 @@ class Held:
         if self.window_held is not None:
             return self.window_held[1, row]
         assert self.query_columns is not None
-        return torch.isin(self.query_columns, self.positions[row][self.valid[row]])
+        if self.holds_window:
+            return torch.ones_like(self.query_columns, dtype=torch.bool)
+        # No query has the column -1.
+        return torch.isin(self.query_columns, self.positions[row].masked_fill(~self.valid[row], -1))
 
     def meeting_others(self) -> Held:
         """Return the same with what it takes other processes' heads to know; collective where there are others."""

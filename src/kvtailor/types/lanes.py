@@ -8,7 +8,7 @@ encoded and attended is lanes, so no stage depends on whether a cache is ragged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class Layout:
     positions: Tensor | None = None
     owner: Tensor | None = None
     lengths: Tensor | None = None
+    # Tokens of each owner, once the host knows them. Another layout that is made of this one does not take them over.
+    _counts: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _run: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if (self.start is None) == (self.positions is None):
@@ -72,9 +75,33 @@ class Layout:
         """(b, h) int64 on the CPU: tokens held by each row and kv head."""
         if self.owner is None and self.lengths is None:
             return torch.full((self.rows, self.heads), self.size, dtype=torch.int64)
+        if self._counts is not None:
+            return torch.tensor(self._counts, dtype=torch.int64).view(self.rows, self.heads)
         each = torch.full((self.lanes,), self.size) if self.lengths is None else self.lengths.cpu().to(torch.int64)
         total = torch.zeros(self.rows * self.heads, dtype=torch.int64)
-        return total.index_add_(0, self.owners(torch.device("cpu")), each).view(self.rows, self.heads)
+        return self.counted(total.index_add_(0, self.owners(torch.device("cpu")), each)).counts()
+
+    def counted(self, counts: Tensor) -> Layout:
+        """Return this layout, which knows from now on that its owners hold `counts` (b * h,) int64 on the CPU.
+
+        Of lanes on another device the host would else have to wait for them.
+        """
+        # Of a frozen value only what follows from its other parts is set.
+        object.__setattr__(self, "_counts", tuple(counts.flatten().tolist()))
+        return self
+
+    @property
+    def run(self) -> int | None:
+        """So many of the last slots of each lane are known to be at consecutive columns, there may be more.
+
+        They end with the last column seen. None: the host does not know.
+        """
+        return self._run
+
+    def ending_in(self, run: int | None) -> Layout:
+        """Return this layout, which has this `run` from now on."""
+        object.__setattr__(self, "_run", run)
+        return self
 
     def lanes_of_rows(self, index: Tensor) -> tuple[Tensor, Layout]:
         """The lanes, and the layout, of a batch made of the rows `index` (k,) of this one, in that order."""

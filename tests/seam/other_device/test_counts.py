@@ -20,7 +20,14 @@ DEFAULT = (
     "full",
     "snapkv + adakv + kivi(bits=4, group=8, recent=8) @ tokens=48",
     "quest(tokens=64) + indexed",
+    # An eviction at every token, and keys that are turned at every token.
+    "streamingllm",
+    "h2o @ tokens=48",
 )
+# The bars of issue 21: waits of a decoded token, and of a prompt for each further layer where a plan evicts as many
+# tokens of each head, and where heads keep what they need. What is above one is told of in the page, with the reason.
+TOKEN, UNIFORM, RAGGED = 1, 2, 4
+RAGGED_ALLOCATORS = ("adakv", "cake", "coverage", "dynamickv", "duo", "entropy", "erank", "pooled", "threshold")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,3 +72,16 @@ def test_a_count_that_fell_is_written_down(name: str) -> None:
 def test_every_plan_has_a_line_and_no_other_has() -> None:
     assert list(ROWS) == list(plans()), f"{HINT}"
     assert set(DEFAULT) <= set(ROWS)
+
+
+def test_what_is_above_a_bar_is_told_of_and_nothing_else() -> None:
+    above = set()
+    for name, row in ROWS.items():
+        usual, mean, token_layer, _, prompt_layer = bounds(row)
+        text = plans()[name]
+        most = RAGGED if any(each in text for each in RAGGED_ALLOCATORS) else UNIFORM
+        assert usual is not None and mean is not None
+        if usual > TOKEN or (token_layer or 0) > 0 or (prompt_layer or 0) > most:
+            above.add(name)
+    told = PAGE.read_text(encoding="utf-8").partition("## What is left")[2].partition("\n## ")[0]
+    assert above == {each for each in ROWS if f"`{each}`" in told}

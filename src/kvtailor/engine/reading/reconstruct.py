@@ -20,6 +20,7 @@ from kvtailor.ops.segments.latent_keys import joined
 from kvtailor.plan import registry
 from kvtailor.plan.registry import Attention
 from kvtailor.types import PlainSegment, Softmax, Visibility
+from kvtailor.types.late_checks import sent
 
 __all__ = ["ReconstructionPass"]
 
@@ -32,8 +33,8 @@ class ReconstructionPass:
     """What one pass repeats of each row.
 
     Attributes:
-        columns: for each row (k,) int64 columns of the piece, ascending; none where the row has no such piece.
-        sinks: for each row (s,) int64 columns of its first tokens.
+        columns: for each row (k,) int64 on the CPU: columns of the piece, ascending; none where it has no such piece.
+        sinks: for each row (s,) int64 on the CPU: columns of its first tokens.
         real: (b, t) bool: this new token is one, and not padding.
     """
 
@@ -72,7 +73,7 @@ class ReconstructionPass:
             if columns.numel():
                 mine = seen.unflatten(0, (state.rows, state.heads))[row]
                 best = self._looked_at(row, mine, asked[row], visible, scaling, state.model.softmax)
-                place = columns.to(best.device)
+                place = sent(columns, best.device)
                 # Several modules may read one layer, each with queries of its own.
                 known = state.observed.reconstruction[row, :, place]
                 state.observed.reconstruction[row, :, place] = torch.maximum(known, best)
@@ -94,8 +95,8 @@ class ReconstructionPass:
             query: (q, t, d).
         """
         heads, new, device = keys.shape[0], query.shape[1], keys.device
-        piece, sinks = self.columns[row].to(device), self.sinks[row].to(device)
-        before = torch.cat([sinks[sinks < piece[0]], piece])
+        piece, sinks = self.columns[row], self.sinks[row]
+        before = sent(torch.cat([sinks[sinks < piece[0]], piece]), device)
         own = torch.arange(keys.shape[1] - new, keys.shape[1], device=device)
         shared = keys[:, torch.cat([before, own])].float().transpose(1, 2)
         grouped, real = query.unflatten(0, (heads, -1)), self.real[row].to(device)
@@ -105,7 +106,7 @@ class ReconstructionPass:
             some = grouped[:, :, first : first + step].float() * scaling
             logits = softmax.cap_((some.flatten(1, 2) @ shared).unflatten(1, some.shape[1:3]))
             # What stands before the new tokens is real and earlier, so each of them sees it.
-            sees = visible.at(torch.tensor([row], device=device), own[None], first, first + step)[0]
+            sees = visible.at(torch.full((1,), row, device=device), own[None], first, first + step)[0]
             logits[..., before.numel() :].masked_fill_(~sees, -torch.inf)
             total = logits.logsumexp(-1, keepdim=True)
             if softmax.sinks is not None:

@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,7 +217,7 @@ def _mass_of(layout: Layout, mass: Tensor, heads: slice) -> Tensor:
 
 def _evidence(pieces: Sequence[HeadsOf], mass: Sequence[Tensor]) -> Evidence:
     found = pieces[0].state.observed.evidence
-    joined = {}
+    joined: dict[str, Any] = {}
     for name in ("queries", "sampled", "moments_mean", "moments_spread"):
         if getattr(found, name) is not None:
             joined[name] = torch.cat(

@@ -121,6 +121,7 @@ class Replay:
         for layer, state in zip(self.cache.geometry.compressed, engine.states, strict=True):
             engine.replayed(state, self.done, visible)
             self.cache.guard.take_padding(layer, visible)
+        engine.late.settle(self.cache.guard.break_off)
         self.done = 0
 
     def _fixed_layer(self, layer: CompressedLayer | WindowLayer) -> FixedLayer:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvtailor.hf.model.devices import named_values, uncompiled
 from kvtailor.hf.model.sharded import whole
+from kvtailor.types.late_checks import sent
 
 __all__ = ["config_values", "exact_fingerprint", "fingerprint", "rotary_frequencies", "weight_fingerprint"]
 
@@ -162,13 +163,24 @@ def _sums(tensor: Tensor) -> Iterator[bytes]:
 
 
 def _sampled(model: Any, dtype: torch.dtype | None) -> Iterator[bytes]:
+    found: list[bytes | Tensor] = []
     for name, parameter, own in named_values(model):
-        yield f"{name}{tuple(parameter.shape)}".encode()
+        found.append(f"{name}{tuple(parameter.shape)}".encode())
         for part in _parts(whole(own)):
             flat = part.flatten()
             at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
-            values = flat[at.to(flat.device)]
-            yield (values if dtype is None else values.to(dtype)).double().cpu().numpy().tobytes()
+            values = flat[sent(at, flat.device)]
+            found.append((values if dtype is None else values.to(dtype)).double())
+    # One transfer for each device.
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for each in found:
+        if isinstance(each, Tensor):
+            by_device.setdefault(each.device, []).append(each)
+    on_host = {
+        device: iter(torch.cat(each).cpu().split([part.numel() for part in each])) for device, each in by_device.items()
+    }
+    for each in found:
+        yield each if isinstance(each, bytes) else next(on_host[each.device]).numpy().tobytes()
 
 
 def _parts(parameter: Tensor) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from kvtailor.hf.model.devices import runs_on
 from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
+from kvtailor.types.late_checks import require_none
 
 __all__ = ["attention_modules", "is_part_of", "makes_causal_mask", "modules_by_layer", "own_attention", "rotation_of"]
 
@@ -30,7 +31,8 @@ _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proport
 # What a layer calls to hand its new keys to a cache, under each name that transformers' families have for it.
 _READS_CACHE = re.compile(r"\b(past_key_values?|curr_past_key_values?|layer_past|cache|past)\.update\(")
 # Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
-_turning: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+# On a GPU the answer stays there, so that the host waits for those of all layers at once.
+_turning: weakref.WeakKeyDictionary[torch.nn.Module, bool | Tensor] = weakref.WeakKeyDictionary()
 
 
 # Modules of models that were asked for.
@@ -120,7 +122,13 @@ def _source(kind: type) -> str:
     return "\n".join(found)
 
 
-def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, head_dim: int) -> Rotation:
+def rotation_of(
+    model: Any,
+    module: torch.nn.Module,
+    layer_type: str | None,
+    head_dim: int,
+    known: dict[object, Rotation] | None = None,
+) -> Rotation:
     """The rotary embedding that an attention module's queries and keys went through.
 
     Args:
@@ -128,6 +136,8 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
         module: its attention module of the layer.
         layer_type: of the layer, for models with a rotary embedding for each kind; None where it has one.
         head_dim: d.
+        known: what this function found for other layers of the model a moment ago, which it adds to: layers that get
+            the same angles and put them on their states by the same function are not worked out one by one.
 
     Raises:
         UnsupportedModel: it has none, one that changes with the length, one that this layer does not use, or one whose
@@ -153,15 +163,19 @@ def rotation_of(model: Any, module: torch.nn.Module, layer_type: str | None, hea
         # Before transformers 5.23 some of these take positions of three axes alone.
         raise _not_understood(name) from error
     cos, sin = (each.to(device) for each in angles)
+    alike, known = (id(rotary), layer_type, head_dim, type(module), device), {} if known is None else known
+    if alike in known:
+        _check_turns(module, cos, sin, name)
+        return known[alike]
     for frequencies, interleaved in _candidates(cos, sin):
         rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
         if rotation.size <= head_dim and _agrees(rotation, module, cos, sin, head_dim):
-            if not _turns(module, cos, sin, name):
-                raise _does_not_turn(name, layer)
+            _check_turns(module, cos, sin, name)
             exact = _stored_frequencies(rotary, layer_type)
             exact = None if exact is None else exact.to(device)
             if exact is not None and exact.shape == frequencies.shape and torch.allclose(exact, frequencies, atol=1e-4):
                 rotation = Rotation(frequencies=exact, interleaved=interleaved)
+            known[alike] = rotation
             return rotation
     raise _not_understood(name)
 
@@ -189,15 +203,21 @@ def _has_angles(model: Any, rotary: Any, layer: int | None, layer_type: str | No
 
 
 @torch.no_grad()
-def _turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> bool:
-    """Whether this attention module uses the angles that it is given; several families leave them out in some layers.
+def _check_turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> None:
+    """Raises where this attention module does not use the angles that it is given, as several families in some layers.
 
     Its forward runs on eight made-up tokens, once with the angles and once with cos and sin exchanged. Without a
     rotation both outputs are the same bits.
     """
-    known = _turning.get(module)
-    if known is not None:
-        return known
+    if module not in _turning:
+        turns = _turns(module, cos, sin, name)
+        _turning[module] = bool(turns) if turns.device.type == "cpu" else turns
+    turns = torch.as_tensor(_turning[module])
+    require_none(~turns, lambda: _does_not_turn(name, getattr(module, "layer_idx", None)))
+
+
+def _turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> Tensor:
+    """() bool: whether it does, on the device of the angles; see `_check_turns`."""
     tokens, config, like = cos.shape[0], getattr(module, "config", None), next(module.parameters())
     taken = inspect.signature(module.forward).parameters
     given = {"attention_mask": None, "position_ids": torch.arange(tokens, device=cos.device)[None]}
@@ -215,8 +235,7 @@ def _turns(module: torch.nn.Module, cos: Tensor, sin: Tensor, name: str) -> bool
             f"the plan turns queries or keys by positions, and whether {type(module).__name__} of {name} turns its own "
             f"cannot be told: {type(error).__name__}: {error}"
         ) from error
-    _turning[module] = not torch.equal(*said)
-    return _turning[module]
+    return (said[0] != said[1]).any()
 
 
 def _rotary(model: Any, module: torch.nn.Module) -> Any:

@@ -25,6 +25,7 @@ from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
 from kvtailor.plan import Plan
 from kvtailor.types import Repetition
+from kvtailor.types.late_checks import sent
 
 __all__ = ["INSTRUCTION", "begin", "fed", "instruction_of", "prefill", "read", "repetitions"]
 
@@ -185,9 +186,10 @@ def repetitions(
     Raises:
         CacheMisuse: the model has no position left after the context.
     """
-    columns = [torch.arange(ids.shape[1], device=ids.device)] * len(ids)
+    # On the CPU, since sizes follow from them.
+    columns = [torch.arange(ids.shape[1])] * len(ids)
     if mask is not None:
-        columns = [row.nonzero().flatten() for row in mask]
+        columns = [row.nonzero().flatten() for row in mask.cpu()]
     sizes = []
     for row in columns:
         count, most = row.numel(), how.chunk
@@ -204,11 +206,13 @@ def repetitions(
         pieces = [row[at : at + size] for row, at, size in zip(columns, first, sizes, strict=True)]
         leads = [row[max(0, at - how.lead) : at] for row, at in zip(columns, first, strict=True)]
         new = [
-            torch.cat([instruction, ids[row, lead], ids[row, piece]]) if piece.numel() else ids.new_empty(0)
+            torch.cat([instruction, ids[row, sent(torch.cat([lead, piece]), ids.device)]])
+            if piece.numel()
+            else ids.new_empty(0)
             for row, (lead, piece) in enumerate(zip(leads, pieces, strict=True))
         ]
         together = torch.nn.utils.rnn.pad_sequence(new, batch_first=True)
-        lengths = torch.tensor([row.numel() for row in new], device=ids.device)
+        lengths = sent(torch.tensor([row.numel() for row in new]), ids.device)
         real = torch.arange(together.shape[1], device=ids.device) < lengths[:, None]
         yield ReconstructionPass(columns=pieces, sinks=[row[: how.sinks] for row in columns], real=real), together
 

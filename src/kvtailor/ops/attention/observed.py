@@ -86,14 +86,14 @@ def window_attention(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
     """
     assert held.queries is not None and held.query_columns is not None
     group = held.queries.shape[1] // held.keys.shape[1]
-    there = held.valid[row, head]
-    own = held.held_by_any(row)
+    there = held.there(row, head)
     keys, positions = held.keys[row, head][there], held.positions[row, head][there]
-    queries = held.queries[row, head * group : (head + 1) * group][:, own]
+    queries, columns = held.queries[row, head * group : (head + 1) * group], held.query_columns
+    if not held.holds_window:
+        own = held.held_by_any(row)
+        queries, columns = queries[:, own], columns[own]
     weight = None if held.log_weight is None else held.log_weight[row, head][there]
-    given = lane_attention(
-        queries, held.query_columns[own], keys, positions, held.scaling, weight, held.softmax_of(head)
-    )
+    given = lane_attention(queries, columns, keys, positions, held.scaling, weight, held.softmax_of(head))
     return given, positions < held.query_columns[0]
 
 
@@ -131,17 +131,23 @@ def mean_attention(held: Held, row: int) -> Tensor:
     assert held.queries is not None and held.query_columns is not None
     query_heads, heads = held.queries.shape[1], held.keys.shape[1]
     group = query_heads // heads
-    tokens = torch.unique(held.positions[row][held.valid[row]])
+    if held.front is not None and bool((held.front[row] == held.seen).all()):
+        # Each head holds all that was seen.
+        tokens = held.positions[row, 0, : held.seen]
+    else:
+        tokens = torch.unique(held.positions[row][held.valid[row]])
     if held.share.ranks > 1:
         # Heads of other processes may hold other tokens: (seen,) how many processes have a head that holds a column.
-        there = torch.zeros(held.seen, device=tokens.device)
-        there[tokens] = 1.0
-        tokens = held.share.sum(there).nonzero()[:, 0]
-    own = torch.isin(held.query_columns, tokens)
-    queries, columns = held.queries[row][:, own], held.query_columns[own]
+        holding = torch.zeros(held.seen, device=tokens.device)
+        holding[tokens] = 1.0
+        tokens = held.share.sum(holding).nonzero()[:, 0]
+    queries, columns = held.queries[row], held.query_columns
+    if not held.holds_window:
+        own = torch.isin(columns, tokens)
+        queries, columns = queries[:, own], columns[own]
     total = torch.zeros((columns.shape[0], tokens.shape[0]), dtype=torch.float32, device=held.keys.device)
     for head in range(heads):
-        there = held.valid[row, head]
+        there = held.there(row, head)
         keys, positions = held.keys[row, head][there].float(), held.positions[row, head][there]
         weight = None if held.log_weight is None else held.log_weight[row, head][there]
         # Heads hold the same tokens until they are given different budgets; their columns then need no search.

@@ -185,8 +185,8 @@ def _of_rows(mask: Tensor) -> Callable[[int, int, int], Tensor]:
 
 def _reach(mask: Tensor) -> int:
     """Slots up to the last one that any query sees."""
-    seen = mask.flatten(0, -2).any(0).nonzero()
-    return int(seen[-1]) + 1 if seen.shape[0] else 0
+    slot = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
+    return int((mask.flatten(0, -2).any(0) * slot).max()) if mask.shape[-1] else 0
 
 
 def _mixed(weights: Tensor, values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import Coded
+from kvtailor.types.late_checks import sent
 
 __all__ = ["GaussianCodes", "gaussian_levels", "padded_levels"]
 
@@ -44,6 +45,12 @@ def gaussian_levels(bits: int) -> Tensor:
                 break
             levels = moved
         return levels.float()
+
+
+@cache
+def _levels_on(bits: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return sent(gaussian_levels(bits), device)
 
 
 @cache
@@ -80,7 +87,7 @@ class GaussianCodes(Coded):
             keep_norm: the scale gives the decoded vector the norm of the state; else the levels their variance.
         """
         lanes, slots, size = states.shape
-        levels = gaussian_levels(bits).to(states.device)
+        levels = _levels_on(bits, states.device)
         middle = (levels[1:] + levels[:-1]) / 2
         codes = torch.zeros((lanes, slots, packed_size(size, bits)), dtype=torch.uint8, device=states.device)
         scale = torch.zeros((lanes, slots, 1), dtype=states.dtype, device=states.device)
@@ -101,7 +108,7 @@ class GaussianCodes(Coded):
 
     def decode(self) -> Tensor:
         lanes, slots = self.codes.shape[:2]
-        levels = gaussian_levels(self.bits).to(self.codes.device)
+        levels = _levels_on(self.bits, self.codes.device)
         states = huge_pages.read_buffer(self.scale, (lanes, slots, self.size))
         for at in pieces(lanes, slots, self.size, _PIECE):
             index = unpack(self.codes[at], self.bits, self.size).to(torch.int32)

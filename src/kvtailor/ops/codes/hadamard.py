@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.types import Coordinates
+from kvtailor.types.late_checks import sent
 
 __all__ = ["block_of", "coordinates", "mixed", "unmixed"]
 
@@ -23,20 +24,20 @@ def mixed(states: Tensor, state: int | None = None) -> Tensor:
         state: of the random signs on D's diagonal, the same for all blocks; None: D is 1.
     """
     block = block_of(states.shape[-1])
-    return _product(states, _matrix(block, state) / block)
+    return _product(states, _matrix(block, state, states.device) / block)
 
 
 def unmixed(states: Tensor, state: int | None = None) -> Tensor:
     """What `mixed` was given: D H x for each block of channels, as H H = b."""
-    return _product(states, _matrix(block_of(states.shape[-1]), state).mT)
+    return _product(states, _matrix(block_of(states.shape[-1]), state, states.device).mT)
 
 
-def coordinates(size: int, state: int | None = None) -> Coordinates | None:
-    """What `mixed` states of so many channels are to those that they were; None for no channels."""
+def coordinates(size: int, device: torch.device, state: int | None = None) -> Coordinates | None:
+    """What `mixed` states of so many channels on a device are to those that they were; None for no channels."""
     if size == 0:
         return None
     block = block_of(size)
-    return Coordinates(matrix=_matrix(block, state)[None], blocks=size // block)
+    return Coordinates(matrix=_matrix(block, state, device)[None], blocks=size // block)
 
 
 def block_of(size: int) -> int:
@@ -46,19 +47,22 @@ def block_of(size: int) -> int:
 
 def _product(states: Tensor, matrix: Tensor) -> Tensor:
     blocks = states.float().unflatten(-1, (-1, matrix.shape[0]))
-    product: Tensor = blocks @ matrix.to(states.device)
+    product: Tensor = blocks @ matrix
     return product.flatten(-2).to(states.dtype)
 
 
 @cache
-def _matrix(size: int, state: int | None) -> Tensor:
-    """D H, (size, size) float32 of 1 and -1: Sylvester's symmetric H, of which row i has the sign of D's number i."""
+def _matrix(size: int, state: int | None, device: torch.device) -> Tensor:
+    """D H, (size, size) float32 of 1 and -1: Sylvester's symmetric H, of which row i has the sign of D's number i.
+
+    Made once for each device.
+    """
     # Made outside of any inference mode: a cached tensor must serve all callers.
     with torch.inference_mode(False):
         matrix = torch.ones(1, 1)
         while matrix.shape[0] < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-        if state is None:
-            return matrix
-        signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(state))
-        return matrix * (2 * signs - 1)
+        if state is not None:
+            signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(state))
+            matrix = matrix * (2 * signs - 1)
+        return sent(matrix, device)

@@ -71,7 +71,8 @@ class LevelCodes(TimeGrouped):
                 self._of_tokens_in("reach", first, end, row),
                 out=states[first:end],
             )
-        token = torch.repeat_interleave(self.counts.flatten().to(torch.int64))
+        # With its size, which is on the host in the shape of what is kept aside.
+        token = torch.repeat_interleave(self.counts.flatten().to(torch.int64), output_size=self.channels.shape[0])
         states.view(-1, self.size)[token, self.channels.to(torch.int64)] = self.exact
         return states
 
@@ -172,7 +173,8 @@ def coded_by_levels(
         far |= whole[..., None]
     narrow = torch.uint8 if index_bytes(size) == 1 else torch.int16
     made = {"codes": codes, "low": low, "reach": reach, "levels": fitted, "counts": far.sum(-1).to(narrow)}
-    kept = {"channels": torch.nonzero(far)[:, 2].to(narrow), "exact": states[far]}
+    at = torch.nonzero(far).unbind(1)
+    kept = {"channels": at[2].to(narrow), "exact": states[at]}
     return (ChannelLevels if by_channel else TokenLevels)(group=group, bits=bits, size=size, **made, **kept)
 
 
@@ -237,8 +239,8 @@ def fit_levels(z: Tensor, used: Tensor, bits: int) -> Tensor:
     left = place.floor().clamp_(max=_POINTS - 2)
     place = (place - left).mul_(counted := used.reshape(runs, -1).float())
     left = left.to(torch.int64) + torch.arange(runs, device=z.device)[:, None] * _POINTS
-    weight = torch.bincount(left.flatten(), (counted - place).flatten().double(), runs * _POINTS)
-    weight += torch.bincount(left.flatten() + 1, place.flatten().double(), runs * _POINTS)
+    weight = _summed_by_point(left.flatten(), (counted - place).flatten().double(), runs * _POINTS)
+    weight += _summed_by_point(left.flatten() + 1, place.flatten().double(), runs * _POINTS)
     weight = weight.view(runs, _POINTS)
     moment = weight * torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=z.device)
     levels = torch.linspace(0, 1, 2**bits, dtype=torch.float64, device=z.device).repeat(runs, 1)
@@ -247,6 +249,14 @@ def fit_levels(z: Tensor, used: Tensor, bits: int) -> Tensor:
         held = _between(weight, border)
         levels = torch.where(held > _TINY, _between(moment, border) / held.clamp(min=_TINY), levels)
     return levels.float().view(*shape, -1)
+
+
+def _summed_by_point(point: Tensor, weight: Tensor, points: int) -> Tensor:
+    """(points,) float64 sums of the weights (n,) of each of the points (n,)."""
+    if point.device.type == "cpu":
+        return torch.bincount(point, weight, points)
+    # A GPU would read the greatest point first, to learn the size, and the host would wait for it.
+    return weight.new_zeros(points).index_add_(0, point, weight)
 
 
 def _between(weight: Tensor, border: Tensor) -> Tensor:

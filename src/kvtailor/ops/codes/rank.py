@@ -25,15 +25,16 @@ def effective_rank(matrix: Tensor) -> Tensor:
         () float64 from 1 to min(m, n); 1 for a matrix of zeros.
     """
     count = matrix.shape[0]
+    if not count:
+        return matrix.new_ones((), dtype=torch.float64)
     gram = torch.zeros((count, count), dtype=torch.float64, device=matrix.device)
     for block in matrix.split(_BLOCK, 1):
         wide = block.double()
         gram.addmm_(wide, wide.t())
-    if not bool(gram.any()):
-        return gram.new_ones(())
     squares = torch.linalg.eigvalsh(gram)
     noise = torch.finfo(torch.float64).eps * count * squares[-1]
-    values = squares[squares > noise].sqrt()
-    values = values[values > _ZERO]
+    values = squares.clamp(min=0).sqrt()
+    # Of a matrix of zeros none is left, and the sum over nothing is 0.
+    values = values[(squares > noise) & (values > _ZERO)]
     entropy: Tensor = torch.special.entr(values / values.sum()).sum()
     return entropy.exp()

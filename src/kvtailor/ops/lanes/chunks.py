@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvtailor.ops.lanes.rows import Rows, gather
 from kvtailor.types import PLAIN_SOFTMAX, Softmax
+from kvtailor.types.late_checks import sent
 
 __all__ = ["Reduced", "chunk_bounds", "promised", "reduce_channels"]
 
@@ -29,13 +30,13 @@ def chunk_bounds(keys: Sequence[Tensor], rows: Rows, size: Tensor) -> Tensor:
         (b * h, 2 * d, c) in the dtype of the keys: row i < d is channel i's greatest, row d + i its least, by chunk.
         Zeros past an owner's last chunk. The last chunk of an owner may have fewer tokens than the others.
     """
-    counts = rows.counts.cpu()
+    counts = rows.counts.cpu() if rows.on_host is None else rows.on_host
     chunks = torch.where(size > 0, -(-counts // size.clamp(min=1)), 0)
     width = keys[0].shape[-1]
     bounds = keys[0].new_zeros((counts.shape[0], 2 * width, int(chunks.max()) if chunks.numel() else 0))
     for each in size[size > 0].unique().tolist():
-        owners = (size == each).nonzero()[:, 0].to(rows.address.device)
-        longest = int(counts[owners.cpu()].max())
+        mine = (size == each).nonzero()[:, 0]
+        owners, longest = sent(mine, rows.address.device), int(counts[mine].max())
         step = _BLOCK // each * each or each
         for first in range(0, longest, step):
             end = min(first + step, -(-longest // each) * each)
@@ -44,7 +45,7 @@ def chunk_bounds(keys: Sequence[Tensor], rows: Rows, size: Tensor) -> Tensor:
             block = gather(keys, rows.address[owners][:, place]).unflatten(1, (-1, each))
             at = slice(first // each, end // each)
             there = (
-                torch.arange(at.start, at.stop, device=owners.device)[None] < chunks.to(owners.device)[owners][:, None]
+                torch.arange(at.start, at.stop, device=owners.device)[None] < sent(chunks[mine], owners.device)[:, None]
             )
             both = torch.cat([block.amax(2), block.amin(2)], 2).masked_fill(~there[..., None], 0)
             bounds[owners, :, at] = both.transpose(1, 2)
@@ -63,6 +64,7 @@ def promised(
     channels: Tensor,
     softmax: Softmax = PLAIN_SOFTMAX,
     sinks: Tensor | None = None,
+    loose: int | None = None,
 ) -> Tensor:
     """What the bounds promise that each token receives of one new token's attention.
 
@@ -77,16 +79,20 @@ def promised(
         bounds: (b * h, 2 * d, c) from `chunk_bounds`; None where no token has any.
         size: (b * h,) int64 tokens of an owner's chunks.
         covered: (b * h,) int64 tokens of each owner, the oldest, that have bounds.
-        channels: (b * h,) int64 channels that are looked at: those in which the group's queries are largest.
+        channels: (b * h,) int64, best on the CPU: channels that are looked at, those in which the group's queries are
+            largest.
         softmax: whose cap is taken. It grows with the logit, so that the cap of a bound bounds the capped logits.
         sinks: (b * h, g, 1) logits that belong to no token; None: none.
+        loose: the most tokens without bounds of any owner; None: the host waits to learn it.
 
     Returns:
         (b * h, n) float32: the probability of each token's chunk, mean over the group's heads.
     """
     reduced = reduce_channels(query, channels, scaling)
     lowest, device = torch.finfo(torch.float32).min, query.device
-    place = covered[:, None] + torch.arange(int((rows.counts - covered).max()), device=device)
+    place = covered[:, None] + torch.arange(
+        int((rows.counts - covered).max()) if loose is None else loose, device=device
+    )
     own = gather(keys, rows.address.gather(1, place.clamp(max=rows.address.shape[1] - 1)))
     own = own.gather(2, reduced.channels[:, None].expand(-1, own.shape[1], -1)).float()
     logits = softmax.cap_(torch.bmm(reduced.query, own.transpose(1, 2))).masked_fill(
@@ -134,13 +140,13 @@ def reduce_channels(query: Tensor, kept: Tensor, scaling: float) -> Reduced:
 
     Args:
         query: (b * h, g, d) the group's queries.
-        kept: (b * h,) int64 channels that each owner keeps, from 1 to d.
+        kept: (b * h,) int64 channels that each owner keeps, from 1 to d; on the CPU, or the host waits for the most.
         scaling: the model's own factor before the softmax.
     """
     query = query.float()
     most = int(kept.max())
     channels = query.abs().sum(1).topk(most).indices
-    here = torch.arange(most, device=query.device)[None] < kept[:, None]
+    here = torch.arange(most, device=query.device)[None] < sent(kept, query.device)[:, None]
     picked = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1)) * here[:, None]
     share = picked.abs().sum(-1) / query.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     factor = scaling * share.clamp(min=torch.finfo(torch.float32).eps).rsqrt()

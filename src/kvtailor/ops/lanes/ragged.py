@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvtailor.ops import huge_pages
 from kvtailor.types import Held, Layout, PlainSegment
+from kvtailor.types.late_checks import sent
 
-__all__ = ["Cut", "cut_lanes", "gather_held", "page_size", "slots_of_part", "tokens_of_part"]
+__all__ = ["Cut", "cut_lanes", "gather_held", "page_size", "places_of_slots", "slots_of_part", "tokens_of_part"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +24,14 @@ class Cut:
         owner: (m,) int64 row * heads + head; None where lane i belongs to owner i.
         lengths: (m,) int32 filled slots; None where all are.
         owners: (m,) int64, always given.
+        counts: (b * h,) int64 on the CPU: tokens of each owner.
     """
 
     index: Tensor
     owner: Tensor | None
     lengths: Tensor | None
     owners: Tensor
+    counts: Tensor
 
     def layout(self, rows: int, heads: int, positions: Tensor) -> Layout:
         """The layout of these lanes, given the (b, h, n) columns of the tokens that were cut from."""
@@ -36,7 +39,7 @@ class Cut:
         columns = positions.reshape(rows * heads, -1)[self.owners[:, None], self.index].to(torch.int32)
         return Layout(
             rows=rows, heads=heads, size=self.index.shape[1], positions=columns, owner=self.owner, lengths=self.lengths
-        )
+        ).counted(self.counts)
 
 
 def page_size(mean: float, multiple: int = 1) -> int:
@@ -52,19 +55,19 @@ def page_size(mean: float, multiple: int = 1) -> int:
     return -(-page // multiple) * multiple
 
 
-def cut_lanes(keep: Tensor, multiple: int = 1) -> Cut | None:
+def cut_lanes(keep: Tensor, multiple: int = 1, counts: Tensor | None = None) -> Cut | None:
     """Lanes for a kept set.
 
     Args:
         keep: (b, h, n) bool.
         multiple: ragged lanes have a multiple of this many slots.
+        counts: (b, h) int64 on the CPU: how many each row and head keeps; None: the host waits for them.
 
     Returns:
         One lane for each row and head where all keep the same number; else pages; None where nothing is kept.
     """
     flat = keep.flatten(0, 1)
-    counts = flat.sum(-1)
-    on_host = counts.cpu()
+    on_host = flat.sum(-1).cpu() if counts is None else counts.flatten()
     most, least = int(on_host.max()), int(on_host.min())
     if most == 0:
         return None
@@ -72,19 +75,21 @@ def cut_lanes(keep: Tensor, multiple: int = 1) -> Cut | None:
     order = torch.argsort((~flat).to(torch.uint8), dim=-1, stable=True)[:, :most]
     owners = torch.arange(flat.shape[0], device=keep.device)
     if most == least:
-        return Cut(index=order, owner=None, lengths=None, owners=owners)
+        return Cut(index=order, owner=None, lengths=None, owners=owners, counts=on_host)
     # Ragged: owner o gets ceil(counts[o] / page) lanes, one after the other.
     page = page_size(float(on_host.float().mean()), multiple)
-    pages = (counts + page - 1) // page
-    owner = torch.repeat_interleave(owners, pages)
+    each, pages = sent(on_host, keep.device), (on_host + page - 1) // page
+    lanes, pages = int(pages.sum()), sent(pages, keep.device)
+    owner = torch.repeat_interleave(owners, pages, output_size=lanes)
     # (m,) the number of a lane among its owner's: its place among all, less the lanes of the owners before.
-    first = torch.arange(owner.shape[0], device=keep.device) - torch.repeat_interleave(pages.cumsum(0) - pages, pages)
+    before = torch.repeat_interleave(pages.cumsum(0) - pages, pages, output_size=lanes)
+    first = torch.arange(lanes, device=keep.device) - before
     # (m, page) the number of each slot's token among the kept ones of its owner; past the last it is filler, which
     # repeats that last token, so that it holds finite numbers of the same head.
     slot = first[:, None] * page + torch.arange(page, device=keep.device)
-    lengths = (counts[owner] - first * page).clamp(max=page)
-    index = order[owner[:, None], torch.minimum(slot, counts[owner][:, None] - 1)]
-    return Cut(index=index, owner=owner, lengths=lengths.to(torch.int32), owners=owner)
+    lengths = (each[owner] - first * page).clamp(max=page)
+    index = order[owner[:, None], torch.minimum(slot, each[owner][:, None] - 1)]
+    return Cut(index=index, owner=owner, lengths=lengths.to(torch.int32), owners=owner, counts=on_host)
 
 
 def slots_of_part(layout: Layout, before: Tensor) -> Tensor:
@@ -119,16 +124,32 @@ def gather_held(held: Held, cut: Cut) -> PlainSegment:
 def tokens_of_part(layout: Layout, slots: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The kept tokens (b, h, n) that one part holds, and for each of them its lane and slot there (b * h, n)."""
     flat = keep.flatten(0, 1)
-    mine = torch.zeros_like(flat)
-    lane_of = torch.zeros(flat.shape, dtype=torch.int64, device=flat.device)
-    slot_of = torch.zeros_like(lane_of)
-    owner = layout.owners(flat.device)[:, None].expand_as(slots)
-    filled = layout.filled(flat.device)
-    filled = torch.ones_like(slots, dtype=torch.bool) if filled is None else filled
+    here = torch.ones_like(slots, dtype=torch.bool)
     lane = torch.arange(layout.lanes, device=flat.device)[:, None].expand_as(slots)
     place = torch.arange(layout.size, device=flat.device)[None].expand_as(slots)
-    # The inverse of `slots`: from (lane, slot of the part) to (owner, index along n). Filler is left out, since its
-    # indices run past the owner's tokens in this part and would name those of the next.
-    at = owner[filled], slots[filled]
-    mine[at], lane_of[at], slot_of[at] = True, lane[filled], place[filled]
+    # The inverse of `slots`: from (lane, slot of the part) to (owner, index along n).
+    at, whole = places_of_slots(layout, slots, flat.shape[1]), flat.numel()
+    mine, lane_of, slot_of = (
+        each.new_zeros(whole + 1).scatter_(0, at, each.reshape(-1))[:whole].view_as(flat)
+        for each in (here, lane, place)
+    )
     return (mine & flat).view_as(keep), lane_of, slot_of
+
+
+def places_of_slots(layout: Layout, slots: Tensor, longest: int) -> Tensor:
+    """Where each slot of a part stands in padded rows (b * h, n) that are laid out one behind the other.
+
+    Args:
+        layout: of the part.
+        slots: (m, s) int64, see `slots_of_part`.
+        longest: n.
+
+    Returns:
+        (m * s,) int64. Filler is behind the rows, at b * h * n: its indices in `slots` run past the owner's tokens in
+        this part and would name those of the next.
+    """
+    at = layout.owners(slots.device)[:, None] * longest + slots
+    filled = layout.filled(slots.device)
+    if filled is not None:
+        at = at.masked_fill(~filled, layout.rows * layout.heads * longest)
+    return at.flatten()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ class Rows:
         address: (b * h, n) int64 slot of each token among all slots of all parts, lane after lane. Past the owner's
             last token it repeats that token's.
         counts: (b * h,) int64 tokens.
+        on_host: the same on the CPU; None where the host does not know them. The most of them is n in any case.
     """
 
     columns: Tensor
     address: Tensor
     counts: Tensor
+    on_host: Tensor | None = None
 
     def valid(self) -> Tensor:
         """(b * h, n) bool: there is a token."""
@@ -92,22 +94,27 @@ def places_of(parts: Sequence[Segment], real: Tensor | None, device: torch.devic
 def rows_of(parts: Sequence[Segment], real: Tensor | None, device: torch.device) -> Rows:
     """What each owner holds in these parts; arguments as for `places_of`."""
     places, counts = places_of(parts, real, device)
-    longest = int(counts.max()) if counts.numel() else 0
-    columns = torch.full((counts.shape[0], longest), FAR, dtype=torch.int64, device=device)
+    known = torch.stack([part.layout.counts() for part in parts]).sum(0).flatten() if real is None else None
+    longest = int((counts if known is None else known).max()) if counts.numel() else 0
+    # One slot behind all takes what is no token: which slots those are is known to the device alone.
+    end = counts.shape[0] * longest
+    columns = torch.full((end + 1,), FAR, dtype=torch.int64, device=device)
     address = torch.zeros_like(columns)
     base = 0
     for part, place in zip(parts, places, strict=True):
         layout = part.layout
         slots = torch.arange(base, base + layout.lanes * layout.size, device=device).view(layout.lanes, layout.size)
         base += layout.lanes * layout.size
-        here = place >= 0
-        at = layout.owners(device)[:, None].expand_as(place)[here], place[here]
-        columns[at] = layout.columns(device).expand_as(place)[here]
-        address[at] = slots[here]
-    rows = Rows(columns=columns, address=address, counts=counts)
+        at = (layout.owners(device)[:, None] * longest + place).masked_fill(place < 0, end).flatten()
+        columns[at] = layout.columns(device).expand_as(place).flatten()
+        address[at] = slots.flatten()
+    columns, address = (
+        each[:end].view(-1, longest) if longest else each[:0].view(len(counts), 0) for each in (columns, address)
+    )
+    rows = Rows(columns=columns, address=address, counts=counts, on_host=known)
     if longest:
         last = address.gather(1, (counts - 1).clamp(min=0)[:, None])
-        rows = Rows(columns=columns, address=torch.where(rows.valid(), address, last), counts=counts)
+        rows = replace(rows, address=torch.where(rows.valid(), address, last))
     return rows
 
 
@@ -129,22 +136,36 @@ def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
     for part in states:
         lanes, slots = part.shape[:2]
         here = (address >= base) & (address < base + lanes * slots)
+        if address.device.type != "cpu":
+            # How many there are is known to the device alone.
+            at = (address - base).clamp(0, lanes * slots - 1)
+            states_here = part[torch.div(at, slots, rounding_mode="floor"), at % slots]
+            out = torch.where(here[..., None], states_here, out)
+            base += lanes * slots
+            continue
         at = address[here] - base
         out[here] = part[torch.div(at, slots, rounding_mode="floor"), at % slots]
         base += lanes * slots
     return out
 
 
-def chosen_places(keep: Tensor) -> tuple[Tensor, Tensor]:
+def chosen_places(keep: Tensor, each: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The places of a kept set.
 
     Args:
         keep: (b * h, n) bool.
+        each: (b * h,) int64 on the CPU: how many each owner keeps; None: the host waits to learn it.
 
     Returns:
         (b * h, k) int64 places ascending, 0 where an owner has fewer; and (b * h, k) bool: this is one.
     """
     counts = keep.sum(1)
+    if each is not None and keep.device.type != "cpu":
+        # A stable sort by "not kept" lists each owner's places first, in order.
+        most = max(1, int(each.max()))
+        at = torch.argsort((~keep).to(torch.uint8), dim=1, stable=True)[:, :most]
+        here = torch.arange(most, device=keep.device)[None] < counts[:, None]
+        return at.masked_fill(~here, 0), here
     owner, place = keep.nonzero(as_tuple=True)
     most = max(1, int(counts.max()))
     at = torch.zeros((keep.shape[0], most), dtype=torch.int64, device=keep.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.types.late_checks import require_none, sent
 
 __all__ = ["keep_top", "pooled_counts"]
 
@@ -13,7 +14,8 @@ __all__ = ["keep_top", "pooled_counts"]
 def keep_top(scores: Tensor, budgets: Tensor) -> Tensor:
     """Mark the highest scores of each lane, ties to the earliest.
 
-    Only the value of the last score that stays is sought; nothing is sorted.
+    Only the value of the last score that stays is sought; on the CPU nothing is sorted. On another device nothing is
+    waited for where the budgets are on the CPU and a cache is at work, which reads these checks later.
 
     Args:
         scores: (b, h, n) float, -inf where no token is.
@@ -28,38 +30,53 @@ def keep_top(scores: Tensor, budgets: Tensor) -> Tensor:
     """
     if scores.shape[:-1] != budgets.shape:
         raise ValueError(f"one budget per lane is needed: scores {tuple(scores.shape)}, budgets {tuple(budgets.shape)}")
-    if bool(torch.isnan(scores).any()):
-        raise CacheMisuse(
-            f"scores of shape {tuple(scores.shape)} hold NaN, so no order exists; look for NaN in keys, queries or mass"
-        )
-    wanted = budgets.to(device=scores.device, dtype=torch.int64)
+    shape = tuple(scores.shape)
+    require_none(
+        torch.isnan(scores),
+        lambda: CacheMisuse(
+            f"scores of shape {shape} hold NaN, so no order exists; look for NaN in keys, queries or mass"
+        ),
+    )
+    wanted = sent(budgets.to(torch.int64), scores.device)
     available = (scores > -torch.inf).sum(-1)
-    if bool(((wanted < 0) | (wanted > available)).any()):
-        raise ValueError(
+    require_none(
+        (wanted < 0) | (wanted > available),
+        lambda: ValueError(
             f"budgets {budgets.tolist()} were given where only {available.tolist()} tokens are; stay within capacity"
-        )
-    last = _lowest_kept(scores, wanted)[..., None]
+        ),
+    )
+    # On the CPU the most that any lane keeps; where it is not known there, all that a lane has.
+    most = int(budgets.max()) if budgets.device.type == "cpu" and budgets.numel() else scores.shape[-1]
+    last = _lowest_kept(scores, wanted, min(most, scores.shape[-1]))[..., None]
     kept = scores > last
     spare = wanted - kept.sum(-1)
     level = scores == last
-    if bool((level.sum(-1) > spare).any()):
+    # Elsewhere the host would have to wait to save the sum.
+    if scores.device.type != "cpu" or bool((level.sum(-1) > spare).any()):
         level &= level.cumsum(-1, dtype=torch.int32) <= spare[..., None]
     return kept | level
 
 
-def _lowest_kept(scores: Tensor, wanted: Tensor) -> Tensor:
-    """(b, h) the value of the lowest score that stays; +inf where none does."""
+def _lowest_kept(scores: Tensor, wanted: Tensor, most: int | None = None) -> Tensor:
+    """(b, h) the value of the lowest score that stays; +inf where none does.
+
+    Args:
+        scores: (b, h, n).
+        wanted: (b, h) int64 how many stay, on the device of the scores.
+        most: at most so many stay in any lane, no more than n; None: n.
+    """
     n = scores.shape[-1]
     if scores.device.type == "cpu":
         # Selection in linear time; topk grows with the budget and a sort costs six to twelve times as much.
         lanes = zip(scores.flatten(0, 1), wanted.flatten().tolist(), strict=True)
         found = [lane.kthvalue(n - k + 1).values if k else lane.new_tensor(torch.inf) for lane, k in lanes]
         return torch.stack(found).view(wanted.shape) if found else scores.new_empty(wanted.shape)
-    most = int(wanted.max()) if wanted.numel() else 0
-    if most == 0:
+    most = n if most is None else most
+    if most <= 0 or not wanted.numel():
         return scores.new_full(wanted.shape, torch.inf)
     ranked = scores.topk(most, dim=-1).values
-    found_at = ranked.gather(-1, (wanted - 1).clamp_min(0)[..., None])[..., 0]
+    # A wrong budget is reported later; until then its index must be one.
+    found_at = ranked.gather(-1, (wanted - 1).clamp(0, most - 1)[..., None])[..., 0]
     return found_at.masked_fill(wanted == 0, torch.inf)
 
 

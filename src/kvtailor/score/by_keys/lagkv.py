@@ -72,7 +72,8 @@ class LagKV(Scorer):
         sink = place < self.sinks
         first = 2 + (self.sinks - place).float() / max(self.sinks, 1)
         kept = torch.where(sink, first, 1 + place.float() / count.clamp(min=1))
-        partitions = int(full.max())
+        most = full.max() if held.front is None else (held.front.max() - self.sinks).clamp(min=0) // self.lag
+        partitions = int(most)
         if partitions < 2:
             return kept
         scored = torch.stack([self._lagging(held, head, partitions) for head in range(held.keys.shape[1])], dim=1)

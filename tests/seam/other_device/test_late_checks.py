@@ -1,0 +1,162 @@
+"""Checks of a device's numbers are read together and late, and nothing that depends on a failed one is given out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtailor
+from kvtailor.errors import CacheMisuse, MethodError
+from kvtailor.score.by_keys.knorm import KNorm
+from kvtailor.select.topk import TopK
+from kvtailor.types.late_checks import LateChecks, read_flag, require_none, sent
+from tests.support.other_device.backend import move_model, register
+from tests.support.other_device.syncs import count_syncs
+from tests.support.seam.zoo import build, prompts
+from tests.support.seam.zoo import error as error_of
+
+PLAN = "knorm @ tokens=16, slack=0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device() -> None:
+    register()
+
+
+def flag(value: bool, device: str = "gpu:0") -> Tensor:
+    return torch.full((3,), value, device=device)
+
+
+def failing(name: str) -> Callable[[], Exception]:
+    return lambda: ValueError(name)
+
+
+def test_on_the_cpu_a_check_is_made_where_it_stands() -> None:
+    with LateChecks().collecting(), pytest.raises(ValueError, match="now"):
+        require_none(flag(True, "cpu"), failing("now"))
+
+
+def test_outside_of_a_cache_the_host_waits() -> None:
+    with pytest.raises(ValueError, match="now"):
+        require_none(flag(True), failing("now"))
+
+
+def test_what_was_collected_is_read_once_and_the_first_that_failed_is_raised() -> None:
+    late, told = LateChecks(), []
+    with count_syncs() as found, late.collecting():
+        for value, name in ((False, "none"), (True, "first"), (True, "second")):
+            require_none(flag(value), failing(name))
+    assert not found.total
+    with count_syncs() as found, pytest.raises(ValueError, match="first"):
+        late.settle(told.append)
+    assert found.total == 1 and told == ["first"]
+    late.settle()
+
+
+def test_each_device_is_read_by_itself() -> None:
+    late = LateChecks()
+    with late.collecting():
+        require_none(flag(False, "gpu:0"), failing("zero"))
+        require_none(flag(True, "gpu:1"), failing("one"))
+    with count_syncs() as found, pytest.raises(ValueError, match="one"):
+        late.settle()
+    assert found.total == 2
+
+
+def test_another_number_brings_the_checks_along() -> None:
+    late, other = LateChecks(), LateChecks()
+    for each, value in ((late, True), (other, False)):
+        with each.collecting():
+            require_none(flag(value), failing("late"))
+    again = copy.deepcopy(late)
+    with count_syncs() as found:
+        assert read_flag(flag(True)[0]) and not read_flag(flag(False)[0])
+        other.settle()
+    assert found.total == 2
+    with count_syncs() as found, pytest.raises(ValueError, match="late"):
+        late.settle()
+    assert not found.total
+    with pytest.raises(ValueError, match="late"):
+        again.settle()
+
+
+def test_what_is_forgotten_is_not_raised() -> None:
+    late = LateChecks()
+    with late.collecting():
+        require_none(flag(True), failing("late"))
+    late.forget()
+    late.settle()
+
+
+def test_sending_a_number_is_not_waited_for() -> None:
+    numbers = torch.arange(4)
+    with count_syncs() as found:
+        there = sent(numbers, torch.device("gpu:0"))
+    assert not found.total and torch.equal(there.cpu(), numbers)
+
+
+def broken_scores(method: KNorm, held: Any) -> Tensor:
+    return torch.full(held.positions.shape, torch.nan, device=held.positions.device)
+
+
+def too_many(method: TopK, scores: Tensor, budgets: Tensor) -> Tensor:
+    return scores > -torch.inf
+
+
+WRONG: dict[str, tuple[type, str, Any, type[Exception], str]] = {
+    "scores": (KNorm, "score", broken_scores, CacheMisuse, "layer 0 of the compressed layers has no finite score"),
+    "a kept set": (
+        TopK,
+        "select",
+        too_many,
+        MethodError,
+        r"kept 17 tokens in \(row, head\) \(0, 0\), where 16 are due",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@torch.no_grad()
+def test_a_decoded_token_that_went_wrong_ends_the_next_forward(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU its own forward ends with the same error. The outputs of that forward have no part in it."""
+    kind, name, wrong, error, sentence = WRONG[what]
+    ids = prompts((40,))[0]
+    model = build("llama")
+    expected = model(ids[:, :1], past_key_values=kvtailor.prefill(model, PLAN, ids)).logits
+    for device in ("cpu", "gpu:0"):
+        model = move_model(build("llama"), device)
+        cache, token = kvtailor.prefill(model, PLAN, ids.to(device)), ids[:, :1].to(device)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, wrong)
+            if device == "cpu":
+                with pytest.raises(error, match=sentence):
+                    model(token, past_key_values=cache)
+                continue
+            assert error_of(model(token, past_key_values=cache).logits.cpu(), expected) < 1e-5
+        with pytest.raises(error, match=sentence):
+            model(token, past_key_values=cache)
+        with pytest.raises(CacheMisuse, match="start over|reset"):
+            model(token, past_key_values=cache)
+        cache.reset()
+        model(token, past_key_values=cache)
+
+
+@pytest.mark.parametrize("use", ["a saved file", "a choice of rows", "a prompt"])
+@torch.no_grad()
+def test_it_ends_every_other_use_too(use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    model, ids = move_model(build("llama"), "gpu:0"), prompts((40,))[0].to("gpu:0")
+    cache = kvtailor.prefill(model, PLAN, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(KNorm, "score", broken_scores)
+        if use == "a prompt":
+            with pytest.raises(CacheMisuse, match="no finite score"):
+                kvtailor.prefill(model, PLAN, ids)
+            return
+        model(ids[:, :1], past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="no finite score"):
+        cache.save(tmp_path / "cache") if use == "a saved file" else cache.batch_repeat_interleave(2)
