@@ -22,10 +22,12 @@ from kvtailor.bench.evaluation.asked import (
     settings_of,
     sizes,
 )
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.tasks.settings import Option
 from kvtailor.errors import KvtailorError
 
 __all__ = [
+    "GROUPS",
     "OPTIONS",
     "SERVES",
     "SETS",
@@ -43,6 +45,25 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_FEW = 4
+
+
+def _groups() -> dict[str, tuple[str, ...]]:
+    """The options that few tasks have, under the names of these tasks; those of costs under one heading."""
+    found: dict[str, list[str]] = {}
+    titles: dict[str, dict[str, None]] = {}
+    for name, tasks in SERVES.items():
+        if len(tasks) >= _FEW:
+            continue
+        first = KINDS[SETS.get(tasks[0], tasks[0])]
+        family = "costs" if first.of_cost else tasks[0]
+        found.setdefault(family, []).append(name)
+        titles.setdefault(family, {}).update(dict.fromkeys(tasks))
+    return {f"Of {', '.join(titles[family])}": tuple(names) for family, names in found.items()}
+
+
+GROUPS = _groups()
+"""Headings of `kvtailor bench --help` for what tasks declare, each with the names of its options."""
 
 
 def task_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from kvtailor.allocate.contract import Allocator
+from kvtailor.attend.contract import Attention
+from kvtailor.encode.contract import Codec
 from kvtailor.errors import PlanError
+from kvtailor.merge.contract import Merger
 from kvtailor.method import Method
 from kvtailor.ops.notebook_html import Shown, Strong, html_block, html_table
 from kvtailor.plan import registry
@@ -25,8 +29,10 @@ from kvtailor.plan.arguments import given_of, identity_of, with_nested, word_of
 from kvtailor.plan.check import SETTINGS, all_faults, wrong_kinds
 from kvtailor.plan.grammar import Word, toml_value, write_bytes, write_value
 from kvtailor.plan.read import Asked, line_parts, toml_parts
-from kvtailor.plan.registry import Allocator, Attention, Codec, Merger, Placement, Scorer, Selector
 from kvtailor.presets import FULL
+from kvtailor.score.contract import Scorer
+from kvtailor.select.contract import Selector
+from kvtailor.store.contract import Placement
 from kvtailor.types import Needs, Softmax
 
 __all__ = ["Plan", "parse"]
