@@ -20,6 +20,7 @@ from kvtailor.bench.sinks.contract import RecordSink
 from kvtailor.bench.sinks.named import sinks_of
 from kvtailor.bench.subject import Subject
 from kvtailor.cluster.contract import Executor
+from kvtailor.hf.model import processes as process_group
 from kvtailor.plan import Plan
 
 __all__ = ["evaluate"]
@@ -89,6 +90,9 @@ def evaluate(
     margins = Margins(nats=margin, points=margin_points)
     contestants = contestants_of(lines_of(plans))
     folder = None if out is None else Path(out)
+    if not process_group.started().first:
+        # Of processes that share a model one writes and sends; what it knows from before it tells the others.
+        folder, sinks = None, ()
     with sinks_of(sinks) as receiver:
         subject = Subject.of(model, tokenizer, "an evaluation")
         made = [

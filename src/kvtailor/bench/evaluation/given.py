@@ -31,7 +31,7 @@ def lines_of(plans: str | Plan | Sequence[str | Plan]) -> list[str]:
     odd = [plan for plan in each if not isinstance(plan, str | Plan)]
     found = [part.strip() for plan in each for part in str(plan).split(";") if part.strip()]
     if odd or not found:
-        what = f"{odd[0]!r}, a {type(odd[0]).__name__}" if odd else "none"
+        what = f"{odd[0]!r}, of type {type(odd[0]).__name__}" if odd else "none"
         raise SettingsError(ASKED, [f'plans has {what}: give plans such as "snapkv @ keep=0.25", or `Plan` objects'])
     return found
 

@@ -40,8 +40,8 @@ def sinks_of(asked: str | Sequence[str | RecordSink]) -> Iterator[Sinks]:
     for sink in each:
         if not isinstance(sink, str | RecordSink):
             raise KvtailorError(
-                f"asked to send records to {sink!r}, a {type(sink).__name__}: give {', '.join(SINKS)}, or an object of "
-                "a class that derives from kvtailor.bench.sinks.contract.RecordSink"
+                f"asked to send records to {sink!r}, of type {type(sink).__name__}: give {', '.join(SINKS)}, or an "
+                "object of a class that derives from kvtailor.bench.sinks.contract.RecordSink"
             )
     made = [sink_named(sink) if isinstance(sink, str) else sink for sink in each]
     with ExitStack() as stack:
