@@ -56,16 +56,20 @@ button.click(); found.up = [head[at].getAttribute('aria-sort'), column()];
 button.click(); found.down = [head[at].getAttribute('aria-sort'), column()];
 const records = document.querySelector('#records'), rows = [...records.querySelectorAll('tbody tr')];
 found.closed = !records.open;
-const link = document.querySelector('#table-plans tbody a[data-keys*=" "]');
+const link = document.querySelector('#table-plans tbody a[data-r*=" "]');
 // Without the jump: a browser may open what it jumps to by itself, and not every one does.
 link.addEventListener('click', event => event.preventDefault());
 link.click();
 found.opened = records.open;
-found.keys = link.dataset.keys.split(' ').sort();
-found.shown = rows.filter(row => !row.hidden).map(row => row.dataset.key).sort();
+found.keys = link.dataset.r.split(' ').flatMap(part => {
+  const [first, last = first] = part.split('-').map(Number);
+  return Array.from({length: last - first + 1}, (_, index) => `r${first + index}`);
+}).sort();
+found.shown = rows.filter(row => !row.hidden).map(row => row.id).sort();
 const box = document.querySelector('#filter');
 box.value = 'capacity kivi(bits=4)'; box.dispatchEvent(new Event('input'));
-found.filtered = rows.filter(row => !row.hidden).map(row => row.textContent.includes('capacity'));
+found.filtered = rows.filter(row => !row.hidden).map(row =>
+  row.closest('table').caption.textContent.includes('capacity') && row.textContent.includes('kivi(bits=4)'));
 document.querySelector('#all').click();
 found.again = rows.filter(row => !row.hidden).length;
 found.complaints = complaints;
