@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from kvtailor.version import __version__
 
 if TYPE_CHECKING:
+    from kvtailor.bench.evaluation.evaluate import evaluate
+    from kvtailor.bench.evaluation.result import Evaluation
     from kvtailor.calibration.run import calibrate
     from kvtailor.errors import KvtailorError
     from kvtailor.fitting.result import Fit
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Answers",
     "CacheSize",
+    "Evaluation",
     "Generated",
     "Fit",
     "KvCache",
@@ -51,6 +54,7 @@ __all__ = [
     "cache_for",
     "cache_size",
     "calibrate",
+    "evaluate",
     "fit",
     "generate",
     "load_cache",
@@ -64,6 +68,7 @@ __all__ = [
 _HOMES = {
     "Answers": "hf.run.ask",
     "CacheSize": "hf.sizes.size",
+    "Evaluation": "bench.evaluation.result",
     "Generated": "hf.run.generate",
     "KvCache": "hf.cache",
     "KvtailorError": "errors",
@@ -73,6 +78,7 @@ _HOMES = {
     "Session": "hf.run.session",
     "ask": "hf.run.ask",
     "cache_for": "hf.make_cache",
+    "evaluate": "bench.evaluation.evaluate",
     "fit": "fitting.run",
     "Fit": "fitting.result",
     "cache_size": "hf.sizes.of_model",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvtailor.errors import CalibrationError
 from kvtailor.method import Method
-from kvtailor.ops.files import read_file
+from kvtailor.ops.files import read_file, safetensors_metadata
 
 __all__ = ["CalibratedMethod", "Calibration", "Shapes", "calibrated", "how_to", "read", "shipped", "write"]
 
@@ -193,8 +193,7 @@ def read(path: str, kind: str, asked: str) -> Calibration:
     found = f"{asked} is {path!r}"
     try:
         tensors = safetensors.torch.load(content.data)
-        size = int.from_bytes(content.data[:8], "little")
-        metadata = json.loads(content.data[8 : 8 + size]).get("__metadata__", {})
+        metadata = safetensors_metadata(content.data)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{found}, which is damaged or no safetensors file ({error}): {how_to(kind)}") from error
     if metadata.get("format") != _FORMAT or not all(name in metadata for name in _ENTRIES):

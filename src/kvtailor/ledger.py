@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvtailor.ops.notebook_html import Share, Shown, Strong, html_block, html_table
+from kvtailor.ops.sizes import binary
+
 __all__ = ["Entry", "Ledger", "storage_bytes"]
 
 
@@ -98,6 +101,32 @@ class Ledger:
         """total / full; None before the first token."""
         return self.total / self.full if self.full else None
 
+    def __repr__(self) -> str:
+        ratio = "" if self.ratio is None else f", ratio={self.ratio:.3f}"
+        held = "" if self.held is None else f", held={self.held:.1f}"
+        form = "" if self.closed_form == self.total else f", closed_form={self.closed_form}"
+        parts = [f"{name}={size}" for split in (self.by_stage, self.by_tier) for name, size in split.items() if size]
+        split = "".join(f", {part}" for part in parts)
+        return f"Ledger({self.total} of {self.full} bytes{ratio}, seen={self.seen}{held}{split}{form})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the bytes by what they are for, by tier and by layer, as shares of the uncompressed cache."""
+        splits = {"for": self.by_stage, "on": self.by_tier}
+        rows: list[list[Shown]] = [[Strong("the whole cache"), binary(self.total), _share(self.total, self.full)]]
+        for word, split in splits.items():
+            rows += [
+                [f"{word} {name}", binary(size), _share(size, self.full)] for name, size in split.items() if size
+            ]  # fmt: skip
+        rows.append([Strong("uncompressed"), binary(self.full), _share(self.full, self.full)])
+        held = "" if self.held is None else f", {self.held:.1f} of them held on average"
+        layers = ", ".join(binary(size) for size in self.by_layer)
+        form = "no closed form is known" if self.closed_form is None else f"by arithmetic {binary(self.closed_form)}"
+        return html_block(
+            f"{self.seen} tokens seen{held}",
+            html_table(rows, ["bytes", "read", "of the uncompressed cache"]),
+            notes=[f"By layer: {layers}.", f"Read from the storages; {form}."],
+        )
+
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         names = ("total", "full", "ratio", "closed_form", "by_stage", "by_tier", "by_layer", "seen", "held")
@@ -127,6 +156,10 @@ class Ledger:
             seen=seen,
             held=held,
         )
+
+
+def _share(size: int, full: int) -> Share | None:
+    return Share(f"{100 * size / full:.1f} %", size / full) if full else None
 
 
 def _charge(tensors: Iterable[Tensor], charged: set[tuple[str, int]]) -> int:

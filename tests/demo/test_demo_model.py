@@ -192,8 +192,11 @@ def test_untrained_models_have_the_shape_of_their_name(monkeypatch):
     monkeypatch.setitem(RANDOM_SHAPES, "random-llama3-8b", RANDOM_SHAPES["random-llama"])
     subject = Subject.load("random-llama3-8b", dtype="bfloat16")
     assert not subject.trained and subject.model.dtype == torch.bfloat16 and asked == [torch.bfloat16]
-    Subject.load("random-llama", dtype="bfloat16")
+    small = Subject.load("random-llama", dtype="bfloat16")
     assert asked[-1] == torch.float32
+    # In 16 bits the angles of late positions would be wrong.
+    for model in (subject.model, small.model):
+        assert {each.dtype for each in model.buffers() if each.is_floating_point()} == {torch.float32}
 
 
 def _on_meta(name):

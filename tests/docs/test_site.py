@@ -20,7 +20,7 @@ from kvtailor.plan import registry
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
-FOLDERS = ("how-to", "explanation")
+FOLDERS = ("how-to", "explanation", "peers")
 # Pages that `tests/docs/test_paths.py` does not reach.
 PAGES = sorted(path for folder in FOLDERS for path in (DOCS / folder).glob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))

@@ -20,7 +20,13 @@ SNIPPET = re.compile(r"(?:<!-- (not run|needs): (.*?) -->\n)?^```python\n(.*?)^`
 WITH_SNIPPETS = [
     path
     for path in sorted(
-        [DOCS / "index.md", DOCS / "tutorial.md", *DOCS.glob("how-to/*.md"), *DOCS.glob("explanation/*.md")]
+        [
+            DOCS / "index.md",
+            DOCS / "tutorial.md",
+            DOCS / "coming-from-kvpress.md",
+            *DOCS.glob("how-to/*.md"),
+            *DOCS.glob("explanation/*.md"),
+        ]
     )
     if SNIPPET.search(path.read_text(encoding="utf-8"))
 ]

@@ -140,12 +140,18 @@ def test_answers_and_the_time_of_a_token_are_in_the_proof_s_table():
 
 
 def test_what_the_page_is_made_of_is_in_the_wheel():
-    folder = Path(kvtailor.fitting.page.__file__).parent
+    package = Path(kvtailor.fitting.page.__file__).parents[2]
     listed = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     globs = listed["tool"]["setuptools"]["package-data"]["kvtailor"]
-    parts = [path for path in folder.iterdir() if path.is_file() and path.suffix != ".py"]
-    assert {path.name for path in parts} == {"chart.js", "page.js", "page.css"}
-    assert all(any(fnmatch(f"fitting/page/{path.name}", glob) for glob in globs) for path in parts)
+    # What is this page's alone, and what it shares with the page of a run.
+    for folder, wanted in (
+        ("fitting/page", {"page.js", "page.css"}),
+        ("bench/report/pages/browser", {"base.css", "pareto.css", "report.css", "sorting.js", "chart.js", "choice.js",
+                                        "report.js"}),
+    ):  # fmt: skip
+        parts = [path for path in (package / folder).iterdir() if path.is_file() and path.suffix != ".py"]
+        assert {path.name for path in parts} == wanted
+        assert all(any(fnmatch(f"{folder}/{path.name}", glob) for glob in globs) for path in parts)
 
 
 def test_text_of_users_is_escaped():

@@ -34,7 +34,9 @@ class Text(NamedTuple):
     starts: tuple[int, ...]
 
 
-def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, data: Path | None) -> Task:
+def make_task(
+    name: str, settings: Mapping[str, object], subject: Subject, *, data: Path | None, text: Text | None = None
+) -> Task:
     """The task of a kind with these settings; what is not given stays at the task's default.
 
     Args:
@@ -43,12 +45,15 @@ def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, da
             path of a text file, or 'generated'.
         subject: the model that will be measured.
         data: folder with data sets in their original layout; None: they come from their usual home.
+        text: the text itself, in place of the one that `settings` names.
 
     Raises:
         SettingsError: unknown settings, values that make no sense, or more tokens than the model has positions. No
             text has been read by then.
         KvtailorError: the text or the task is not to be had here.
     """
+    if text is not None:
+        settings = {each: value for each, value in settings.items() if each != "text"}
     faults = setting_faults(name, settings, subject.name, subject.positions)
     if faults:
         raise SettingsError(f"the task {name!r}", faults)
@@ -65,7 +70,7 @@ def make_task(name: str, settings: Mapping[str, object], subject: Subject, *, da
     try:
         if kind.reads_text:
             made(**given, text="none", source="none")
-            text = _text(str(settings.get("text", GENERATED)), given, kind, data)
+            text = text or _text(str(settings.get("text", GENERATED)), given, kind, data)
             given["text"], given["source"] = text.text, text.source
             given |= {each: getattr(text, each) for each in ("origin", "starts") if each in has}
         if kind.reads_data:

@@ -1,23 +1,152 @@
-"""What runs and how much of it is done, on standard error. Nothing here guesses when it will end.
+"""What runs and how much of it is done, on standard error; how long the rest takes only where like work was timed.
 
 The cells of a run (one task for one plan at one point) take very different times, and so do the steps within them, so a
 share of them is no share of the time: what is shown is what was counted, and the time that it has taken so far.
+The time that is left is a range: the steps that are left of a task of one size, at the pace of the fastest and of the
+slowest plan that this run has timed there. Where some work has not been timed it is a lower bound, or nothing at all.
 """
 
 from __future__ import annotations
 
+import math
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.schema import Record
 
-__all__ = ["Watch", "bar", "watch"]
+if TYPE_CHECKING:
+    from kvtailor.bench.contestant import Contestant
+    from kvtailor.bench.runner import Job
+    from kvtailor.bench.tasks.contract import Task
+
+__all__ = ["Remaining", "Watch", "Work", "bar", "watch", "works_of"]
 
 _WIDTH = 48
+_LEAST_WIDTH = 16
+# Below it there is room for neither a bar nor steps.
+_NARROW = 120
+# Plans of which the pace must be known before a range is given.
+_TIMED = 2
+# Records tell their beginning to the millisecond.
+_TICK = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One task of a run, for all of its plans.
+
+    Attributes:
+        alike: what its pace depends on besides the plan: its kind, and its settings that count tokens.
+        even: its samples are of one size, so that some of them tell how long the others take.
+        cells: records that it gives.
+        steps: the most steps that it takes.
+    """
+
+    alike: tuple[object, ...]
+    even: bool
+    cells: int
+    steps: int
+
+
+def works_of(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()) -> list[Work]:
+    """Return the work of a run in its order; the arguments are those of `runner.plan_run`."""
+    from kvtailor.bench.runner import Job
+
+    found = []
+    for each in tasks:
+        job = each if isinstance(each, Job) else Job(kind=each.name, task=each, contestants=tuple(contestants))
+        sizes = KINDS[job.kind].sizes if job.kind in KINDS and job.task is not None else ()
+        values = {name: getattr(job.task, name, None) for name in sizes}
+        several = any(isinstance(value, list | tuple) and len(value) > 1 for value in values.values())
+        alike = (job.kind, *(f"{name}={value}" for name, value in values.items()))
+        found.append(Work(alike=alike, even=not several, cells=job.cells, steps=job.units))
+    return found
+
+
+@dataclass(kw_only=True)
+class Remaining:
+    """How long the rest of a run takes, from what this run has timed of the same work.
+
+    Attributes:
+        works: of the run, in its order.
+        paces: seconds for a step, of each cell that was timed, by `Work.alike`.
+    """
+
+    works: Sequence[Work]
+    paces: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
+    _at: int = 0
+    _cells: int = 0
+    _steps: int = 0
+    _since: int = 0
+    _owed: int = 0
+
+    def step(self) -> None:
+        """A step is done."""
+        if self._owed:
+            # The run tells the steps that a work promised and did not take once its last cell is done.
+            self._owed -= 1
+            return
+        self._steps += 1
+        self._since += 1
+
+    def finish(self, seconds: float | None) -> None:
+        """A cell of the present work is done.
+
+        Args:
+            seconds: that it took; None where that tells nothing: it was known from before, or it failed.
+        """
+        while self._at < len(self.works) and self._cells >= self.works[self._at].cells:
+            self._begin_next()
+        if self._at == len(self.works):
+            return
+        if seconds is not None and self._since:
+            self.paces.setdefault(self.works[self._at].alike, []).append(seconds / self._since)
+        self._since = 0
+        self._cells += 1
+        if self._cells >= self.works[self._at].cells:
+            self._begin_next()
+
+    def words(self) -> str:
+        """How long the rest takes, in words; empty where nothing is known of it."""
+        low, high, whole = 0.0, 0.0, True
+        for place, work in enumerate(self.works[self._at :]):
+            left = work.steps - (self._steps if place == 0 else 0)
+            paces = self.paces.get(work.alike, [])
+            if left <= 0:
+                continue
+            if len(paces) < _TIMED:
+                whole = False
+                continue
+            low, high = low + left * min(paces), high + left * max(paces)
+            whole = whole and work.even
+        if not whole:
+            return f"{_time(low, up=False)} or more left" if low >= 1 else ""
+        if high < 1:
+            return ""
+        least, most = _time(low, up=False), _time(high, up=True)
+        return f"about {least if least == most else f'{least} to {most}'} left"
+
+    def _begin_next(self) -> None:
+        self._owed = max(0, self.works[self._at].steps - self._steps)
+        self._at, self._cells, self._steps = self._at + 1, 0, 0
+
+
+def _time(seconds: float, *, up: bool) -> str:
+    """A time in the unit that suits it, whole units, rounded up or down."""
+    whole = math.ceil if up else math.floor
+    if whole(seconds) < 60:
+        return f"{whole(seconds)} s"
+    minutes = whole(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 @contextmanager
@@ -34,9 +163,11 @@ def bar(
             work that is timed runs.
     """
     with _progress(console, MofNCompleteColumn(), ticking=ticking) as progress:
-        work = progress.add_task(_label(label), total=total)
+        # The count, the time and the blanks between take some 24 columns.
+        room = console.width - 24 - (0 if console.width < _NARROW else 25)
+        work = progress.add_task(_label(label, room), total=total)
         progress.refresh()
-        yield lambda label: progress.update(work, advance=1, description=_label(label), refresh=not ticking)
+        yield lambda label: progress.update(work, advance=1, description=_label(label, room), refresh=not ticking)
 
 
 class Watch:
@@ -47,42 +178,69 @@ class Watch:
         steps: the most steps that they take together.
         console: where to.
         progress: the line that stays.
+        works: what comes, for the time that is left; none: no such time is shown.
     """
 
-    def __init__(self, cells: int, steps: int, console: Console, progress: Progress):
+    def __init__(self, cells: int, steps: int, console: Console, progress: Progress, works: Sequence[Work] = ()):
         self._cells, self._steps, self._console, self._progress = cells, steps, console, progress
         self._done = self._stepped = 0
-        self._begun = time.monotonic()
+        self._begun = self._last = time.monotonic()
+        # As records have it, so that texts compare like times.
+        self._started = (datetime.now(UTC) - _TICK).isoformat(timespec="milliseconds")
+        self._remaining = Remaining(works=works)
         self._hosts: dict[str, int] = {}
         self._work = progress.add_task("starting", total=cells, counted=self._counted())
 
     def step(self, label: str) -> None:
         """One step within a cell is done; `label` says of what."""
         self._stepped += 1
-        self._progress.update(self._work, description=_label(label), counted=self._counted())
+        self._remaining.step()
+        counted = self._counted()
+        room = self._console.width - len(counted) - 10 - (0 if self._is_narrow else 25)
+        self._progress.update(self._work, description=_label(label, room), counted=counted)
 
     def finish(self, record: Record) -> None:
         """A cell is done, well or not."""
         self._done += 1
-        self._progress.update(self._work, advance=1, counted=self._counted())
+        now = time.monotonic()
+        known = record.started < self._started
+        timed = None if known or record.error is not None else now - self._last
+        self._remaining.finish(timed)
+        self._last = now
         host = record.machine.get("host")
         if host is not None:
             self._hosts[str(host)] = self._hosts.get(str(host), 0) + 1
+        self._progress.update(self._work, advance=1, counted=self._counted())
         if not self._console.is_terminal:
             what = f"failed: {record.error}" if record.error is not None else "done"
             minutes, seconds = divmod(int(time.monotonic() - self._begun), 60)
+            left = self._left()
             self._console.print(
-                f"[{self._done} of {self._cells}, {minutes}:{seconds:02} so far] {record.task} {_where(record)}· "
-                f"{record.label}: {what}{f' on {host}' if host is not None else ''}",
+                textwrap.fill(
+                    f"[{self._done} of {self._cells}, {minutes}:{seconds:02} so far{f', {left}' if left else ''}] "
+                    f"{record.task} {_where(record)}· {record.label}: {what}"
+                    f"{f' on {host}' if host is not None else ''}",
+                    self._console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False,
+                ),
                 markup=False,
                 soft_wrap=True,
                 style="dim",
-            )
+            )  # fmt: skip
 
     def _counted(self) -> str:
         steps = f", {self._stepped} of at most {max(self._steps, self._stepped)} steps" if self._steps else ""
         machines = f" on {len(self._hosts)} machine{'s' if len(self._hosts) != 1 else ''}" if self._hosts else ""
-        return f"{self._done} of {self._cells} cells{machines}{steps}"
+        left = self._left()
+        rest = f", {left}" if left else ""
+        return f"{self._done} of {self._cells} cells{machines}{'' if self._is_narrow else steps}{rest}"
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self._console.width < _NARROW
+
+    def _left(self) -> str:
+        """How long the rest takes; of cells that machines of a cluster run side by side nothing is known."""
+        return "" if self._hosts else self._remaining.words()
 
     def say_machines(self) -> None:
         """Tell how many records each machine of a cluster made; nothing of a run in this process alone."""
@@ -92,19 +250,22 @@ class Watch:
 
 
 @contextmanager
-def watch(cells: int, steps: int, console: Console) -> Iterator[Watch]:
+def watch(cells: int, steps: int, console: Console, works: Sequence[Work] = ()) -> Iterator[Watch]:
     """Gives what a run tells of its steps and cells, see `Watch`."""
     with _progress(console, TextColumn("{task.fields[counted]}")) as progress:
-        yield Watch(cells, steps, console, progress)
+        yield Watch(cells, steps, console, progress, works)
 
 
 def _progress(console: Console, count: ProgressColumn, *, ticking: bool = True) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(24), count, TimeElapsedColumn())
+    bars = () if console.width < _NARROW else (BarColumn(24),)
+    columns = (TextColumn("{task.description}"), *bars, count, TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=ticking)
 
 
-def _label(label: str) -> str:
-    return label[:_WIDTH].ljust(_WIDTH)
+def _label(label: str, room: int) -> str:
+    """A label cut or filled to the columns that are left for it."""
+    width = max(_LEAST_WIDTH, min(_WIDTH, room))
+    return label[:width].ljust(width)
 
 
 def _where(record: Record) -> str:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +103,27 @@ class Subject:
             trained=name not in RANDOM_SHAPES,
             elsewhere=partial(cls.load, name, dtype=dtype, device=device),
         )
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, asked: str) -> Subject:
+        """The subject of what a caller gave: a model with its tokenizer, the name or folder of one, or a subject.
+
+        Args:
+            model: see above.
+            tokenizer: of a model that is given as an object.
+            asked: what the caller asked for, such as "a fit", for the sentence of an error.
+
+        Raises:
+            KvtailorError: there is no such model, or a model object came without its tokenizer.
+        """
+        if isinstance(model, cls):
+            return model
+        if isinstance(model, str | Path):
+            return cls.load(str(model))
+        if tokenizer is None:
+            raise KvtailorError(f"asked for {asked} of a model object without its tokenizer: give tokenizer=")
+        name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+        return cls(name=name, model=model, tokenizer=tokenizer)
 
     @property
     def device(self) -> torch.device:

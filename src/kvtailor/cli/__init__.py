@@ -94,10 +94,12 @@ def main(ctx: click.Context, implementation: str | None) -> None:
     """kvtailor cuts an LLM's KV cache to measure.
 
     \b
-    kvtailor ls                                      what there is to choose from
-    kvtailor show "snapkv + adakv @ tokens=1024"     what a plan does, before anything runs
-    kvtailor run --plan "snapkv @ tokens=256" ...    text from a compressed cache
-    kvtailor bench                                   what each plan costs and buys
+    kvtailor ls                              what there is to choose from
+    kvtailor show "snapkv @ tokens=256"      what a plan does, before it runs
+    kvtailor run --plan "snapkv @ tokens=256" --prompt-file book.txt
+                                             text from a compressed cache
+    kvtailor fit --memory 25% --text my.txt  the plan for your memory
+    kvtailor bench                           what each plan costs and buys
     """
     if implementation is not None:
         from kvtailor.ops.dispatch import using

@@ -5,21 +5,29 @@ Which options there are, which task each is about and what it sets, the tasks' f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from kvtailor.bench.kinds import KINDS, Kind
-from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, NEW_TOKENS, Option
+from kvtailor.bench.evaluation.asked import (
+    OPTIONS,
+    SERVES,
+    SETS,
+    TASKS,
+    USUAL,
+    Asked,
+    parted_tasks,
+    settings_of,
+    sizes,
+)
+from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.tasks.settings import Option
 from kvtailor.errors import KvtailorError
 
-if TYPE_CHECKING:
-    from kvtailor.bench.subject import Subject
-
 __all__ = [
+    "GROUPS",
     "OPTIONS",
     "SERVES",
     "SETS",
@@ -36,36 +44,26 @@ __all__ = [
     "values_of",
 ]
 
-TASKS = tuple(name for name, kind in KINDS.items() if not kind.sets)
-USUAL = tuple(name for name, kind in KINDS.items() if kind.usual)
-SETS = {each: name for name, kind in KINDS.items() for each in kind.sets}
-"""Sets of tasks, asked for as SET:NAME, and the kind of task that measures them."""
-ANSWER_TOKENS = 32
-
 T = TypeVar("T")
-Asked = tuple[str, Mapping[str, object]]
+_FEW = 4
 
 
-def _options() -> dict[str, Option]:
-    found = [each.option for kind in KINDS.values() for each in kind.declared if each.option is not None]
-    return {option.name: option for option in found}
+def _groups() -> dict[str, tuple[str, ...]]:
+    """The options that few tasks have, under the names of these tasks; those of costs under one heading."""
+    found: dict[str, list[str]] = {}
+    titles: dict[str, dict[str, None]] = {}
+    for name, tasks in SERVES.items():
+        if len(tasks) >= _FEW:
+            continue
+        first = KINDS[SETS.get(tasks[0], tasks[0])]
+        family = "costs" if first.of_cost else tasks[0]
+        found.setdefault(family, []).append(name)
+        titles.setdefault(family, {}).update(dict.fromkeys(tasks))
+    return {f"Of {', '.join(titles[family])}": tuple(names) for family, names in found.items()}
 
 
-def _served() -> dict[str, tuple[str, ...]]:
-    """An option whose value stands for another one that is not given is about every task, and has no entry."""
-    general = {option.like.name for option in OPTIONS.values() if option.like is not None}
-    found: dict[str, list[str]] = {name: [] for name in OPTIONS if name not in general}
-    for kind in KINDS.values():
-        for each in kind.declared:
-            if each.option is not None and each.option.name in found:
-                found[each.option.name] += kind.asked_as
-    return {name: tuple(dict.fromkeys(tasks)) for name, tasks in found.items()}
-
-
-OPTIONS = _options()
-"""The options that tasks declare, by the name of their value, in the order of the tasks."""
-SERVES = _served()
-"""Tasks that an option is about; one that is about none of those asked would pass in silence."""
+GROUPS = _groups()
+"""Headings of `kvtailor bench --help` for what tasks declare, each with the names of its options."""
 
 
 def task_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,15 +96,7 @@ def split_tasks(text: str) -> list[tuple[str, str | None]]:
     Raises:
         click.UsageError: none, or one that is not known.
     """
-    found: list[tuple[str, str | None]] = []
-    unknown = []
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        name, colon, which = (each.strip() for each in part.partition(":"))
-        known = name in SETS and which if colon else name in TASKS
-        if known:
-            found.append((name, which or None))
-        else:
-            unknown.append(part)
+    found, unknown = parted_tasks(text.split(","))
     if unknown or not found:
         raise click.UsageError(
             f"--tasks has {', '.join(unknown) or 'nothing'}: give some of {', '.join(TASKS)}, "
@@ -142,73 +132,9 @@ def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _value(option, given[name]) for name, option in OPTIONS.items()}
 
 
-def sizes(subject: Subject, context: int | None, continuation: int | None, new_tokens: int) -> tuple[int, int]:
-    """Return context and continuation, as asked or as the model's positions allow."""
-    positions = subject.positions
-    if context is None:
-        context = (
-            512
-            if positions is None
-            else max(16, min(512, positions - max(new_tokens, ANSWER_TOKENS, positions // 5)))
-        )  # fmt: skip
-    if continuation is None:
-        continuation = max(1, context // 4)
-        if positions is not None:
-            continuation = max(1, min(continuation, positions - context))
-    return context, continuation
-
-
-def settings_of(
-    tasks: Sequence[tuple[str, str | None]], values: Mapping[str, Any], texts: Sequence[str], subject: Subject
-) -> Iterator[Asked]:
-    """Yield kind and settings of every task, in the order asked.
-
-    Args:
-        tasks: from `split_tasks`.
-        values: from `values_of`.
-        texts: names of texts, at least one.
-        subject: the model, for the sizes that were not given.
-    """
-    new_tokens = max(values.get(NEW_TOKENS.name) or (1,))
-    sized = sizes(subject, values.get(CONTEXT.name), values.get(CONTINUATION.name), new_tokens)
-    values = {**values, CONTEXT.name: sized[0], CONTINUATION.name: sized[1]}
-    for name, which in tasks:
-        kind = KINDS[SETS.get(name, name)]
-        fixed: dict[str, object] = {**kind.sets.get(name, {}), **({kind.set_name: which} if which else {})}
-        axes: dict[str, Sequence[object]] = {}
-        if kind.reads_text:
-            axes["text"] = texts if kind.of_each_text else texts[:1]
-        for setting, each, value in _set(kind, values):
-            if each:
-                axes[setting] = value
-            else:
-                fixed[setting] = value
-        for point in product(*axes.values()):
-            yield kind.module, {**fixed, **dict(zip(axes, point, strict=True))}
-
-
 def text_name(text: str) -> str:
     """Return a text as `bench.build` takes it: a file is told from a corpus by its path."""
     return str(Path(text).resolve()) if Path(text).exists() else text
-
-
-def _set(kind: Kind, values: Mapping[str, Any]) -> Iterator[tuple[str, bool, Any]]:
-    """The settings of a task for which an option has a value: name, whether each of the values is a task, value."""
-    for declared in kind.declared:
-        option, times = declared.option, declared.setting.times
-        if option is None:
-            continue
-        value = values[option.name]
-        if value is None and option.like is not None:
-            value = values[option.like.name]
-        if value is None:
-            continue
-        if option.listed and not isinstance(value, tuple):
-            value = (value,)
-        if times != 1:
-            value = tuple(times * x for x in value) if option.listed else times * value
-        several = declared.setting.each
-        yield declared.name, several, value if option.listed or not several else (value,)
 
 
 def _value(option: Option, given: Any) -> Any:

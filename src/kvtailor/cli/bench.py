@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvtailor.cli.asked import (
+    GROUPS,
     OPTIONS,
     SERVES,
     SETS,
@@ -30,6 +32,7 @@ from kvtailor.cli.asked import (
 from kvtailor.cli.machine_share import WAITING
 from kvtailor.cli.micro import BenchOrMicro
 from kvtailor.cli.torchrun import under_torchrun
+from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.margins import margin_options, margins_of
 from kvtailor.presets import FULL
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.measure.equivalence import Margins
     from kvtailor.bench.report import Summary
     from kvtailor.bench.schema import Record
+    from kvtailor.bench.sinks.named import Sinks
     from kvtailor.bench.subject import Subject
     from kvtailor.cluster.contract import Executor
 
@@ -106,28 +110,35 @@ OF_ONE_RUN = {
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and pages; goes on there."
 )
 @margin_options
+@click.option(
+    "--send-to",
+    multiple=True,
+    metavar="NAME[:PROJECT]",
+    help="Pass each record on to wandb or mlflow, too; may be given again. Without it nothing is sent.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Compare plans on one model and one text: quality with intervals, bytes that are read, times as ratios.
 
     \b
-    kvtailor bench --plans "snapkv @ keep=0.25; snapkv + adakv + kivi(bits=4) @ keep=0.25"
+    kvtailor bench --plans "snapkv @ keep=0.25; kivi(bits=4)" --out results
     kvtailor bench --suite rankkv --model demo --data FOLDER --out results
 
     Everything is measured against 'full' on the same tokens, and 'full' against the model's own cache.
 
     \b
-    kvtailor bench micro decode       a decoded token and a prefill, against transformers' caches
-    kvtailor bench micro kernels      attention over stored bytes, against torch's and transformers'
-    kvtailor bench micro link         a decoded token over a tier, against a bare read of its bytes
-    kvtailor bench micro pages        a decoded token with the cache in small pages and in huge ones
-    kvtailor bench micro builtins     our quantised cache, against transformers' QuantizedCache
-    kvtailor bench micro host         a decoded token without arithmetic: what the host takes for each plan
+    kvtailor bench micro decode      a token, against transformers' caches
+    kvtailor bench micro kernels     attention, against torch's and theirs
+    kvtailor bench micro link        a token over a tier, against a bare read
+    kvtailor bench micro pages       the cache in small and in huge pages
+    kvtailor bench micro builtins    codes, against their QuantizedCache
+    kvtailor bench micro host        what the host takes for each plan
     """
     from rich.console import Console
 
     from kvtailor.bench.resources import resources_of_line
+    from kvtailor.bench.sinks.named import Sinks, sinks_of
     from kvtailor.bench.subject import Subject
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.model.processes import started
@@ -156,20 +167,20 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(f"{words}, which --tasks does not ask for.")
     try:
         resources = resources_of_line(options["resources"] or "")
-        with executor_of(options["ray"], console) as executor:
+        with executor_of(options["ray"], console) as executor, sinks_of(options["send_to"]) as sinks:
             spread = {"executor": executor, "resources": resources}
             with console.status(f"loading {options['model']}"):
                 processes = started(options["device"], begin=True)
                 subject = Subject.load(options["model"], dtype=options["dtype"], device=options["device"])
             if not processes.first:
                 # One process writes; what it knows from before it tells the others.
-                options["out"] = None
+                options["out"], sinks = None, Sinks([])
             if options["suite"]:
-                found = _suite(options, subject, console, spread)
+                found = _suite(options, subject, console, spread, sinks)
             else:
                 texts = [text_name(text) for text in options["texts"]] or ["generated"]
                 wanted = list(settings_of(tasks, values, texts, subject))
-                found = _one_run(options, wanted, subject, console, spread)
+                found = _one_run(options, wanted, subject, console, spread, sinks)
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if options["as_json"]:
@@ -177,6 +188,13 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 
 check_flags(command)
+command.option_groups = {
+    "What is compared": ("model", "plans", "texts", "data", "suite", "tables"),
+    "What is measured": ("tasks", *(name for name in OPTIONS if name not in chain.from_iterable(GROUPS.values()))),
+    **GROUPS,
+    "Where it runs": ("dtype", "device", "ray", "resources"),
+    "Results": ("out", "again", "allow", "margin", "margin_points", "send_to", "as_json"),
+}
 
 
 def executor_of(address: str | None, console: Console) -> AbstractContextManager[Executor | None]:
@@ -191,10 +209,15 @@ def executor_of(address: str | None, console: Console) -> AbstractContextManager
 
 
 def _one_run(
-    options: dict[str, Any], wanted: Sequence[Asked], subject: Subject, console: Console, spread: dict[str, Any]
+    options: dict[str, Any],
+    wanted: Sequence[Asked],
+    subject: Subject,
+    console: Console,
+    spread: dict[str, Any],
+    sinks: Sinks,
 ) -> dict[str, Any]:
     from kvtailor.bench.build import make_task
-    from kvtailor.bench.progress import watch
+    from kvtailor.bench.progress import watch, works_of
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.pages.terminal import show
     from kvtailor.bench.runner import contestants_of, plan_run, run
@@ -203,9 +226,9 @@ def _one_run(
     contestants = contestants_of([plan for each in plans for plan in each.split(";") if plan.strip()])
     tasks = [make_task(kind, settings, subject, data=options["data"]) for kind, settings in wanted]
     begun = datetime.now(UTC)
-    with watch(*plan_run(tasks, contestants), console) as seen:
+    with watch(*plan_run(tasks, contestants), console, works_of(tasks, contestants)) as seen:
         records = run(
-            subject, contestants, tasks, out=options["out"], advance=seen.step, finish=seen.finish,
+            subject, contestants, tasks, out=options["out"], advance=seen.step, finish=_each(seen.finish, sinks.take),
             resume=not options["again"], allow=options["allow"], **spread,
         )  # fmt: skip
     seen.say_machines()
@@ -218,10 +241,12 @@ def _one_run(
     return summary.as_dict()
 
 
-def _suite(options: dict[str, Any], subject: Subject, console: Console, spread: dict[str, Any]) -> dict[str, Any]:
+def _suite(
+    options: dict[str, Any], subject: Subject, console: Console, spread: dict[str, Any], sinks: Sinks
+) -> dict[str, Any]:
     from rich.markup import escape
 
-    from kvtailor.bench.progress import watch
+    from kvtailor.bench.progress import watch, works_of
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.suite.pages import show_suite, suite_pages
     from kvtailor.bench.suite.run import prepare
@@ -238,9 +263,9 @@ def _suite(options: dict[str, Any], subject: Subject, console: Console, spread: 
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(suites().get(options["suite"], Path(options["suite"])).read_bytes())
     begun = datetime.now(UTC)
-    with watch(*prepared.size, console) as seen:
+    with watch(*prepared.size, console, works_of(prepared.jobs)) as seen:
         records = prepared.run(
-            out=options["out"], advance=seen.step, finish=seen.finish, resume=not options["again"],
+            out=options["out"], advance=seen.step, finish=_each(seen.finish, sinks.take), resume=not options["again"],
             allow=options["allow"], **spread,
         )  # fmt: skip
     seen.say_machines()
@@ -266,7 +291,17 @@ def _list_suites() -> None:
 
     for name in suites():
         suite = read_suite(name)
-        click.echo(f"{name:<12}{suite.title}" + (f"  ({suite.report})" if suite.report else ""))
+        say(f"{name:<12}{suite.title}" + (f"  ({suite.report})" if suite.report else ""), hang=12)
+
+
+def _each(*takers: Callable[[Record], None]) -> Callable[[Record], None]:
+    """One function that gives a record to several."""
+
+    def take(record: Record) -> None:
+        for taker in takers:
+            taker(record)
+
+    return take
 
 
 def _say_kept(begun: datetime, records: list[Record], console: Console) -> None:

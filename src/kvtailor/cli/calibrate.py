@@ -50,8 +50,8 @@ def command(
     """Measure on a model what the methods of KIND need, and write it to a safetensors file with its provenance.
 
     \b
-    kvtailor calibrate qfilters --model NAME --text mine.txt --out filters.safetensors
-    kvtailor run --model NAME --plan "qfilters(file=filters.safetensors) @ keep=0.25" ...
+    kvtailor calibrate qfilters --text mine.txt --out filters.safetensors
+    kvtailor run --plan "qfilters(file=filters.safetensors) @ keep=0.25" ...
 
     "kvtailor calibrate list" prints the kinds. The bench refuses to score a plan on the text that its file
     was made from.

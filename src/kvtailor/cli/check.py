@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtailor.cli.words.budget import ELEMENT_SIZES, budget_notes, element_of
+from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.plan import read_plan
 from kvtailor.cli.words.reach import reachable, say_reachable
 
@@ -68,17 +69,17 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
     if parsed is not None:
         notes += budget_notes(parsed, geometry, element, tokens)
     for fault in faults:
-        click.echo(f"fault: {fault}", err=True)
+        say(f"fault: {fault}", err=True)
     if not faults:
-        click.echo(f"no fault: {parsed}")
+        say(f"no fault: {parsed}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choices = explained(device, torch.bfloat16)
     for note in notes:
-        click.echo(note)
+        say(note)
     for choice in choices:
-        click.echo(f"{choice.operation} on {device.type}: {choice.implementation} ({choice.why})")
+        say(f"{choice.operation} on {device.type}: {choice.implementation} ({choice.why})")
     if device.type == "cpu":
-        click.echo(f"huge pages on cpu: {huge_pages.explained()}")
+        say(f"huge pages on cpu: {huge_pages.explained()}")
     if as_json:
         click.echo(
             json.dumps(

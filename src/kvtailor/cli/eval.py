@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
+from contextlib import redirect_stdout
 
 import click
 
+from kvtailor.cli.words.lines import columns, wrapped
 from kvtailor.errors import KvtailorError
 
 __all__ = ["command"]
@@ -31,8 +34,18 @@ def command(words: tuple[str, ...]) -> None:
     if words and words[0] not in ("-h", "--help"):
         main(list(words))
         return
-    click.echo(f"{inspect.cleandoc(command.help or '')}\n\nThe help of lm_eval itself:\n".replace("\b\n", ""))
+    most = columns() or 80
+    for line in f"{inspect.cleandoc(command.help or '')}\n\nThe help of lm_eval itself:\n".replace("\b\n", "").split(
+        "\n"
+    ):
+        click.echo(wrapped(line, most))
+    said = io.StringIO()
     try:
-        main(list(words))
+        with redirect_stdout(said):
+            main(list(words))
     except KvtailorError as error:
-        click.echo(str(error))
+        said.write(str(error))
+    finally:
+        # Of lm_eval's own lines some are longer than it wraps them to.
+        for line in said.getvalue().split("\n"):
+            click.echo(wrapped(line, most))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.cli.words.groups import GroupedCommand
 from kvtailor.fitting.effort import EFFORTS
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ __all__ = ["TerminalProgress", "command", "show"]
 GENERATED_WINDOWS = 80
 
 
-@click.command(short_help="Find the plan that is cut to your memory, and show that it is.")
+@click.command(cls=GroupedCommand, short_help="Find the plan that is cut to your memory, and show that it is.")
 @click.option("--model", help="'demo' (embedded), a folder, or a hub name.  [demo, or that of --out]")
 @click.option(
     "--text", "texts", multiple=True,
@@ -72,8 +73,9 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """Find the plan that answers a question: give any two of memory, loss and time, or one; the rest is made small.
 
     \b
-    kvtailor fit --model NAME --text notes.txt --memory 2GiB --context 32768 --batch 4 --out fitted
-    kvtailor fit --model NAME --text notes.txt --loss 0.01 --context 8192      # the fewest bytes
+    kvtailor fit --model NAME --text notes.txt --memory 2GiB \\
+        --context 32768 --batch 4 --out fitted
+    kvtailor fit --model NAME --text notes.txt --loss 0.01     # fewest bytes
     kvtailor run --model NAME --plan fitted/fitted.toml --prompt-file long.txt
 
     Half of each text is never searched on: the plan is judged there, against the best presets of the same bytes.
@@ -98,6 +100,15 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise click.ClickException(str(error)) from error
     if options["as_json"]:
         click.echo(json.dumps(found, ensure_ascii=False, allow_nan=False))
+
+
+command.option_groups = {
+    "What you have": ("model", "texts", "context", "batch", "memory", "bytes_per_token", "keep_bytes"),
+    "What it may lose": ("loss", "points", "tpot"),
+    "What is tried, and on what": ("tasks", "proof_tasks", "without", "effort", "no_times", "state"),
+    "Where it runs": ("dtype", "device", "ray", "resources"),
+    "Results": ("out", "again", "as_json"),
+}
 
 
 def _fit(options: dict[str, Any], console: Console) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
@@ -19,8 +20,8 @@ __all__ = ["command"]
 def command(stage: str | None, as_json: bool) -> None:
     """List what a plan can name: the methods of STAGE, the presets (STAGE "presets"), or everything.
 
-    Nothing is imported for it: names and sentences come from the source text. STAGE "calibrations" is what
-    `kvtailor calibrate` made for the embedded models.
+    Neither a method nor torch is imported for it: names and sentences come from the source text. STAGE "calibrations"
+    is what `kvtailor calibrate` made for the embedded models.
     """
     from kvtailor.errors import UnknownName
     from kvtailor.plan import registry
@@ -47,14 +48,20 @@ def command(stage: str | None, as_json: bool) -> None:
 
 
 def _calibrations() -> dict[str, str]:
-    """What each file that is shipped was made from, by kind and model."""
-    from kvtailor.calibration_file import shipped
+    """What each file that is shipped was made from, by kind and model; only its head is read, which needs no torch."""
+    import kvtailor
+    from kvtailor.ops.files import read_file, safetensors_metadata
 
-    return {
-        f"{each.kind} {each.model}": f"{each.made['tokens']:,} tokens of {', '.join(each.texts) or 'random ids'}, "
-        f"{each.made['date'][:10]}, sha256 {each.hash[:12]}"
-        for each in shipped()
-    }
+    found = {}
+    for path in sorted((Path(kvtailor.__file__).parent / "calibration" / "shipped").glob("*/*.safetensors")):
+        content = read_file(str(path), "shipped")
+        head = safetensors_metadata(content.data)
+        made, texts = json.loads(head["made"]), json.loads(head["calibrated_on"])
+        names = ", ".join(each["text_name"] for each in texts) or "random ids"
+        found[f"{head['kind']} {head['model']}"] = (
+            f"{made['tokens']:,} tokens of {names}, {made['date'][:10]}, sha256 {content.hash[:12]}"
+        )
+    return found
 
 
 def _table(title: str, rows: Iterable[tuple[str, str]]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvtailor.cli.asked import numbers
+from kvtailor.cli.words.groups import GroupedCommand
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _LIST = "Numbers with ',' between."
 
 
-class BenchOrMicro(click.Command):
+class BenchOrMicro(GroupedCommand):
     """`kvtailor bench`, whose first word may name something else than a comparison of plans."""
 
     def make_context(
@@ -68,12 +69,12 @@ def micro() -> None:
     """Time single operations against what a user would run instead: in turns, in one process, with medians and spread.
 
     \b
-    kvtailor bench micro decode      a decoded token and a prefill, against transformers' caches
-    kvtailor bench micro kernels     attention over stored bytes, against torch's and transformers'
-    kvtailor bench micro link        a decoded token over a tier, against a bare read of its bytes
-    kvtailor bench micro pages       a decoded token with the cache in small pages and in huge ones
-    kvtailor bench micro builtins    our quantised cache, against transformers' QuantizedCache
-    kvtailor bench micro host        a decoded token without arithmetic: what the host takes for each plan
+    kvtailor bench micro decode      a token, against transformers' caches
+    kvtailor bench micro kernels     attention, against torch's and theirs
+    kvtailor bench micro link        a token over a tier, against a bare read
+    kvtailor bench micro pages       the cache in small and in huge pages
+    kvtailor bench micro builtins    codes, against their QuantizedCache
+    kvtailor bench micro host        what the host takes for each plan
 
     What no time can beat, reading the bytes once at this machine's bandwidth, stands beside each time. Samples during
     which other programs took processor time are left out and counted.

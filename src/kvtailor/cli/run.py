@@ -218,7 +218,8 @@ def command(
     \b
     kvtailor run --plan "snapkv @ tokens=256" --prompt-file long.txt
     echo "Once upon a time" | kvtailor run --plan "streaming @ tokens=64"
-    kvtailor run --plan "streamingllm @ tokens=1024" --chunk 512 --beyond --prompt-file book.txt
+    kvtailor run --plan "streamingllm @ tokens=1024" --chunk 512 --beyond \\
+        --prompt-file book.txt
 
     The text goes to standard output, the numbers to standard error.
     """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtailor.cli.words.budget import ELEMENT_SIZES, as_dict, budget_notes, element_of, holding, say_holding
+from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.plan import read_plan
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LAYERS = 32
+# Where the words of a stage begin.
+_INDENT = 12
 # Decoded tokens over which the growth of a cache is averaged.
 _LATER = 512
 
@@ -97,7 +100,7 @@ def command(
         say_holding(parsed, held, size, grown)
         step = _forecast(parsed, sizes, cost, held, link, step_ms, batch)
     for note in notes:
-        click.echo(note)
+        say(note)
     if as_json:
         about = {
             "plan": str(parsed),
@@ -207,17 +210,17 @@ def _layers_of(plan: Plan, sizes: dict[str, Any]) -> int:
 
 
 def _say(plan: Plan, stages: dict[str, Any], sizes: dict[str, Any], cost: dict[str, Any]) -> None:
-    click.secho(str(plan), bold=True)
-    click.echo(f"hash {plan.hash}")
+    say(str(plan), bold=True)
+    say(f"hash {plan.hash}")
     for stage, about in stages.items():
         if about is None:
-            click.echo(f"  {stage:<9} nothing is scored, so nothing is evicted")
+            say(f"  {stage:<9} nothing is scored, so nothing is evicted")
             continue
-        click.echo(f"  {stage:<9} {about['word']}")
+        say(f"  {stage:<9} {about['word']}", hang=_INDENT)
         for each in [about, *about["inner"]]:
-            click.echo(f"            {each['summary']}")
+            say(" " * _INDENT + each["summary"], hang=_INDENT)
             if each["paper"] and not each["paper"].lower().startswith("none"):
-                click.echo(f"            {each['paper']}")
+                say(" " * _INDENT + each["paper"], hang=_INDENT)
     if plan.evicts:
         slack = plan.slack_tokens
         until = "never while decoding" if slack is None else f"again {slack} tokens past the budget"
@@ -228,20 +231,20 @@ def _say(plan: Plan, stages: dict[str, Any], sizes: dict[str, Any], cost: dict[s
         }[plan.scope]
         if plan.needs.reconstruction:
             when = "once the context was read twice"
-        click.echo(f"  evicts {when}, {until}")
+        say(f"  evicts {when}, {until}")
     where = f"{sizes['model']}, " if sizes["model"] else ""
     full, encoded = cost["full_bytes_per_token_and_kv_head"], cost["bytes_per_token_and_kv_head"]
     size, value_size = sizes["head_size"], sizes.get("value_size", sizes["head_size"])
     each = f"head size {size}" if size == value_size else f"keys of {size}, values of {value_size}"
     each = f"latents of {size}, rotated keys of {value_size}" if sizes.get("latents") else each
-    click.echo(f"closed form ({where}{each}, {sizes['dtype']}), for each token that is held:")
-    click.echo(f"  {encoded:g} bytes per kv head, {full:g} without the plan: {encoded / full:.3f}")
+    say(f"closed form ({where}{each}, {sizes['dtype']}), for each token that is held:")
+    say(f"  {encoded:g} bytes per kv head, {full:g} without the plan: {encoded / full:.3f}")
     if cost["bytes_per_token"] is not None:
         copies = f"{sizes['compressed_layers']} layers x {sizes['kv_heads']} kv heads"
         both = cost["bytes_per_token"], cost["full_bytes_per_token"]
-        click.echo(f"  {both[0]:g} bytes over {copies}, {both[1]:g} without the plan")
+        say(f"  {both[0]:g} bytes over {copies}, {both[1]:g} without the plan")
     if cost["full_precision_tail_tokens"]:
-        click.echo(f"  up to {cost['full_precision_tail_tokens']} of the newest tokens stay in full precision")
+        say(f"  up to {cost['full_precision_tail_tokens']} of the newest tokens stay in full precision")
 
 
 def _forecast(
@@ -273,11 +276,11 @@ def _say_files(word: str, found: Sequence[Calibration], model: str | None) -> No
     from kvtailor.hf.model.config import RANDOM_SHAPES
 
     if model in RANDOM_SHAPES and not found:
-        click.echo(f"{word} reads random numbers in place of a calibration: {model} is not trained")
+        say(f"{word} reads random numbers in place of a calibration: {model} is not trained")
         return
     which = {0: "no calibration: none is named, and none is shipped", 1: "a calibration"}
-    click.echo(f"{word} reads {which.get(len(found), 'that of these calibrations which was made for the model')}:")
+    say(f"{word} reads {which.get(len(found), 'that of these calibrations which was made for the model')}:")
     for each in found:
         first, *rest = lines_of(each)
         for line in (f"  {first}", *(f"    {line}" for line in rest)):
-            click.echo(line)
+            say(line)

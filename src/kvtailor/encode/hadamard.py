@@ -7,7 +7,8 @@ serves a whole vector, and can harm those that give each channel its own.
 *Source* The paper; kvtailor's own code.
 *Departs* A few new queries are rotated, and their sums are rotated back; QuaRot folds the values' rotation into the
 weights. More queries at once read states that were rotated back. A head size that is no power of two is cut into blocks
-of the largest one that divides it (80: five of 16; odd sizes stay as they are). The rotation has no random signs.
+of the largest one that divides it (80: five of 16; odd sizes stay as they are), all with the same signs. Without
+`signs` there are none, as in the paper's rotation of the cache.
 *Cost* Nothing in memory; 2 * block multiplications and additions for each element when it is encoded, and at every step
 for each element of a query and of its sum.
 """
@@ -34,21 +35,23 @@ class HadamardSegment(AroundSegment):
 
     Attributes:
         only: which sides were.
+        signs: random state of signs before the rotation; None: there were none.
     """
 
     only: Sides
+    signs: int | None = None
     codec = "hadamard"
 
     def keys_back(self, keys: Tensor) -> Tensor:
-        return keys if self.only == "values" else unmixed(keys)
+        return keys if self.only == "values" else unmixed(keys, self.signs)
 
     def values_back(self, values: Tensor) -> Tensor:
-        return values if self.only == "keys" else unmixed(values)
+        return values if self.only == "keys" else unmixed(values, self.signs)
 
     def coordinates(self, key_size: int, value_size: int) -> tuple[Coordinates | None, Coordinates | None]:
         device = next(iter(self.inner.tensors().values())).device
-        keys = None if self.only == "values" else coordinates(key_size, device)
-        return keys, None if self.only == "keys" else coordinates(value_size, device)
+        keys = None if self.only == "values" else coordinates(key_size, device, self.signs)
+        return keys, None if self.only == "keys" else coordinates(value_size, device, self.signs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +61,17 @@ class Hadamard(Around, Codec):
     Attributes:
         of: the codec.
         only: what is rotated; the other side goes to the codec as it is.
+        signs: random state of signs that channels get before the rotation, so that no vector is rotated onto few
+            channels; None: none.
     """
 
     only: Sides = "both"
+    signs: int | None = None
     examples: ClassVar[tuple[str, ...]] = (
         "hadamard(of=vector(bits=4))",
         "hadamard(of=kivi(bits=4), only=keys)",
         "hadamard(of=fp8, only=values)",
+        "hadamard(of=gaussian(bits=3), signs=0)",
     )
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
@@ -79,10 +86,10 @@ class Hadamard(Around, Codec):
             CacheMisuse: NaN or infinity.
         """
         refuse_non_finite("hadamard", keys, values, "which would be mixed into every channel")
-        keys = keys if self.only == "values" else mixed(keys)
-        values = values if self.only == "keys" else mixed(values)
+        keys = keys if self.only == "values" else mixed(keys, self.signs)
+        values = values if self.only == "keys" else mixed(values, self.signs)
         inner = self.of.encode(layout, keys, values, first)
-        return HadamardSegment(layout=inner.layout, inner=inner, only=self.only)
+        return HadamardSegment(layout=inner.layout, inner=inner, only=self.only, signs=self.signs)
 
     def one_sided(self, side: Sides, asked: str) -> Hadamard:
         made = super().one_sided(side, asked)
@@ -92,7 +99,8 @@ class Hadamard(Around, Codec):
         return replace(self, of=self.of.for_layer(context))
 
     def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> HadamardSegment:
-        return HadamardSegment(layout=layout, inner=self.of.restore(layout, fields, tensors), only=self.only)
+        inner = self.of.restore(layout, fields, tensors)
+        return HadamardSegment(layout=layout, inner=inner, only=self.only, signs=self.signs)
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
         """Those of the inner codec, and 2 b for each channel of a block of b."""

@@ -18,7 +18,7 @@ import torch
 from kvtailor.bench.checks import distinct_8grams
 from kvtailor.bench.data.overlap import Sketch, shared
 from kvtailor.bench.data.synthetic.documents import ALL_TASKS, SPLITS, TASKS, make_document
-from kvtailor.bench.data.texts import BETWEEN, generated_documents, read_text
+from kvtailor.bench.data.texts import BETWEEN, generated_documents, named_texts
 from kvtailor.bench.measure.statistics import FEWEST
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.needle import code_document
@@ -95,37 +95,6 @@ class Material:
                 taken[piece.group] += 1
                 found.append(piece)
         return tuple(found)
-
-
-def named_texts(texts: object) -> dict[str, str]:
-    """Return texts by their names.
-
-    Args:
-        texts: one or several; a `Path`, or a string that is the path of a file, is read; any other string is a text.
-
-    Raises:
-        KvtailorError: no text, or a file that cannot be read.
-    """
-    each = [texts] if isinstance(texts, str | Path) else list(texts) if isinstance(texts, Sequence) else None
-    if isinstance(texts, Mapping):
-        found = {str(name): text for name, text in texts.items()}
-        if all(isinstance(text, str) for text in found.values()) and found:
-            return found
-    if not each or not all(isinstance(text, str | Path) for text in each):
-        raise KvtailorError(
-            f"asked for a plan without a text to measure on, found {texts!r}: give a text, a file, or a list of them"
-        )
-    named: dict[str, str] = {}
-    for number, text in enumerate(each):
-        if isinstance(text, Path) or _is_file(text):
-            named[_free(Path(text).name, named)] = read_text(Path(text).expanduser())
-        elif isinstance(text, str):
-            if _is_like_a_path(text):
-                raise KvtailorError(f"there is no text file {text}: give the path of one, or the text itself")
-            if not text.strip():
-                raise KvtailorError(f"text {number + 1} of {len(each)} is empty: give a text, or the path of a file")
-            named[_free(f"text {number + 1}", named)] = text
-    return named
 
 
 def material_of(
@@ -347,25 +316,3 @@ def _spread(pieces: Sequence[Piece], count: int) -> list[Piece]:
     places = [i * len(pieces) // count for i in range(count)]
     # Every other one first: the first half of the list is as spread as the whole.
     return [pieces[i] for i in (*places[::2], *places[1::2])]
-
-
-def _is_file(text: object) -> bool:
-    if not isinstance(text, str) or len(text) > 1000 or "\n" in text:
-        return False
-    try:
-        return Path(text).expanduser().is_file()
-    except OSError:
-        return False
-
-
-def _is_like_a_path(text: str) -> bool:
-    return len(text.split()) == 1 and bool(Path(text).suffix or "/" in text)
-
-
-def _free(name: str, taken: Mapping[str, str]) -> str:
-    number = 2
-    free = name
-    while free in taken:
-        free = f"{name} ({number})"
-        number += 1
-    return free

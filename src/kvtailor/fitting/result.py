@@ -16,6 +16,7 @@ from kvtailor.fitting.engines import EngineSetting, nearest_settings
 from kvtailor.fitting.judging.verdict import Family, Judged
 from kvtailor.fitting.layers.layer_map import Additivity, LayerMap
 from kvtailor.fitting.question import Question
+from kvtailor.ops.notebook_html import Share, Shown, Strong, html_block, html_table
 from kvtailor.plan import Plan, registry
 
 __all__ = ["RESULT_FILE", "Fit", "FrontPoint", "marked", "short_plan"]
@@ -182,6 +183,29 @@ class Fit:
             "layers": None if self.layers is None else self.layers.as_dict(),
             "additivity": None if self.additivity is None else asdict(self.additivity),
         }
+
+    def __repr__(self) -> str:
+        sizes = f"{self.chosen.bytes} of {self.full} bytes"
+        return (
+            f"Fit({self.model!r}, {self.plan!r}, {sizes} at context={self.question.context} and "
+            f"batch={self.question.batch}: {self.sentence!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the plan, what was shown of it, and every plan that the proof measured."""
+        rows: list[list[Shown]] = [
+            [
+                Strong(each.label) if each.plan == self.plan else each.label,
+                byte_text(each.bytes),
+                Share(f"{100 * each.bytes / self.full:.1f} %", each.bytes / self.full),
+                "the plan" if each.plan == self.plan else self.told.get(each.label),
+            ]
+            for each in sorted(self.proof, key=lambda each: each.bytes)
+        ]
+        heads = ["plan of the proof", "bytes", "of the uncompressed cache", "beside the plan"]
+        title = f"{self.model}: {self.question.context} tokens, {self.question.batch} row(s)"
+        table = html_table(rows, heads)
+        return html_block(title, html_table([[self.python]]), table, lead=self.sentence, notes=self.notes)
 
     def __str__(self) -> str:
         chosen = self.chosen

@@ -102,7 +102,7 @@ def fit(
     for name in without:
         if name not in registry.presets():
             registry.stage_of(name)
-    subject = _subject(model, tokenizer)
+    subject = Subject.of(model, tokenizer, "a fit")
     faults = load_faults(context, batch)
     if faults:
         raise QuestionError(faults)
@@ -198,17 +198,6 @@ def reachable(sizer: Sizer, question: Question, without: Sequence[str] = ()) -> 
             f"and {question.batch} row(s), but the least that any plan can reach on this model is "
             f"{byte_text(min(sizes)[0])} ({min(sizes)[0]} bytes): give more memory, a shorter context or fewer rows"
         )
-
-
-def _subject(model: Any, tokenizer: Any) -> Subject:
-    if isinstance(model, Subject):
-        return model
-    if isinstance(model, str | Path):
-        return Subject.load(str(model))
-    if tokenizer is None:
-        raise KvtailorError("asked for a fit of a model object without its tokenizer: give tokenizer=")
-    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-    return Subject(name=name, model=model, tokenizer=tokenizer)
 
 
 def _is_answers(task: object) -> bool:

@@ -32,6 +32,7 @@ from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
 from kvtailor.hf.saving import save
 from kvtailor.hf.switch import Lease
 from kvtailor.ledger import Entry, Ledger
+from kvtailor.ops.notebook_html import html_block
 from kvtailor.plan import Plan
 from kvtailor.store.contract import Traffic
 from kvtailor.types import ALL_HEADS, HeadShare
@@ -116,6 +117,11 @@ class KvCache(Cache):
         ledger = self.ledger()
         held = "" if ledger.held is None else f", held={ledger.held:.1f}"
         return f"{plan}{held}, bytes={ledger.total} of {ledger.full})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what the cache holds now, and under which plan."""
+        parts = [self.ledger()._repr_html_()] if self.seen else []
+        return html_block(repr(self), *parts, self.plan._repr_html_())
 
     def held(self) -> Tensor:
         """(b, l, h) int64: tokens held by each row, compressed layer and kv head, without padding.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileContent", "read_file"]
+__all__ = ["FileContent", "read_file", "safetensors_metadata"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +44,16 @@ def read_file(path: str, asked: str) -> FileContent:
     except (OSError, ValueError) as error:
         raise ValueError(f"{asked} is {path!r}, which cannot be read: {error}") from error
     return FileContent(name=place.name, data=data, hash=hashlib.sha256(data).hexdigest())
+
+
+def safetensors_metadata(data: bytes) -> dict[str, str]:
+    """The strings in the head of a safetensors file, without its tensors.
+
+    Raises:
+        ValueError: the head is no JSON object.
+    """
+    size = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + size])
+    if not isinstance(head, dict):
+        raise ValueError(f"its head is a {type(head).__name__} and no JSON object")
+    return dict(head.get("__metadata__", {}))

@@ -17,15 +17,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from kvtailor.allocate.contract import Allocator
+from kvtailor.attend.contract import Attention
+from kvtailor.encode.contract import Codec
 from kvtailor.errors import PlanError
+from kvtailor.merge.contract import Merger
 from kvtailor.method import Method
+from kvtailor.ops.notebook_html import Shown, Strong, html_block, html_table
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import given_of, identity_of, with_nested, word_of
 from kvtailor.plan.check import SETTINGS, all_faults, wrong_kinds
 from kvtailor.plan.grammar import Word, toml_value, write_bytes, write_value
 from kvtailor.plan.read import Asked, line_parts, toml_parts
-from kvtailor.plan.registry import Allocator, Attention, Codec, Merger, Placement, Scorer, Selector
 from kvtailor.presets import FULL
+from kvtailor.score.contract import Scorer
+from kvtailor.select.contract import Selector
+from kvtailor.store.contract import Placement
 from kvtailor.types import Needs, Softmax
 
 __all__ = ["Plan", "parse"]
@@ -189,6 +196,24 @@ class Plan:
     def __repr__(self) -> str:
         methods = [f"{stage}={_python(self.parts[stage])}" for stage in self._words()]
         return f"Plan({', '.join([*methods, *(f'{name}={value!r}' for name, value in self._settings.items())])})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the method of each stage with its arguments and what it does; those of the null plan plain."""
+        words = self._words()
+        rows: list[list[Shown]] = []
+        for stage, part in self.parts.items():
+            if part is None:
+                rows.append([stage, None, None, "Nothing is evicted."])
+                continue
+            name = registry.name_of(part)
+            given = ", ".join(f"{key}={_python(value)}" for key, value in given_of(part).items())
+            info = registry.methods(stage).get(name)
+            named = Strong(name) if stage in words else name
+            rows.append([stage, named, given or None, info.summary if info is not None else None])
+        note = f"Hash {self.hash}; the plan as TOML: plan.to_toml()."
+        return html_block(
+            str(self), html_table(rows, ["stage", "method", "arguments", "what it does"]), notes=[note]
+        )  # fmt: skip
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvtailor.allocate.contract import Allocator
-from kvtailor.attend.contract import Attention
-from kvtailor.encode.contract import Codec
 from kvtailor.errors import KvtailorError, UnknownName
-from kvtailor.merge.contract import Merger
 from kvtailor.method import Method
-from kvtailor.score.contract import Scorer
-from kvtailor.select.contract import Selector
-from kvtailor.store.contract import Placement
+
+if TYPE_CHECKING:
+    from kvtailor.allocate.contract import Allocator
+    from kvtailor.attend.contract import Attention
+    from kvtailor.encode.contract import Codec
+    from kvtailor.merge.contract import Merger
+    from kvtailor.score.contract import Scorer
+    from kvtailor.select.contract import Selector
+    from kvtailor.store.contract import Placement
 
 __all__ = [
     "Allocator",
@@ -49,15 +52,16 @@ __all__ = [
     "stages",
 ]
 
-_CONTRACTS: dict[str, type[Method]] = {
-    "score": Scorer,
-    "allocate": Allocator,
-    "select": Selector,
-    "merge": Merger,
-    "encode": Codec,
-    "store": Placement,
-    "attend": Attention,
+_CONTRACTS = {
+    "score": "Scorer",
+    "allocate": "Allocator",
+    "select": "Selector",
+    "merge": "Merger",
+    "encode": "Codec",
+    "store": "Placement",
+    "attend": "Attention",
 }
+"""The abstract class of each stage, in the stage's module `contract`; imported when it is first needed."""
 _NULL = {
     "allocate": "uniform",
     "select": "topk",
@@ -111,6 +115,16 @@ class Preset:
     budget: str
 
 
+if not TYPE_CHECKING:  # a type checker is to miss names that are not there
+
+    def __getattr__(name: str) -> Any:
+        """The contracts by their names. They import torch, which a list of what there is does not need."""
+        for stage, contract_name in _CONTRACTS.items():
+            if contract_name == name:
+                return contract(stage)
+        raise AttributeError(f"module 'kvtailor.plan.registry' has no attribute {name!r}")
+
+
 def stages() -> tuple[str, ...]:
     """The stages whose methods a plan names, in the order in which they work."""
     return tuple(_CONTRACTS)
@@ -122,6 +136,12 @@ def contract(stage: str) -> type[Method]:
     Raises:
         UnknownName: no such stage.
     """
+    name = _contract_name(stage)
+    found: type[Method] = getattr(importlib.import_module(f"kvtailor.{stage}.contract"), name)
+    return found
+
+
+def _contract_name(stage: str) -> str:
     if stage not in _CONTRACTS:
         raise UnknownName("stage", stage, _CONTRACTS)
     return _CONTRACTS[stage]
@@ -135,7 +155,7 @@ def methods(stage: str) -> dict[str, MethodInfo]:
         KvtailorError: a file of the stage holds two methods, or two packages bring the same name.
     """
     found: dict[str, MethodInfo] = {}
-    for info in [*_own(stage, contract(stage).__name__), *_of_others(stage)]:
+    for info in [*_own(stage, _contract_name(stage)), *_of_others(stage)]:
         if info.name in found:
             other = found[info.name]
             raise KvtailorError(
@@ -195,7 +215,7 @@ def load(stage: str, name: str) -> type[Method]:
 
 def null(stage: str) -> str | None:
     """The method that a plan has in this stage when it names none; None for `score`, where nothing is evicted then."""
-    contract(stage)
+    _contract_name(stage)
     return _NULL.get(stage)
 
 
@@ -207,8 +227,8 @@ def method_of(stage: str, name: str | None) -> Method | None:
 def name_of(method: object) -> str:
     """The name under which a plan writes this method; the class name of a class that no stage lists."""
     kind = type(method)
-    for stage, base in _CONTRACTS.items():
-        if isinstance(method, base):
+    for stage in _CONTRACTS:
+        if isinstance(method, contract(stage)):
             for info in methods(stage).values():
                 if (info.module, info.class_name) == (kind.__module__, kind.__qualname__):
                     return info.name

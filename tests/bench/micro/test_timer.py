@@ -109,3 +109,23 @@ def test_on_a_gpu_a_graph_and_the_host_agree() -> None:
     sides = [Side(name=str(kind), run=lambda layer: data[layer].sum(), recorded=kind) for kind in (True, False)]
     graph, host = time_in_turns(sides, 5, layers=2, device=device)
     assert min(graph.seconds) > 0 and min(host.seconds) > 0.5 * min(graph.seconds)
+
+
+def test_a_pause_comes_before_each_sample_and_is_no_part_of_it(
+    undisturbed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, pauses = Ticks(), []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        clock.now += seconds
+
+    def run(_: int) -> None:
+        clock.now += 3.0
+
+    monkeypatch.setattr(timer.time, "sleep", sleep)
+    sides = [Side(name=name, run=run) for name in "ab"]
+    found = time_in_turns(sides, 2, warmup=1, clock=clock, pause=0.5)
+    assert pauses == [0.5] * 6 and [each.seconds for each in found] == [[3.0, 3.0]] * 2
+    time_in_turns(sides, 2, clock=clock)
+    assert len(pauses) == 6

@@ -56,16 +56,20 @@ button.click(); found.up = [head[at].getAttribute('aria-sort'), column()];
 button.click(); found.down = [head[at].getAttribute('aria-sort'), column()];
 const records = document.querySelector('#records'), rows = [...records.querySelectorAll('tbody tr')];
 found.closed = !records.open;
-const link = document.querySelector('#table-plans tbody a[data-keys*=" "]');
+const link = document.querySelector('#table-plans tbody a[data-r*=" "]');
 // Without the jump: a browser may open what it jumps to by itself, and not every one does.
 link.addEventListener('click', event => event.preventDefault());
 link.click();
 found.opened = records.open;
-found.keys = link.dataset.keys.split(' ').sort();
-found.shown = rows.filter(row => !row.hidden).map(row => row.dataset.key).sort();
+found.keys = link.dataset.r.split(' ').flatMap(part => {
+  const [first, last = first] = part.split('-').map(Number);
+  return Array.from({length: last - first + 1}, (_, index) => `r${first + index}`);
+}).sort();
+found.shown = rows.filter(row => !row.hidden).map(row => row.id).sort();
 const box = document.querySelector('#filter');
 box.value = 'capacity kivi(bits=4)'; box.dispatchEvent(new Event('input'));
-found.filtered = rows.filter(row => !row.hidden).map(row => row.textContent.includes('capacity'));
+found.filtered = rows.filter(row => !row.hidden).map(row =>
+  row.closest('table').caption.textContent.includes('capacity') && row.textContent.includes('kivi(bits=4)'));
 document.querySelector('#all').click();
 found.again = rows.filter(row => !row.hidden).length;
 found.complaints = complaints;
@@ -85,10 +89,10 @@ addEventListener('message', event => {
 </script>FRAMES</body></html>"""
 
 
-def asked(folder, pages, *options):
+def asked(folder, pages, *options, questions=QUESTIONS):
     """What pages say of themselves, each at a width: by width."""
     for width, text in pages.items():
-        whole = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", QUESTIONS + "</body>", 1)
+        whole = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", questions + "</body>", 1)
         (folder / f"{width}.html").write_text(whole, encoding="utf-8")
     frames = "".join(
         f'<iframe src="{width}.html" style="width:{width}px;height:900px;border:0"></iframe>' for width in pages
@@ -97,7 +101,7 @@ def asked(folder, pages, *options):
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}", "--window-size=1800,1000", "--virtual-time-budget=3000",
+        f"--user-data-dir={folder / 'profile'}", "--window-size=2000,1000", "--virtual-time-budget=3000",
         "--enable-logging=stderr", "--v=0", *options, "--dump-dom", f"file://{folder / 'outside.html'}",
     ]  # fmt: skip
     started = subprocess.Popen(

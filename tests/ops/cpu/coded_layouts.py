@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.quant import largest_divisor
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import built, load
@@ -37,6 +38,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
     },
     "tokens4x8": lambda states: TokenCodes.of(states, 4, 8),
     **{f"channels{bits}": partial(ChannelCodes.of, bits=bits, group=32) for bits in (2, 3, 4, 8)},
+    **{f"levels{bits}": partial(GaussianCodes.of, bits=bits, keep_norm=bits % 2 == 0) for bits in (1, 2, 3, 4, 5, 8)},
     "channels4x5": partial(ChannelCodes.of, bits=4, group=5),
 }
 

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 from kvtailor.ops.cpu import library as module
-from kvtailor.ops.cpu.library import Call, Coding, Side, built, library, load, why_none
+from kvtailor.ops.cpu.library import (
+    Call,
+    Coding,
+    Map,
+    PartCoordinates,
+    Side,
+    Step,
+    Union,
+    built,
+    library,
+    load,
+    why_none,
+)
 
 FOLDER = Path(module.__file__).parent
 needs_built = pytest.mark.skipif(not built(), reason="the C++ kernels were not built: no compiler")
@@ -62,19 +74,23 @@ def test_a_file_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize(
     ("structure", "header"),
-    [(Side, "layouts.h"), (Call, "attention.cpp"), (Coding, "quantise.cpp")],
-    ids=["Side", "Call", "Coding"],
-)
+    [
+        (Side, "layouts.h"), (Call, "attention.cpp"), (Coding, "quantise.cpp"), (Map, "coordinates.h"),
+        (PartCoordinates, "step.h"), (Step, "step.h"), (Union, "step.h"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)  # fmt: skip
 def test_structures_have_the_fields_of_their_cpp(structure: type[ctypes.Structure], header: str) -> None:
     source = (FOLDER / header).read_text(encoding="utf-8")
-    body = re.search(rf"struct {structure.__name__} \{{(.*?)\n\}};", source, re.DOTALL)
+    name = structure.__name__.removeprefix("Part")
+    body = re.search(rf"struct {name} \{{(.*?)\n\}};", source, re.DOTALL)
     assert body is not None
     fields: list[str] = []
     for line in body.group(1).splitlines():
-        declared = re.match(r"\s*(?:const )?\w+\*? +\*?([\w, ]+);", line) or re.match(
-            r"\s*(?:const )?\w+\* ([\w, ]+);", line
-        )
-        fields += [name.strip() for name in declared.group(1).split(",")] if declared else []
+        # A type, and names of which each may be a pointer, or a pointer to pointers.
+        declared = re.match(r"\s*(?:const )?\w+((?:[\s*]|const\b)+\w+(?:,(?:[\s*]|const\b)*\w+)*);", line)
+        names = re.sub(r"\*|\bconst\b", " ", declared.group(1)).split(",") if declared else []
+        fields += [each.strip() for each in names]
     assert fields == [name for name, *_ in structure._fields_]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 from kvtailor.bench.data.synthetic.documents import TASKS, make_document
 from kvtailor.errors import KvtailorError
 
-__all__ = ["BETWEEN", "STATES", "generated_documents", "generated_text", "read_text", "starts_of"]
+__all__ = ["BETWEEN", "STATES", "generated_documents", "generated_text", "named_texts", "read_text", "starts_of"]
 
 BETWEEN = "\n\n"
 _PIECE = 1500
@@ -61,3 +61,56 @@ def generated_documents(characters: int, state: int = 0, kinds: Sequence[str] = 
         pieces.append(document.prompt + document.answer)
         size += len(pieces[-1]) + 2
     return pieces
+
+
+def named_texts(texts: object) -> dict[str, str]:
+    """Return texts by their names.
+
+    Args:
+        texts: one or several; a `Path`, or a string that is the path of a file, is read; any other string is a text.
+
+    Raises:
+        KvtailorError: no text, or a file that cannot be read.
+    """
+    each = [texts] if isinstance(texts, str | Path) else list(texts) if isinstance(texts, Sequence) else None
+    if isinstance(texts, Mapping):
+        found = {str(name): text for name, text in texts.items()}
+        if all(isinstance(text, str) for text in found.values()) and found:
+            return found
+    if not each or not all(isinstance(text, str | Path) for text in each):
+        raise KvtailorError(
+            f"asked for a measurement without a text, found {texts!r}: give a text, a file, or a list of them"
+        )
+    named: dict[str, str] = {}
+    for number, text in enumerate(each):
+        if isinstance(text, Path) or _is_file(text):
+            named[_free(Path(text).name, named)] = read_text(Path(text).expanduser())
+        elif isinstance(text, str):
+            if _is_like_a_path(text):
+                raise KvtailorError(f"there is no text file {text}: give the path of one, or the text itself")
+            if not text.strip():
+                raise KvtailorError(f"text {number + 1} of {len(each)} is empty: give a text, or the path of a file")
+            named[_free(f"text {number + 1}", named)] = text
+    return named
+
+
+def _is_file(text: object) -> bool:
+    if not isinstance(text, str) or len(text) > 1000 or "\n" in text:
+        return False
+    try:
+        return Path(text).expanduser().is_file()
+    except OSError:
+        return False
+
+
+def _is_like_a_path(text: str) -> bool:
+    return len(text.split()) == 1 and bool(Path(text).suffix or "/" in text)
+
+
+def _free(name: str, taken: Mapping[str, str]) -> str:
+    number = 2
+    free = name
+    while free in taken:
+        free = f"{name} ({number})"
+        number += 1
+    return free

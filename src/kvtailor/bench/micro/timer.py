@@ -101,6 +101,7 @@ def time_in_turns(
     device: torch.device = CPU,
     clock: Callable[[], float] | None = None,
     sweep: bool | None = None,
+    pause: float = 0.0,
     advance: Callable[[str], None] = lambda name: None,
 ) -> list[Measured]:
     """Return the times of each side, of one layer, in the order of the sides.
@@ -114,6 +115,8 @@ def time_in_turns(
         clock: another clock than the wall's, such as `time.process_time`, which other programs hardly touch: with it no
             sample is left out.
         sweep: a sample goes over all layers; None: on anything but a CPU.
+        pause: seconds to sleep before each sample. Threads of OpenMP wait for their next work in a loop, for some
+            milliseconds, so where two libraries with threads of their own take turns, one would disturb the other.
         advance: called with a side's name after each sample.
     """
     sweep = device.type != "cpu" if sweep is None else sweep
@@ -123,6 +126,8 @@ def time_in_turns(
     # A graph between two events is timed by the device, which other programs on the host do not slow down.
     by_device = [device.type == "cuda" and side.recorded and clock is None for side in sides]
     for round_, at in rounds_in_turns(range(len(sides)), rounds, warmup=warmup):
+        if pause:
+            time.sleep(pause)
         neighbours.start()
         seconds = samplers[at](round_)
         disturbed = clock is None and not by_device[at] and neighbours.disturbed()

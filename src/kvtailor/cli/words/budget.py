@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from kvtailor.cli.words.lines import say
 from kvtailor.ops.sizes import binary as byte_text
 
 if TYPE_CHECKING:
@@ -127,43 +126,39 @@ def say_holding(plan: Plan, held: Holding, size: CacheSize, grown: CacheSize) ->
     """
     rows = f"{size.batch} rows of {size.context} tokens" if size.batch > 1 else f"{size.context} tokens (one row)"
     upper = "at most " if plan.evicts and not plan.select.exact else ""
-    click.echo(
+    say(
         f"after a prompt of {rows}, before any run: {upper}{held.tokens_held} of "
         f"{held.tokens_seen} tokens are held per kv head, on average"
     )
     if held.tokens_encoded and plan.encode.tail:
-        click.echo(f"  {held.tokens_encoded} encoded, the newest {held.tokens_full_precision} in full precision")
+        say(f"  {held.tokens_encoded} encoded, the newest {held.tokens_full_precision} in full precision")
     elif plan.encode.block and not held.tokens_encoded:
-        click.echo("  none of them is encoded: the codec leaves so many of the newest in full precision")
+        say("  none of them is encoded: the codec leaves so many of the newest in full precision")
     _say_bytes(held, size)
     slack = plan.slack_tokens
     if plan.evicts and slack is not None:
-        click.echo(
-            f"  while decoding: cut back to the budget whenever more than {slack} tokens have come since the last cut"
-        )
+        say(f"  while decoding: cut back to the budget whenever more than {slack} tokens have come since the last cut")
     else:
-        click.echo("  while decoding: every new token is held as well")
+        say("  while decoding: every new token is held as well")
     more = (grown.total - size.total) / grown.new_tokens
     about = "" if size.exact and grown.exact else "about "
     what = f"{byte_text(more)} more" if more >= 0 else f"{byte_text(-more)} less"
-    click.echo(f"  {about}{what} for each of the next {grown.new_tokens} decoded tokens, on average, in all rows")
+    say(f"  {about}{what} for each of the next {grown.new_tokens} decoded tokens, on average, in all rows")
 
 
 def _say_bytes(held: Holding, size: CacheSize) -> None:
     known = byte_text(size.total) if size.exact else f"{byte_text(size.low)} to {byte_text(size.high)}"
     about = "" if size.exact else "about "
-    click.echo(
-        f"  the cache takes {known}, {about}{size.share:.3f} of the {byte_text(size.full)} of an uncompressed one"
-    )
+    say(f"  the cache takes {known}, {about}{size.share:.3f} of the {byte_text(size.full)} of an uncompressed one")
     for stage, each in size.stages.items():
         amount = byte_text(each.low) if each.exact else f"{byte_text(each.low)} to {byte_text(each.high)}"
-        click.echo(f"    {stage:<8} {amount:<22} {_STAGES[stage]}")
+        say(f"    {stage:<8} {amount:<22} {_STAGES[stage]}")
     if held.state_bytes is None:
-        click.echo("    and recurrent states, whose bytes are not known before a run, with the plan or without")
+        say("    and recurrent states, whose bytes are not known before a run, with the plan or without")
     for reason in size.reasons:
-        click.echo(f"  not known before a run: {reason}")
+        say(f"  not known before a run: {reason}")
     if size.uncut:
-        click.echo(f"  while the prompt is read, {byte_text(size.uncut)} of it wait uncompressed")
+        say(f"  while the prompt is read, {byte_text(size.uncut)} of it wait uncompressed")
 
 
 def as_dict(held: Holding | None) -> dict[str, int] | None:

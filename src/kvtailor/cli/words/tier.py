@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
+from kvtailor.cli.words.lines import say
 
 if TYPE_CHECKING:
     from kvtailor.cli.words.budget import Holding
@@ -71,14 +71,12 @@ def say_forecast(found: dict[str, Any]) -> None:
     if not found["bytes_moved"]:
         return
     stay, come = byte_text(found["bytes_resident"]), byte_text(found["bytes_moved"])
-    click.echo(f"  {stay} of keys and values stay on the device, {come} come in each step")
+    say(f"  {stay} of keys and values stay on the device, {come} come in each step")
     link, compute = found["link_seconds"], found["compute_seconds"]
     if link is not None:
-        click.echo(f"  the link alone takes {1e3 * link:.2f} ms for them, at the rate that you gave")
+        say(f"  the link alone takes {1e3 * link:.2f} ms for them, at the rate that you gave")
     if found["step_seconds"] is None or compute is None:
         return
-    click.echo(
-        f"  predicted step {1e3 * found['step_seconds']:.2f} ms, of which {1e3 * compute:.2f} ms compute, as you gave"
-    )
+    say(f"  predicted step {1e3 * found['step_seconds']:.2f} ms, of which {1e3 * compute:.2f} ms compute, as you gave")
     resident = ", ".join(map(str, found["best_resident"])) or "none"
-    click.echo(f"  best for as many bytes: {1e3 * found['best_step_seconds']:.2f} ms; resident: {resident}")
+    say(f"  best for as many bytes: {1e3 * found['best_step_seconds']:.2f} ms; resident: {resident}")

@@ -6,8 +6,9 @@ from collections import Counter
 from html import escape
 from importlib.resources import files
 
+from kvtailor.bench.report.pages.browser.pareto import canvas, embedded, filter_fields, form, memory_fields
 from kvtailor.bench.report.pages.html import quoted
-from kvtailor.bench.report.pages.style import SORTING, STYLE
+from kvtailor.bench.report.pages.style import browser_text, style
 from kvtailor.bench.report.words import byte_text, milliseconds
 from kvtailor.fitting.page.evidence import evidence
 from kvtailor.fitting.page.plans import data, drawable, front_table, proof_table
@@ -42,19 +43,19 @@ def page(found: Answer) -> str:
         _proof(found),
         *evidence(found),
     ]
-    script = "\n".join([SORTING, _text("chart.js"), _text("page.js")])
+    scripts = [*map(browser_text, ("sorting.js", "chart.js", "choice.js")), _own_text("page.js")]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{quoted(_POLICY)}"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}{_text('page.css')}</style></head>\n"
+        f"<style>{style('pareto.css')}{_own_text('page.css')}</style></head>\n"
         f"<body><main>{''.join(parts)}</main>"
-        f'<script type="application/json" id="fit-data">{data(found)}</script>'
-        f"<script>{script}</script></body></html>\n"
+        f"{embedded('fit-data', data(found))}"
+        f"<script>{''.join(scripts)}</script></body></html>\n"
     )
 
 
-def _text(name: str) -> str:
+def _own_text(name: str) -> str:
     return (files("kvtailor.fitting.page") / name).read_text(encoding="utf-8")
 
 
@@ -110,27 +111,13 @@ def _front(found: Answer) -> str:
         "line joins the front: no other plan has fewer bytes and loses less. The search chose among these plans by "
         "these very numbers, so the proof below is what counts." + missing
     )
-    tools = (
-        '<form class="tools" id="tools" autocomplete="off">'
-        '<div class="mine"><label for="memory">My memory is</label>'
-        '<input id="memory" type="text" inputmode="text" spellcheck="false" aria-describedby="memory-note" '
-        'placeholder="300KiB, 2GiB, 25%">'
-        '<input id="slide" type="range" min="0" max="250" step="1" aria-label="my memory, as a slider"></div>'
-        '<p id="memory-note" class="dim">Of the whole cache at this load: such as 300KiB, 1.5MiB, 2GiB or 25%.</p>'
-        '<div id="pick" class="pick" aria-live="polite"></div>'
-        f'<div class="filter"><input id="find" type="search" placeholder="words, such as: snapkv kivi" '
-        f'aria-label="show plans with these words">{boxes}'
-        '<label><input type="checkbox" id="front-only">the front alone</label>'
-        '<button type="button" id="every">show all</button>'
-        '<span id="count" class="dim" aria-live="polite"></span></div></form>'
+    size = "Of the whole cache at this load: such as 300KiB, 1.5MiB, 2GiB or 25%."
+    title = "bytes against loss; arrow keys go from plan to plan"
+    body = (
+        form(memory_fields(size), filter_fields("snapkv kivi", boxes))
+        + canvas(title, otherwise="The picture needs scripts; every number of it is in the table below.")
+        + front_table(found)
     )
-    chart = (
-        '<figure class="pareto"><div class="canvas"><svg id="chart" role="group" '
-        'aria-label="bytes against loss; arrow keys go from plan to plan"></svg>'
-        '<div id="tip" role="status" hidden></div></div>'
-        "<noscript><p>The picture needs scripts; every number of it is in the table below.</p></noscript></figure>"
-    )
-    body = tools + chart + front_table(found)
     return section("front", "Every choice: bytes against loss", body, kind="search", note=escape(note))
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from html import escape
 from statistics import fmean
 from typing import Any
 
+from kvtailor.bench.report.pages.browser.pareto import short_name
 from kvtailor.bench.report.pages.html import quoted
 from kvtailor.bench.report.words import byte_text, milliseconds, significant
 from kvtailor.fitting.judging.verdict import Family, Judged
 from kvtailor.fitting.page.reads import Answer, Measurement
-from kvtailor.fitting.page.words import ORIGINS, cell, ends, head, interval, percent, short_name, table
+from kvtailor.fitting.page.words import ORIGINS, cell, ends, head, interval, percent, table
 from kvtailor.ops.sizes import bytes_of, write_bytes
 from kvtailor.presets import FULL
 
@@ -27,8 +27,8 @@ def numbers(found: Answer) -> dict[str, int]:
     return {plan: number for number, plan in enumerate(dict.fromkeys(order), 1)}
 
 
-def data(found: Answer) -> str:
-    """What the script reads, as JSON that may stand in a page.
+def data(found: Answer) -> dict[str, Any]:
+    """Return what the script reads.
 
     Numbers are those of the fit, unrounded; the words beside them are those of the tables.
     """
@@ -36,7 +36,7 @@ def data(found: Answer) -> str:
     proved = {each.plan: each for each in found.proof if each.error is None}
     asked = found.question
     memory = asked.memory or found.chosen.bytes
-    whole = {
+    return {
         "full": found.full,
         "limit": asked.memory,
         "limit_text": None if asked.memory is None else byte_text(asked.memory),
@@ -53,8 +53,6 @@ def data(found: Answer) -> str:
             if drawable(each)
         ],
     }
-    # No "</script>" of a plan or a label may end the script; U+2028 and U+2029 are safe in JSON that is parsed.
-    return json.dumps(whole, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
 def drawable(each: Measurement) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
 
@@ -13,7 +12,7 @@ from kvtailor.fitting.page.reads import Answer
 
 __all__ = [
     "DASH", "ORIGINS", "badge", "cell", "ends", "head", "in_words", "interval", "load", "percent", "section",
-    "short_name", "table",
+    "table",
 ]  # fmt: skip
 
 DASH = "–"
@@ -21,7 +20,6 @@ DASH = "–"
 ORIGINS = {"layers": "fitted by layers", "words": "fitted in words", "fitted": "fitted", "preset": "preset",
            "full": "uncompressed"}  # fmt: skip
 """What the page calls the origins of plans."""
-_LONGEST_NAME = 30
 
 
 def percent(part: float, whole: float) -> str:
@@ -65,14 +63,6 @@ def in_words(found: Answer) -> str:
         limits.append(f"with {' and '.join(bounds)}")
     goal = {"loss": "the least loss", "bytes": "the fewest bytes", "time": "the least time for a token"}[asked.aim]
     return f"{goal} {', '.join(limits)}, at {load(found)}"
-
-
-def short_name(label: str) -> str:
-    """A plan's methods without their settings, for where there is little space; a preset's name as it is."""
-    bare = label.split(" @ ")[0]
-    while (inner := re.sub(r"\([^()]*\)", "", bare)) != bare:
-        bare = inner
-    return bare if len(bare) <= _LONGEST_NAME else bare[: _LONGEST_NAME - 1].rstrip(" +") + "…"
 
 
 def badge(kind: str) -> str:

@@ -161,7 +161,12 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device, vocab_s
         torch.manual_seed(0)
         made = new_model(shape.pop("model_type"), dtype=first[0], **shape)
     setattr(made, UNTRAINED, True)
-    return made.to(device=where, dtype=wanted).eval()
+    made = made.to(device=where)
+    # Weights alone: the frequencies of a rotation stay float32, as they do in a model of a checkpoint. In 16 bits the
+    # angles of late positions would be wrong.
+    for parameter in made.parameters():
+        parameter.data = parameter.data.to(wanted)
+    return made.eval()
 
 
 @contextmanager

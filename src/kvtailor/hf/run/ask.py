@@ -21,6 +21,7 @@ from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.run.chat import Prompt
 from kvtailor.hf.run.prefill import begin, prefill
 from kvtailor.ledger import Ledger
+from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
 
 __all__ = ["Answers", "Reading", "ask", "read"]
@@ -50,6 +51,16 @@ class Answers:
     plan: str
     ledger: Ledger | None
     ledgers: tuple[Ledger, ...]
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(f"{q!r}: {a!r}" for q, a in zip(self.questions, self.texts, strict=True))
+        return f"Answers({self.plan!r}, {{{pairs}}})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: each question with its answer, and what the compressed context takes."""
+        rows = list(zip(self.questions, self.texts, strict=True))
+        parts = [] if self.ledger is None else [self.ledger._repr_html_()]
+        return html_block(self.plan, html_table(rows, ["question", "answer"]), *parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from kvtailor.hf.model.loading import load
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
+from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
 from kvtailor.speculate.adaptive import Adaptive
 from kvtailor.speculate.contract import Draft, Lookahead, Rule
@@ -51,6 +52,24 @@ class Generated:
     statistics: Statistics
     cache: KvCache
     drafts: tuple[KvCache, ...] = ()
+
+    def __repr__(self) -> str:
+        shape = tuple(self.sequences.shape)
+        return f"Generated(sequences={shape}, tokens={self.statistics.tokens}, cache={self.cache!r})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what was counted, and what the cache holds."""
+        counted = self.statistics
+        numbers = {
+            "sequences": str(tuple(self.sequences.shape)),
+            "new tokens of each row": str(counted.tokens),
+            "by plain decoding": str(counted.plain_tokens),
+            "seconds": f"{counted.seconds:.3g}",
+            "acceptance": None if counted.acceptance is None else f"{100 * counted.acceptance:.0f} %",
+            "speed-up, measured": None if counted.speed_up is None else f"{counted.speed_up:.2f}×",
+        }
+        table = html_table([[name, value] for name, value in numbers.items()])
+        return html_block("kvtailor.generate", table, self.cache._repr_html_())
 
 
 @torch.no_grad()

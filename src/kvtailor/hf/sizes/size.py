@@ -22,6 +22,7 @@ from kvtailor.hf.sizes.reasons import reasons_of
 from kvtailor.hf.sizes.segments import SegmentBytes
 from kvtailor.hf.sizes.simulate import Holding, Unit, gone_through
 from kvtailor.hf.sizes.tiers import tier_bytes
+from kvtailor.ops.notebook_html import Share, Shown, html_block, html_table
 from kvtailor.ops.sizes import binary
 from kvtailor.plan.arguments import with_nested
 from kvtailor.types import Rotation
@@ -117,6 +118,30 @@ class CacheSize:
             amount = binary(each.low) if each.exact else f"{binary(each.low)} to {binary(each.high)}"
             lines.append(f"  {name:<8} {amount}")
         return "\n".join([*lines, *(f"  not known before a run: {reason}" for reason in self.reasons)])
+
+    def __repr__(self) -> str:
+        size = f"{self.total} bytes" if self.exact else f"{self.low} to {self.high} bytes"
+        return (
+            f"CacheSize({self.plan!r}, context={self.context}, batch={self.batch}, new_tokens={self.new_tokens}: "
+            f"{size} of {self.full})"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the bytes by stage, as shares of the uncompressed cache."""
+        bounds = {"the whole cache": Bounds(self.low, self.high), **self.stages}
+        rows: list[list[Shown]] = [
+            [
+                name,
+                binary(each.low) if each.exact else f"{binary(each.low)} to {binary(each.high)}",
+                Share(f"{100 * each.high / self.full:.1f} %", each.high / self.full),
+            ]
+            for name, each in bounds.items()
+        ]
+        heads = ["bytes", "before any run", "of the uncompressed cache, at most"]
+        after = f" and {self.new_tokens} decoded ones" if self.new_tokens else ""
+        title = f"{self.plan}: {self.batch} row(s) of {self.context} tokens{after}"
+        notes = [f"Not known before a run: {reason}" for reason in self.reasons]
+        return html_block(title, html_table(rows, heads), notes=notes)
 
     @property
     def by_stage(self) -> dict[str, int]:

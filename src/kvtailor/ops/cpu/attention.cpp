@@ -495,6 +495,9 @@ int64_t kvtailor_kept(const Call* call) { return call->lanes * call->rows * (cal
 // The mass of the slots, after kvtailor_attend with scratch to keep weights; `lse` may now be that of more parts.
 int32_t kvtailor_mass(const Call* call) { return sum_mass(*call); }
 
+// Whether codes of levels are read: a library from older sources has no such function.
+int32_t kvtailor_levels() { return 1; }
+
 // Whether `softcap` is read: a library from older sources has no such function.
 int32_t kvtailor_caps() { return 1; }
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.ops.codes.gaussian import GaussianCodes, padded_levels
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
 from kvtailor.ops.segments.coded import Coded, Whole
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "side_of", "unsuited"]
 
-_TOKEN_CODES, _CHANNEL_CODES = 3, 4
+_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES = 3, 4, 5
 # The same numbers as in attention.cpp, where a step parts its calls itself.
 # Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
 _LEAST = 256
@@ -28,14 +29,24 @@ _REFUSED = "torch_parallel_for refused to run kvtailor's attention kernel"
 def unsuited(keys: Coded, values: Coded) -> str | None:
     """Why these two sides cannot be read here, a clause; None where they can."""
     for side in (keys, values):
-        if not isinstance(side, Whole | TokenCodes | ChannelCodes):
+        if not isinstance(side, Whole | TokenCodes | ChannelCodes | GaussianCodes):
             return f"no C++ kernel reads {type(side).__name__}"
-        states = side.states if isinstance(side, Whole) else side.step
+        if isinstance(side, GaussianCodes) and not _reads_levels():
+            return "the C++ kernels were built from sources that knew no codes of levels: build them again"
+        if isinstance(side, Whole | GaussianCodes):
+            states = side.states if isinstance(side, Whole) else side.scale
+        else:
+            states = side.step
         if states.device.type != "cpu" or states.dtype not in DTYPES:
             return (
                 f"the C++ kernels read float32, bfloat16 and float16 on the CPU, not {states.dtype} on {states.device}"
             )
     return None
+
+
+def _reads_levels() -> bool:
+    used = library()
+    return used is None or used.has("kvtailor_levels")
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,7 @@ def _run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None
 
 
 def _shape(side: Coded) -> tuple[int, int]:
-    assert isinstance(side, Whole | TokenCodes | ChannelCodes)
+    assert isinstance(side, Whole | TokenCodes | ChannelCodes | GaussianCodes)
     lanes, slots, _ = side.states.shape if isinstance(side, Whole) else side.codes.shape
     return lanes, slots
 
@@ -196,9 +207,24 @@ def side_of(side: Coded, held: list[Tensor]) -> Side:
             kind=kind,
             size=states.shape[2],
         )
-    assert isinstance(side, TokenCodes | ChannelCodes)
+    assert isinstance(side, TokenCodes | ChannelCodes | GaussianCodes)
     codes = side.codes if side.codes.stride(-1) == 1 else side.codes.contiguous()
     lane, slot, _ = codes.stride()
+    if isinstance(side, GaussianCodes):
+        dtype = side.scale.dtype
+        held.append(codes)
+        return Side(
+            data=codes.data_ptr(),
+            step=_pointer(side.scale, dtype, held),
+            # Kept for as long as the process runs.
+            low=padded_levels(side.bits).data_ptr(),
+            lane_bytes=lane,
+            slot_bytes=slot,
+            kind=_LEVEL_CODES,
+            scales=DTYPES[dtype],
+            bits=side.bits,
+            size=side.size,
+        )
     dtype = side.step.dtype
     found = Side(
         data=codes.data_ptr(),

@@ -3,13 +3,13 @@
 
 #include "vectors.h"
 
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4 };
+enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5 };
 
 // Mirrored field by field in library.py.
 struct Side {
   const void* data;    // states (m, s, c), or codes (m, s, bytes) as ops.quant packs them
   const void* step;    // tables of codes, of the type `scales`: (m, s, c / group) or (m, runs, c) or (rows, c)
-  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1
+  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1. LEVEL_CODES: float levels, W or more
   const int32_t* row;  // (m, s) row of the tables of each token; null: slot i is in run i / group
   int64_t lane_bytes, slot_bytes;
   int64_t kind, scales, bits, size, group, runs;
@@ -69,6 +69,16 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
   }
 }
 
+// Floats of a token's codes by a table of levels, times the token's scale.
+static inline void by_level(const Side& side, const uint8_t* codes, int64_t place, float* to) {
+  const float step = scale_at(side, side.step, place), *levels = (const float*)side.low;
+  const F table = load<F>(levels) * step;
+  int64_t c = 0;
+  if (side.bits <= (W == 16 ? 4 : W == 8 ? 3 : 2))
+    for (; c + W <= side.size; c += W) store(to + c, picked(table, ints_of(codes + c)));
+  for (; c < side.size; c++) to[c] = levels[codes[c]] * step;
+}
+
 // Tokens first..first + count of a lane as floats, a token every `padded` floats, zeros behind its channels.
 // `scratch`: 2 * padded floats and padded bytes.
 static inline void decode(const Side& side, int64_t lane, int64_t slots, int64_t first, int64_t count,
@@ -84,8 +94,8 @@ static inline void decode(const Side& side, int64_t lane, int64_t slots, int64_t
     }
     const uint8_t* mine = (const uint8_t*)from;
     if (side.bits != 8) unpack(mine, side.bits, side.size, codes), mine = codes;
-    if (side.kind == TOKEN_CODES) {
-      by_token(side, mine, lane * slots + first + i, to);
+    if (side.kind != CHANNEL_CODES) {
+      (side.kind == TOKEN_CODES ? by_token : by_level)(side, mine, lane * slots + first + i, to);
       continue;
     }
     const int64_t place = first + i;

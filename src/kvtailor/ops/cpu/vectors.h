@@ -154,13 +154,23 @@ static inline U widened(H h) {
 #endif
 }
 
+static inline I ints_of(const uint8_t* codes) {
+#if defined(__AVX512F__)
+  return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+#elif defined(__AVX2__)
+  return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
+#else
+  return __builtin_convertvector(load<B>(codes), I);
+#endif
+}
+
 static inline F floats_of(const uint8_t* codes) {
 #if defined(__AVX512F__)
-  return (F)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+  return (F)_mm512_cvtepi32_ps((__m512i)ints_of(codes));
 #elif defined(__AVX2__)
-  return (F)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+  return (F)_mm256_cvtepi32_ps((__m256i)ints_of(codes));
 #else
-  return __builtin_convertvector(__builtin_convertvector(load<B>(codes), I), F);
+  return __builtin_convertvector(ints_of(codes), F);
 #endif
 }
 

@@ -56,7 +56,7 @@ template <int BITS, int FOLD> struct Codes {
 // The bytes of a token's codes where one plane holds them all and vectors of words divide them; else 0.
 static inline int64_t whole_words(const Side& side) {
   const int64_t bytes = side.size * side.bits / 8;
-  if (side.kind < TOKEN_CODES || side.row || (side.bits != 2 && side.bits != 4 && side.bits != 8)) return 0;
+  if ((side.kind != TOKEN_CODES && side.kind != CHANNEL_CODES) || side.row || (side.bits != 2 && side.bits != 4 && side.bits != 8)) return 0;
   if (side.size * side.bits % 8 || side.size % (2 * W)) return 0;
   const int64_t full = (int64_t)sizeof(U);
   return bytes % full == 0 || bytes * 2 == full || bytes * 4 == full ? bytes : 0;

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from kvtailor.bench.report.charts.svg import WIDTH, label, opened, ticks, width_of
+from kvtailor.bench.report.charts.svg import WIDTH, group, label, opened, ticks, width_of
 
 __all__ = ["Bar", "bars"]
 
@@ -26,6 +26,7 @@ class Bar:
         number: how the table calls it.
         hover: all of its numbers.
         kind: class of its colour.
+        behind: attribute that leads to its records, see `pages.html.behind`.
     """
 
     value: float
@@ -34,6 +35,7 @@ class Bar:
     number: str
     hover: str
     kind: str = ""
+    behind: str = ""
     low: float | None = None
     high: float | None = None
     goal: float | None = None
@@ -67,7 +69,8 @@ def bars(drawn: Sequence[Bar], *, x: str, title: str, mark: float | None = None)
     for i, bar in enumerate(drawn):
         top, middle = _TOP + _STEP * i + 3, _TOP + _STEP * i + _STEP / 2
         left, wide = min(at(0), at(bar.value)), abs(at(bar.value) - at(0))
-        parts.append(f'<g class="bar {bar.kind}"><title>{escape(bar.label)}\n{escape(bar.hover)}</title>')
+        parts.append(group("bar", bar.number, bar.kind, bar.behind))
+        parts.append(f"<title>{escape(bar.label)}\n{escape(bar.hover)}</title>")
         parts.append(f'<rect x="{left:.1f}" y="{top}" width="{max(wide, 1):.1f}" height="{_STEP - 6}"/>')
         if bar.low is not None and bar.high is not None:
             parts.append(_whisker(at(bar.low), at(bar.high), middle))
@@ -79,7 +82,7 @@ def bars(drawn: Sequence[Bar], *, x: str, title: str, mark: float | None = None)
         reach = max(at(end) for end in (bar.value, bar.high, 0.0) if end is not None)
         parts.append(label("tick", _LEFT - 8, middle + 4.5, bar.number, "end"))
         parts.append("</g>")
-        texts.append(label("value", reach + 6, middle + 4.5, bar.text, "start"))
+        texts.append(label("value", reach + 6, middle + 4.5, bar.text, "start", of=bar.number))
     if mark is not None:
         parts.append(f'<line class="front" x1="{at(mark):.1f}" x2="{at(mark):.1f}" y1="{_TOP}" y2="{foot}"/>')
     parts += texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -9,7 +10,7 @@ from html import escape
 from kvtailor.bench.measure.statistics import Estimate
 from kvtailor.bench.report.charts.bars import Bar, bars
 from kvtailor.bench.report.charts.svg import Line, Mark, lines, scatter
-from kvtailor.bench.report.pages.html import come_from
+from kvtailor.bench.report.pages.html import behind
 from kvtailor.bench.report.pages.style import COLOURS
 from kvtailor.bench.report.points import Series, base, series_of
 from kvtailor.bench.report.rows import Row
@@ -17,7 +18,10 @@ from kvtailor.bench.report.tables.quality import NATS, Measure, Score
 from kvtailor.bench.report.words import byte_text, byte_unit, milliseconds, significant
 from kvtailor.bench.schema import Record
 
-__all__ = ["Drawn", "against_memory", "colour", "every_task", "figure", "front_of", "times"]
+__all__ = ["Drawn", "MOST_DRAWN", "against_memory", "colour", "every_task", "figure", "front_of", "legible", "times"]
+
+MOST_DRAWN = 16
+"""Plans in a small chart; of more lines than that no eye can follow one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +30,46 @@ class Drawn:
 
     Attributes:
         plans: the plans, in the order of their numbers.
+        few: those of them that the small charts draw, see `legible`.
         records: of these plans and the model's own cache, without those that failed.
         by_key: all records.
         numbers: of the plans, by plan hash.
         kinds: class of each plan's colour.
+        lines: of the records on the page, see `pages.html.numbered`.
     """
 
     plans: Sequence[Row]
+    few: Sequence[Row]
     records: Sequence[Record]
     by_key: Mapping[str, Record]
     numbers: Mapping[str, str]
     kinds: Mapping[str, str]
+    lines: Mapping[str, int]
 
-    def come_from(self, keys: Sequence[str]) -> str:
-        """The last line of a hover text."""
-        return come_from([key for key in keys if key in self.by_key], self.by_key)
+    def behind(self, keys: Sequence[str]) -> str:
+        """The attribute that leads to records."""
+        return behind(keys, self.lines)
+
+
+def legible(plans: Sequence[Row], front: Sequence[Row]) -> list[Row]:
+    """Return the plans that the small charts draw: all, or of many 'full', the front, and those that lose least.
+
+    Args:
+        plans: in the order of their numbers.
+        front: from `pages.page.pareto`.
+    """
+    if len(plans) <= MOST_DRAWN:
+        return list(plans)
+    first = {row.plan_hash for row in front}
+
+    def rank(row: Row) -> tuple[float, ...]:
+        loss = math.inf if row.loss is None else row.loss.value
+        wrong = math.inf if row.accuracy is None else -row.accuracy.value
+        kl = math.inf if row.kl is None else row.kl
+        return not row.is_full, row.plan_hash not in first, loss, wrong, kl, row.ratio or math.inf
+
+    chosen = {row.plan_hash for row in sorted(plans, key=rank)[:MOST_DRAWN]}
+    return [row for row in plans if row.plan_hash in chosen]
 
 
 def colour(index: int) -> str:
@@ -65,7 +94,7 @@ def front_of(marks: Sequence[Mark], *, lower_is_better: bool) -> list[Mark]:
 
 
 def against_memory(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
-    """Perplexity for each text, and loss, right answers, recall and KL of the main table, against bytes."""
+    """Perplexity for each text, and right answers, recall and KL of the main table, against bytes."""
     for measure in measures:
         if measure.task != "perplexity":
             continue
@@ -77,7 +106,6 @@ def against_memory(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
         ]
         yield from _scatter(drawn, marks, "Perplexity against memory", "perplexity", zero=False, note=measure.name)
     asked: tuple[tuple[str, str, Callable[[Row], Estimate | float | None], float, str, bool], ...] = (
-        ("Loss against memory", "nats per token over full", lambda r: r.loss, 1, "loss", True),
         ("Accuracy against memory", "answers right, %", lambda r: r.accuracy, 100, "needle", False),
         ("Recall of answers with several parts against memory", "recall, %", lambda r: r.recall, 100, "needle", False),
         ("KL(full || plan) against memory", "nats per token", lambda r: r.kl, 1, "fidelity", True),
@@ -116,7 +144,10 @@ def _scatter(
         return
     unit, size = byte_unit(max(each[0] for each in found))
     marks = [_mark(drawn, each, axis, size) for each in found]
+    # The front is that of all plans, and all of it is drawn.
     front = front_of(marks, lower_is_better=lower)
+    shown = {drawn.numbers[row.plan_hash] for row in drawn.few} | {mark.number for mark in front}
+    marks = [mark for mark in marks if mark.number in shown]
     yield figure(title, scatter(marks, x=f"bytes held, {unit}", y=axis, title=title, front=front, zero=zero), note)
 
 
@@ -160,7 +191,9 @@ def _throughput(drawn: Drawn, series: Sequence[Series], note: str) -> Iterator[s
     unit, size = byte_unit(max(each[0] for mine in found for each in mine))
     batches = ", ".join(str(batch) for batch in sorted({int(str(each.point.get("batch", 1))) for each in series}))
     picture = lines(
-        [Line(marks=tuple(_mark(drawn, each, axis, size) for each in mine)) for mine in found],
+        [Line(marks=tuple(_mark(drawn, each, axis, size) for each in mine),
+              behind=drawn.behind([key for each in mine for key in each[-1]]))
+         for mine in found if mine[0][4] in drawn.few],
         x=f"bytes held, {unit}", y=axis, title=title,
     )  # fmt: skip
     yield figure(title, picture, ", ".join(filter(None, [note, f"batches of {batches}, joined by lines"])))
@@ -170,13 +203,13 @@ def _mark(drawn: Drawn, found: _Found, axis: str, size: int) -> Mark:
     held, value, low, high, row, words, keys = found
     return Mark(
         x=held / size, y=value, low=low, high=high, label=row.label, number=drawn.numbers[row.plan_hash],
-        hover=f"{byte_text(held)} held\n{axis}: {words}\n{drawn.come_from(keys)}", kind=drawn.kinds[row.plan_hash],
+        hover=f"{byte_text(held)} held\n{axis}: {words}", kind=drawn.kinds[row.plan_hash], behind=drawn.behind(keys),
     )  # fmt: skip
 
 
 def _time_bars(drawn: Drawn, shown: Series, name: str, title: str) -> Iterator[str]:
     found = []
-    for row in drawn.plans:
+    for row in drawn.few:
         record = shown.records.get(row.plan_hash)
         timing = record.timings.get(name) if record is not None else None
         if record is None or timing is None or timing["median"] is None:
@@ -192,8 +225,8 @@ def _time_bars(drawn: Drawn, shown: Series, name: str, title: str) -> Iterator[s
             Bar(
                 value=1000 * middle, low=None if q1 is None else 1000 * q1, high=None if q3 is None else 1000 * q3,
                 goal=None if floor is None else 1000 * floor, text=milliseconds(middle), label=row.label,
-                number=drawn.numbers[row.plan_hash], hover=f"{hover}\n{drawn.come_from([record.key])}",
-                kind=drawn.kinds[row.plan_hash],
+                number=drawn.numbers[row.plan_hash], hover=hover, kind=drawn.kinds[row.plan_hash],
+                behind=drawn.behind([record.key]),
             )
         )  # fmt: skip
     if found:
@@ -206,7 +239,7 @@ def every_task(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
     """Bars for each text and task, a bar for each plan; dashed where 'full' is."""
     full = next((row.plan_hash for row in drawn.plans if drawn.kinds[row.plan_hash] == "pf"), None)
     for measure in measures:
-        rows = [row for row in drawn.plans if row.plan_hash in measure.scores]
+        rows = [row for row in drawn.few if row.plan_hash in measure.scores]
         if not rows:
             continue
         share = measure.unit == "%"
@@ -228,8 +261,8 @@ def every_task(drawn: Drawn, measures: Sequence[Measure]) -> Iterator[str]:
                 Bar(
                     value=score.value, low=None if is_full else low, high=None if is_full else high,
                     text=f"{score.value:.1f}" if share else f"{score.value:.2f}", label=row.label,
-                    number=drawn.numbers[row.plan_hash], hover=f"{hover}\n{drawn.come_from(score.keys)}",
-                    kind=drawn.kinds[row.plan_hash],
+                    number=drawn.numbers[row.plan_hash], hover=hover, kind=drawn.kinds[row.plan_hash],
+                    behind=drawn.behind(score.keys),
                 )
             )  # fmt: skip
         mark = measure.scores[full].value if full is not None and full in measure.scores else None

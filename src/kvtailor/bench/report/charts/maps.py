@@ -27,7 +27,7 @@ def needles(drawn: Drawn) -> Iterator[str]:
         where = ", question outside of the compressed context" if outside else ""
         yield f"<h3>{escape(kind)}{where}: {what} in percent, by depth (down) and tokens (across)</h3>"
         yield "<div class='maps'>"
-        for row in drawn.plans:
+        for row in drawn.few:
             if not any(r.plan_hash == row.plan_hash for r in mine):
                 continue
             grid = [[_answers(drawn, mine, row, length, depth) for length in lengths] for depth in depths]
@@ -43,7 +43,7 @@ def budgets(drawn: Drawn) -> Iterator[str]:
     """Tokens held by layer and head of each plan that holds fewer than it saw; flat ones are a sentence."""
     shown: list[tuple[Row, Record, tuple[tuple[float, ...], ...]]] = []
     flat = []
-    for row in drawn.plans:
+    for row in drawn.few:
         record = drawn.by_key[row.sources["bytes"][0]] if row.sources.get("bytes") else None
         if record is None or not record.tokens_by_head or not record.tokens_seen:
             continue
@@ -56,7 +56,6 @@ def budgets(drawn: Drawn) -> Iterator[str]:
             shown.append((row, record, record.tokens_by_head))
     if not shown and not flat:
         return
-    yield "<h2>Budget by layer and head</h2>"
     if flat:
         yield f"<p>As many tokens in every layer and head: {escape('; '.join(flat))}.</p>"
     if not shown:
@@ -72,8 +71,7 @@ def budgets(drawn: Drawn) -> Iterator[str]:
             [
                 HeatCell(
                     share=tokens / most, text=f"{tokens:.0f}",
-                    hover=f"{row.label}\nlayer {layer}, head {head}: {tokens:g} of {record.tokens_seen} tokens\n"
-                    f"{drawn.come_from([record.key])}",
+                    hover=f"{row.label}\nlayer {layer}, head {head}: {tokens:g} of {record.tokens_seen} tokens",
                 )
                 for head, tokens in enumerate(by_head)
             ]
@@ -89,7 +87,8 @@ def budgets(drawn: Drawn) -> Iterator[str]:
 
 def _figure(drawn: Drawn, row: Row, picture: str) -> str:
     number = escape(drawn.numbers[row.plan_hash])
-    return f"<figure><figcaption>{number} <code>{escape(row.label)}</code></figcaption>{picture}</figure>"
+    title = f"<figcaption>{number} <code>{escape(row.label)}</code></figcaption>"
+    return f"<figure data-n='{number}'>{title}{picture}</figure>"
 
 
 def _answers(drawn: Drawn, records: Sequence[Record], row: Row, length: int, depth: float) -> HeatCell | None:
@@ -103,5 +102,5 @@ def _answers(drawn: Drawn, records: Sequence[Record], row: Row, length: int, dep
     return HeatCell(
         share=fmean(shares),
         text=f"{100 * fmean(shares):.0f}",
-        hover=f"{hover}\n{drawn.come_from([r.key for r in mine])}",
+        hover=hover,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["Line", "Mark", "label", "lines", "opened", "scatter", "ticks", "width_of"]
+__all__ = ["Line", "Mark", "group", "label", "lines", "opened", "scatter", "ticks", "width_of"]
 
 WIDTH, HEIGHT = 480, 330
 _RIGHT, _TOP, _BOTTOM = 26, 14, 48
@@ -26,6 +26,7 @@ class Mark:
         number: how the table calls it; written beside the point.
         hover: all of its numbers, a line each.
         kind: class of its colour.
+        behind: attribute that leads to its records, see `pages.html.behind`.
     """
 
     x: float
@@ -34,15 +35,22 @@ class Mark:
     number: str
     hover: str
     kind: str = ""
+    behind: str = ""
     low: float | None = None
     high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points of one plan, in order along x; its number is written at its end."""
+    """Points of one plan, in order along x; its number is written at its end.
+
+    Attributes:
+        marks: the points.
+        behind: attribute that leads to the records of all of them, see `pages.html.behind`.
+    """
 
     marks: tuple[Mark, ...]
+    behind: str = ""
 
 
 @dataclass
@@ -163,26 +171,38 @@ def lines(drawn: Sequence[Line], *, x: str, y: str, title: str, zero: bool = Tru
     frame = _Frame(across if len(across) > 1 else [left, left + 1], _up(marks, zero))
     parts = [*frame.drawn(x, y, title)]
     for line in drawn:
-        kind = line.marks[0].kind
+        first = line.marks[0]
         path = " ".join(f"{frame.x(mark.x):.1f},{frame.y(mark.y):.1f}" for mark in line.marks)
-        parts.append(f'<polyline class="line {kind}" points="{path}"/>')
-    for line in drawn:
-        for mark in line.marks:
-            parts.append(_point(frame, mark, frame.x(mark.x), frame.y(mark.y), radius=4) + "</g>")
+        hover = "\n".join([first.label, *(mark.hover for mark in line.marks)])
+        parts.append(f"{group('mark', first.number, first.kind, line.behind)}<title>{escape(hover)}</title>")
+        parts.append(f'<polyline class="line {first.kind}" points="{path}"/>')
+        parts += [_dot(frame.x(mark.x), frame.y(mark.y), radius=4) for mark in line.marks]
+        parts.append("</g>")
     ends: dict[float, list[Mark]] = {}
     for line in drawn:
         ends.setdefault(line.marks[-1].x, []).append(line.marks[-1])
     for last in ends.values():
         last.sort(key=lambda mark: -mark.y)
         for mark, height in zip(last, _apart([frame.y(mark.y) for mark in last]), strict=True):
-            parts.append(label("value", frame.x(mark.x) + 7, height + 4.5, mark.number, "start"))
+            parts.append(label("value", frame.x(mark.x) + 7, height + 4.5, mark.number, "start", of=mark.number))
     return "".join(parts) + "</svg>"
 
 
-def label(kind: str, x: float, y: float, text: str, anchor: str = "middle") -> str:
-    """Text at a place."""
+def label(kind: str, x: float, y: float, text: str, anchor: str = "middle", *, of: str = "") -> str:
+    """Text at a place.
+
+    Args:
+        kind: its class; empty: none.
+        x, y: of the baseline.
+        text: what is written.
+        anchor: which end of it stands at x.
+        of: number of the plan that it belongs to, where it stands in no group of that plan; empty: of none.
+    """
     name = f' class="{kind}"' if kind else ""
-    return f'<text{name} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    plan = f' data-n="{escape(of, quote=True)}"' if of else ""
+    # In the middle is what the style sheet has for texts without an anchor.
+    end = "" if anchor == "middle" else f' text-anchor="{anchor}"'
+    return f'<text{name}{plan} x="{x:.1f}" y="{y:.1f}"{end}>{escape(text)}</text>'
 
 
 def width_of(text: str) -> float:
@@ -205,12 +225,30 @@ def _up(marks: Sequence[Mark], zero: bool) -> list[float]:
     return ticks(min(0.0, *lows), max(0.0, *highs)) if zero else ticks(min(lows), max(highs))
 
 
+def group(kind: str, number: str, colour: str, behind: str) -> str:
+    """The start of a group of one plan, whose number links it to the plan's rows and other marks.
+
+    Args:
+        kind: class of what is drawn.
+        number: of the plan.
+        colour: class of its colour.
+        behind: see `Mark.behind`.
+    """
+    return f'<g class="{kind} {colour}" data-n="{escape(number, quote=True)}"{behind}>'
+
+
 def _point(frame: _Frame, mark: Mark, x: float, y: float, *, radius: int) -> str:
     """A point with its interval and its hover text, in a group that is left open."""
-    text = f'<g class="mark {mark.kind}"><title>{escape(mark.label)}\n{escape(mark.hover)}</title>'
+    text = (
+        f"{group('mark', mark.number, mark.kind, mark.behind)}<title>{escape(mark.label)}\n{escape(mark.hover)}</title>"
+    )
     if mark.low is not None and mark.high is not None:
-        text += f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{frame.y(mark.low):.1f}" y2="{frame.y(mark.high):.1f}"/>'
-    return text + f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
+        text += f'<path d="M{x:.1f} {frame.y(mark.low):.1f}V{frame.y(mark.high):.1f}"/>'
+    return text + _dot(x, y, radius=radius)
+
+
+def _dot(x: float, y: float, *, radius: int) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
 
 
 def _apart(heights: Sequence[float], least: float = 13.0) -> list[float]:

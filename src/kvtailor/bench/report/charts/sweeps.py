@@ -58,7 +58,7 @@ def by_layer(drawn: Drawn) -> Iterator[str]:
         if count < 2:
             continue
         drawn_lines = []
-        for row in drawn.plans:
+        for row in drawn.few:
             here = shown.records.get(row.plan_hash)
             values = [] if here is None else [here.metrics.get(f"{name}_{layer}") for layer in range(count)]
             marks = tuple(
@@ -67,7 +67,8 @@ def by_layer(drawn: Drawn) -> Iterator[str]:
                 if value is not None and here is not None
             )
             if len(marks) > 1:
-                drawn_lines.append(Line(marks=marks))
+                behind = drawn.behind([here.key]) if here is not None else ""
+                drawn_lines.append(Line(marks=marks, behind=behind))
         title = name.replace("_", " ").capitalize() + " by layer"
         if drawn_lines:
             zero = "cosine" not in name and "mass" not in name
@@ -87,7 +88,7 @@ def _charts(drawn: Drawn, task: str, name: str, value: Value, title: str, axis: 
         # Where the other coordinates vary too, the group with most points is drawn; the tables have the others.
         place, members = max(drawable.items(), key=lambda each: _points(each[1], name))
         found = []
-        for row in drawn.plans:
+        for row in drawn.few:
             mine = sorted(
                 (each for each in members if row.plan_hash in each.records), key=lambda each: int(str(each.point[name]))
             )
@@ -103,8 +104,8 @@ def _charts(drawn: Drawn, task: str, name: str, value: Value, title: str, axis: 
             marks = []
             for at, record, y in line:
                 words = byte_text(y) if unit else significant(y, 4)
-                marks.append(_mark(drawn, record, float(at), y / size, f"{name} {at:,}\n{axis}: {words}"))
-            shown.append(Line(marks=tuple(marks)))
+                marks.append(_mark(drawn, record, float(at), y / size, f"{name} {at:,}: {words}"))
+            shown.append(Line(marks=tuple(marks), behind=drawn.behind([record.key for _, record, _ in line])))
         note = _rest(place) if len(drawable) > 1 else ""
         zero = axis != "perplexity"
         picture = lines(shown, x=_axis(name), y=f"{axis}, {unit}" if unit else axis, title=title, zero=zero)
@@ -129,7 +130,7 @@ def _mark(drawn: Drawn, record: Record, x: float, y: float, words: str) -> Mark:
     plan = record.plan_hash
     return Mark(
         x=x, y=y, label=record.label, number=drawn.numbers[plan], kind=drawn.kinds[plan],
-        hover=f"{words}\n{drawn.come_from([record.key])}",
+        hover=words,
     )  # fmt: skip
 
 

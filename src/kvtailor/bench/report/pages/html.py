@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from kvtailor.bench.report.tables.grid import Cell, Grid
 from kvtailor.bench.schema import Record
 
-__all__ = ["anchor", "come_from", "quoted", "records_table", "table"]
-
-_FEW = 3
+__all__ = ["behind", "numbered", "quoted", "records_table", "table"]
 
 
 def quoted(text: object) -> str:
@@ -18,25 +16,33 @@ def quoted(text: object) -> str:
     return escape(str(text), quote=True)
 
 
-def anchor(key: str) -> str:
-    """The id of a record's line on the page."""
-    return f"r-{key}"
+def numbered(records: Sequence[Record]) -> dict[str, int]:
+    """Return the number of each record's line on the page, by key: the line's id is "r" and the number."""
+    return {record.key: number for number, record in enumerate(records, 1)}
 
 
-def come_from(keys: Sequence[str], records: Mapping[str, Record]) -> str:
-    """Where a number came from, for a hover text: the records' tasks, points and keys."""
-    lines = []
-    for key in keys[:_FEW]:
-        record = records[key]
-        lines.append(f"{record.task} v{record.task_version}, {_point(record) or 'no point'}: record {key}")
-    if len(keys) > _FEW:
-        lines.append(f"and {len(keys) - _FEW} records more")
-    return "\n".join(lines)
+def behind(keys: Sequence[str], lines: Mapping[str, int]) -> str:
+    """Return the attribute that leads from a number to the records behind it; empty where none is on the page.
+
+    Neighbouring lines are written as ranges, such as "4-9 12": a page of many plans has thousands of these.
+
+    Args:
+        keys: of the records, the first one first.
+        lines: from `numbered`.
+    """
+    runs: list[list[int]] = []
+    for line in (lines[key] for key in dict.fromkeys(keys) if key in lines):
+        if runs and line == runs[-1][1] + 1:
+            runs[-1][1] = line
+        else:
+            runs.append([line, line])
+    words = " ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f' data-r="{words}"' if words else ""
 
 
 def table(
     grid: Grid,
-    records: Mapping[str, Record],
+    lines: Mapping[str, int],
     numbers: Mapping[str, str],
     kinds: Mapping[str, str],
     *,
@@ -45,9 +51,12 @@ def table(
 ) -> str:
     """A grid as a sortable table in a box of its own that scrolls.
 
+    A number is a link to the records behind it. Where all numbers of a row are of the same records, the row's name is
+    that link, so that a reader with a keyboard has one stop for each row and not one for each number.
+
     Args:
         grid: what to show.
-        records: by key.
+        lines: from `numbered` the records of the page.
         numbers: of the plans, by plan hash; without any there is no column of numbers.
         kinds: class of each plan's colour.
         tags: words beside the names of some plans.
@@ -59,47 +68,100 @@ def table(
     body = []
     for plan, (first, *others) in zip(grid.plans, grid.rows, strict=True):
         number = numbers.get(plan)
+        same = _same_records(others, lines)
         swatch = f'<span class="swatch {kinds[plan]}"></span>' if plan in kinds else ""
         tag = (tags or {}).get(plan)
         shown = f'<span class="front-tag">{escape(tag)}</span>' if tag else ""
-        cells = [f'<td data-value="{quoted(number or "")}">{swatch}{escape(number or "–")}</td>'] if numbers else []
-        cells += [
-            f'<td class="name" data-value="{quoted(first.value)}"><code>{escape(first.text or "")}</code>{shown}</td>',
-            *(_cell(cell, records) for cell in others),
-        ]
-        body.append(f'<tr class="{(classes or {}).get(plan, "")}">{"".join(cells)}</tr>')
+        name = f"<code>{escape(first.text or '')}</code>"
+        if same:
+            name = f'<a href="#r{lines[same[0]]}">{name}</a>'
+        cells = [f"<td>{swatch}{escape(number or '–')}</td>"] if numbers else []
+        cells += [f'<td class="name">{name}{shown}</td>', *(_cell(cell, lines, alone=not same) for cell in others)]
+        kind = f' class="{each}"' if (each := (classes or {}).get(plan)) else ""
+        mine = f' data-n="{escape(number)}"' if number else ""
+        more = behind(same, lines) if len(same) > 1 else ""
+        body.append(f"<tr{kind}{mine}{more}>{''.join(cells)}</tr>")
+    tall = " tall" if len(body) > _TALL else ""
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{quoted(grid.title)}">'
-        f'<table class="sortable" id="table-{quoted(grid.name)}"><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f'<div class="wide{tall}" tabindex="0" role="region" aria-label="{quoted(grid.title)}">'
+        f'<table class="sortable{" of-plans" if numbers else ""}" id="table-{quoted(grid.name)}">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
+_TALL = 16
+"""Rows beyond which a table scrolls in its box, so that its heads stay in sight."""
+
+
 def records_table(records: Sequence[Record]) -> str:
-    """One line for each record, closed at first: what every number of the page was computed from."""
-    names = ("plan", "task", "point", "text", "samples", "seen", "held", "bytes", "run", "key", "error")
-    heads = "".join(_head(name, left=True) for name in names)
-    body = []
-    for record in records:
-        cells = (
-            record.label, f"{record.task} v{record.task_version}", _point(record), record.text, record.samples,
-            record.tokens_seen, record.tokens_held, record.bytes_held, record.run, record.key, record.error,
-        )  # fmt: skip
-        shown = (
-            f'<td class="name" data-value="{quoted("" if cell is None else cell)}">'
-            f"{'–' if cell is None else escape(f'{cell:g}' if isinstance(cell, float) else str(cell))}</td>"
-            for cell in cells
-        )
-        body.append(f'<tr id="{anchor(record.key)}" data-key="{record.key}">{"".join(shown)}</tr>')
+    """One line for each record, a table for each task, closed at first: what every number was computed from.
+
+    What is the same in all lines of a table is its caption.
+    """
+    tables = []
+    lines = list(enumerate(records, 1))
+    for task in dict.fromkeys(record.task for record in records):
+        tables.append(_of_task(task, [(number, record) for number, record in lines if record.task == task]))
     return (
         f'<details id="records"><summary>{len(records)} records: where each number came from</summary>'
         '<p class="dim">A click on a number of a table above shows its records here.</p>'
         '<div class="filter"><input id="filter" type="search" placeholder="words, such as: needle snapkv 512" '
         'aria-label="filter the records"><button type="button" id="all">show all</button>'
         f'<span id="shown" class="dim" aria-live="polite">all {len(records)} records</span></div>'
-        '<div class="wide" tabindex="0" role="region" aria-label="records"><table class="sortable records">'
-        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div></details>"
+        f"{''.join(tables)}</details>"
     )
+
+
+def _of_task(task: str, lines: Sequence[tuple[int, Record]]) -> str:
+    """The records of one task."""
+    points = list(dict.fromkeys(name for _, record in lines for name in record.point))
+    columns: dict[str, list[str]] = {"plan": [record.label for _, record in lines]}
+    columns |= {name: [_written(record.point.get(name)) for _, record in lines] for name in points}
+    columns |= {name: [_written(of(record)) for _, record in lines] for name, of in _OF_RECORD.items()}
+    # Plans and keys tell lines from each other, so they stay where they happen to be the same.
+    same = {name: values[0] for name, values in columns.items()
+            if name not in ("plan", "key") and len(set(values)) == 1}  # fmt: skip
+    caption = ", ".join([f"<b>{escape(task)}</b>", *(
+        f"{escape(name.replace('_', ' '))} {escape(value)}" for name, value in same.items() if value != _DASH
+    )])  # fmt: skip
+    shown = {name: values for name, values in columns.items() if name not in same}
+    heads = "".join(_head(name.replace("_", " "), left=True) for name in shown)
+    body = "".join(
+        f'<tr id="r{number}">{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for (number, _), cells in zip(lines, zip(*shown.values(), strict=True), strict=True)
+    )
+    return (
+        f'<div class="wide tall" tabindex="0" role="region" aria-label="records of {quoted(task)}">'
+        f'<table class="sortable records"><caption>{caption}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+_DASH = "–"
+_OF_RECORD: dict[str, Callable[[Record], object]] = {
+    "version": lambda record: record.task_version,
+    "text": lambda record: record.text,
+    "samples": lambda record: record.samples,
+    "seen": lambda record: record.tokens_seen,
+    "held": lambda record: record.tokens_held,
+    "bytes": lambda record: record.bytes_held,
+    "run": lambda record: record.run,
+    "key": lambda record: record.key,
+    "error": lambda record: record.error,
+}
+
+
+def _written(value: object) -> str:
+    if value is None or value == "":
+        return _DASH
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _same_records(cells: Sequence[Cell], lines: Mapping[str, int]) -> tuple[str, ...]:
+    """The records of a row where all of its numbers are of the same; else none."""
+    found = {cell.keys for cell in cells if cell.text is not None and cell.keys}
+    (keys,) = found if len(found) == 1 else ((),)
+    return keys if keys and keys[0] in lines else ()
 
 
 def _head(name: str, *, left: bool) -> str:
@@ -107,19 +169,34 @@ def _head(name: str, *, left: bool) -> str:
     return f'<th scope="col"{kind}><button type="button">{escape(name)}</button></th>'
 
 
-def _cell(cell: Cell, records: Mapping[str, Record]) -> str:
+def _cell(cell: Cell, lines: Mapping[str, int], *, alone: bool) -> str:
+    """A cell.
+
+    Args:
+        cell: what it shows.
+        lines: from `numbered`.
+        alone: whether it leads to records by itself; else its row does, and is sorted by what it shows.
+    """
     if cell.text is None:
-        return '<td data-value="">–</td>'
-    shown = escape(cell.text)
-    known = [key for key in cell.keys if key in records]
-    if known:
-        shown = (
-            f'<a href="#{anchor(known[0])}" data-keys="{" ".join(known)}" title="{quoted(come_from(known, records))}">'
-            f"{shown}</a>"
-        )
+        return "<td>–</td>"
+    shown, known = escape(cell.text), [key for key in cell.keys if key in lines]
+    if alone and known:
+        more = behind(known, lines) if len(known) > 1 else ""
+        shown = f'<a href="#r{lines[known[0]]}"{more}>{shown}</a>'
     small = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
-    return f'<td data-value="{quoted("" if cell.value is None else cell.value)}">{shown}{small}</td>'
+    value = "" if cell.value is None or (not alone and _is_number(cell.text)) else f' data-value="{quoted(cell.value)}"'
+    return f"<td{value}>{shown}{small}</td>"
 
 
-def _point(record: Record) -> str:
-    return ", ".join(f"{name} {value}" for name, value in record.point.items() if value is not None)
+def _is_number(text: str) -> bool:
+    """Whether a reader's browser can sort by it."""
+    number, _, unit = text.partition(" ")
+    try:
+        float(number.replace(",", ""))
+    except ValueError:
+        return False
+    return unit in _UNITS
+
+
+_UNITS = ("", "B", *(f"{each}iB" for each in "KMGT"), *(f"{each}FLOP" for each in ("", "k", "M", "G", "T")))
+"""Those that `sorting.js` knows."""

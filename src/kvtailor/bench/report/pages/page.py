@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
-from kvtailor.bench.report.charts.charts import Drawn, against_memory, colour, every_task, times
+from kvtailor.bench.report.charts.charts import Drawn, against_memory, colour, every_task, legible, times
+from kvtailor.bench.report.charts.losses import Losses, chart_data, losses
 from kvtailor.bench.report.charts.maps import budgets, needles
 from kvtailor.bench.report.charts.sweeps import along, by_layer
 from kvtailor.bench.report.machines import hardware_text, versions_text
-from kvtailor.bench.report.pages.html import quoted, records_table, table
-from kvtailor.bench.report.pages.style import SCRIPT, STYLE
+from kvtailor.bench.report.pages.browser.pareto import embedded
+from kvtailor.bench.report.pages.choice import choice, filter_alone
+from kvtailor.bench.report.pages.html import numbered, quoted, records_table, table
+from kvtailor.bench.report.pages.sizes import sizes
+from kvtailor.bench.report.pages.style import browser_text, style
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.rows import OWN, Row
 from kvtailor.bench.report.suite.pages import SuitePages
 from kvtailor.bench.report.tables.costs import grids
+from kvtailor.bench.report.tables.grid import Grid
 from kvtailor.bench.report.tables.tables import main_grid, quality_grid
 from kvtailor.bench.schema import Record
 
 __all__ = ["page", "pareto"]
+
+
+class Section(NamedTuple):
+    """A part of the page: its id, its heading, and its HTML below the heading."""
+
+    name: str
+    title: str
+    body: str
 
 
 def page(
@@ -36,7 +50,7 @@ def page(
     Args:
         records: of one run, or of a folder of runs.
         suites: whose tables come first, from `suite_pages` of the same records.
-        title: of the window.
+        title: of the page; the model's name follows it.
         margins: what counts as no loss in the headline; None: the usual ones.
         left_out: sentences on what could not be read.
 
@@ -46,39 +60,30 @@ def page(
     summary = summarise(records, margins, left_out)
     records, _ = of_one_model(records)
     plans = [row for row in summary.rows if row.plan_hash != OWN]
-    there = [r for r in records if r.error is None]
-    kinds = _kinds(plans)
     drawn = Drawn(
         plans=plans,
-        records=there,
+        few=legible(plans, pareto(plans)),
+        records=[r for r in records if r.error is None],
         by_key={record.key: record for record in records},
         numbers={row.plan_hash: str(number) for number, row in enumerate(plans, 1)},
-        kinds=kinds,
+        kinds=_kinds(plans),
+        lines=numbered(records),
     )
+    asked = losses(drawn, summary.measures)
     parts = [
-        f"<h1>{escape(summary.headline)}</h1>",
-        f'<p class="dim">{escape(_where(records, summary))}</p>',
-        *(part for suite in suites for part in _suite(suite, drawn)),
-        *_missing(summary),
-        *_tables(summary, drawn),
-        *_section(
-            "Quality against memory", against_memory(drawn, summary.measures), note=_FRONT, legend=_legend(drawn)
-        ),
-        *_section("Every text and task", every_task(drawn, summary.measures), note=_BARS),
-        *_section("Time and throughput", times(drawn)),
-        *_section("Along context, batch and length", along(drawn), note="Measured points only, joined by lines."),
-        *budgets(drawn),
-        *_section("Fidelity by layer", by_layer(drawn), note="Each layer for itself, against what 'full' holds there."),
-        *_maps(needles(drawn)),
-        *_further(there, summary, drawn),
-        "<h2>What the numbers rest on</h2>",
-        *(f"<p>{escape(note)}</p>" for note in summary.footnotes),
-        records_table(records),
+        *(_suite(suite, drawn) for suite in suites),
+        *_sections(summary, drawn, asked),
+        Section("rests", "What the numbers rest on", _rests(summary, records)),
     ]
+    named = f"{title}: {records[0].model}"
+    data = embedded("report-data", chart_data(drawn, asked))
+    scripts = "".join(map(browser_text, ("sorting.js", "chart.js", "choice.js", "report.js")))
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
-        f"<body><main>{''.join(parts)}</main><script>{SCRIPT}</script></body></html>\n"
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(named)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{style('pareto.css', 'report.css')}</style></head>\n"
+        f"<body><main>{_top(named, records, summary)}{_contents(parts)}{''.join(_missing(summary))}"
+        f"{''.join(map(_shown, parts))}</main>{data}<script>{scripts}</script></body></html>\n"
     )
 
 
@@ -114,6 +119,20 @@ def _kinds(plans: Sequence[Row]) -> dict[str, str]:
     }
 
 
+def _top(title: str, records: Sequence[Record], summary: Summary) -> str:
+    """What was run, and the verdict."""
+    runs = sorted({record.run for record in records})
+    run = f"Run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs, {runs[0]} to {runs[-1]}"
+    plans = sum(row.plan_hash != OWN for row in summary.rows)
+    counts = f"{plans} {'plan' if plans == 1 else 'plans'}, {len(records)} records"
+    return (
+        f"<header><h1>{escape(title)}</h1>"
+        f'<p class="dim">{escape(_where(records, summary))} {escape(run)}: {counts}.</p>'
+        f'<p class="verdict"><strong class="what">Verdict, by an equivalence test</strong> {escape(summary.headline)}'
+        ' <a href="#rests">How it was judged</a></p></header>'
+    )
+
+
 def _where(records: Sequence[Record], summary: Summary) -> str:
     first, versions = records[0], versions_text(summary.machines)
     size = f", {first.parameters / 1e6:.1f} million parameters" if first.parameters else ""
@@ -124,6 +143,15 @@ def _where(records: Sequence[Record], summary: Summary) -> str:
     )
 
 
+def _contents(parts: Sequence[Section]) -> str:
+    links = "".join(f'<li><a href="#{quoted(part.name)}">{escape(part.title)}</a></li>' for part in parts)
+    return f'<nav class="contents" aria-label="contents of this page"><ol>{links}</ol></nav>'
+
+
+def _shown(part: Section) -> str:
+    return f'<section id="{quoted(part.name)}"><h2>{escape(part.title)}</h2>{part.body}</section>'
+
+
 def _missing(summary: Summary) -> Iterator[str]:
     if summary.missing:
         yield '<section class="missing"><strong>Not in this kvtailor yet, so not measured:</strong><ul>'
@@ -131,59 +159,73 @@ def _missing(summary: Summary) -> Iterator[str]:
         yield "</ul></section>"
 
 
-def _tables(summary: Summary, drawn: Drawn) -> Iterator[str]:
+def _sections(summary: Summary, drawn: Drawn, asked: Sequence[Losses]) -> Iterator[Section]:
+    """Everything that was measured, each part where there is something in it."""
+    further = list(grids(drawn.records, summary.rows))
+    main = main_grid(summary.rows)
     best = {row.plan_hash: "on the front" for row in pareto(drawn.plans)}
     full = {row.plan_hash: "full" for row in drawn.plans if row.is_full}
-    grid = main_grid(summary.rows)
-    yield "<h2>Plans</h2>"
-    yield table(grid, drawn.by_key, drawn.numbers, drawn.kinds, tags=best, classes=full)
+    if asked:
+        yield Section("front", "Bytes against loss", choice(drawn, asked))
+    tools = "" if asked or len(drawn.plans) < 2 else filter_alone(drawn)
+    yield Section("plans", "Plans", tools + table(main, drawn.lines, drawn.numbers, drawn.kinds, tags=best,
+                                                  classes=full))  # fmt: skip
+    yield Section("bytes", "What bytes mean here", sizes([main, *further]))
     if len(summary.measures) > 1:
         grid = quality_grid(summary.measures, summary.rows)
-        yield f'<h2>{escape(grid.title)}</h2><p class="dim">{escape(grid.note)}</p>'
-        yield table(grid, drawn.by_key, drawn.numbers, drawn.kinds, classes=full)
-
-
-def _suite(suite: SuitePages, drawn: Drawn) -> Iterator[str]:
-    yield f'<h2>{escape(suite.title)}</h2><p class="dim">{escape(suite.line)}</p>'
-    for grid in suite.grids:
-        yield f"<h3>{escape(grid.title)}</h3>{table(grid, drawn.by_key, {}, {})}"
-        if grid.note:
-            yield f'<p class="dim">{escape(grid.note)}</p>'
-    if suite.idle:
-        yield f'<p class="dim">Not run: {escape("; ".join(suite.idle))}.</p>'
-
-
-def _further(records: Sequence[Record], summary: Summary, drawn: Drawn) -> Iterator[str]:
-    for grid in grids(records, summary.rows):
-        shown = table(grid, drawn.by_key, drawn.numbers, drawn.kinds)
-        yield f'<h2>{escape(grid.title)}</h2><p class="dim">{escape(grid.note)}</p>'
-        if len(grid.rows) > _MANY_ROWS:
-            yield f"<details><summary>{len(grid.rows)} rows</summary>{shown}</details>"
-        else:
-            yield shown
-
-
-def _section(title: str, figures: Iterable[str], *, note: str = "", legend: str = "") -> Iterator[str]:
-    found = list(figures)
-    if found:
-        yield f"<h2>{escape(title)}</h2>"
-        if note:
-            yield f'<p class="dim">{escape(note)}</p>'
-        yield legend
-        yield f'<div class="charts">{"".join(found)}</div>'
-
-
-def _legend(drawn: Drawn) -> str:
-    entries = (
-        f'<li><span class="swatch {quoted(drawn.kinds[row.plan_hash])}"></span>'
-        f"<span>{escape(drawn.numbers[row.plan_hash])} <code>{escape(row.label)}</code></span></li>"
-        for row in drawn.plans
+        shown = table(grid, drawn.lines, drawn.numbers, drawn.kinds, classes=full)
+        yield Section("quality", grid.title, _note(grid.note) + shown)
+    charts = (
+        ("memory-charts", "Quality against memory", against_memory(drawn, summary.measures), _FRONT),
+        ("quality-charts", "Every text and task as bars", every_task(drawn, summary.measures), _BARS),
+        ("time-charts", "Time and throughput", times(drawn), ""),
+        ("along", "Along context, batch and length", along(drawn), "Measured points only, joined by lines."),
     )
-    return f'<ul class="legend" aria-label="the plans by number and colour">{"".join(entries)}</ul>'
+    for name, title, figures, note in charts:
+        yield from _figures(name, title, figures, f"{note} {_of_many(drawn)}".strip())
+    if held := "".join(budgets(drawn)):
+        yield Section("budgets", "Budget by layer and head", _note(_of_many(drawn)) + held)
+    layers = f"Each layer for itself, against what 'full' holds there. {_of_many(drawn)}".strip()
+    yield from _figures("layers", "Fidelity by layer", by_layer(drawn), layers)
+    if found := "".join(needles(drawn)):
+        yield Section("needles", "Needles", _note(_of_many(drawn)) + found)
+    yield from (_of_grid(grid, drawn) for grid in further)
 
 
-def _maps(found: Iterable[str]) -> Iterator[str]:
-    parts = list(found)
-    if parts:
-        yield "<h2>Needles</h2>"
-        yield from parts
+def _of_many(drawn: Drawn) -> str:
+    """Which plans a small chart has, where it has not all of them."""
+    if len(drawn.few) == len(drawn.plans):
+        return ""
+    return (
+        f"Drawn are {len(drawn.few)} of {len(drawn.plans)} plans: 'full', the front of bytes against loss, and of the "
+        "others those that lose least. The large chart and the tables have every plan, and results.csv every number."
+    )
+
+
+def _figures(name: str, title: str, figures: Iterable[str], note: str) -> Iterator[Section]:
+    if found := "".join(figures):
+        yield Section(name, title, f'{_note(note)}<div class="charts">{found}</div>')
+
+
+def _of_grid(grid: Grid, drawn: Drawn) -> Section:
+    shown = table(grid, drawn.lines, drawn.numbers, drawn.kinds)
+    if len(grid.rows) > _MANY_ROWS:
+        shown = f"<details><summary>{len(grid.rows)} rows</summary>{shown}</details>"
+    return Section(f"of-{grid.name}", grid.title, _note(grid.note) + shown)
+
+
+def _suite(suite: SuitePages, drawn: Drawn) -> Section:
+    body = _note(suite.line)
+    for grid in suite.grids:
+        body += f"<h3>{escape(grid.title)}</h3>{table(grid, drawn.lines, {}, {})}{_note(grid.note)}"
+    if suite.idle:
+        body += _note(f"Not run: {'; '.join(suite.idle)}.")
+    return Section(f"suite-{suite.name}", suite.title, body)
+
+
+def _note(text: str) -> str:
+    return f'<p class="dim">{escape(text)}</p>' if text else ""
+
+
+def _rests(summary: Summary, records: Sequence[Record]) -> str:
+    return "".join(f"<p>{escape(note)}</p>" for note in summary.footnotes) + records_table(records)

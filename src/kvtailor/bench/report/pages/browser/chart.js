@@ -2,9 +2,9 @@
 'use strict';
 
 const SHAPES = {
-  layers: (x, y, r) => `M${x - r},${y}a${r},${r} 0 1 0 ${2 * r},0a${r},${r} 0 1 0 ${-2 * r},0z`,
-  words: (x, y, r) => `M${x},${y - 1.2 * r}L${x + 1.2 * r},${y}L${x},${y + 1.2 * r}L${x - 1.2 * r},${y}z`,
-  preset: (x, y, r) => `M${x},${y - 1.15 * r}L${x + 1.15 * r},${y + 0.9 * r}H${x - 1.15 * r}z`,
+  circle: (x, y, r) => `M${x - r},${y}a${r},${r} 0 1 0 ${2 * r},0a${r},${r} 0 1 0 ${-2 * r},0z`,
+  diamond: (x, y, r) => `M${x},${y - 1.2 * r}L${x + 1.2 * r},${y}L${x},${y + 1.2 * r}L${x - 1.2 * r},${y}z`,
+  triangle: (x, y, r) => `M${x},${y - 1.15 * r}L${x + 1.15 * r},${y + 0.9 * r}H${x - 1.15 * r}z`,
 };
 const SQUARE = (x, y, r) => `M${x - r},${y - r}h${2 * r}v${2 * r}h${-2 * r}z`;
 const LETTERS = document.createElement('canvas').getContext('2d');
@@ -12,6 +12,27 @@ const LETTERS = document.createElement('canvas').getContext('2d');
 function wideOf(text, strong) {
   LETTERS.font = `${strong ? '600 ' : ''}12.5px system-ui, sans-serif`;
   return LETTERS.measureText(text).width + 2;
+}
+
+/** Of ticks in the order of their weight those that do not touch a weightier one. */
+function apart(ticks, at, wide, gap) {
+  const kept = [];
+  for (const tick of ticks) {
+    const near = other => Math.abs(at(other) - at(tick)) <= (wide(other) + wide(tick)) / 2 + gap;
+    if (!kept.some(near)) kept.push(tick);
+  }
+  return kept;
+}
+
+const shareText = share => `${+(100 * share).toPrecision(2)} %`;
+
+/** Shares from 0 on a linear scale. */
+function evenScale(most, left, right) {
+  const at = share => left + share / most * (right - left);
+  const step = [0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5].find(each => most / each <= 8) ?? 10 ** Math.ceil(Math.log10(most / 8));
+  const shares = Array.from({length: Math.floor(most / step + 1e-9) + 1}, (_, index) => +(index * step).toPrecision(6));
+  const kept = apart(shares, at, share => wideOf(shareText(share)), 10);
+  return {at, ticks: kept.map(share => ({share, text: shareText(share)}))};
 }
 
 /** Shares from 0.01 on a logarithmic scale, with round numbers as ticks that do not touch each other. */
@@ -23,49 +44,68 @@ function acrossScale(least, most, left, right) {
     for (const factor of [1, 1.5, 2, 3, 4, 5, 6, 8]) {
       const share = factor * 10 ** power;
       if (share < least * 0.999 || share > most * 1.001) continue;
-      ticks.push({share, rank: [1, 5, 2, 3, 1.5, 4, 8, 6].indexOf(factor), text: `${+(100 * share).toPrecision(2)} %`});
+      ticks.push({share, rank: [1, 5, 2, 3, 1.5, 4, 8, 6].indexOf(factor), text: shareText(share)});
     }
   }
-  const kept = [];
-  for (const tick of ticks.sort((a, b) => a.rank - b.rank || b.share - a.share)) {
-    const gap = other => Math.abs(at(other.share) - at(tick.share));
-    const apart = other => (wideOf(other.text) + wideOf(tick.text)) / 2 + 14;
-    if (kept.every(other => gap(other) > apart(other))) kept.push(tick);
-  }
-  return {at, ticks: kept};
+  ticks.sort((a, b) => a.rank - b.rank || b.share - a.share);
+  return {at, ticks: apart(ticks, tick => at(tick.share), tick => wideOf(tick.text), 14)};
 }
 
-/** Losses: logarithmic above `turn`, linear from there to 0, so that 0 has a place. */
-function upScale(values, bottom, top) {
-  const above = values.filter(value => value > 0);
-  const most = above.length ? Math.max(...above) : 1;
-  let turn = 10 ** Math.floor(Math.log10(above.length ? Math.min(...above) : 0.1));
-  turn = Math.max(turn, most / 1e6);
+/** Losses on a linear scale, with 0 and round numbers. */
+function evenLosses(values, bottom, top) {
+  const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)], span = (high - low || 1) * 1.06;
+  const power = 10 ** Math.floor(Math.log10(span / 6)), step = [1, 2, 5, 10].find(each => span / (each * power) <= 7) * power;
+  const floor = low < 0 ? low - 0.03 * span : 0;
+  const at = value => bottom - (value - floor) / span * (bottom - top), ticks = [];
+  for (let index = Math.ceil(floor / step); index * step <= floor + span * 1.0001; index++) {
+    ticks.push(+(index * step).toPrecision(6) || 0);
+  }
+  return {at, ticks, log: false};
+}
+
+/**
+ * Losses: logarithmic beyond `turn` on both sides, linear from there to 0, so that 0 and gains have a place.
+ *
+ * @param decades how many powers of ten below the largest may have a place of their own.
+ */
+function bentLosses(values, bottom, top, decades) {
+  const sizes = values.map(Math.abs).filter(value => value > 0), most = sizes.length ? Math.max(...sizes) : 1;
+  let turn = 10 ** Math.floor(Math.log10(sizes.length ? Math.min(...sizes) : 0.1));
+  turn = Math.max(turn, decades < 6 ? 10 ** (Math.floor(Math.log10(most)) - decades) : most / 1e6);
   const LINEAR = 0.3;
-  const bent = value => value >= turn ? LINEAR + Math.log10(value / turn) : LINEAR * Math.max(-1, value / turn);
-  const low = Math.min(0, ...values.map(bent)), high = bent(most * 1.15);
+  const bent = value => Math.sign(value) * (Math.abs(value) >= turn ? LINEAR + Math.log10(Math.abs(value) / turn) :
+    LINEAR * Math.abs(value) / turn);
+  const above = Math.max(0, ...values), below = Math.min(0, ...values);
+  const low = bent(below * 1.15), high = bent((above || turn) * 1.15);
   const at = value => bottom - (bent(value) - low) / (high - low) * (bottom - top);
-  const ticks = [0], decades = Math.log10(most / turn);
-  for (let value = turn; value <= most * 1.15; value *= 10) {
-    for (const factor of decades < 2.2 ? [1, 2, 5] : [1]) {
-      if (factor * value <= most * 1.15) ticks.push(factor * value);
+  const ticks = [0], fine = Math.log10(most / turn) < 2.2 ? [1, 2, 5] : [1];
+  for (const [side, end] of [[1, above], [-1, -below]]) {
+    for (let value = turn; value <= end * 1.15; value *= 10) {
+      for (const factor of fine) if (factor * value <= end * 1.15) ticks.push(side * factor * value);
     }
   }
-  const kept = [];
-  for (const value of ticks) if (kept.every(other => Math.abs(at(other) - at(value)) > 17)) kept.push(value);
-  return {at, ticks: kept};
+  return {at, ticks: apart(ticks, at, () => 17, 0), log: true};
+}
+
+/** A linear scale where it shows the losses, a bent one where most would lie on the line of 0. */
+function upScale(losses, values, bottom, top, log) {
+  if (log === 'always') return bentLosses(values, bottom, top, 6);
+  const sizes = losses.map(Math.abs).filter(value => value > 0).sort((a, b) => a - b);
+  const middle = sizes[Math.floor((sizes.length - 1) / 2)] ?? 1;
+  return sizes.length && sizes.at(-1) > 8 * middle ? bentLosses(values, bottom, top, 3) : evenLosses(values, bottom, top);
 }
 
 function lossText(value) {
   if (value === 0) return '0';
-  return value >= 1e-4 ? String(+value.toPrecision(2)) : value.toExponential(0).replace('e-', 'e-');
+  const size = Math.abs(value), text = size >= 1e-4 ? String(+size.toPrecision(2)) : size.toExponential(0);
+  return value < 0 ? `−${text}` : text;
 }
 
-/** The points that no other of these beats, from the fewest bytes up: the rule of `fitting.run.marked`. */
+/** The points that no other beats in bytes and in loss, from the fewest bytes up: `pareto` and `marked` in Python. */
 function frontOf(points) {
   const found = [];
   let least = Infinity;
-  for (const point of [...points].sort((a, b) => a.bytes - b.bytes || a.loss - b.loss)) {
+  for (const point of [...points].sort((a, b) => a.share - b.share || a.loss - b.loss)) {
     if (point.loss < least) found.push(point);
     least = Math.min(least, point.loss);
   }
@@ -96,8 +136,14 @@ function placed(text, x, y, frame, solid, thin, strong) {
 /**
  * Draws the points into an svg, and returns where each is.
  *
- * @param svg an empty element that is as wide as the page lets it be.
- * @param data what the fit wrote.
+ * A point has `number`, `name`, `plan`, `kind` (class of its colour), `shape`, `share` (of the uncompressed bytes),
+ * `loss`, `low`, `high` (null without an interval) and `described` (all of it in words).
+ *
+ * @param svg an element that is as wide as the page lets it be; what is in it is replaced.
+ * @param data `points`: all that a filter may leave; `full`, `full_text`: bytes of the uncompressed cache; `whole`:
+ *   whether that one was measured too, so that it is on the front; `axis`, `axis_short`: what the loss is; `log`:
+ *   'always', or 'needed' for logarithmic axes only where a linear one would not show the points; `limit`,
+ *   `limit_text`, `loss_limit`: bounds to draw, null without; `plan`: the plan that is ringed, null for none.
  * @param points those that are shown.
  * @param picked the point of the memory, or undefined.
  * @param memory bytes that the reader has, or null.
@@ -109,24 +155,30 @@ function drawChart(svg, data, points, picked, memory) {
   const make = (kind, attributes, parent = svg, text) => {
     const made = document.createElementNS(svg.namespaceURI, kind);
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    if (kind === 'text' && !attributes['text-anchor']) made.setAttribute('text-anchor', 'start');
     if (text !== undefined) made.textContent = text;
     parent.append(made);
     return made;
   };
   svg.replaceChildren();
+  svg.setAttribute('role', 'group');
+  // Its points are where a keyboard stops, one at a time; the picture as a whole is no stop.
+  svg.setAttribute('tabindex', -1);
+  svg.setAttribute('aria-label', data.title);
   svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
   svg.setAttribute('width', width);
   svg.setAttribute('height', height);
   const share = bytes => bytes / data.full;
   // The scales are those of all points, so that a filter does not move the others.
-  const shares = data.points.map(point => share(point.bytes));
+  const shares = data.points.map(point => point.share);
   const values = data.points.flatMap(point => [point.loss, point.high ?? point.loss, point.low ?? point.loss]);
   if (data.limit !== null) shares.push(share(data.limit));
   if (data.loss_limit !== null) values.push(data.loss_limit);
-  const [top, bottom] = [44, height - 46];
-  const up = upScale(values, bottom, top);
+  const [top, bottom] = [data.limit === null ? 26 : 44, height - 46];
+  const up = upScale(data.points.map(point => point.loss), values, bottom, top, data.log);
   const left = 26 + Math.max(...up.ticks.map(value => wideOf(lossText(value)))) + 8, right = width - 16;
-  const across = acrossScale(Math.min(...shares) * 0.85, Math.max(1, ...shares) * 1.08, left + 6, right - 6);
+  const least = Math.min(...shares), most = Math.max(1, ...shares) * 1.08, bent = data.log === 'always' || least < 0.12;
+  const across = bent ? acrossScale(least * 0.85, most, left + 6, right - 6) : evenScale(most, left + 6, right - 6);
   const frame = [left + 2, 2, width - 2, bottom - 1];
 
   for (const value of up.ticks) {
@@ -140,9 +192,10 @@ function drawChart(svg, data, points, picked, memory) {
     make('text', {class: 'tick', x, y: bottom + 19, 'text-anchor': 'middle'}, svg, tick.text);
   }
   make('text', {class: 'axis', x: (left + right) / 2, y: height - 6, 'text-anchor': 'middle'}, svg,
-    wideScreen ? `bytes, share of the uncompressed ${data.full_text} (logarithmic)` : `share of ${data.full_text}`);
+    wideScreen ? `bytes held, share of the uncompressed ${data.full_text}${bent ? ' (logarithmic)' : ''}` :
+      `bytes, share of ${data.full_text}${bent ? ' (log)' : ''}`);
   make('text', {class: 'axis', 'text-anchor': 'middle', transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`},
-    svg, wideScreen ? 'KL on text and answers of the search, nats per token (logarithmic above 0)' : 'KL, text + answers, nats/token');
+    svg, wideScreen ? data.axis + (up.log ? ' (logarithmic, linear near 0)' : '') : data.axis_short + (up.log ? ' (log)' : ''));
 
   const solid = [], thin = [];
   const upright = (bytes, kind, text, row) => {
@@ -156,7 +209,7 @@ function drawChart(svg, data, points, picked, memory) {
     thin.push([x - 1.5, row, x + 1.5, bottom]);
   };
   if (data.limit !== null) upright(data.limit, 'limit', `limit ${data.limit_text}`, 2);
-  if (memory !== null) upright(memory, 'memory', 'my memory', 20);
+  if (memory !== null) upright(memory, 'memory', 'my memory', data.limit === null ? 2 : 20);
   if (data.loss_limit !== null) {
     const y = up.at(data.loss_limit), text = `limit ${lossText(data.loss_limit)}`;
     make('line', {class: 'limit', x1: left, x2: right, y1: y, y2: y});
@@ -165,12 +218,12 @@ function drawChart(svg, data, points, picked, memory) {
     thin.push([left, y - 1.5, right, y + 1.5]);
   }
 
-  const front = frontOf(points);
+  const end = {share: 1, loss: 0}, front = frontOf(data.whole ? [...points, end] : points);
   if (front.length) {
-    let path = `M${across.at(share(front[0].bytes))},${up.at(front[0].loss)}`;
+    let path = `M${across.at(front[0].share)},${up.at(front[0].loss)}`;
     front.forEach((point, index) => {
-      const y = up.at(point.loss), from = across.at(share(point.bytes));
-      const to = index + 1 < front.length ? across.at(share(front[index + 1].bytes)) : Math.max(from, across.at(1));
+      const y = up.at(point.loss), from = across.at(point.share);
+      const to = index + 1 < front.length ? across.at(front[index + 1].share) : Math.max(from, across.at(1));
       path += `H${to}` + (index + 1 < front.length ? `V${up.at(front[index + 1].loss)}` : '');
       thin.push([from, y - 1.5, to, y + 1.5]);
       if (index + 1 < front.length) thin.push([to - 1.5, y, to + 1.5, up.at(front[index + 1].loss)]);
@@ -182,21 +235,19 @@ function drawChart(svg, data, points, picked, memory) {
   make('path', {class: 'full-mark', d: `M${whole.x - 5},${whole.y - 5}l10,10m0,-10l-10,10`});
   solid.push([whole.x - 7, whole.y - 7, whole.x + 7, whole.y + 7]);
 
-  const places = points.map(point => ({point, x: across.at(share(point.bytes)), y: up.at(point.loss)}));
+  const places = points.map(point => ({point, x: across.at(point.share), y: up.at(point.loss)}));
   const isBest = new Set(front);
   // Those of the front last, so that they lie above the others.
   for (const place of [...places].sort((a, b) => isBest.has(a.point) - isBest.has(b.point))) {
     const {point, x, y} = place, best = isBest.has(point), radius = best ? 6 : 4.5;
-    const group = make('g', {class: `point o-${point.origin}${best ? ' best' : ''}`, role: 'img', tabindex: -1,
-      'data-plan': point.plan,
-      'aria-label': `${point.number}, ${point.origin_text}: ${point.label}. ${point.bytes_text}, ` +
-        `${point.share_text}; loss ${point.loss_text} nats per token (KL, text and answers of the search)`});
+    const group = make('g', {class: `point ${point.kind}${best ? ' best' : ''}`, role: 'img', tabindex: -1,
+      'data-plan': point.plan, 'data-n': point.number, 'aria-label': point.described});
     if (point.low !== null && point.high !== null) {
       const [y1, y2] = [up.at(point.high), up.at(point.low)];
       make('path', {class: 'bar', d: `M${x},${y1}V${y2}M${x - 3.5},${y1}h7M${x - 3.5},${y2}h7`}, group);
       if (best) thin.push([x - 2, y1, x + 2, y2]);
     }
-    make('path', {class: 'shape', d: (SHAPES[point.origin] ?? SQUARE)(x, y, radius)}, group);
+    make('path', {class: 'shape', d: (SHAPES[point.shape] ?? SQUARE)(x, y, radius)}, group);
     make('circle', {class: 'halo', cx: x, cy: y, r: radius + 5}, group);
     if (point.plan === data.plan) make('circle', {class: 'ring plan', cx: x, cy: y, r: radius + 8.5}, group);
     if (point === picked) make('circle', {class: 'ring', cx: x, cy: y, r: radius + 5}, group);

@@ -1,0 +1,1 @@
+"""`kvtailor.evaluate`: the bench in one call, with the words of its command line."""
