@@ -111,9 +111,11 @@ def _gaps(parts: Sequence[Segment], visible: Visibility, device: torch.device) -
         gaps.append(gap)
         layout = part.layout
         run = layout.run if part is parts[-1] and layout.owner is None and layout.lengths is None else None
-        slot = torch.arange(1, layout.size + 1, device=device)
+        if run is not None:
+            reaches.append(layout.size - min(run, layout.size))
+            continue
         # The last slot with a gap in any lane; 0 where there is none.
-        reaches.append(((gap != 0).any(0) * slot).max() if run is None else layout.size - min(run, layout.size))
+        reaches.append(((gap != 0).any(0) * torch.arange(1, layout.size + 1, device=device)).max())
     unknown = [each for each in reaches if isinstance(each, Tensor)]
     read = iter(torch.stack(unknown).tolist() if unknown else ())
     known = [next(read) if isinstance(each, Tensor) else each for each in reaches]

@@ -117,7 +117,7 @@ def score_layer(
     same = bool((window == scorer.recent).all())
     recent = held.recent(scorer.recent if same else sent(window, held.positions.device)[:, None, None])
     faulty = (~torch.isfinite(scores) & held.valid).any(-1)
-    known = known_counts(state, visible, window)
+    known = known_counts(held, window)
     if known is None:
         found = torch.stack([held.counts(), recent.sum(-1), faulty.to(torch.int64)])
         # (3, b, H) in one transfer. Processes that share the heads refuse together, or some would wait for the others.

@@ -106,24 +106,20 @@ def by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:
     return scores.gather(-1, order), columns
 
 
-def known_counts(state: LayerState, visible: Visibility, window: Tensor) -> tuple[Tensor, Tensor] | None:
+def known_counts(held: Held, window: Tensor) -> tuple[Tensor, Tensor] | None:
     """What the host knows of a layer's numbers of tokens without a look at the device.
 
     Args:
-        state: of the layer.
-        visible: of the forward that has just ended.
+        held: what `view_held` shows of it.
         window: (b,) int64 on the CPU: the newest tokens of each row that must stay.
 
     Returns:
         (b, h) int64 on the CPU: the tokens that are held, and those of them in the window. None where it takes the
         device's numbers: with padding, with heads on other processes, and where heads may lack some of the newest.
     """
-    tail, seen = state.stored.tail, state.stored.seen
-    assert tail is not None
-    if visible.real is not None or state.model.share.ranks > 1 or (tail.run or 0) < min(int(window.max()), seen):
+    if held.front is None or held.share.ranks > 1 or held.newest < min(int(window.max()), held.seen):
         return None
-    counts = torch.stack([part.layout.counts() for part in state.parts()]).sum(0)
-    return counts, window.clamp(max=seen)[:, None].expand_as(counts)
+    return held.front, window.clamp(max=held.seen)[:, None].expand_as(held.front)
 
 
 def stored_sides(state: LayerState, held: Held) -> tuple[Tensor, Tensor]:
