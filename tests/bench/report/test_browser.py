@@ -89,10 +89,10 @@ addEventListener('message', event => {
 </script>FRAMES</body></html>"""
 
 
-def asked(folder, pages, *options):
+def asked(folder, pages, *options, questions=QUESTIONS):
     """What pages say of themselves, each at a width: by width."""
     for width, text in pages.items():
-        whole = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", QUESTIONS + "</body>", 1)
+        whole = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", questions + "</body>", 1)
         (folder / f"{width}.html").write_text(whole, encoding="utf-8")
     frames = "".join(
         f'<iframe src="{width}.html" style="width:{width}px;height:900px;border:0"></iframe>' for width in pages
@@ -101,7 +101,7 @@ def asked(folder, pages, *options):
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}", "--window-size=1800,1000", "--virtual-time-budget=3000",
+        f"--user-data-dir={folder / 'profile'}", "--window-size=2000,1000", "--virtual-time-budget=3000",
         "--enable-logging=stderr", "--v=0", *options, "--dump-dom", f"file://{folder / 'outside.html'}",
     ]  # fmt: skip
     started = subprocess.Popen(

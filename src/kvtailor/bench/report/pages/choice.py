@@ -35,7 +35,10 @@ def choice(drawn: Drawn, asked: Sequence[Losses]) -> str:
         asked: from `losses`, at least one.
     """
     options = "".join(f'<option value="{number}">{escape(each.name)}</option>' for number, each in enumerate(asked))
-    question = f'<div class="mine question"><label for="question">Loss in</label><select id="question">{options}</select></div>'
+    question = (
+        '<div class="mine question"><label for="question">Loss in</label>'
+        f'<select id="question">{options}</select></div>'
+    )
     lacking = [row.label for row in drawn.plans if not row.is_full and
                row.plan_hash not in {each.row.plan_hash for each in asked[0].found}]  # fmt: skip
     absent = f" Without bytes or a loss there, so not drawn: {', '.join(lacking)}." if lacking else ""

@@ -10,10 +10,10 @@ from kvtailor.bench.report.tables.grid import Grid
 __all__ = ["sizes"]
 
 _HELD = (
-    "Wherever this page has bytes, charts, verdict and memory included, it means bytes held: every storage of a plan's "
-    "whole cache, each counted once, read when the cache was weighed. Codes, scales, indices and the tail in full "
-    "precision are all in it. In percent it is over the keys and values of the same tokens without compression, so "
-    "that 'full' has 100."
+    "Bytes without another word are bytes held, in tables, charts, the verdict and the memory above: every storage of "
+    "a plan's whole cache, each counted once, read when the cache was weighed. Codes, scales, indices and the tail in "
+    "full precision are all in it. In percent it is over the keys and values of the same tokens without compression, "
+    "so that 'full' has 100."
 )
 _OTHERS: tuple[tuple[str, str, str], ...] = (
     ("plans", "tokens held", "How many tokens still have keys and values: a plan with fewer tokens, or with fewer bits "

@@ -162,6 +162,8 @@ function drawChart(svg, data, points, picked, memory) {
   };
   svg.replaceChildren();
   svg.setAttribute('role', 'group');
+  // Its points are where a keyboard stops, one at a time; the picture as a whole is no stop.
+  svg.setAttribute('tabindex', -1);
   svg.setAttribute('aria-label', data.title);
   svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
   svg.setAttribute('width', width);
@@ -191,9 +193,9 @@ function drawChart(svg, data, points, picked, memory) {
   }
   make('text', {class: 'axis', x: (left + right) / 2, y: height - 6, 'text-anchor': 'middle'}, svg,
     wideScreen ? `bytes held, share of the uncompressed ${data.full_text}${bent ? ' (logarithmic)' : ''}` :
-      `bytes, share of ${data.full_text}`);
+      `bytes, share of ${data.full_text}${bent ? ' (log)' : ''}`);
   make('text', {class: 'axis', 'text-anchor': 'middle', transform: `translate(14 ${(top + bottom) / 2}) rotate(-90)`},
-    svg, wideScreen ? data.axis + (up.log ? ' (logarithmic around 0)' : '') : data.axis_short);
+    svg, wideScreen ? data.axis + (up.log ? ' (logarithmic, linear near 0)' : '') : data.axis_short + (up.log ? ' (log)' : ''));
 
   const solid = [], thin = [];
   const upright = (bytes, kind, text, row) => {

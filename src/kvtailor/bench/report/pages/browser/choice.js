@@ -44,7 +44,7 @@ function added(parent, kind, text = '', more = {}) {
  */
 function startChoice(page) {
   const svg = byId('chart'), tip = byId('tip'), field = byId('memory'), slide = byId('slide');
-  const HINT = byId('memory-note').textContent;
+  const HINT = [...byId('memory-note').childNodes];
   let memory = null, places = [], current = -1, wide = svg.parentElement.clientWidth, looked;
 
   const most = () => Math.max(page.data.full, ...page.data.points.map(point => point.bytes));
@@ -82,7 +82,8 @@ function startChoice(page) {
     memory = bytes;
     field.setAttribute('aria-invalid', wrong);
     note.classList.toggle('wrong', wrong);
-    note.textContent = wrong ? 'That is no size above 0: write for example 300KiB, 1.5MiB, 2GiB or 25%.' : HINT;
+    if (wrong) note.textContent = 'That is no size above 0: write for example 300KiB, 1.5MiB, 2GiB or 25%.';
+    else note.replaceChildren(...HINT);
     if (bytes !== null && !moved) slide.value = toSlide(bytes);
     slide.setAttribute('aria-valuetext', bytes === null ? 'not set' : sizeText(bytes));
   }

@@ -67,7 +67,9 @@
   // ---- one plan lit in every table and chart
   const byLabel = new Map(plans.map(plan => [plan.label, plan.number]));
   for (const row of rows) row.dataset.n = byLabel.get(row.cells[0].textContent) ?? '';
-  const lighting = added(document.head, 'style'), bar = added(document.body, 'div', '', {id: 'standing'});
+  const lighting = added(document.head, 'style'), bar = Object.assign(document.createElement('div'), {id: 'standing'});
+  // Below the contents, so that paper has it at the top; on a screen it stands at the lower edge.
+  document.querySelector('.contents').after(bar);
   bar.setAttribute('role', 'status');
   let lit = null, kept = null;
 
@@ -77,7 +79,8 @@
     const others = `:not([data-n="${number}"])`;
     lighting.textContent = number === null ? '' :
       `.of-plans tr[data-n="${number}"] > *, .records tr[data-n="${number}"] > *, li[data-n="${number}"] { background: var(--lit); }` +
-      `.charts svg [data-n]${others}, #chart .point${others} { opacity: .16; }` +
+      `tr[data-n="${number}"] .front-tag { color: var(--ink); }` +
+      `.charts svg [data-n]${others}, #chart .point${others} { opacity: .22; }` +
       `figure[data-n="${number}"] > figcaption { background: var(--lit); }`;
   }
 
