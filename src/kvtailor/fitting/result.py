@@ -196,8 +196,8 @@ class Fit:
         rows: list[list[Shown]] = [
             [
                 Strong(each.label) if each.plan == self.plan else each.label,
-                byte_text(each.bytes),
-                Share(f"{100 * each.bytes / self.full:.1f} %", each.bytes / self.full),
+                byte_text(each.bytes) if each.bytes else None,
+                Share(f"{100 * each.bytes / self.full:.1f} %", each.bytes / self.full) if each.bytes else None,
                 "the plan" if each.plan == self.plan else self.told.get(each.label),
             ]
             for each in sorted(self.proof, key=lambda each: each.bytes)

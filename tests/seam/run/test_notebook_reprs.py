@@ -1,9 +1,11 @@
 """What plans, caches, ledgers and results show of themselves: one true line, and a table for notebooks."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.fitting.made_fits import made_fit
 
 import kvtailor
 from kvtailor.ledger import Ledger
@@ -88,3 +90,14 @@ def test_cells_are_escaped_and_bars_have_bounds():
     assert "<i>" not in html and "&lt;i&gt;" in html and "a &amp; b" in html and "&lt;h&gt;" in html
     assert "width:120px" in html and "width:0px" in html_table([[Share("-", -1.0)]])
     assert "–" in html and "1 note<" in html_block("t", notes=["n"]) and "details" not in html_block("t")
+
+
+def test_a_fit_shows_its_plan_and_the_plans_beside_it():
+    found = made_fit()
+    html, text = found._repr_html_(), repr(found)
+    assert text.startswith(f"Fit({found.model!r}, {found.plan!r}, {found.chosen.bytes} of {found.full} bytes at ")
+    assert "\n" not in text and "the plan" in cells(html)
+    assert [each.label for each in found.proof if each.label not in cells(html)] == []
+    assert any(not each.bytes for each in found.proof) and "0 B" not in cells(html), "not measured is a dash"
+    unknown = replace(found, model="<b>mine</b>")
+    assert "<b>" not in unknown._repr_html_() and "&lt;b&gt;mine" in unknown._repr_html_()
