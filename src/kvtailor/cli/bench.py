@@ -124,6 +124,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     kvtailor bench micro pages        a decoded token with the cache in small pages and in huge ones
     kvtailor bench micro builtins     our quantised cache, against transformers' QuantizedCache
     kvtailor bench micro host         a decoded token without arithmetic: what the host takes for each plan
+    kvtailor bench micro whole        a decoded token and a prompt of a large random model, with CUDA graphs and without
     """
     from rich.console import Console
 
