@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -119,10 +120,12 @@ def _environment(step: Step) -> dict[str, str]:
 def _called(words: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int | None, str]:
     """Exit status, None where the time was up, and what was printed."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
-        # A session of its own, so that what the command has started ends with it.
+        # A group of its own, so that what the command has started ends with it; but no session of its own, since a
+        # device tool ends what is left of a command, sessions that it does not know apart.
         process = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            words, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT, process_group=0,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )  # fmt: skip
         code: int | None
         try:
             code = process.wait(timeout=limit)
@@ -134,6 +137,12 @@ def _called(words: Sequence[str], environment: dict[str, str], limit: float) -> 
                 process.wait()
         printed.seek(0)
         return code, printed.read()
+
+
+def _end_with_parent() -> None:
+    """Ask the system to end this process when the runner is killed: the GPU must be free for the next call."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _found(step: Step, said: str, scratch: Path) -> dict[str, Any]:

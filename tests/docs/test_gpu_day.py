@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.ops.gpu.exact_attention import needs_triton
+import torch
+from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
 from kvtailor.ops.dispatch import TRITON_OPERATIONS
 
@@ -204,6 +205,78 @@ def test_pieces_fit_a_call_and_the_rehearsal_has_every_step(day: SimpleNamespace
         assert f"| {piece} | {day.steps.estimate(piece)} s |" in page
 
 
+def option(words: tuple[str, ...], name: str, usual: str = "") -> list[str]:
+    """The values of an option of a command, with ',' between."""
+    text = words[words.index(name) + 1] if name in words else usual
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def written(day: SimpleNamespace) -> dict[str, set[str]]:
+    """The tables that the real steps write, and the sides of each, by the names that the benches give them."""
+    from kvtailor.bench.micro import cases, kernels, whole
+    from kvtailor.ops.dispatch import using
+
+    with using("triton"):
+        ours = cases.kernels_of(torch.device(DEVICE))
+        one_row = kernels._of_one_row(ours)
+        made = {name: {side.name for side in make(ours, 64, 1)} for name, (_, make, _, _) in one_row.items()}
+    titles = {name: title for name, (title, *_) in one_row.items()}
+    attention = {"a plain read of the bfloat16 bytes", *kernels._FOLDS, *(f"kvtailor {name}" for name in cases.SIDES)}
+    attention |= {f"decoded first, {name}" for name in kernels._DECODED_FIRST}
+    found: dict[str, set[str]] = {}
+    for words in (each.words for each in day.steps.steps()):
+        contexts, forms = option(words, "--contexts"), option(words, "--implementations", "reference,triton")
+        plans = ["full", *words[words.index("--plans") + 1].split("; ")] if "--plans" in words else []
+        rows = option(words, "--batches", "1")
+        if "kernels" in words:
+            for context in contexts:
+                for case in option(words, "--cases"):
+                    tables = [f"{titles[case]}, {context} tokens"] if case in titles else [
+                        f"{title}, {context} tokens" + (f", {count} rows" if count != "1" else "")
+                        for title, *_ in cases.HEADS for count in rows
+                    ]  # fmt: skip
+                    for table in tables:
+                        found.setdefault(table, set()).update(made.get(case, attention))
+        if "whole" in words:
+            (model,), own = option(words, "--model"), set() if "--no-own" in words else {whole.OWN}
+            ways = whole.GRAPHS[option(words, "--graphs", "both")[0]]
+            sides = {whole.side_name(plan, form, graphs=way) for plan in plans for form in forms for way in ways} | own
+            for context in contexts:
+                for count in rows:
+                    found.setdefault(f"decode {model} {context} tokens {count} rows", set()).update(sides)
+            once = {whole.side_name(plan, form) for plan in plans for form in forms} | own
+            for context in option(words, "--prefill"):
+                found.setdefault(f"prompt {model} {context} tokens", set()).update(once)
+    return found
+
+
+@needs_triton
+def test_bars_read_what_the_steps_write(day: SimpleNamespace) -> None:
+    """Names stand in two places; a bar that reads a table of another name would be null for ever."""
+    from kvtailor.bench.micro import host, link
+
+    asked: set[tuple[str, str]] = set()
+
+    class Asked(day.Readings):  # type: ignore[misc, name-defined]
+        def row(self, table: str, side: str) -> None:
+            asked.add((table, side))
+
+    empty = Asked(tables={}, bench={}, tests={})
+    for point in day.bars.BARS:
+        assert point.measured(empty) is None
+    day.verdict.outcomes(empty)
+    found = written(day)
+    of_host = {(table, side) for table, side in asked if table == "host"}
+    assert {side for _, side in of_host} <= {host.BASE, *host.plans()}
+    # A bar names both forms of `full`, of which one table may have the one alone.
+    missing = [(table, side) for table, side in asked - of_host if side not in found.get(table, ())]
+    assert [each for each in missing if ", reference" not in each[1]] == []
+    assert all((table, side.replace("reference", "triton")) not in missing for table, side in missing)
+    assert len(asked) > 60
+    assert {"plain(block_size=1024)", "vector(bits=8)", "kivi(bits=4, group=64, recent=128)"} == set(link._CODECS)
+    assert "resident_layers=2" in link._RESIDENT
+
+
 def test_a_rehearsal_and_a_gpu_never_share_a_folder(day: SimpleNamespace, tmp_path: Path) -> None:
     folder = day.Folder(tmp_path)
     folder.add(measured("host", {"host": rows(**{"full": 1.0, "DynamicCache + sdpa": 1.0})}), "")
@@ -227,6 +300,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY / "docs")])}
 
 
+def alive(session: int) -> list[int]:
+    """Processes of a session that run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # Behind the name, which may hold anything: state, parent, group, session.
+            state, _, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(of) == session and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
 @needs_triton
 def test_a_killed_piece_goes_on(day: SimpleNamespace, tmp_path: Path) -> None:
     """The first step ends, the second is killed with the whole run, and the next call does not run the first again."""
@@ -242,6 +329,12 @@ def test_a_killed_piece_goes_on(day: SimpleNamespace, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
+    if sys.platform == "linux":
+        # What the step has started must not go on beside the next call.
+        deadline = time.monotonic() + 20
+        while alive(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert alive(process.pid) == []
     told = {each["step"]: each["status"] for each in json.loads(state.read_text())["steps"]}
     assert told["machine"] == "done" and told["tests-kernels"] == "left"
     first = out.read_text()

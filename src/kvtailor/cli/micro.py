@@ -287,7 +287,7 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
 @_list("implementations", "", "auto, reference, triton.  [auto; on a GPU the others]", kind=_one_of(*_FORMS))
 @click.option("--graphs", type=click.Choice(["none", "both", "only"]), help="Replay steps.  [none; on a GPU both]")
 @click.option("--own/--no-own", default=True, help="Time DynamicCache too, on a second model.  [yes]")
-@_rounds(64, "tokens", "Tokens of a sample.")
+@_rounds(128, "tokens", "Tokens of a sample.")
 @_rounds(5)
 @_rounds(3, "prefill-rounds", "Timed rounds of prompts.")
 @click.option("--dtype", type=_DTYPE, help="Of model and cache.  [float32; on a GPU bfloat16]")

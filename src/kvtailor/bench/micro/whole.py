@@ -9,7 +9,7 @@ them stands there twice, launched by the host and replayed as CUDA graphs, unles
 replayed is the side to beat: it has all tokens in memory that was reserved before, and no host in the way.
 `DynamicCache` with sdpa, which every user has, is beside it.
 
-All sides take turns in one process. A sample is a run of tokens, 64 unless told otherwise, so that what recording a
+All sides take turns in one process. A sample is a run of tokens, 128 unless told otherwise, so that what recording a
 graph and encoding a block take is in the times. The context is written into the caches directly. Where a plan evicts or
 encodes, 64 tokens follow it through the model, after which it acts as after a prompt.
 
@@ -109,7 +109,7 @@ def bench(
     plans: Sequence[str] = PLANS,
     implementations: Sequence[str] | None = None,
     graphs: str | None = None,
-    tokens: int = 64,
+    tokens: int = 128,
     rounds: int = 5,
     prefill_rounds: int = 3,
     own: bool = True,
