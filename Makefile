@@ -14,7 +14,7 @@ DOCS_READY := .venv/.docs-ready
 # A host that many external links lead to: where it cannot be reached, there is no network.
 LINKED ?= arxiv.org
 
-.PHONY: demo test test-all check bench docs docs-links cost package ready
+.PHONY: demo test test-all check bench docs docs-links cost package ready gpu-day
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -59,6 +59,16 @@ cost: $(READY)
 	OMP_NUM_THREADS=1 .venv/bin/kvtailor bench --suite scoring --model random-llama --out results/scoring
 	.venv/bin/python docs/write_cost.py results/scoring
 	.venv/bin/python docs/write_methods.py
+
+# All that needs a GPU, in pieces that resume (docs/gpu-day.md). The Python that is there runs it where it has the
+# packages: a lent machine may have no network. PIECE: one of them. FROM: results of earlier calls. GPU_DAY: more options.
+OUT ?= results/gpu-day
+GPU_DAY_WORDS = --out "$(OUT)" $(if $(PIECE),--piece $(PIECE)) $(if $(FROM),--before "$(FROM)") $(GPU_DAY)
+gpu-day:
+	@if $(PYTHON) -c 'import sys; from importlib.util import find_spec; sys.exit(None in map(find_spec, sys.argv[1:]))' \
+		click rich safetensors scipy torch transformers triton; \
+	then python=$(PYTHON); else $(MAKE) --no-print-directory ready && python=.venv/bin/python; fi; \
+	PYTHONPATH="src:docs$${PYTHONPATH:+:$$PYTHONPATH}" $$python -m gpu_day $(GPU_DAY_WORDS)
 
 $(READY): pyproject.toml $(CONSTRAINTS) setup.py src/kvtailor/version.py $(wildcard src/kvtailor/ops/cpu/*.cpp src/kvtailor/ops/cpu/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtailor needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": call make PYTHON=python3.12, say")'

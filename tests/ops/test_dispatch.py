@@ -140,3 +140,30 @@ def test_what_runs_is_explained() -> None:
     assert "triton" in explained(torch.device("cuda"), torch.bfloat16)[0].why.lower()
     if built():
         assert "float64" in explained(CPU, torch.float64)[0].why
+
+
+@needs_triton
+def test_auto_takes_on_a_gpu_what_has_won_there_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed to choose for one."""
+    gpu = torch.device("cuda")
+    assert not any(dispatch._on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
+    monkeypatch.setattr(dispatch, "WON_ON_CUDA", frozenset({"attention", "codes"}))
+    chosen = [each for each in dispatch.TRITON_OPERATIONS if dispatch._on_triton(gpu, each)]
+    assert chosen == ["attention", "codes"]
+    forms = [each.implementation for each in explained(gpu, torch.bfloat16)]
+    assert forms == ["Triton", "Triton", "torch's fused attention"]
+    assert {each.why for each in explained(gpu, torch.bfloat16)[:2]} == {"it was measured to be faster"}
+    with using("reference"):
+        assert not any(dispatch._on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
+    with using("triton"):
+        assert all(dispatch._on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
+    # What was measured on a GPU says nothing about a CPU, also where Triton's interpreter runs there.
+    assert not dispatch._on_triton(CPU, "attention")
+    monkeypatch.setattr(dispatch, "WON_ON_CUDA", frozenset({"codes"}))
+    first, *_, last = explained(gpu, torch.bfloat16)
+    assert first.implementation == "torch, decoded parts" and "not measured to be faster" in first.why
+    assert last.operation == "attention of a prompt"
+
+
+def test_what_has_won_is_of_the_operations_there_are() -> None:
+    assert set(dispatch.TRITON_OPERATIONS) >= dispatch.WON_ON_CUDA

@@ -75,6 +75,7 @@ def micro() -> None:
     kvtailor bench micro pages       the cache in small and in huge pages
     kvtailor bench micro builtins    codes, against their QuantizedCache
     kvtailor bench micro host        what the host takes for each plan
+    kvtailor bench micro whole       a large random model, with CUDA graphs and without
 
     What no time can beat, reading the bytes once at this machine's bandwidth, stands beside each time. Samples during
     which other programs took processor time are left out and counted.
@@ -121,6 +122,10 @@ def _rounds(default: int, name: str = "rounds", what: str = "Timed rounds.") -> 
 _DTYPES = _one_of("float32", "bfloat16")
 # Plain, and a hybrid of which one layer in four attends: names of `hf.model.config.RANDOM_SHAPES`.
 _MODELS = ("random-llama-gqa", "random-qwen3-next")
+# Of real widths, and small ones to try it out.
+_LARGE = ("random-llama3-8b", "random-llama2-7b", "random-llama-gqa", "random-llama-narrow", "random-llama")
+_FORMS = ("auto", "reference", "triton")
+_DTYPE = click.Choice(["float32", "bfloat16", "float16"])
 
 
 @micro.command(cls=_OneBench, short_help="A decoded token and a prefill, against transformers' caches.")
@@ -272,6 +277,46 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
     _run(
         lambda device: case.bench(plans=asked or case.plans(), rounds=rounds, profile=profile, device=device),
         threads=threads, threads_on_cpu=1, **common,
+    )  # fmt: skip
+
+
+@micro.command(cls=_OneBench, short_help="A large random model by plan and implementation, with graphs and without.")
+@_list("contexts", "8192", "Tokens held when tokens are decoded, with ',' between; '' for none.")
+@_list("batches", "1", "Rows of decoded tokens, with ',' between.")
+@_list("prefill", "", "Tokens of prompts, with ',' between.  [none]")
+@click.option("--plans", "--plan", "plans", multiple=True, help="A plan, or several with ';' between.  [five]")
+@_list("implementations", "", "auto, reference, triton.  [auto; on a GPU the others]", kind=_one_of(*_FORMS))
+@click.option("--graphs", type=click.Choice(["none", "both", "only"]), help="Replay steps.  [none; on a GPU both]")
+@click.option("--own/--no-own", default=True, help="Time DynamicCache too, on a second model.  [yes]")
+@_rounds(128, "tokens", "Tokens of a sample.")
+@_rounds(5)
+@_rounds(3, "prefill-rounds", "Timed rounds of prompts.")
+@click.option("--dtype", type=_DTYPE, help="Of model and cache.  [float32; on a GPU bfloat16]")
+@click.option("--model", type=click.Choice(_LARGE), default=_LARGE[0], show_default=True, help="Untrained; its shape.")
+@_common
+def whole(
+    contexts: tuple[int, ...] | None,
+    prefill: tuple[int, ...] | None,
+    plans: tuple[str, ...],
+    dtype: str | None,
+    **given: Any,
+) -> None:
+    """Time a decoded token and a prompt of a whole random model: plans, implementations, CUDA graphs and none.
+
+    Divided by `full` in plain torch, replayed where graphs are. A plan that evicts has read the context.
+    """
+    from kvtailor.bench.micro.whole import PLANS, bench
+
+    asked = [plan.strip() for each in plans for plan in each.split(";") if plan.strip()]
+    if plans and not asked:
+        raise click.UsageError("--plans names no plan.")
+    common = {name: given.pop(name) for name in ("device", "threads", "as_json")}
+    _run(
+        lambda device: bench(
+            contexts=contexts or (), prefills=prefill or (), plans=asked or PLANS,
+            dtype=dtype or ("bfloat16" if device.type == "cuda" else "float32"), device=device, **given,
+        ),
+        **common,
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Each operation has a plain form in torch, the reference of its tests, and may have faster ones.
 `KVTAILOR_IMPLEMENTATION=reference`, or `using("reference")`, leaves the plain form alone in use. `triton` selects the
 kernels of GPUs: they agree with the reference in Triton's interpreter and compile for sm_80 and sm_90, but have not
-been timed on a GPU, and until they have "auto" does not take them. In the interpreter the CPU counts as a GPU.
+been timed on a GPU, and until they have "auto" does not take them. `WON_ON_CUDA` names those that it takes. In the
+interpreter the CPU counts as a GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from kvtailor.types import Coordinates
 
 __all__ = [
     "MOST_QUERIES",
+    "TRITON_OPERATIONS",
+    "WON_ON_CUDA",
     "Choice",
     "Quantiser",
     "asked_here",
@@ -47,6 +50,11 @@ __all__ = [
 
 # New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
 MOST_QUERIES = 16
+WON_ON_CUDA: frozenset[str] = frozenset()
+"""Operations whose Triton kernels "auto" takes on a GPU, of `TRITON_OPERATIONS`: those that were measured there and
+won. `make gpu-day` prints this line (docs/gpu-day.md)."""
+TRITON_OPERATIONS = ("attention", "pages", "prompt mass", "codes")
+"""Attention of few new tokens; the same over chosen pages; the attention mass of a prompt; making codes of states."""
 _WHICH = ("auto", "reference", "triton")
 _FORCED: ContextVar[str | None] = ContextVar("implementations", default=None)
 
@@ -134,7 +142,7 @@ def coded_attention(
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
-    if _on_triton(query.device):
+    if _on_triton(query.device, "attention"):
         from kvtailor.ops.triton import attend as on_gpu
 
         if on_gpu.suits(query, keys, values) is not None:
@@ -160,7 +168,7 @@ def coded_attention(
 
 def joint_attention(device: torch.device) -> Any:
     """The module whose `attend_parts` reads several parts at once that its `attend_coded` reads one by one; or None."""
-    if not _on_triton(device):
+    if not _on_triton(device, "attention"):
         return None
     from kvtailor.ops.triton import attend as on_gpu
 
@@ -194,7 +202,7 @@ def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Call
         keys, values: the two sides of a part.
         page: slots of a page.
     """
-    if query.shape[-2] > MOST_QUERIES or page & (page - 1) or not _on_triton(query.device):
+    if query.shape[-2] > MOST_QUERIES or page & (page - 1) or not _on_triton(query.device, "pages"):
         return None
     from kvtailor.ops.triton import attend as on_gpu
 
@@ -207,7 +215,7 @@ def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tu
     Args:
         query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). No query sees a later slot, each all others.
     """
-    if not _on_triton(query.device):
+    if not _on_triton(query.device, "prompt mass"):
         return None
     from kvtailor.ops.triton import mass as on_gpu
 
@@ -218,7 +226,7 @@ def quantiser(states: Tensor) -> Quantiser:
     """What makes codes of these states (m, s, c); every form gives the same bytes, steps and minima."""
     if forced() == "reference":
         return _PLAIN
-    if _on_triton(states.device):
+    if _on_triton(states.device, "codes"):
         return _packed_by_triton()
     if quantise.unsuited_states(states) is not None:
         return _PLAIN
@@ -234,17 +242,8 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     if asked == "reference":
         return [Choice(operation=few, implementation="torch, decoded parts", why="the reference is forced")]
     prompt = Choice(operation=many, implementation="torch's fused attention", why="its tiles are filled")
-    if _on_triton(device):
-        why = "it was asked for" + ("" if device.type == "cuda" else ", in its interpreter")
-        return [
-            Choice(operation=few, implementation="Triton", why=why),
-            Choice(operation="attention over chosen pages", implementation="Triton, in place", why=why),
-            prompt,
-            Choice(
-                operation="attention mass of a prompt", implementation="torch's fused attention, then Triton", why=why
-            ),
-            Choice(operation="making codes of states", implementation="Triton", why=why),
-        ]
+    if ours := [each for each in TRITON_OPERATIONS if _on_triton(device, each)]:
+        return _of_triton(ours, few, prompt, interpreted=device.type != "cuda")
     if device.type == "cuda":
         why = (
             missing()
@@ -274,13 +273,33 @@ def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     ]
 
 
+def _of_triton(operations: Sequence[str], few: str, prompt: Choice, *, interpreted: bool) -> list[Choice]:
+    """What runs where Triton's kernels do some operations; torch has the others."""
+    why = "it was measured to be faster" if forced() == "auto" else "it was asked for"
+    why += ", in its interpreter" if interpreted else ""
+    told = {
+        "attention": (few, "Triton"),
+        "pages": ("attention over chosen pages", "Triton, in place"),
+        "prompt mass": ("attention mass of a prompt", "torch's fused attention, then Triton"),
+        "codes": ("making codes of states", "Triton"),
+    }
+    found = [Choice(operation=told[each][0], implementation=told[each][1], why=why) for each in operations]
+    if "attention" not in operations:
+        not_won = "Triton's kernel was not measured to be faster"
+        found.insert(0, Choice(operation=few, implementation="torch, decoded parts", why=not_won))
+    return [*found[:2], prompt, *found[2:]]
+
+
 def _why_not_quantised(built: Library) -> str | None:
     return None if built.has("kvtailor_code") else "the C++ kernels were built from older sources: build them again"
 
 
-def _on_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels were selected and can run on tensors of this device."""
-    if forced() != "triton" or missing() is not None:
+def _on_triton(device: torch.device, operation: str) -> bool:
+    """Whether Triton's kernel of this operation was selected, or has won, and can run on tensors of this device."""
+    asked = forced()
+    if asked == "auto" and device.type == "cuda" and operation in WON_ON_CUDA:
+        asked = "triton"
+    if asked != "triton" or missing() is not None:
         return False
     return device.type == "cuda" or (device.type == "cpu" and interpreting())
 

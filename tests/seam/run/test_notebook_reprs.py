@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.fitting.made_fits import made_fit
 
 import kvtailor
 from kvtailor.ledger import Ledger
 from kvtailor.ops.notebook_html import Share, Strong, html_block, html_table
 from kvtailor.plan import Plan
+from tests.support.fitting.made_fits import made_fit
 
 PLAN = "snapkv(window=6) + adakv + kivi(bits=4) @ tokens=16"
 

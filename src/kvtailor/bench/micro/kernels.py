@@ -40,6 +40,7 @@ from kvtailor.bench.micro.timer import Side, time_in_turns
 from kvtailor.encode.indexed import Indexed
 from kvtailor.hf.mask import LazyMask
 from kvtailor.ops.dispatch import forced, quantiser, using
+from kvtailor.ops.segments.coded import Coded
 from kvtailor.types import Layout, PlainSegment
 
 __all__ = ["CASES", "bench"]
@@ -239,6 +240,13 @@ def _quest(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
             )
         )  # fmt: skip
     found.append(Side(name=f"quest, {_BUDGET} tokens", run=lambda i: method.attend(requests[i]).output))
+    if kernels.on_triton:
+
+        def copied(layer: int) -> Tensor:
+            with using("reference"):
+                return method.attend(requests[layer]).output
+
+        found.append(Side(name=f"quest, {_BUDGET} tokens, copied by torch", run=copied))
     return found
 
 
@@ -280,20 +288,28 @@ def _packing(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
     """The keys of a layer, made into codes; by the kernels, and the codes of channels also by torch."""
     half = [keys for keys, _ in states(kernels.device, 8, tokens, layers, kernels.dtype)]
     made = quantiser(half[0])
-    work: dict[str, Callable[[int], object]] = {
+    work: dict[str, Callable[[int], Tensor | Coded]] = {
         "a copy of the states": lambda i: half[i].clone(),
         "int8 by token": lambda i: made.symmetric(half[i], 8),
         "4 bits by token": lambda i: made.tokens(half[i], 4, cases.GROUP),
         "4 bits by channel": lambda i: made.channels(half[i], 4, cases.GROUP),
         "4 bits by channel, torch": lambda i: SIDES["kivi 4 bits"][0](half[i]),
     }
-    return [Side(name=name, run=run, recorded=True, bytes_read=half[0].nbytes) for name, run in work.items()]
+    return [
+        Side(name=name, run=run, recorded=True, bytes_read=half[0].nbytes, cache_bytes=_bytes_made(run(0)))
+        for name, run in work.items()
+    ]
+
+
+def _bytes_made(made: Tensor | Coded) -> int:
+    """Bytes of a copy, or of codes with their steps and minima."""
+    return made.nbytes if isinstance(made, Tensor) else sum(each.nbytes for each in made.tensors().values())
 
 
 def _of_one_row(kernels: Kernels) -> dict[str, tuple[str, _Make, str, int]]:
     """Title, what makes the sides, the side that the others are divided by, and how many; 8 kv heads of 4 queries."""
     return {
-        "quest": ("Quest's pages", _quest, "everything, bfloat16", 2 if kernels.attend_pages is None else 3),
+        "quest": ("Quest's pages", _quest, "everything, bfloat16", 4 if kernels.on_triton else 2),
         "ragged": ("ragged heads", _ragged, "uniform heads, bfloat16", 2),
         "blocks": ("query blocks", _blocks, "bfloat16, 1 queries", 2 * len(kernels.blocks)),
         "appending": ("appending", _appending, "attention, bfloat16", 2),
