@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kvtailor
-from kvtailor.types import Lift
+from kvtailor.ops.cpu import coordinates
+from kvtailor.types import Coordinates, Lift
 from tests.seam.methods.test_codecs import check_rows_and_bytes, check_saved
 from tests.support.calibrated import shipped_for
 from tests.support.seam.zoo import build, error, prompts
@@ -46,8 +47,14 @@ def test_values_are_lifted_and_not_decoded(plan: str, monkeypatch: pytest.Monkey
     """The same logits as with decoded values, and one lift for each layer and token."""
     model, ids = build("llama"), prompts((41,))[0]
     lifted: list[int] = []
-    of_sums = Lift.of_sums
-    monkeypatch.setattr(Lift, "of_sums", lambda self, *given: lifted.append(1) or of_sums(self, *given))
+
+    def count(where: object) -> None:
+        of_sums = where.of_sums  # type: ignore[attr-defined]
+        monkeypatch.setattr(where, "of_sums", lambda *given, **how: lifted.append(1) or of_sums(*given, **how))
+
+    # Beside decoded keys, in coordinates of their own by torch, and by the C++ kernels.
+    for where in (Lift, Coordinates, coordinates):
+        count(where)
     caches = [kvtailor.cache_for(model, f"{plan} + {attend}") for attend in ("segments", "reference")]
     for cache in caches:
         model(ids, past_key_values=cache)
