@@ -233,7 +233,7 @@ _SMALL = {
     "decode-triton": _tiny("--contexts", "64", "--plans", _INT4, "--no-own"),
     "tests-kernels": _pytest("tests/ops/gpu/test_gpu_unpack.py"),
     "tests-graphs": _pytest("tests/seam/run/test_graphs_on_cuda.py"),
-    "tests-kernels-long": _pytest("tests/ops/gpu/test_gpu_quantise.py", "-k", "refused"),
+    "tests-kernels-long": _pytest("tests/ops/gpu/test_gpu_unpack.py"),
     "speculation": _bench(
         "--model", "demo", "--tasks", "speculation", "--plans", "full", "--rounds", "1", "--context", "32",
         "--new-tokens", "8", "--draft-plan", "streaming @ tokens=16",
