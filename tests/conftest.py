@@ -15,6 +15,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Workers of pytest-xdist have it, and one process has not: output would be wrapped in some runs alone.
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_collection_finish() -> None:

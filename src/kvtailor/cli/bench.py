@@ -134,7 +134,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     kvtailor bench micro pages       the cache in small and in huge pages
     kvtailor bench micro builtins    codes, against their QuantizedCache
     kvtailor bench micro host        what the host takes for each plan
-    kvtailor bench micro whole       a large random model, with CUDA graphs and without
+    kvtailor bench micro whole       a large model, with and without graphs
     """
     from rich.console import Console
 

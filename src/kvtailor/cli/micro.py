@@ -75,7 +75,7 @@ def micro() -> None:
     kvtailor bench micro pages       the cache in small and in huge pages
     kvtailor bench micro builtins    codes, against their QuantizedCache
     kvtailor bench micro host        what the host takes for each plan
-    kvtailor bench micro whole       a large random model, with CUDA graphs and without
+    kvtailor bench micro whole       a large model, with and without graphs
 
     What no time can beat, reading the bytes once at this machine's bandwidth, stands beside each time. Samples during
     which other programs took processor time are left out and counted.
@@ -292,7 +292,10 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
 @_rounds(5)
 @_rounds(3, "prefill-rounds", "Timed rounds of prompts.")
 @click.option("--dtype", type=_DTYPE, help="Of model and cache.  [float32; on a GPU bfloat16]")
-@click.option("--model", type=click.Choice(_LARGE), default=_LARGE[0], show_default=True, help="Untrained; its shape.")
+@click.option(
+    "--model", type=click.Choice(_LARGE), default=_LARGE[0], show_default=True, metavar="NAME",
+    help=f"Untrained; its shape: {', '.join(_LARGE)}.",
+)  # fmt: skip
 @_common
 def whole(
     contexts: tuple[int, ...] | None,
