@@ -2,7 +2,8 @@
 
     python docs/draw_terminal.py kvtailor bench --plans "turboquant3; snapkv @ keep=0.25" --documents 5 ...
 
-Runs the command as it stands and writes docs/pictures/terminal.svg: the command, and the first lines of what it printed but for progress.
+Runs the command as it stands and writes docs/pictures/terminal.svg: the command, and the first lines of what it
+printed but for progress.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 PICTURE = Path(__file__).parent / "pictures" / "terminal.svg"
-WIDTH, LINES = 80, 21
+WIDTH, LINES = 80, 18
 
 
 def main() -> None:
