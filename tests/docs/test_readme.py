@@ -68,6 +68,7 @@ def test_the_fitted_plan_is_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(effort, "EFFORTS", {**effort.EFFORTS, "quick": LEAST})
     (tmp_path / "notes.txt").write_text(" ".join(generated(512, windows=20).values()), encoding="utf-8")
+    (tmp_path / "question.txt").write_text("The old mill stood at the end of the village. " * 9, encoding="utf-8")
     asked = [*words("fit"), "--no-times", "--without", ",".join(SLOW)]
     asked[asked.index("--context") + 1] = "256"
     run(*asked)
