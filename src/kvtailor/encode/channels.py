@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec, refuse_non_finite
+from kvtailor.encode.contract import ByBlocks, Codec, refuse_non_finite
 from kvtailor.method import renamed
 from kvtailor.ops.segments.coded import PairSegment, TimeGrouped, Whole, alone
 from kvtailor.types import Layout, Needs
@@ -69,7 +69,7 @@ class ChannelsSegment(PairSegment):
 
 @renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
-class Channels(Codec):
+class Channels(ByBlocks, Codec):
     """Thinner keys.
 
     Attributes:
@@ -103,16 +103,6 @@ class Channels(Codec):
                 f"channels: recent must be 0 or more tokens and block_size 1 or more, found {self.recent} and "
                 f"{self.block_size}"
             )
-
-    @property
-    def tail(self) -> int:
-        """The recent window."""
-        return self.recent
-
-    @property
-    def block(self) -> int:
-        """`block_size` tokens."""
-        return self.block_size
 
     @property
     def needs(self) -> Needs:

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.contract import ByBlocks, Codec, Sides, TwoSided
 from kvtailor.method import renamed
 from kvtailor.ops.codes.sides import FloatCodes
 from kvtailor.ops.segments.coded import PairSegment, Whole
@@ -36,7 +36,7 @@ class Fp8Segment(PairSegment):
 
 @renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
-class Fp8(TwoSided, Codec):
+class Fp8(ByBlocks, TwoSided, Codec):
     """e4m3.
 
     Attributes:
@@ -64,16 +64,6 @@ class Fp8(TwoSided, Codec):
                 f"fp8: block_size must be a multiple of its group, and block_size={self.block_size} is none of "
                 f"group={self.group}; write block_size={max(1, round(self.block_size / self.group)) * self.group}"
             )
-
-    @property
-    def tail(self) -> int:
-        """The recent window."""
-        return self.recent
-
-    @property
-    def block(self) -> int:
-        """`block_size` tokens."""
-        return self.block_size
 
     @property
     def lane_multiple(self) -> int:

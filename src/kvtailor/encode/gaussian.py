@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.contract import ByBlocks, Codec, InBits, Sides, TwoSided
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.segments.coded import PairSegment, Whole
@@ -39,7 +39,7 @@ class GaussianSegment(PairSegment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gaussian(TwoSided, Codec):
+class Gaussian(ByBlocks, InBits, TwoSided, Codec):
     """Fixed levels of the normal distribution.
 
     Attributes:
@@ -68,38 +68,25 @@ class Gaussian(TwoSided, Codec):
     latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for name in ("bits", "key_bits", "value_bits"):
-            bits = getattr(self, name)
-            if not (bits is None and name != "bits") and not 1 <= bits <= 8:
-                raise ValueError(f"gaussian: {name} must be 1 to 8, found {bits}; the paper's are 2, 3 and 4")
+        self.check_bits("gaussian", lambda name, bits: "; the paper's are 2, 3 and 4")
         if self.recent < 0:
             raise ValueError(f"gaussian: recent must be 0 or more tokens, found {self.recent}")
         if self.block_size < 1:
             raise ValueError(f"gaussian: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
 
-    @property
-    def tail(self) -> int:
-        """The recent window."""
-        return self.recent
-
-    @property
-    def block(self) -> int:
-        """`block_size` tokens."""
-        return self.block_size
-
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> GaussianCodes:
-        return GaussianCodes.of(keys, self.key_bits or self.bits, keep_norm=self.keep_norm)
+        return GaussianCodes.of(keys, self.bits_of_keys, keep_norm=self.keep_norm)
 
     def code_values(self, values: Tensor, layout: Layout, first: Tensor | None) -> GaussianCodes:
-        return GaussianCodes.of(values, self.value_bits or self.bits, keep_norm=self.keep_norm)
+        return GaussianCodes.of(values, self.bits_of_values, keep_norm=self.keep_norm)
 
     def key_bytes(self, size: int, element_size: int) -> float:
         """The code and the scale."""
-        return packed_size(size, self.key_bits or self.bits) + element_size
+        return packed_size(size, self.bits_of_keys) + element_size
 
     def value_bytes(self, size: int, element_size: int) -> float:
         """The code and the scale."""
-        return packed_size(size, self.value_bits or self.bits) + element_size
+        return packed_size(size, self.bits_of_values) + element_size
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
         """3 for each value, its square, the sum and the division by the norm; 2 more where the norm is kept."""

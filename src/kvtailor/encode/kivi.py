@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.contract import Codec, InBits, Sides, TwoSided
 from kvtailor.method import renamed
 from kvtailor.ops.codes.quant import largest_divisor, packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
@@ -41,7 +41,7 @@ class KiviSegment(PairSegment):
 
 @renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
-class Kivi(TwoSided, Codec):
+class Kivi(InBits, TwoSided, Codec):
     """Asymmetric codes.
 
     Attributes:
@@ -65,10 +65,7 @@ class Kivi(TwoSided, Codec):
     latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for name in ("bits", "key_bits", "value_bits"):
-            bits = getattr(self, name)
-            if not (bits is None and name != "bits") and not 1 <= bits <= 8:
-                raise ValueError(f"kivi: {name} must be 1 to 8, found {bits}; the paper's are {name}=2 and {name}=4")
+        self.check_bits("kivi", lambda name, bits: f"; the paper's are {name}=2 and {name}=4")
         if self.group < 2:
             raise ValueError(f"kivi: group must be 2 values or more, found {self.group}; the paper's is group=32")
         if self.recent < 0 or self.recent % self.group:
@@ -76,16 +73,6 @@ class Kivi(TwoSided, Codec):
                 f"kivi: recent must be 0 or a multiple of its group, and recent={self.recent} is none of "
                 f"group={self.group}; write recent={max(1, round(self.recent / self.group)) * self.group}"
             )
-
-    @property
-    def bits_of_keys(self) -> int:
-        """Bits of a key's code."""
-        return self.key_bits or self.bits
-
-    @property
-    def bits_of_values(self) -> int:
-        """Bits of a value's code."""
-        return self.value_bits or self.bits
 
     @property
     def tail(self) -> int:

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.contract import ByBlocks, Codec, InBits, Sides, TwoSided
 from kvtailor.method import renamed
 from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, coded_by_levels, index_bytes
 from kvtailor.ops.codes.quant import packed_size
@@ -44,7 +44,7 @@ class NuqSegment(PairSegment):
 
 @renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
-class Nuq(TwoSided, Codec):
+class Nuq(ByBlocks, InBits, TwoSided, Codec):
     """Fitted levels, dense and sparse.
 
     Attributes:
@@ -73,10 +73,7 @@ class Nuq(TwoSided, Codec):
     latent_refusal: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for name in ("bits", "key_bits", "value_bits"):
-            bits = getattr(self, name)
-            if not (bits is None and name != "bits") and not 1 <= bits <= 8:
-                raise ValueError(f"nuq: {name} must be 1 to 8, found {bits}; the paper's are 2, 3 and 4")
+        self.check_bits("nuq", lambda name, bits: "; the paper's are 2, 3 and 4")
         if not 0 <= self.outliers < 0.5:
             raise ValueError(f"nuq: outliers must be from 0 to below 0.5, found {self.outliers}; the paper's is 0.01")
         for name, least in (("sinks", 0), ("recent", 0), ("group", 1)):
@@ -89,35 +86,25 @@ class Nuq(TwoSided, Codec):
             )
 
     @property
-    def tail(self) -> int:
-        """The recent window."""
-        return self.recent
-
-    @property
-    def block(self) -> int:
-        """`block_size` tokens."""
-        return self.block_size
-
-    @property
     def lane_multiple(self) -> int:
         """Levels, and the scales of key channels, run along time."""
         return self.group
 
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> LevelCodes:
-        return self._coded(keys, layout, first, self.key_bits or self.bits, by_channel=True)
+        return self._coded(keys, layout, first, self.bits_of_keys, by_channel=True)
 
     def code_values(self, values: Tensor, layout: Layout, first: Tensor | None) -> LevelCodes:
-        return self._coded(values, layout, first, self.value_bits or self.bits, by_channel=False)
+        return self._coded(values, layout, first, self.bits_of_values, by_channel=False)
 
     def key_bytes(self, size: int, element_size: int) -> float:
         """Code and outliers, and each channel's scales shared by a group of tokens; no first token."""
         kept = size * aside(self.outliers, self.group) / self.group
-        return self._each(size, element_size, self.key_bits or self.bits, 2 * size / self.group + kept, kept)
+        return self._each(size, element_size, self.bits_of_keys, 2 * size / self.group + kept, kept)
 
     def value_bytes(self, size: int, element_size: int) -> float:
         """Code and outliers, and the token's own scales; no first token."""
         kept = aside(self.outliers, size)
-        return self._each(size, element_size, self.value_bits or self.bits, 2 + kept, kept)
+        return self._each(size, element_size, self.bits_of_values, 2 + kept, kept)
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
         """5 for each value: two for its distance from the mean, two for its place, one for the histogram."""

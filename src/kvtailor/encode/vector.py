@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.contract import ByBlocks, Codec, InBits, Sides, TwoSided
 from kvtailor.method import renamed
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.sides import TokenCodes
@@ -39,7 +39,7 @@ class VectorSegment(PairSegment):
 
 @renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
-class Vector(TwoSided, Codec):
+class Vector(ByBlocks, InBits, TwoSided, Codec):
     """One scale for each key and each value.
 
     Attributes:
@@ -65,39 +65,25 @@ class Vector(TwoSided, Codec):
 
     def __post_init__(self) -> None:
         least = 2 if self.symmetric else 1
-        for name in ("bits", "key_bits", "value_bits"):
-            bits = getattr(self, name)
-            if not (bits is None and name != "bits") and not least <= bits <= 8:
-                more = "; asymmetric codes can have 1" if bits == 1 else ""
-                raise ValueError(f"vector: {name} must be {least} to 8, found {bits}{more}")
+        self.check_bits("vector", lambda name, bits: "; asymmetric codes can have 1" if bits == 1 else "", least=least)
         if self.recent < 0:
             raise ValueError(f"vector: recent must be 0 or more tokens, found {self.recent}")
         if self.block_size < 1:
             raise ValueError(f"vector: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
 
-    @property
-    def tail(self) -> int:
-        """The recent window."""
-        return self.recent
-
-    @property
-    def block(self) -> int:
-        """`block_size` tokens."""
-        return self.block_size
-
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> TokenCodes:
-        return self._coded(keys, self.key_bits or self.bits)
+        return self._coded(keys, self.bits_of_keys)
 
     def code_values(self, values: Tensor, layout: Layout, first: Tensor | None) -> TokenCodes:
-        return self._coded(values, self.value_bits or self.bits)
+        return self._coded(values, self.bits_of_values)
 
     def key_bytes(self, size: int, element_size: int) -> float:
         """The code and the scale."""
-        return packed_size(size, self.key_bits or self.bits) + self._scales * element_size
+        return packed_size(size, self.bits_of_keys) + self._scales * element_size
 
     def value_bytes(self, size: int, element_size: int) -> float:
         """The code and the scale."""
-        return packed_size(size, self.value_bits or self.bits) + self._scales * element_size
+        return packed_size(size, self.bits_of_values) + self._scales * element_size
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
         """1 for each value (divided by the step), 2 where asymmetric (less its minimum), and as many for each step."""
