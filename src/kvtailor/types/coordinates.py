@@ -43,17 +43,15 @@ class Coordinates:
         found = self._times(sums.float(), self.matrix.mT)
         if self.mean is None:
             return found
-        means = self.mean.expand(found.shape[0], -1) if self.mean.shape[0] == 1 else self._of_rows(found)
-        return torch.where((lse > -torch.inf)[..., None], found + means[:, None, None], found)
+        return torch.where((lse > -torch.inf)[..., None], found + self._means(found)[:, None, None], found)
 
     def products_with_mean(self, query: Tensor) -> Tensor:
         """Return (n, g, t) float32 products of queries (n, g, t, c) with the mean; there is one."""
         assert self.mean is not None
-        means = self.mean.expand(query.shape[0], -1) if self.mean.shape[0] == 1 else self._of_rows(query)
-        return torch.einsum("ngtc,nc->ngt", query.float(), means)
+        return torch.einsum("ngtc,nc->ngt", query.float(), self._means(query))
 
-    def _of_rows(self, like: Tensor) -> Tensor:
-        """(n, c) mean of each kv head of every row."""
+    def _means(self, like: Tensor) -> Tensor:
+        """(n, c) mean of each of the n kv heads of all rows, for states (n, g, t, c)."""
         assert self.mean is not None
         return self.mean.repeat(like.shape[0] // self.mean.shape[0], 1)
 

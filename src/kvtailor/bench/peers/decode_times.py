@@ -96,7 +96,7 @@ def prepare(
         name: of the model, in `hf.model.config.RANDOM_SHAPES`.
     """
     # Two models: ours has its attention switched as long as it has a cache of ours.
-    model, stock = _random(name, dtype), _random(name, dtype)
+    model, stock = random_of(name, dtype, CPU), random_of(name, dtype, CPU)
     states = model_states(model, context)
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCABULARY, (1, _QUESTION), generator=generator)
@@ -167,17 +167,6 @@ def _without_onednn(run: Callable[[int], object]) -> None:
         run(0)
     finally:
         torch.backends.mkldnn.set_flags(before, _fp32_precision=None)
-
-
-def _random(name: str, dtype: torch.dtype) -> Any:
-    """The random model, with rotary frequencies in float32 as in every model that is loaded from a checkpoint.
-
-    In 16 bits the angles of late positions would be wrong, and the logits could not be compared.
-    """
-    model = random_of(name, dtype, CPU)
-    rotary = model.model.rotary_emb
-    rotary.inv_freq = type(rotary)(model.config).inv_freq.float()
-    return model
 
 
 def _reference(model: Any, states: dict[int, tuple[Tensor, Tensor]], ids: Tensor, token: Tensor) -> Tensor:

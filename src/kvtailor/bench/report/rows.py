@@ -14,7 +14,7 @@ from kvtailor.bench.report.tables.quality import difference, documents_of
 from kvtailor.bench.schema import Record
 from kvtailor.presets import FULL
 
-__all__ = ["OWN", "Row", "asked_of_both", "rows_of"]
+__all__ = ["OWN", "Row", "asked_of_both", "rate_per_gib", "rows_of"]
 
 OWN = "own"
 
@@ -133,6 +133,12 @@ class Row:
         return self.plan == FULL
 
 
+def rate_per_gib(record: Record) -> float | None:
+    """Return the tokens per second of a record of `speed` over the GiB that its cache holds; None without either."""
+    rate = record.metrics.get("tokens_per_second")
+    return None if rate is None or not record.bytes_held else rate / (record.bytes_held / 2**30)
+
+
 _ONE_POINT = tuple(task for task in HAND_MADE if task != "needle")
 _FIDELITY = ("kl", "kl_p99", "top1", "ece", "output_error")
 _COST = ("tokens_per_second", "flops_prefill", "flops_token", "flops_method_prefill", "flops_method_token",
@@ -223,9 +229,8 @@ def _row(
         }
     for record, names in ((faithful, _FIDELITY), (timed, _COST), (capacity, _CAPACITY)):
         found |= {} if record is None else {name: record.metrics.get(name) for name in names}
-    rate = None if timed is None else timed.metrics.get("tokens_per_second")
-    if timed is not None and timed.bytes_held and rate is not None:
-        found["tokens_per_second_per_gib"] = rate / (timed.bytes_held / 2**30)
+    if timed is not None:
+        found["tokens_per_second_per_gib"] = rate_per_gib(timed)
     if timed is not None and timed.timings:
         found |= _times(timed, timed_full)
     if fresh is not None:

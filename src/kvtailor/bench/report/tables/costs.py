@@ -9,7 +9,7 @@ from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean
 from kvtailor.bench.report.declared import declared_tasks, heading
 from kvtailor.bench.report.points import series_of
-from kvtailor.bench.report.rows import Row
+from kvtailor.bench.report.rows import Row, rate_per_gib
 from kvtailor.bench.report.tables.grid import EMPTY, Cell, Grid
 from kvtailor.bench.report.words import byte_text, flop_text, milliseconds, significant
 from kvtailor.bench.schema import Record
@@ -167,12 +167,8 @@ def _of_full(record: Record) -> Cell:
 
 
 def _per_gib(record: Record) -> Cell:
-    """Tokens per second over the GiB that the cache holds after them."""
-    rate = record.metrics.get("tokens_per_second")
-    if rate is None or not record.bytes_held:
-        return EMPTY
-    each = rate / (record.bytes_held / 2**30)
-    return Cell(text=significant(each), value=each)
+    each = rate_per_gib(record)
+    return EMPTY if each is None else Cell(text=significant(each), value=each)
 
 
 _SPEED: dict[str, Make] = {
