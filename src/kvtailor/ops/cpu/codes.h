@@ -55,13 +55,13 @@ void products(Rows rows, int64_t number, const char* codes, int64_t stride, int6
 // Adds weighted values to M vectors of the N that one vector of words holds, of R rows.
 template <class C, int R, int M>
 inline void sums_of(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
-                    const Scales& scales, const int32_t* lanes, int first, float* out, int64_t size) {
+                    const Scales& scales, const int32_t* lanes, int first, const char*& next, float* out, int64_t size) {
   F sum_of[R][M];
   UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int i = 0; i < M; i++) sum_of[r][i] = load<F>(out + r * size + i * W);
   constexpr int KINDS = C::KINDS < M ? C::KINDS : M;
   for (int64_t t = 0; t < count; t++, codes += stride) {
     const U words = C::words(codes);
-    soon(codes);
+    ask<C::BYTES * M / C::N>(next);
     F step[KINDS], low[KINDS];
     if (scales.groups == 1) {
       step[0] = all(scales.step[t]);
@@ -86,11 +86,11 @@ inline void sums_of(const float* weights, int64_t apart, const char* codes, int6
 
 template <class C, int R, int FIRST = 0>
 inline void sums_from(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
-                      const Scales& scales, const int32_t* lanes, float* out, int64_t size) {
+                      const Scales& scales, const int32_t* lanes, const char*& next, float* out, int64_t size) {
   constexpr int FREE = W / R > 8 ? 8 : W / R;
   constexpr int M = C::N - FIRST < FREE ? C::N - FIRST : FREE;
-  sums_of<C, R, M>(weights, apart, codes, stride, count, scales, lanes, FIRST, out + FIRST * W, size);
-  if constexpr (FIRST + M < C::N) sums_from<C, R, FIRST + M>(weights, apart, codes, stride, count, scales, lanes, out, size);
+  sums_of<C, R, M>(weights, apart, codes, stride, count, scales, lanes, FIRST, next, out + FIRST * W, size);
+  if constexpr (FIRST + M < C::N) sums_from<C, R, FIRST + M>(weights, apart, codes, stride, count, scales, lanes, next, out, size);
 }
 
 template <class C, int R>
@@ -100,8 +100,9 @@ void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t s
   if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2)
     if (scales.coarse) return short_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #endif
+  const char* next = codes + VALUES_AHEAD;
   for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++)
-    sums_from<C, R>(weights, apart, codes + v * C::BYTES, stride, count, scales, scales.lanes + v * C::KINDS * W, out + c, size);
+    sums_from<C, R>(weights, apart, codes + v * C::BYTES, stride, count, scales, scales.lanes + v * C::KINDS * W, next, out + c, size);
 }
 
 template <class C>

@@ -179,7 +179,8 @@ APART void of_group(const float* from, int64_t groups, int64_t group, int64_t co
 }
 
 template <class C, int R, int M, int FIRST>
-inline void short_sums_of(const Weights* const* of, const char* codes, int64_t stride, int64_t count, float* out, int64_t size) {
+inline void short_sums_of(const Weights* const* of, const char* codes, int64_t stride, int64_t count,
+                          const char*& next, float* out, int64_t size) {
   constexpr int HALF = C::N / 2, KINDS = C::KINDS;
   constexpr uint32_t MASK = (1u << C::BITS_OF) - 1;
   __m512i sum_of[R][M];
@@ -187,7 +188,7 @@ inline void short_sums_of(const Weights* const* of, const char* codes, int64_t s
   for (int64_t t = 0; t < count; t += 2, codes += 2 * stride) {
     const char* other = t + 1 < count ? codes + stride : codes;
     const U a = C::words(codes), b = C::words(other);
-    soon(codes), soon(other);
+    ask<2 * C::BYTES * M / C::N>(next);
     const U low = (a & 0xffff) | (b << 16), high = (a >> 16) | (b & 0xffff0000u);
     UNROLLED for (int i = 0; i < M; i++) {
       const int k = FIRST + i;
@@ -218,13 +219,14 @@ void short_sums(const float* weights, int64_t apart, const char* codes, int64_t 
     for (int r = 0; r < R; r++)
       all_of[r * scales.groups + i].fill(weights + r * apart, step, scales.low ? low : nullptr, scales.zero, count);
   }
+  const char* next = codes + VALUES_AHEAD;
   for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++, codes += C::BYTES) {
     const Weights* of[R * C::KINDS];
     for (int r = 0; r < R; r++)
       for (int kind = 0; kind < C::KINDS; kind++)
         of[r * C::KINDS + kind] = all_of + r * scales.groups + (scales.groups > 1 ? scales.lanes[(v * C::KINDS + kind) * W] : 0);
     constexpr int M = C::N < W / R ? C::N : W / R;
-    short_sums_of<C, R, M, 0>(of, codes, stride, count, out + c, size);
-    if constexpr (M < C::N) short_sums_of<C, R, M, M>(of, codes, stride, count, out + c, size);
+    short_sums_of<C, R, M, 0>(of, codes, stride, count, next, out + c, size);
+    if constexpr (M < C::N) short_sums_of<C, R, M, M>(of, codes, stride, count, next, out + c, size);
   }
 }

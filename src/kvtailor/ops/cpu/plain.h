@@ -45,16 +45,15 @@ void logits(const float* query, int64_t rows, int64_t size, const char* keys, in
 
 // Adds the weighted values of `count` tokens to 2 N vectors of channels of R rows.
 template <class T, int R, int N>
-inline void mix_of(const float* weights, const char* values, int64_t stride, int64_t count, float* out, int64_t size) {
+inline void mix_of(const float* weights, const char* values, int64_t stride, int64_t count, float* out, int64_t size,
+                   const char*& next) {
   F sum_of[R][2 * N];
   UNROLLED for (int r = 0; r < R; r++)
     UNROLLED for (int i = 0; i < 2 * N; i++) sum_of[r][i] = load<F>(out + r * size + i * W);
   for (int64_t t = 0; t < count; t++, values += stride) {
     F value[2 * N];
-    UNROLLED for (int i = 0; i < N; i++) {
-      T::pair(values + 2 * i * W * T::BYTES, value[2 * i], value[2 * i + 1]);
-      soon(values + 2 * i * W * T::BYTES);
-    }
+    ask<2 * N * W * T::BYTES>(next);
+    UNROLLED for (int i = 0; i < N; i++) T::pair(values + 2 * i * W * T::BYTES, value[2 * i], value[2 * i + 1]);
     UNROLLED for (int r = 0; r < R; r++)
       UNROLLED for (int i = 0; i < 2 * N; i++) sum_of[r][i] += weights[r * BLOCK + t] * value[i];
   }
@@ -66,10 +65,11 @@ template <class T, int R>
 void mix_rows(const float* weights, const char* values, int64_t stride, int64_t count, float* out, int64_t size) {
   // As many sums as leave registers free: 16 of 32, or 8 of 16.
   constexpr int N = W / R >= 8 ? 4 : W / R / 2 > 0 ? W / R / 2 : 1;
+  const char* next = values + VALUES_AHEAD;
   int64_t c = 0;
   for (; c + 2 * N * W <= size; c += 2 * N * W)
-    mix_of<T, R, N>(weights, values + c * T::BYTES, stride, count, out + c, size);
-  for (; c < size; c += 2 * W) mix_of<T, R, 1>(weights, values + c * T::BYTES, stride, count, out + c, size);
+    mix_of<T, R, N>(weights, values + c * T::BYTES, stride, count, out + c, size, next);
+  for (; c < size; c += 2 * W) mix_of<T, R, 1>(weights, values + c * T::BYTES, stride, count, out + c, size, next);
 }
 
 template <class T>

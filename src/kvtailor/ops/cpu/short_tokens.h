@@ -105,14 +105,14 @@ struct CutWeights {
 };
 
 // Lane i of vector t / 4 is byte i of a part of each of the tokens t to t + 3; tokens past `count` repeat the last.
-APART void turn(const char* from, int64_t stride, int64_t count, bool ask, U* to) {
+APART void turn(const char* from, int64_t stride, int64_t count, const char*& next, U* to) {
   const __m512i words = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
   const __m512i bytes = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
   for (int64_t t = 0; t < count; t += 4, from += 4 * stride, to++) {
     const int64_t last = count - 1 - t < 3 ? count - 1 - t : 3;
     const int64_t second = last < 1 ? last : 1, third = last < 2 ? last : 2;
     const char *b = from + second * stride, *c = from + third * stride, *d = from + last * stride;
-    if (ask) soon(from), soon(b), soon(c), soon(d);
+    ask<4 * PART>(next);
     *to = (U)_mm512_shuffle_epi8(_mm512_permutexvar_epi32(words, four_parts(from, b, c, d)), bytes);
   }
   for (int64_t t = (count + 3) / 4; t % 4; t++, to++) *to = U{};
@@ -159,10 +159,11 @@ void sums_of_rows(const float* weights, const float* step, const float* low, con
       all_of[r * groups + i].fill(whole, count);
     }
   }
+  const char* next = codes + VALUES_AHEAD;
   for (int64_t c = 0; c < bytes; c += PART) {
     U turned[BLOCK / 4];
     const CutWeights* of[R * KINDS];
-    turn(codes + c, side.slot_bytes, count, c % 64 == 0, turned);
+    turn(codes + c, side.slot_bytes, count, next, turned);
     for (int r = 0; r < R; r++)
       for (int kind = 0; kind < KINDS; kind++)
         of[r * KINDS + kind] = all_of + r * groups + (kind * bytes + c) / side.group;
