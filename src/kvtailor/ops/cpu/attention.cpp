@@ -419,7 +419,7 @@ SMALL_CODE int32_t sum_mass(const Call& call) {
 
 // So that a piece is no smaller than what it finds, and threads come only where they bring more than their barrier costs.
 // The same numbers as in attention.py.
-constexpr int64_t LEAST_CHUNK = 256, PIECES = 8, SMALL = 1 << 19;
+constexpr int64_t LEAST_CHUNK = 256, SMALL = 1 << 19;
 
 // How a call's slots are parted, now that there are so many of them.
 SMALL_CODE void divide(Call& call, int64_t most_threads, ParallelFor parallel_for) {
