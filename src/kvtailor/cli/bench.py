@@ -129,6 +129,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
     \b
     kvtailor bench micro decode      a token, against transformers' caches
+    kvtailor bench micro batches     a token of many rows, padded too
     kvtailor bench micro kernels     attention, against torch's and theirs
     kvtailor bench micro link        a token over a tier, against a bare read
     kvtailor bench micro pages       the cache in small and in huge pages

@@ -70,6 +70,7 @@ def micro() -> None:
 
     \b
     kvtailor bench micro decode      a token, against transformers' caches
+    kvtailor bench micro batches     a token of many rows, padded too
     kvtailor bench micro kernels     attention, against torch's and theirs
     kvtailor bench micro link        a token over a tier, against a bare read
     kvtailor bench micro pages       the cache in small and in huge pages
@@ -183,6 +184,30 @@ def kernels(
 
     only = tuple(_one_of(*CASES)(case) for case in cases or ())
     _run(lambda device: bench(contexts=contexts, batches=batches, only=only, rounds=rounds, device=device), **common)
+
+
+@micro.command(cls=_OneBench, short_help="A decoded token of many rows: uniform, ragged and padded.")
+@_list("batches", "8,32", "Rows, with ',' between.")
+@_list("contexts", "4096,16384", "Tokens of each row, with ',' between.")
+@_rounds(9)
+@click.option("--dtype", type=_DTYPE, default="bfloat16", show_default=True, help="Of model and cache.")
+@_common
+def batches(
+    batches: tuple[int, ...] | None, contexts: tuple[int, ...] | None, rounds: int, dtype: str, **common: Any
+) -> None:
+    """Time a decoded token of a whole batch: rows and heads that are as long, ragged heads, padded rows.
+
+    Divided by transformers' StaticCache with sdpa. Tokens per second for each GiB of cache stand beside. A batch whose
+    caches have no room is left out and named.
+    """
+    from kvtailor.bench.micro.batches import bench
+
+    _run(
+        lambda device: bench(
+            batches=batches or (), contexts=contexts or (), rounds=rounds, dtype=dtype, device=device
+        ),
+        **common,
+    )  # fmt: skip
 
 
 @micro.command(cls=_OneBench, short_help="A decoded token over a tier, against a bare read of its bytes.")
