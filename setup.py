@@ -32,7 +32,7 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", *AVX2]
 VNNI = [*AVX512, "-mavx512vnni"]
 INTEL = platform.machine().lower() in ("x86_64", "amd64")
-# Where there are others, the portable form is for processors of before 2013: it is to be small. Elsewhere it is the only one.
+# Where there are others, the portable form is for processors of before 2013, and small. Elsewhere it is the only one.
 VARIANTS = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI} if INTEL else {"portable": []}
 # Code is matched first, so that what looks like a link in it is passed over. A link is known by the end of its text.
 LINK_OR_CODE = re.compile(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,12 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvtailor.cli.asked import numbers
+from kvtailor.cli.words.cells import measure_cells
 from kvtailor.cli.words.groups import GroupedCommand
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvtailor.bench.micro.tables import Bench
+    pass
 
 __all__ = ["BenchOrMicro", "micro"]
 
@@ -138,6 +135,7 @@ _DTYPE = click.Choice(["float32", "bfloat16", "float16"])
 @click.option(
     "--model", type=click.Choice(_MODELS), default=_MODELS[0], show_default=True, help="Untrained; its shape."
 )
+@click.option("--layers", type=click.IntRange(1), help=f"Of {_MODELS[0]}.  [as many as it has]")
 @_common
 def decode(
     dtype: tuple[str, ...],
@@ -146,6 +144,7 @@ def decode(
     rounds: int,
     prefill_rounds: int,
     model: str,
+    layers: int | None,
     **common: Any,
 ) -> None:
     """Time a decoded token and a prefill of a random model, with our caches and with transformers' own.
@@ -154,10 +153,12 @@ def decode(
     """
     from kvtailor.bench.micro.decode import bench
 
-    _run(
+    if layers is not None and model != _MODELS[0]:
+        raise click.UsageError(f"--layers is for {_MODELS[0]}: the layers of {model} are of several kinds.")
+    measure_cells(
         lambda device: bench(
             dtypes=dtype, contexts=contexts, prefills=prefill, rounds=rounds, prefill_rounds=prefill_rounds,
-            device=device, model=model,
+            device=device, model=model, layers=layers,
         ),
         **common,
     )  # fmt: skip
@@ -183,7 +184,9 @@ def kernels(
     from kvtailor.bench.micro.kernels import CASES, bench
 
     only = tuple(_one_of(*CASES)(case) for case in cases or ())
-    _run(lambda device: bench(contexts=contexts, batches=batches, only=only, rounds=rounds, device=device), **common)
+    measure_cells(
+        lambda device: bench(contexts=contexts, batches=batches, only=only, rounds=rounds, device=device), **common
+    )
 
 
 @micro.command(cls=_OneBench, short_help="A decoded token of many rows: uniform, ragged and padded.")
@@ -202,7 +205,7 @@ def batches(
     """
     from kvtailor.bench.micro.batches import bench
 
-    _run(
+    measure_cells(
         lambda device: bench(
             batches=batches or (), contexts=contexts or (), rounds=rounds, dtype=dtype, device=device
         ),
@@ -221,7 +224,7 @@ def link(contexts: tuple[int, ...], folder: Path | None, rounds: int, **common: 
     """Time a decoded token whose cache lives on a disk (on a GPU: in host memory), beside a bare read of its bytes."""
     from kvtailor.bench.micro.link import bench
 
-    _run(lambda device: bench(contexts=contexts, rounds=rounds, folder=folder, device=device), **common)
+    measure_cells(lambda device: bench(contexts=contexts, rounds=rounds, folder=folder, device=device), **common)
 
 
 @micro.command(cls=_OneBench, short_help="A decoded token with the cache in small pages and in huge ones.")
@@ -236,7 +239,7 @@ def pages(dtype: tuple[str, ...], contexts: tuple[int, ...], rounds: int, **comm
     """
     from kvtailor.bench.micro.pages import bench
 
-    _run(lambda device: bench(dtypes=dtype, contexts=contexts, rounds=rounds, device=device), **common)
+    measure_cells(lambda device: bench(dtypes=dtype, contexts=contexts, rounds=rounds, device=device), **common)
 
 
 @micro.command(cls=_OneBench, short_help="Our quantised cache, against transformers' QuantizedCache.")
@@ -271,7 +274,7 @@ def builtins(
     unknown = [b for b in bits if b not in (4, 2)]
     if unknown:
         raise click.UsageError(f"--bits has {unknown[0]}: QuantizedCache has 4 and 2.")
-    _run(
+    measure_cells(
         lambda where: bench(packings=packing, packing_rounds=packing_rounds, bits=bits, device=where, **given),
         device=device, threads=threads, as_json=as_json,
     )  # fmt: skip
@@ -299,7 +302,7 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
     asked = [plan.strip() for each in plans for plan in each.split(";") if plan.strip()]
     if plans and not asked:
         raise click.UsageError("--plans names no plan.")
-    _run(
+    measure_cells(
         lambda device: case.bench(plans=asked or case.plans(), rounds=rounds, profile=profile, device=device),
         threads=threads, threads_on_cpu=1, **common,
     )  # fmt: skip
@@ -339,69 +342,10 @@ def whole(
     if plans and not asked:
         raise click.UsageError("--plans names no plan.")
     common = {name: given.pop(name) for name in ("device", "threads", "as_json")}
-    _run(
+    measure_cells(
         lambda device: bench(
             contexts=contexts or (), prefills=prefill or (), plans=asked or PLANS,
             dtype=dtype or ("bfloat16" if device.type == "cuda" else "float32"), device=device, **given,
         ),
         **common,
     )  # fmt: skip
-
-
-def _run(
-    make: Callable[[torch.device], Bench],
-    *,
-    device: str,
-    threads: int | None,
-    as_json: bool,
-    threads_on_cpu: int | None = None,
-) -> None:
-    """Makes a bench and measures its cells, each of which is printed when it is done.
-
-    Args:
-        make: of the device.
-        device, threads, as_json: as given.
-        threads_on_cpu: where none are given and the device is a CPU; None: as many as torch takes.
-    """
-    import torch
-    from rich.console import Console
-
-    from kvtailor.bench.measure.machine import describe
-    from kvtailor.bench.progress import bar
-    from kvtailor.hf.model.loading import check_device
-
-    where = check_device(device)
-    if threads is None and where.type == "cpu":
-        threads = threads_on_cpu
-    if threads is not None:
-        torch.set_num_threads(threads)
-    console, begun = Console(stderr=True, highlight=False), time.monotonic()
-    bench = make(where)
-    if not bench.cells:
-        raise click.UsageError("nothing is left to measure: every list of this bench is empty.")
-    click.echo(f"{bench.about}\n{bench.machine}")
-    tables: dict[str, Any] = {}
-    for done, cell in enumerate(bench.cells, start=1):
-        place = f"{done} of {len(bench.cells)}"
-        # Nothing is drawn while a sample is taken: a thread that draws would take part of its time.
-        with bar(cell.samples, console, f"[{place}] {cell.name}: preparing", ticking=False) as advance:
-            table = cell.measure(_labelled(advance, f"[{place}] {cell.name}: "))
-        click.echo("\n".join(table.lines))
-        _add(tables, table.rows)
-        if not console.is_terminal:
-            minutes, seconds = divmod(int(time.monotonic() - begun), 60)
-            line = f"[{place}, {minutes}:{seconds:02} so far] {cell.name}: done"
-            console.print(line, markup=False, soft_wrap=True, style="dim")
-    if as_json:
-        told = {"machine": describe(bandwidth=False, device=where), **bench.found, "tables": tables}
-        click.echo(json.dumps(told, ensure_ascii=False, allow_nan=False))
-
-
-def _labelled(advance: Callable[[str], None], prefix: str) -> Callable[[str], None]:
-    return lambda name: advance(prefix + name)
-
-
-def _add(tables: dict[str, Any], rows: Mapping[str, Any]) -> None:
-    """Puts a cell's rows beside those of the same name."""
-    for name, each in rows.items():
-        tables[name] = [*tables[name], *each] if name in tables else each

@@ -42,6 +42,22 @@ def test_it_runs_and_ends_with_json(small: None) -> None:
     assert "[2 of 2, 0:" in progress and told["machine"]["threads"] == torch.get_num_threads()
 
 
+def test_a_prompt_has_the_most_memory_that_it_took(small: None) -> None:
+    words = ["--dtype", "float32", "--contexts", "", "--prefill", "2048", "--prefill-rounds", "1", "--layers", "1"]
+    told, said, _ = run(*words)
+    rows = {row["name"]: row for row in told["tables"]["prefill float32 2048"]}
+    # Keys and values of one layer, 8 heads of 128, in float32: every side holds them at some time.
+    cache = 2048 * 2 * 8 * 128 * 4
+    assert all(cache < row["peak_bytes"] < 20 * cache for row in rows.values())
+    assert f"peak {rows['full']['peak_bytes'] / 2**20:.0f} MiB" in said and "random-llama-gqa of 1 layer," in said
+
+
+def test_a_hybrid_has_all_its_layers() -> None:
+    words = ["bench", "micro", "decode", "--model", "random-qwen3-next", "--layers", "1"]
+    found = CliRunner().invoke(main, words)
+    assert found.exit_code == 2 and "layers of random-qwen3-next are of several kinds" in found.output
+
+
 def test_no_contexts_are_none(small: None) -> None:
     words = ["--dtype", "bfloat16", "--contexts", "", "--prefill", "320", "--prefill-rounds", "1"]
     assert list(run(*words)[0]["tables"]) == ["prefill bfloat16 320"]

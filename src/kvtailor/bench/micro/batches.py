@@ -144,7 +144,7 @@ def decode_batches(
 
 
 def _step(model: Any, cache: Any, mask: Tensor | None, context: int, ids: Tensor, **options: Any) -> Any:
-    """Read `ids` (rows, n) behind what the cache has seen, with as much of the mask (rows, slots) as there is by then."""
+    """Read `ids` (rows, n) behind what the cache has seen, with as much of the mask (rows, slots) as that makes."""
     if mask is not None:
         # A cache that was filled directly has not read its context's mask yet: it gets it with the first tokens.
         options["attention_mask"] = mask[:, : int(cache.get_seq_length()) + ids.shape[1]]

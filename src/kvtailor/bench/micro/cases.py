@@ -304,9 +304,9 @@ def random_llama(dtype: torch.dtype, device: torch.device) -> Any:
     return random_of(MODEL, dtype, device)
 
 
-def random_of(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+def random_of(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> Any:
     """A random model of `hf.model.config.RANDOM_SHAPES`; each call gives another one with the same weights."""
-    return random_model(name, dtype=dtype, device=device, vocab_size=VOCABULARY)
+    return random_model(name, dtype=dtype, device=device, vocab_size=VOCABULARY, layers=layers)
 
 
 def model_states(model: Any, context: int) -> dict[int, tuple[Tensor, Tensor]]:

@@ -1,7 +1,7 @@
 """Does our machinery cost anything, and does a smaller cache pay? A decoded token and a prefill, against transformers.
 
     kvtailor bench micro decode [--dtype float32] [--contexts 8192,32768] [--prefill 8192] [--threads 2] [--device cuda]
-                                [--model random-qwen3-next]
+                                [--model random-qwen3-next] [--layers 1]
 
 Three questions, each a ratio of two things that ran in turns in this one process:
 
@@ -13,9 +13,11 @@ Three questions, each a ratio of two things that ran in turns in this one proces
    Codes of 8 and 4 bits hold every token, and are read as they are stored. What no cache can save is beside it: `full`
    after a single token, which is the rest of the model.
 3. *What does a prompt cost?* A prefill under `full`, in chunks too, under `snapkv` (+ `adakv`) and under `h2o`, over
-   one on transformers' `DynamicCache`, which joins nothing to an empty cache; `StaticCache` stands beside.
+   one on transformers' `DynamicCache`, which joins nothing to an empty cache; `StaticCache` stands beside. Once more
+   without a clock, each is run for the most memory that it took above what was there before it.
 
-The model is `random-llama-gqa`, untrained: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024. The context is
+The model is `random-llama-gqa`, untrained: 4 layers of 32 query and 8 kv heads of 128, hidden size 1024 (`--layers`
+makes it of fewer, so that long prompts take no minutes). The context is
 written into the caches directly; where a plan evicts, 64 real tokens follow it through the model, after which the plan
 cuts the cache as it does after a prompt.
 
@@ -42,10 +44,12 @@ import torch
 
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
+from kvtailor.bench.measure.memory_gauge import gauge_of
 from kvtailor.bench.measure.statistics import spread
 from kvtailor.bench.micro.cases import MODEL, VOCABULARY, model_states, random_of
 from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
 from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
+from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.prefill import prefill as read_context
@@ -90,6 +94,7 @@ def bench(
     prefill_rounds: int = 3,
     device: torch.device,
     model: str = MODEL,
+    layers: int | None = None,
 ) -> Bench:
     """The bench; see the module's docstring.
 
@@ -100,6 +105,7 @@ def bench(
         rounds, prefill_rounds: timed rounds.
         device: of the model.
         model: a name in `hf.model.config.RANDOM_SHAPES`.
+        layers: of the model, where not as many as its shape has; no hybrid has them.
     """
     bandwidth = read_bandwidth(device)
     cells = []
@@ -112,7 +118,7 @@ def bench(
                 Cell(
                     name=f"decode {name} {context}",
                     samples=(rounds + _WARMUP) * (stock + len(SMALLER) + 2 + plain),
-                    measure=partial(_decode_table, name, context, rounds, bandwidth, device, model),
+                    measure=partial(_decode_table, name, context, rounds, bandwidth, device, model, layers),
                 )
             )
         for context in prefills:
@@ -120,7 +126,7 @@ def bench(
                 Cell(
                     name=f"prefill {name} {context}",
                     samples=(prefill_rounds + _PREFILL_WARMUP) * (_STOCK_SIDES + len(_SCORED) + (context > _CHUNK)),
-                    measure=partial(_prefill_table, name, dtype, context, prefill_rounds, device, model),
+                    measure=partial(_prefill_table, name, dtype, context, prefill_rounds, device, model, layers),
                 )
             )
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -141,10 +147,11 @@ def decode(
     device: torch.device,
     advance: Advance = lambda name: None,
     name: str = MODEL,
+    layers: int | None = None,
 ) -> list[Measured]:
     """Seconds of one decoded token after `context` tokens, for each cache."""
     # Two models: ours has its attention switched as long as it has a cache of ours.
-    model, stock = random_of(name, dtype, device), random_of(name, dtype, device)
+    model, stock = random_of(name, dtype, device, layers), random_of(name, dtype, device, layers)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     states = model_states(model, context)
     token = torch.tensor([[7]], device=device)
@@ -227,9 +234,10 @@ def prefill(
     device: torch.device,
     advance: Advance = lambda name: None,
     name: str = MODEL,
+    layers: int | None = None,
 ) -> list[Measured]:
-    """Seconds of one prefill of `context` tokens, for each cache."""
-    model, stock = random_of(name, dtype, device), random_of(name, dtype, device)
+    """Seconds of one prefill of `context` tokens, for each cache, and the most memory that it took."""
+    model, stock = random_of(name, dtype, device, layers), random_of(name, dtype, device, layers)
     ids = torch.randint(0, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(3)).to(device)
 
     def once(plan: str) -> Callable[[int], object]:
@@ -247,14 +255,36 @@ def prefill(
     if context > _CHUNK:
         run = lambda _: read_context(model, FULL, ids, chunk=_CHUNK)  # noqa: E731
         sides.insert(3, Side(name=f"{FULL}, in chunks of {_CHUNK}", run=run))
-    return time_in_turns(sides, rounds, warmup=_PREFILL_WARMUP, device=device, advance=advance)
+    results = time_in_turns(sides, rounds, warmup=_PREFILL_WARMUP, device=device, advance=advance)
+    for measured, side in zip(results, sides, strict=True):
+        measured.peak_bytes = _peak(side, device)
+    return results
+
+
+def _peak(side: Side, device: torch.device) -> int | None:
+    """Bytes that one run takes at most above what is taken before; None where the system has no high-water mark."""
+    try:
+        gauge = gauge_of(device)
+    except KvtailorError:
+        return None
+    before = gauge.now()
+    gauge.reset()
+    side.run(0)
+    return gauge.highest() - before if gauge.resets and gauge.spilled() is None else None
 
 
 def _decode_table(
-    name: str, context: int, rounds: int, bandwidth: float, device: torch.device, model: str, advance: Advance
+    name: str,
+    context: int,
+    rounds: int,
+    bandwidth: float,
+    device: torch.device,
+    model: str,
+    layers: int | None,
+    advance: Advance,
 ) -> Table:
-    results = decode(getattr(torch, name), context, rounds, device=device, advance=advance, name=model)
-    title = f"decode, {model}, {name}, {context} tokens of context"
+    results = decode(getattr(torch, name), context, rounds, device=device, advance=advance, name=model, layers=layers)
+    title = f"decode, {model}{_of_layers(layers)}, {name}, {context} tokens of context"
     lines, rows = compared(title, results, _BASE, bandwidth=bandwidth)
     lines += _over_huge_pages(results)
     if model in _ATTENTION_ALONE:
@@ -273,11 +303,27 @@ def _over_huge_pages(results: Sequence[Measured]) -> list[str]:
 
 
 def _prefill_table(
-    name: str, dtype: torch.dtype, context: int, rounds: int, device: torch.device, model: str, advance: Advance
+    name: str,
+    dtype: torch.dtype,
+    context: int,
+    rounds: int,
+    device: torch.device,
+    model: str,
+    layers: int | None,
+    advance: Advance,
 ) -> Table:
-    results = prefill(dtype, context, rounds, device=device, advance=advance, name=model)
-    lines, rows = compared(f"prefill, {model}, {name}, {context} tokens", results, _DYNAMIC)
+    results = prefill(dtype, context, rounds, device=device, advance=advance, name=model, layers=layers)
+    title = f"prefill, {model}{_of_layers(layers)}, {name}, {context} tokens"
+    lines, rows = compared(title, results, _DYNAMIC)
+    for i, measured in enumerate(results):
+        rows[i]["peak_bytes"] = measured.peak_bytes
+        if measured.peak_bytes is not None:
+            lines[i - len(results)] += f"  peak {measured.peak_bytes / 2**20:.0f} MiB"
     return Table(lines=lines, rows={f"prefill {name} {context}": rows})
+
+
+def _of_layers(layers: int | None) -> str:
+    return "" if layers is None else f" of {layers} layer{'s' * (layers > 1)}"
 
 
 def _cost_of_context(results: Sequence[Measured], model: str) -> list[str]:

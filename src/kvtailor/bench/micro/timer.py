@@ -58,6 +58,7 @@ class Measured:
         seconds: undisturbed samples of one layer, in the order of the rounds.
         disturbed: samples that were left out.
         bytes_read, cache_bytes: of the side.
+        peak_bytes: most memory that a run took above what there was before it; None where it was not measured.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Measured:
     disturbed: int = 0
     bytes_read: int | None = None
     cache_bytes: int | None = None
+    peak_bytes: int | None = None
 
 
 def rounds_in_turns(

@@ -144,7 +144,9 @@ def _random(
     return random_model(name, dtype=wanted, device=torch.device(device or "cpu"), vocab_size=len(tokenizer)), tokenizer
 
 
-def random_model(name: str, *, dtype: torch.dtype, device: torch.device, vocab_size: int) -> PreTrainedModel:
+def random_model(
+    name: str, *, dtype: torch.dtype, device: torch.device, vocab_size: int, layers: int | None = None
+) -> PreTrainedModel:
     """Return an untrained model, on one device the same at every call.
 
     Args:
@@ -152,8 +154,11 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device, vocab_s
         dtype: of the weights.
         device: where they are.
         vocab_size: rows of the embedding, where the shape does not say.
+        layers: how many, where not as many as the shape has; for shapes whose layers are all alike.
     """
     shape = {"vocab_size": vocab_size, "model_type": "llama", **RANDOM_SHAPES[name]}
+    if layers is not None:
+        shape["num_hidden_layers"] = layers
     wanted, where = dtype, device
     # The small one has the same weights on every device; of the large ones there is no room for a float32 copy.
     first = (torch.float32, torch.device("cpu")) if name == RANDOM else (wanted, where)
