@@ -1,7 +1,9 @@
 """Runs with several texts, contexts, batches and models: which point a row shows, and what may be compared."""
 
 import io
+import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from rich.console import Console
@@ -11,6 +13,7 @@ from tests.support.bench.made_records import whole_run
 from kvtailor.bench.report import summarise
 from kvtailor.bench.report.pages.terminal import show
 from kvtailor.bench.report.points import base, named, series_of
+from kvtailor.bench.report.tables.quality import documents_over
 from kvtailor.bench.report.tables.tables import quality_grid
 
 
@@ -27,6 +30,52 @@ def test_a_plan_loses_nothing_only_if_it_loses_nothing_on_every_text():
     said = summarise([FULL, SAME, on("other.txt", FULL), worse]).headline
     assert said.startswith("Every plan here that saves bytes loses more than 0.02 nats per token; the mildest is same:")
     assert "+0.300 nats per token on other.txt" in said
+
+
+def test_a_row_is_of_all_texts_that_the_same_plans_have():
+    """A plan that loses on the second text only: one text alone would hide it."""
+    harmed = on("other.txt", replace(WORSE, label="same", plan="same", plan_hash="#same"))
+    summary = summarise([FULL, SAME, on("other.txt", FULL), harmed])
+    full, same = summary.rows
+    jitter = fmean(SAME.values["nll"]) - fmean(FULL.values["nll"])
+    assert same.loss.value == pytest.approx(jitter + 0.3 / 2)
+    assert same.loss.count == full.loss.count == 2 * len(BASE)
+    assert same.nll == pytest.approx(fmean([*SAME.values["nll"], *harmed.values["nll"]]))
+    assert same.perplexity == pytest.approx(math.exp(same.nll))
+    assert len(same.sources["loss"]) == 4 and len(same.sources["perplexity"]) == 2
+    (note,) = [note for note in summary.footnotes if note.startswith("ΔNLL")]
+    assert f"over {same.loss.count} windows" in note and "of t.txt, other.txt (" in note
+    assert not [note for note in summary.footnotes if note.startswith("perplexity: measured at")]
+
+
+def test_windows_of_a_text_are_drawn_together():
+    """Five texts whose windows go together: an interval over single windows would be far too narrow."""
+    names = [f"{i}.txt" for i in range(5)]
+    shift = dict(zip(names, [-0.1, -0.05, 0.0, 0.05, 0.1], strict=True))
+    full = [on(name, FULL) for name in names]
+    moved = [on(name, scored("same", [x + shift[name] for x in BASE])) for name in names]
+    (_, same) = summarise([*full, *moved]).rows
+    assert same.loss.value == pytest.approx(0.0, abs=1e-9) and same.loss.count == 5 * len(BASE)
+    # Of five means with a standard error of 0.035.
+    assert same.loss.low < -0.06 and same.loss.high > 0.06
+
+
+def test_documents_of_two_texts_are_not_taken_for_one():
+    numbered = [replace(FULL, text=name, text_hash=name, values={"nll": (1.0, 1.0), "document": (0.0, 1.0)})
+                for name in ("a", "b")]  # fmt: skip
+    assert documents_over(numbered) == (0.0, 1.0, 2.0, 3.0)
+    assert documents_over([*numbered[:1], on("c", replace(FULL, values={"nll": (1.0, 1.0)}))]) == (0.0, 1.0, 2.0, 2.0)
+
+
+def test_bits_a_byte_of_two_texts_are_those_of_their_bytes():
+    # 100 tokens of 2 nats in 200 bytes, 300 of 3 nats in 600.
+    one = replace(FULL, tokens_scored=100, metrics={"nll": 2.0, "bits_per_byte": 100 * 2 / 200 / math.log(2)})
+    second = {"nll": 3.0, "bits_per_byte": 300 * 3 / 600 / math.log(2)}
+    two = on("other.txt", replace(FULL, tokens_scored=300, metrics=second))
+    (row,) = summarise([one, two]).rows
+    assert row.bits_per_byte == pytest.approx(1100 / 800 / math.log(2))
+    (row,) = summarise([one, replace(two, metrics={"nll": 3.0, "bits_per_byte": None})]).rows
+    assert row.bits_per_byte is None
 
 
 def test_a_plan_that_was_not_asked_everything_is_not_said_to_lose_nothing():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtailor.bench.schema import Record, latest
 
-__all__ = ["Series", "base", "named", "of_one_model", "series_of"]
+__all__ = ["Series", "base", "named", "of_one_model", "series_of", "texts_together"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,18 @@ def series_of(records: Sequence[Record], task: str) -> list[Series]:
 def base(series: Sequence[Series]) -> Series | None:
     """The point that most plans have; of several such, the first."""
     return max(series, key=lambda each: len(each.records), default=None)
+
+
+def texts_together(records: Sequence[Record], task: str) -> list[Series]:
+    """The texts at the point of `base` that the same plans have: what a number of a plan over all texts is made of.
+
+    A text that one of these plans lacks is none of them, so that all plans have their numbers over the same tokens.
+    """
+    series = series_of(records, task)
+    shown = base(series)
+    if shown is None:
+        return []
+    return [each for each in series if each.point == shown.point and set(each.records) == set(shown.records)]
 
 
 def named(series: Sequence[Series], *, text: bool = False) -> list[str]:

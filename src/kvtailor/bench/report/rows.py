@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from kvtailor.bench.measure.paired_hits import share
 from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean, wilson
 from kvtailor.bench.report.declared import HAND_MADE, declared_tasks, heading, metrics_of
-from kvtailor.bench.report.points import Series, base, series_of
-from kvtailor.bench.report.tables.quality import difference, documents_of
+from kvtailor.bench.report.points import Series, base, series_of, texts_together
+from kvtailor.bench.report.tables.quality import difference, documents_of, documents_over
 from kvtailor.bench.schema import Record
 from kvtailor.presets import FULL
 
@@ -35,10 +36,10 @@ class Row:
         bytes_resident: growth of a fresh process for each cache.
         bytes_peak: highest memory of that process in one prefill, above what it held before.
         bytes_peak_decode: the same while it decodes.
-        nll: nats per token.
+        nll: nats per token, mean over the windows of all texts that the same plans have.
         perplexity: exp of `nll`.
-        bits_per_byte: of the scored text.
-        loss: mean over windows of the difference of `nll` to 'full', with its 95 % interval.
+        bits_per_byte: of the text scored in them.
+        loss: mean over these windows of the difference of `nll` to 'full', with its 95 % interval.
         accuracy: share of right answers with its 95 % interval.
         hits: right answers.
         answers: all answers.
@@ -159,7 +160,8 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     full = next((h for h, record in order.items() if record.is_full), None)
     ranked = sorted(order, key=lambda h: (h == OWN, h != full))
     shown = {name: base(series_of(records, name)) for name in (*_ONE_POINT, *declared_tasks(records))}
-    return [_row(order[h], [r for r in records if r.plan_hash == h], records, shown, full) for h in ranked]
+    texts = texts_together(records, "perplexity")
+    return [_row(order[h], [r for r in records if r.plan_hash == h], records, shown, texts, full) for h in ranked]
 
 
 def _row(
@@ -167,6 +169,7 @@ def _row(
     ours: Sequence[Record],
     records: Sequence[Record],
     shown: Mapping[str, Series | None],
+    texts: Sequence[Series],
     full: str | None,
 ) -> Row:
     def at(task: str, plan: str | None) -> Record | None:
@@ -190,12 +193,13 @@ def _row(
         None,
     )
     found: dict[str, object] = {}
-    scored_full, timed_full = at("perplexity", full), at("speed", full)
+    timed_full = at("speed", full)
+    ours_scored, full_scored = ([each.records[plan] for each in texts if plan in each.records] for plan in (mine, full))
     answered = _pairs(needles, [r for r in records if r.plan_hash == full and r.task == "needle"])
     behind: dict[str, Sequence[Record | None]] = {
         "bytes": [weighed],
-        "perplexity": [scored],
-        "loss": [scored, scored_full],
+        "perplexity": ours_scored,
+        "loss": [*ours_scored, *full_scored],
         "needle": needles,
         "answer_loss": [r for side in zip(*answered, strict=True) for r in side],
         "fidelity": [faithful],
@@ -214,9 +218,10 @@ def _row(
             "bytes_full": weighed.bytes_full,
             "ratio": weighed.bytes_held / weighed.bytes_full if weighed.bytes_held and weighed.bytes_full else None,
         }
-    if scored is not None:
-        found |= {name: scored.metrics.get(name) for name in ("nll", "perplexity", "bits_per_byte")}
-        found["loss"] = _paired(_pairs([scored], [] if scored_full is None else [scored_full]), "nll")
+    if ours_scored:
+        found |= _over_texts(ours_scored)
+        pairs = _pairs(ours_scored, full_scored)
+        found["loss"] = _paired(pairs, "nll", documents_over([record for record, _ in pairs]))
     if needles:
         hits = sum(int(sum(r.values["hit"])) for r in needles)
         answers = sum(len(r.values["hit"]) for r in needles)
@@ -225,7 +230,7 @@ def _row(
             "answers": answers,
             "accuracy": wilson(hits, answers),
             "recall": _recall(needles),
-            "answer_loss": _paired(answered, "nll"),
+            "answer_loss": _paired(answered, "nll", documents_of(answered[0][0]) if len(answered) == 1 else ()),
         }
     for record, names in ((faithful, _FIDELITY), (timed, _COST), (capacity, _CAPACITY)):
         found |= {} if record is None else {name: record.metrics.get(name) for name in names}
@@ -299,15 +304,35 @@ def _pairs(ours: Sequence[Record], full: Sequence[Record]) -> list[tuple[Record,
     return [(r, theirs[k]) for r in ours if (k := (r.task, r.text_hash, str(r.point))) in theirs]
 
 
-def _paired(pairs: Sequence[tuple[Record, Record]], name: str) -> Estimate | None:
-    """Mean difference over the samples of both sides."""
+def _paired(pairs: Sequence[tuple[Record, Record]], name: str, documents: tuple[float, ...] = ()) -> Estimate | None:
+    """Mean difference over the samples of both sides.
+
+    Args:
+        pairs: records of both sides.
+        name: of the values.
+        documents: see `mean_difference`.
+    """
     a = tuple(x for r, _ in pairs for x in r.values[name])
     b = tuple(x for _, r in pairs for x in r.values[name])
     # A plan whose records have another number of samples is not paired: a footnote states it.
     if not a or len(a) != len(b) or not all(map(math.isfinite, a + b)):
         return None
-    # Numbered apart in each record, so only one record's documents can be told from each other.
-    return difference(a, b, documents=documents_of(pairs[0][0]) if len(pairs) == 1 else ())
+    return difference(a, b, documents=documents)
+
+
+def _over_texts(scored: Sequence[Record]) -> dict[str, float | None]:
+    """Perplexity of one plan over some texts: what one record has, or means over their windows and tokens."""
+    if len(scored) == 1:
+        return {name: scored[0].metrics.get(name) for name in ("nll", "perplexity", "bits_per_byte")}
+    windows = [x for record in scored for x in record.values.get("nll", ())]
+    nll = fmean(windows) if windows and all(record.values.get("nll") for record in scored) else None
+    bits = [(record.metrics.get("bits_per_byte"), record.metrics.get("nll"), record.tokens_scored) for record in scored]
+    found: dict[str, float | None] = {"nll": nll, "perplexity": None if nll is None else math.exp(nll)}
+    # Bytes of a text are its nats over those of a byte.
+    nats = [each * tokens for _, each, tokens in bits if each is not None and tokens]
+    sizes = [each * tokens / (rate * math.log(2)) for rate, each, tokens in bits if rate and each and tokens]
+    whole = len(nats) == len(sizes) == len(scored)
+    return found | {"bits_per_byte": sum(nats) / math.log(2) / sum(sizes) if whole else None}
 
 
 def _recall(needles: Sequence[Record]) -> Estimate | None:

@@ -7,10 +7,10 @@ from itertools import groupby
 
 from kvtailor.bench import checks
 from kvtailor.bench.measure.statistics import FEWEST
-from kvtailor.bench.report.points import Series, base, named, series_of
+from kvtailor.bench.report.points import Series, base, named, series_of, texts_together
 from kvtailor.bench.report.rows import OWN, Row, asked_of_both
 from kvtailor.bench.report.tables.counts import idle_plans, unequal_samples
-from kvtailor.bench.report.tables.quality import Measure, documents_of, official_is_mean
+from kvtailor.bench.report.tables.quality import Measure, documents_over, official_is_mean
 from kvtailor.bench.report.verdict.verdict import beats_full, beyond_the_model
 from kvtailor.bench.schema import Record
 
@@ -36,18 +36,19 @@ def footnotes(
     yield from unequal_samples(records)
     yield from idle_plans(records)
     yield from checks.warnings_of(records)
-    texts = series_of(records, "perplexity")
-    shown = base(texts)
-    if shown is not None:
-        scored, point = next(iter(shown.records.values())), shown.point
+    texts = texts_together(records, "perplexity")
+    if texts:
+        scored, point = [next(iter(each.records.values())) for each in texts], texts[0].point
+        names = _listed([str(each.text) for each in scored])
         yield (
-            f"ΔNLL: nats per token against 'full' {_interval_words(scored)} of {scored.text} "
+            f"ΔNLL: nats per token against 'full' {_interval_words(scored)} of {names} "
             f"({point['context']} tokens compressed, the next {point['continuation']} scored on what is "
-            f"left, {scored.tokens_scored} tokens in all, the same for every plan)."
+            f"left, {sum(each.tokens_scored or 0 for each in scored)} tokens in all, the same for every plan)."
         )
-        if (scored.samples or 0) < 50:
+        if sum(each.samples or 0 for each in scored) < 50:
             yield "Fewer than 50 windows: enough for a look, too few for a claim. Use --windows 50 or more."
-    for task in ("perplexity", "fidelity", "speed", "memory", "capacity"):
+    yield from _which_texts(series_of(records, "perplexity"), texts)
+    for task in ("fidelity", "speed", "memory", "capacity"):
         yield from _which_point(series_of(records, task))
     needles = [r for r in records if r.task == "needle" and r.error is None]
     if needles:
@@ -105,21 +106,40 @@ def footnotes(
                 yield f"{row.label} has no number for {error}"
 
 
-def _interval_words(scored: Record) -> str:
+def _listed(names: Sequence[str]) -> str:
+    """Names with commas between; of many, the first ones and how many there are."""
+    several = list(dict.fromkeys(names))
+    return ", ".join(several) if len(several) <= 8 else f"{', '.join(several[:6])} and {len(several) - 6} others"
+
+
+def _interval_words(scored: Sequence[Record]) -> str:
     """Over which windows, and with which interval; `mean_difference` gives none over fewer than `FEWEST`."""
-    if (scored.samples or 0) < FEWEST:
-        return f"over {scored.samples} windows, without an interval: none is given below {FEWEST} windows,"
-    return f"with a 95 % bootstrap interval over {scored.samples} windows{_from_documents(scored)}"
+    windows = sum(each.samples or 0 for each in scored)
+    if windows < FEWEST:
+        return f"over {windows} windows, without an interval: none is given below {FEWEST} windows,"
+    return f"with a 95 % bootstrap interval over {windows} windows{_from_documents(scored)}"
 
 
-def _from_documents(scored: Record) -> str:
-    """What the windows were drawn by; nothing where the record lacks the documents."""
-    count, known = len(set(documents_of(scored))), documents_of(scored)
+def _from_documents(scored: Sequence[Record]) -> str:
+    """What the windows were drawn by; nothing where it is the windows themselves, or not known."""
+    known = documents_over(scored)
+    count = len(set(known))
     if not known or count == len(known):
         return ""
     if count < FEWEST:
         return f" (from only {count} documents, so that it says nothing about others)"
     return f" from {count} documents, each of them drawn as a whole,"
+
+
+def _which_texts(series: Sequence[Series], together: Sequence[Series]) -> Iterator[str]:
+    """What the first table's ΔNLL leaves out, where perplexity was measured at points that it is not made of."""
+    names = list(zip(series, named(series), strict=True))
+    shown, left = ([name for each, name in names if (each in together) is inside] for inside in (True, False))
+    if left:
+        yield (
+            f"perplexity: measured at {len(series)} points; the first table shows {_listed(shown)}, which the same "
+            f"plans have, and not {_listed(left)}. The HTML page has tables and charts of all."
+        )
 
 
 def _which_point(series: Sequence[Series]) -> Iterator[str]:

@@ -16,7 +16,17 @@ from kvtailor.bench.report.declared import declared_tasks
 from kvtailor.bench.report.points import Series, base, named, series_of
 from kvtailor.bench.schema import Record
 
-__all__ = ["Measure", "NATS", "POINTS", "Score", "difference", "documents_of", "measures_of", "official_is_mean"]
+__all__ = [
+    "NATS",
+    "POINTS",
+    "Measure",
+    "Score",
+    "difference",
+    "documents_of",
+    "documents_over",
+    "measures_of",
+    "official_is_mean",
+]
 
 NATS = "nats per token"
 POINTS = "points"
@@ -117,6 +127,22 @@ def difference(
 def documents_of(record: Record) -> tuple[float, ...]:
     """Which document each window is from; empty where the record lacks it."""
     return record.values.get("document", ())
+
+
+def documents_over(records: Sequence[Record]) -> tuple[float, ...]:
+    """Which document each sample of some records is from, numbered over all of them; empty where that is not known.
+
+    Each text numbers its own documents from 0. A text that has not told them is a document by itself.
+    """
+    if len(records) == 1:
+        return documents_of(records[0])
+    found: dict[tuple[str | None, float], int] = {}
+    samples = [
+        (record.text_hash, document)
+        for record in records
+        for document in documents_of(record) or (-1.0,) * len(record.values["nll"])
+    ]
+    return tuple(float(found.setdefault(each, len(found))) for each in samples)
 
 
 def official_is_mean(record: Record) -> bool:
