@@ -22,7 +22,7 @@ from kvtailor.bench.schema import read_records
 PICTURE = Path(__file__).parent / "pictures" / "plans.svg"
 INK, DIM, FRONT = "#1c2126", "#68707a", "#1a7f4b"
 # Losses above it would press all others together; plans that lose more are named below the chart.
-MOST = 0.13
+MOST = 0.14
 # Where a name may stand beside its point, in points; the first that covers nothing is taken.
 PLACES = [(7, 3), (7, -9), (-7, 3), (-7, -9), (7, 12), (7, -18), (-7, 12), (-7, -18), (7, 21), (-7, 21)]
 
