@@ -119,7 +119,8 @@ def _largest(states: Tensor, block: int) -> Tensor:
     missing = -states.shape[-1] % block
     if missing:
         magnitudes = torch.nn.functional.pad(magnitudes, (0, missing))
-    return magnitudes.unflatten(-1, (-1, block)).amax(-1)
+    top: Tensor = magnitudes.unflatten(-1, (-1, block)).amax(-1)
+    return top
 
 
 def _by_channel(scales: Tensor, block: int, size: int) -> Tensor:
