@@ -9,8 +9,9 @@ blocks of 16).
 *Departs* Nothing known from the specification: the scale is 2^(floor(log2(largest)) - 2), elements are rounded to
 nearest with ties to the even code, and what lies above 6 becomes 6. So a block whose largest number lies from 6 to 8
 times its scale has it cut, by a quarter at most. Of a head size that 32 does not divide, the last block is shorter.
-*Cost* 4.25 bits for each element of a head size that 32 divides; attention decodes the segment at every step, with a
-table look-up for each element.
+*Cost* 4.25 bits for each element of a head size that 32 divides; a decoded token reads the codes as they lie on a CPU,
+more tokens at once decode the segment. On the embedded model it loses most of all 4-bit codecs that were tried
+(docs/measured.md); inside a rotation it loses less: `hadamard(of=mxfp4, signs=0)`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ scale for each block of channels leaves the elements' own exponents for what dif
 *Departs* Nothing known from the specification: the scale is 2^(floor(log2(largest)) - 8), for E5M2 - 15; elements are
 rounded to nearest with ties to even, and what lies above the largest becomes the largest. Of a head size that 32 does
 not divide, the last block is shorter. `fp8` has one scale for a head's run of tokens instead, in the cache's dtype.
-*Cost* 8.25 bits for each element of a head size that 32 divides; attention decodes the segment at every step, with a
-table look-up for each element.
+*Cost* 8.25 bits for each element of a head size that 32 divides; a decoded token reads the codes on a CPU, 16 tokens at
+a time into floats; more tokens at once decode the segment.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 *Idea* Blocks of 16 channels are half as large as those of `mxfp4`, and their scale has 3 bits of mantissa, so that the
 largest number of a block is nearly always the largest element: no power of two lies between. 8 bits do not hold every
 size that a scale can have, hence one float32 above the scales of many blocks.
-*Paper* `nvidia2025nvfp4` (arXiv 2509.25149), appendix C: both scales.
+*Paper* `nvidia2025nvfp4` (arXiv 2509.25149), which has both scales.
 *Source* The paper, and for caches the presets of NVIDIA's Model Optimizer; kvtailor's own code.
 *Departs* Systems calibrate the float32 scale beforehand, one for the keys of a layer and one for its values. Here it is
 that of the tokens themselves, for `group` tokens of a head, keys and values apart, as `fp8` has its scale: nothing is
@@ -11,9 +11,10 @@ clipped, nothing has to be calibrated, no stored token is rewritten when a large
 encoded as it would be alone, which one scale for all rows or heads would forbid. It costs 4 / `group` bytes a token.
 A block whose largest number is below a 458,752nd of its run's (no scale of E4M3 is as small) becomes zeros. Of a head
 size that 16 does not divide, the last block is shorter.
-*Cost* 4.5 bits for each element of a head size that 16 divides, and the float32; attention decodes the segment at every
-step, with a table look-up for each element. Tokens that an eviction moves later take 4 bytes more, a number of their
-run.
+*Cost* 4.5 bits for each element of a head size that 16 divides, and the float32; a decoded token reads the codes as
+they lie on a CPU, more tokens at once decode the segment. Tokens that an eviction moves later take 4 bytes more, a
+number of their run. The embedded model loses more with it than with integers of 4 bits and one scale for each vector,
+and less inside a rotation: `hadamard(of=nvfp4, signs=0)`; docs/measured.md has both.
 """
 
 from __future__ import annotations
