@@ -155,7 +155,6 @@ def _call(
     asked = query.reshape(owners, group * new, size).to(torch.float32).contiguous()
     held = [asked]
     call = Call(query=asked.data_ptr())
-    # Kept by the call itself: it is no field.
     call.made = made = list[Any]()
     call.keys, call.values = side_of(keys, held, made), side_of(values, held, made)
     lanes, slots = _shape(values)
@@ -209,7 +208,7 @@ def _shape(side: Coded) -> tuple[int, int]:
 
 
 def side_of(side: Coded, held: list[Tensor], made: list[Any]) -> Side:
-    """Return a side as C++ sees it; what it points to joins `held`, and what was made for the call alone joins `made`."""
+    """Return a side as C++ sees it; what it points to joins `held`, what was made for it alone joins `made`."""
     if isinstance(side, Whole):
         states = side.states if side.states.stride(-1) == 1 else side.states.contiguous()
         held.append(states)
