@@ -30,7 +30,9 @@ SHORT = (
     "hadamard(of=vector(bits=4, symmetric=false))", "hadamard(of=kivi(bits=4, group=8, recent=16), only=keys)",
     "orthogonal(rank=12, block_size=64, of=vector(bits=4))", "lowrank(rank=0.5, basis=random, block_size=64)",
     "lowrank(rank=0.5, heads=2, basis=random, block_size=64, of=hadamard(of=vector(bits=8)))",
-    "h2o(recent=6) + hadamard(of=vector(bits=8)) @ tokens=40, slack=12",
+    "h2o(recent=6) + hadamard(of=vector(bits=8)) @ tokens=40, slack=12", "nvfp4(group=8, block_size=16)",
+    "h2o(recent=6) + nvfp4(group=8, recent=16) @ tokens=40, slack=12", "hadamard(of=mxfp4(block_size=16), signs=0)",
+    "snapkv(window=6) + adakv + mxfp8(block_size=16) @ tokens=24",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 

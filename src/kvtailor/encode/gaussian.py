@@ -10,8 +10,8 @@ the presets `turboquant4`, `turboquant3` and `turboquant2`.
 *Departs* The rotation is `hadamard`'s, not a dense random one. Levels are those of the normal distribution, of which a
 channel of a rotated vector of c channels is off by some 1 / c. The paper's second stage, signs of a random projection
 of the residual (QJL), is not there: several groups found that it harms.
-*Cost* bits / 8 bytes for each element and one element for each vector. Attention decodes the segment at every step,
-with a table look-up for each element.
+*Cost* bits / 8 bytes for each element and one element for each vector. A decoded token reads codes of 4 bits as they
+lie on a CPU, others 16 tokens at a time; more tokens at once decode the segment, with a look-up for each element.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ class Hadamard(Around, Codec):
         "hadamard(of=kivi(bits=4), only=keys)",
         "hadamard(of=fp8, only=values)",
         "hadamard(of=gaussian(bits=3), signs=0)",
+        "hadamard(of=nvfp4)",
+        "hadamard(of=mxfp4, signs=0)",
     )
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.quant import largest_divisor
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
@@ -39,6 +41,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
     "tokens4x8": lambda states: TokenCodes.of(states, 4, 8),
     **{f"channels{bits}": partial(ChannelCodes.of, bits=bits, group=32) for bits in (2, 3, 4, 8)},
     **{f"levels{bits}": partial(GaussianCodes.of, bits=bits, keep_norm=bits % 2 == 0) for bits in (1, 2, 3, 4, 5, 8)},
+    "nvfp4": partial(NvCodes.of, block=16, group=32),
+    "nvfp4x8": partial(NvCodes.of, block=8, group=3),
+    "mxfp4": partial(MxCodes.of, element="e2m1", block=32),
+    "mxfp8": partial(MxCodes.of, element="e4m3", block=32),
+    "mxfp8_e5m2": partial(MxCodes.of, element="e5m2", block=32),
     "channels4x5": partial(ChannelCodes.of, bits=4, group=5),
 }
 
@@ -53,5 +60,7 @@ def exact(side: Coded) -> Tensor:
     """What the side stands for, in float64: the tables widened before they are used."""
     if isinstance(side, Whole):
         return side.states.double()
-    wide = {name: tensor.double() for name, tensor in side.tensors().items() if tensor.is_floating_point()}
+    wide: dict[str, Any] = {name: x.double() for name, x in side.tensors().items() if x.is_floating_point()}
+    if isinstance(side, MxCodes | NvCodes):
+        wide["dtype"] = "float64"
     return replace(side, **wide).decode()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, needs_built, states_of
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
+from kvtailor.ops.codes.floats import NvCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, unsuited
@@ -110,6 +111,35 @@ def test_moved_tokens_use_the_scales_they_were_coded_with(library: Library) -> N
     keys, values = keys.regather(lane, slot), values.regather(lane, slot)
     query = torch.randn((2, 4, 1, 64), generator=state)
     assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), COARSE)
+
+
+@every_variant
+@pytest.mark.parametrize("size", [128, 64, 80])
+def test_moved_floats_use_the_scale_of_their_run(library: Library, size: int) -> None:
+    state = torch.Generator().manual_seed(6)
+    loud = torch.logspace(-2, 2, 100)[:, None]
+    keys, values = (NvCodes.of(states.float() * loud, 16, 8) for states in states_of(7, torch.float32, 3, 100, size))
+    query = torch.randn((2, 4, 1, size), generator=state) / 20
+    for _ in range(2):
+        lane, slot = (
+            torch.randint(0, keys.codes.shape[0], (2, 50), generator=state),
+            torch.randint(0, keys.codes.shape[1], (2, 50), generator=state),
+        )
+        keys, values = keys.regather(lane, slot), values.regather(lane, slot)
+        assert keys.row is not None
+        assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), 2e-5)
+
+
+@every_variant
+def test_floats_of_every_size_of_states(library: Library) -> None:
+    """Scales at both ends of what float32 holds: no product on the way to a number may overflow or vanish."""
+    for factor in (1e-30, 1e-3, 1e30):
+        for of in ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2"):
+            keys, values = (LAYOUTS[of](x * factor) for x in states_of(5, torch.float32, 2, 70, 128))
+            query = torch.randn(2, 2, 1, 128) / factor
+            found, lse = attend_coded(query, keys, values, scaling=0.1, using=library)
+            expected = truth(query, keys, values)
+            assert same((found / factor, lse), (expected[0] / factor, expected[1]), 2e-5), (factor, of)
 
 
 @every_variant

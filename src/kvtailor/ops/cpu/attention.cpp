@@ -41,22 +41,21 @@ constexpr int64_t TILE = 16;  // tokens that are decoded at once
 
 int64_t padded(int64_t size) { return (size + 2 * W - 1) / (2 * W) * (2 * W); }
 
-int64_t groups_of(const Side& side) { return side.kind == TOKEN_CODES ? side.size / side.group : 1; }
-
 // Whether logits of codes, or sums of coded values, are taken from the codes as they lie.
 bool keys_fused(const Side& side) {
-  return whole_words(side) && (side.kind == CHANNEL_CODES || groups_of(side) == 1);
+  const int64_t groups = groups_of(side);
+  return whole_words(side) && (groups == 1 || (has_levels(side) && side.group % 4 == 0));
 }
 
 bool values_fused(const Side& side) {
   const int64_t groups = groups_of(side);
-  return whole_words(side) && side.kind == TOKEN_CODES && (groups == 1 || (groups <= W && side.group % 4 == 0));
+  return whole_words(side) && side.kind != CHANNEL_CODES && (groups == 1 || (groups <= W && side.group % 4 == 0));
 }
 
 // Whether keys' logits are taken in integers: where the cache has 16 bits, so that 16 bits of a query are enough.
 bool keys_coarse(const Side& side) {
 #if defined(__AVX512VNNI__)
-  if (!keys_fused(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
+  if (!keys_fused(side) || has_levels(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
   return in_short_tokens(side) || folds(side) == 1;
 #else
   return false;
@@ -66,7 +65,7 @@ bool keys_coarse(const Side& side) {
 // Whether values are summed as short_tokens.h does it.
 bool values_short(const Side& side) {
 #if defined(__AVX512VNNI__)
-  if (!values_fused(side) || side.scales == FLOAT32 || groups_of(side) > MOST_GROUPS) return false;
+  if (!values_fused(side) || has_levels(side) || side.scales == FLOAT32 || groups_of(side) > MOST_GROUPS) return false;
   return in_short_tokens(side) && side.group % PART == 0;
 #else
   return false;
@@ -90,16 +89,17 @@ struct Tables {
   int32_t* key_channel = key_place + wide_keys;        // at each place
   int32_t* value_place = key_channel + wide_keys;
   int32_t* scale_lanes = value_place + wide_values;    // see Scales
-  float* scratches = (float*)(scale_lanes + wide_values + W);
+  int32_t* key_lanes = scale_lanes + wide_values + W;  // the same of keys
+  float* scratches = (float*)(key_lanes + wide_keys + W);
 
-  int64_t own() const { return 2 * wide_keys + 2 * wide_values + W; }
+  int64_t own() const { return 3 * wide_keys + 2 * wide_values + 2 * W; }
 
   int64_t widest() const { return wide_keys > wide_values ? wide_keys : wide_values; }
 
   // Scaled queries, the same times scales, their sums; logits; hidden columns; decoded tokens; scales.
   int64_t each() const {
     const int64_t queries = call.rows * (2 * wide_keys + 1), logits = (call.rows + call.queries) * BLOCK;
-    const int64_t of_keys = 4 * wide_keys + 2 * BLOCK, of_values = 2 * (BLOCK * groups_of(call.values) + W);
+    const int64_t of_keys = 4 * wide_keys + (1 + groups_of(call.keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(call.values) + W);
     return queries + logits + (TILE + 3) * widest() + of_keys + of_values + W;
   }
 
@@ -110,13 +110,17 @@ struct Tables {
       key_channel[key_place[c] = (int32_t)(c < call.keys.size ? place(call.keys, placed_keys, c) : c)] = (int32_t)c;
     for (int64_t c = 0; c < call.values.size; c++)
       value_place[c] = (int32_t)place(call.values, placed_values, c);
-    if (!placed_values) return;
-    const int64_t kinds = 8 / call.values.bits, bytes = call.values.size / kinds, words = W / folds(call.values);
+    if (placed_values) fill_lanes(call.values, scale_lanes);
+    if (placed_keys && has_levels(call.keys)) fill_lanes(call.keys, key_lanes);
+  }
+
+  static void fill_lanes(const Side& side, int32_t* lanes) {
+    const int64_t kinds = 8 / side.bits, bytes = side.size / kinds, words = W / folds(side);
+    const int64_t group = groups_of(side) > 1 ? side.group : side.size;
     for (int64_t v = 0; v * 4 * words < bytes; v++)
       for (int64_t kind = 0; kind < kinds; kind++)
         for (int64_t i = 0; i < W; i++)
-          scale_lanes[(v * kinds + kind) * W + i] =
-              (int32_t)((v * 4 * words + i % words * 4 + kind * bytes) / call.values.group);
+          lanes[(v * kinds + kind) * W + i] = (int32_t)((v * 4 * words + i % words * 4 + kind * bytes) / group);
   }
 };
 
@@ -164,7 +168,7 @@ struct Piece {
     query = scratch, folded = query + rows * tables.wide_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + rows, hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
-    value_scales = key_scales + 4 * tables.wide_keys + 2 * BLOCK;
+    value_scales = key_scales + 4 * tables.wide_keys + (1 + groups_of(call.keys)) * BLOCK + W;
     const int64_t size = call.keys.size;
     const float* from = call.query + (call.owner ? call.owner[lane] : lane) * rows * size;
     for (int64_t r = 0; r < rows; r++, from += size) {
@@ -306,8 +310,49 @@ struct Piece {
         logits_at[r * BLOCK + t] = logits_at[r * BLOCK + t] * step[t] + sums_at[r] * low[t];
   }
 
+  void logits_by_level(int64_t first, int64_t count) const {
+    const Side& keys = call.keys;
+    scales_of_levels(keys, lane, call.slots, first, count, key_scales);
+    const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), groups_of(keys), 0, false};
+    with_levels(keys, [&](auto codes) {
+      in_rows(rows, [&](auto some, int64_t r) {
+        const Rows mine{query + r * tables.wide_keys, tables.wide_keys, false};
+        level_products<decltype(codes), decltype(some)::ROWS>(mine, data(keys, first), keys.slot_bytes, count, found,
+                                                              logits_at + r * BLOCK, BLOCK);
+      });
+    });
+    if (scales_apart(keys)) times_scales(key_scales, count);
+  }
+
+  // Logits or weights of a block's tokens, times a number for each token. What stands past `count` is scratch.
+  SMALL_CODE void times_scales(const float* scales, int64_t count) const {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t t = 0; t < count; t += W) {
+        float* at = logits_at + r * BLOCK + t;
+        store(at, load<F>(at) * load<F>(scales + t));
+      }
+  }
+
+  void logits_of_codes(int64_t first, int64_t count) const {
+    if (call.keys.kind == CHANNEL_CODES) logits_by_run(first, count);
+    else if (has_levels(call.keys)) logits_by_level(first, count);
+    else logits_by_token(first, count);
+  }
+
+  void sum_levels(int64_t first, int64_t count, float* out) const {
+    const Side& values = call.values;
+    scales_of_levels(values, lane, call.slots, first, count, value_scales);
+    if (scales_apart(values)) times_scales(value_scales, count);
+    const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), groups_of(values), 0, false};
+    with_levels(values, [&](auto codes) {
+      weighted<decltype(codes)>(logits_at, BLOCK, rows, data(values, first), values.slot_bytes, count, found, out,
+                                tables.wide_values);
+    });
+  }
+
   void sum_codes(int64_t first, int64_t count, float* out) const {
     const Side& values = call.values;
+    if (has_levels(values)) return sum_levels(first, count, out);
     const int64_t groups = groups_of(values), at = (lane * call.slots + first) * groups;
     float *step = value_scales, *low = step + BLOCK * groups + W;
     widen_table(values, values.step, at, count * groups, step);
@@ -320,7 +365,7 @@ struct Piece {
     const float zero = (float)((1 << (values.bits - 1)) - 1);
     const bool uniform = groups == 1 || (groups <= MOST_GROUPS && values.group % sizeof(U) == 0);
     const bool coarse = uniform && values.scales != FLOAT32;
-    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, groups, zero, coarse};
+    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, nullptr, groups, zero, coarse};
     with_codes(values, [&](auto codes) {
       weighted<decltype(codes)>(logits_at, BLOCK, rows, from, values.slot_bytes, count, found, out, tables.wide_values);
     });
@@ -336,8 +381,7 @@ struct Piece {
   void block(int64_t first, int64_t count, float* tops, float* totals, float* out) const {
     if (!look(first, count)) return call.kept ? keep(first, count, nullptr) : void();
     const int64_t wide = tables.wide_keys, width = tables.wide_values;
-    if (tables.fused_keys && call.keys.kind == CHANNEL_CODES) logits_by_run(first, count);
-    else if (tables.fused_keys) logits_by_token(first, count);
+    if (tables.fused_keys) logits_of_codes(first, count);
     else
       over(call.keys, wide, first, count, [&](auto type, const char* keys, int64_t stride, int64_t at, int64_t n) {
         logits<decltype(type)>(query, rows, wide, keys, stride, n, logits_at + at);
@@ -497,6 +541,9 @@ int32_t kvtailor_mass(const Call* call) { return sum_mass(*call); }
 
 // Whether codes of levels are read: a library from older sources has no such function.
 int32_t kvtailor_levels() { return 1; }
+
+// Whether codes of levels may have a scale for each block of channels: a library from older sources has no such function.
+int32_t kvtailor_blocks() { return 1; }
 
 // Whether `softcap` is read: a library from older sources has no such function.
 int32_t kvtailor_caps() { return 1; }

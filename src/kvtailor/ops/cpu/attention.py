@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.ops.codes.floats import ELEMENTS, MxCodes, NvCodes, levels_of
 from kvtailor.ops.codes.gaussian import GaussianCodes, padded_levels
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
@@ -16,7 +17,13 @@ from kvtailor.ops.segments.coded import Coded, Whole
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "side_of", "unsuited"]
 
-_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES = 3, 4, 5
+_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS = 3, 4, 5, 6
+# Types of the scales of `_BLOCK_LEVELS`, see layouts.h.
+_E4M3, _E8M0 = 3, 4
+# By how many bits a byte's exponent and mantissa lie below those of a float32.
+_SHIFTS = {"e2m1": 0, "e4m3": 20, "e5m2": 21}
+_OLDER = "the C++ kernels were built from sources that knew no {}: build them again"
+_READ = Whole | TokenCodes | ChannelCodes | GaussianCodes | MxCodes | NvCodes
 # The same numbers as in attention.cpp, where a step parts its calls itself.
 # Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
 _LEAST = 256
@@ -28,25 +35,31 @@ _REFUSED = "torch_parallel_for refused to run kvtailor's attention kernel"
 
 def unsuited(keys: Coded, values: Coded) -> str | None:
     """Why these two sides cannot be read here, a clause; None where they can."""
+    # Written out, since a decoded token asks it of every part of every layer that goes the general way.
     for side in (keys, values):
-        if not isinstance(side, Whole | TokenCodes | ChannelCodes | GaussianCodes):
-            return f"no C++ kernel reads {type(side).__name__}"
-        if isinstance(side, GaussianCodes) and not _reads_levels():
-            return "the C++ kernels were built from sources that knew no codes of levels: build them again"
-        if isinstance(side, Whole | GaussianCodes):
-            states = side.states if isinstance(side, Whole) else side.scale
+        if isinstance(side, Whole):
+            dtype, device = side.states.dtype, side.states.device
+        elif isinstance(side, TokenCodes | ChannelCodes):
+            dtype, device = side.step.dtype, side.step.device
+        elif isinstance(side, GaussianCodes):
+            dtype, device = side.scale.dtype, side.scale.device
+            if not _knows("kvtailor_levels"):
+                return _OLDER.format("codes of levels")
+        elif isinstance(side, MxCodes | NvCodes):
+            dtype, device = getattr(torch, side.dtype), side.codes.device
+            if not _knows("kvtailor_blocks"):
+                return _OLDER.format("floats in blocks of channels")
         else:
-            states = side.step
-        if states.device.type != "cpu" or states.dtype not in DTYPES:
-            return (
-                f"the C++ kernels read float32, bfloat16 and float16 on the CPU, not {states.dtype} on {states.device}"
-            )
+            return f"no C++ kernel reads {type(side).__name__}"
+        if device.type != "cpu" or dtype not in DTYPES:
+            return f"the C++ kernels read float32, bfloat16 and float16 on the CPU, not {dtype} on {device}"
     return None
 
 
-def _reads_levels() -> bool:
+def _knows(function: str) -> bool:
+    """Whether the best variant has this function; one that was built from older sources may not."""
     used = library()
-    return used is None or used.has("kvtailor_levels")
+    return used is None or used.has(function)
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,9 @@ def _call(
     owners, group, new, size = query.shape
     asked = query.reshape(owners, group * new, size).to(torch.float32).contiguous()
     held = [asked]
-    call = Call(query=asked.data_ptr(), keys=side_of(keys, held), values=side_of(values, held))
+    call = Call(query=asked.data_ptr())
+    call.made = made = list[Any]()
+    call.keys, call.values = side_of(keys, held, made), side_of(values, held, made)
     lanes, slots = _shape(values)
     call.owners, call.lanes, call.slots = owners, lanes, slots
     call.rows, call.queries, call.scaling = group * new, new, scaling
@@ -187,13 +202,13 @@ def _run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None
 
 
 def _shape(side: Coded) -> tuple[int, int]:
-    assert isinstance(side, Whole | TokenCodes | ChannelCodes | GaussianCodes)
+    assert isinstance(side, _READ)
     lanes, slots, _ = side.states.shape if isinstance(side, Whole) else side.codes.shape
     return lanes, slots
 
 
-def side_of(side: Coded, held: list[Tensor]) -> Side:
-    """Return a side as C++ sees it; what it points to joins `held`."""
+def side_of(side: Coded, held: list[Tensor], made: list[Any]) -> Side:
+    """Return a side as C++ sees it; what it points to joins `held`, what was made for it alone joins `made`."""
     if isinstance(side, Whole):
         states = side.states if side.states.stride(-1) == 1 else side.states.contiguous()
         held.append(states)
@@ -207,9 +222,12 @@ def side_of(side: Coded, held: list[Tensor]) -> Side:
             kind=kind,
             size=states.shape[2],
         )
-    assert isinstance(side, TokenCodes | ChannelCodes | GaussianCodes)
+    assert isinstance(side, TokenCodes | ChannelCodes | GaussianCodes | MxCodes | NvCodes)
     codes = side.codes if side.codes.stride(-1) == 1 else side.codes.contiguous()
     lane, slot, _ = codes.stride()
+    if isinstance(side, MxCodes | NvCodes):
+        held.append(codes)
+        return _blocks_of(side, codes, held, made)
     if isinstance(side, GaussianCodes):
         dtype = side.scale.dtype
         held.append(codes)
@@ -243,6 +261,33 @@ def side_of(side: Coded, held: list[Tensor]) -> Side:
     found.kind, found.group, found.runs = _CHANNEL_CODES, side.group, side.step.shape[1]
     if side.row is not None:
         found.row = _pointer(side.row, torch.int32, held)
+    return found
+
+
+def _blocks_of(side: MxCodes | NvCodes, codes: Tensor, held: list[Tensor], made: list[Any]) -> Side:
+    """A side whose codes are levels with a scale for each block of channels."""
+    lane, slot, _ = codes.stride()
+    # Kept for as long as the process runs.
+    blocks = [levels_of(side.element).data_ptr(), 0, 0, _SHIFTS[side.element]]
+    found = Side(
+        data=codes.data_ptr(),
+        step=_pointer(side.scales, torch.uint8, held),
+        lane_bytes=lane,
+        slot_bytes=slot,
+        kind=_BLOCK_LEVELS,
+        scales=_E8M0 if isinstance(side, MxCodes) else _E4M3,
+        bits=ELEMENTS[side.element].bits,
+        size=side.size,
+        group=side.block,
+    )
+    if isinstance(side, NvCodes):
+        blocks[1:3] = _pointer(side.tensor_scale, torch.float32, held), side.group
+        found.runs = side.tensor_scale.shape[1] if side.row is None else 0
+        if side.row is not None:
+            found.row = _pointer(side.row, torch.int32, held)
+    # `Blocks` of layouts.h: two addresses and two numbers.
+    made.append((ctypes.c_int64 * len(blocks))(*blocks))
+    found.low = ctypes.addressof(made[-1])
     return found
 
 

@@ -31,6 +31,48 @@ inline void products_of(Rows rows, const char* codes, int64_t stride, int64_t co
   UNROLLED for (int r = 0; r < R; r++) memcpy(to + r * apart, all_of + r * T, (size_t)filled * sizeof(float));
 }
 
+// As `products_of`, of codes that stand for levels. Where scales are of blocks, those of each kind of codes go in before
+// lanes are summed; else they are left to the caller.
+template <class C, int R>
+void level_products(Rows rows, const char* codes, int64_t stride, int64_t count, const Scales& scales, float* to,
+                    int64_t apart) {
+  constexpr int T = W / R;
+  for (int64_t first = 0; first < count; first += T) {
+    F sum_of[W];
+    for (int i = 0; i < T; i++) {
+      const int64_t t = first + i < count ? first + i : count - 1;
+      const char* token = codes + t * stride;
+      const int32_t* lanes = scales.lanes;
+      const float* query = rows.query;
+      F all_kinds[R]{};
+      for (int64_t c = 0; c < rows.size; c += C::N * W, token += C::BYTES, lanes += C::KINDS * W, query += C::N * W) {
+        const U words = C::words(token);
+        soon(token);
+        F mine[R][C::KINDS]{};
+        UNROLLED for (int k = 0; k < C::N; k++) {
+          const F value = C::at(words, k, scales.levels);
+          UNROLLED for (int r = 0; r < R; r++) mine[r][k % C::KINDS] += load<F>(query + r * rows.size + k * W) * value;
+        }
+        F step[C::KINDS];
+        if constexpr (C::OF_BLOCKS) {
+          const F steps = load<F>(scales.step + t * scales.groups);
+          UNROLLED for (int i = 0; i < C::KINDS; i++) step[i] = picked(steps, load<I>(lanes + i * W));
+        }
+        UNROLLED for (int r = 0; r < R; r++)
+          UNROLLED for (int i = 0; i < C::KINDS; i++) {
+            if constexpr (C::OF_BLOCKS) all_kinds[r] += mine[r][i] * step[i];
+            else all_kinds[r] += mine[r][i];
+          }
+      }
+      UNROLLED for (int r = 0; r < R; r++) sum_of[r * T + i] = all_kinds[r];
+    }
+    float all_of[W];
+    store(all_of, sums(sum_of));
+    const int64_t filled = count - first < T ? count - first : T;
+    UNROLLED for (int r = 0; r < R; r++) memcpy(to + r * apart + first, all_of + r * T, (size_t)filled * sizeof(float));
+  }
+}
+
 template <class C, int R>
 inline void products_rows(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
 #if defined(__AVX512VNNI__)
@@ -63,7 +105,9 @@ inline void sums_of(const float* weights, int64_t apart, const char* codes, int6
     const U words = C::words(codes);
     ask<C::BYTES * M / C::N>(next);
     F step[KINDS], low[KINDS];
-    if (scales.groups == 1) {
+    if constexpr (C::LEVELS && !C::OF_BLOCKS) {
+      // Scales were multiplied with the weights.
+    } else if (!C::LEVELS && scales.groups == 1) {
       step[0] = all(scales.step[t]);
       low[0] = scales.low ? all(scales.low[t]) : step[0] * -scales.zero;
       UNROLLED for (int i = 1; i < KINDS; i++) step[i] = step[0], low[i] = low[0];
@@ -78,7 +122,11 @@ inline void sums_of(const float* weights, int64_t apart, const char* codes, int6
       }
     }
     F value[M];
-    UNROLLED for (int i = 0; i < M; i++) value[i] = C::at(words, first + i) * step[i % KINDS] + low[i % KINDS];
+    UNROLLED for (int i = 0; i < M; i++) {
+      if constexpr (C::OF_BLOCKS) value[i] = C::at(words, first + i, scales.levels) * step[i % KINDS];
+      else if constexpr (C::LEVELS) value[i] = C::at(words, first + i, scales.levels);
+      else value[i] = C::at(words, first + i) * step[i % KINDS] + low[i % KINDS];
+    }
     UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int i = 0; i < M; i++) sum_of[r][i] += weights[r * apart + t] * value[i];
   }
   UNROLLED for (int r = 0; r < R; r++) UNROLLED for (int i = 0; i < M; i++) store(out + r * size + i * W, sum_of[r][i]);
@@ -97,7 +145,7 @@ template <class C, int R>
 void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t stride, int64_t count,
                const Scales& scales, float* out, int64_t size) {
 #if defined(__AVX512VNNI__)
-  if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2)
+  if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2 && !C::LEVELS)
     if (scales.coarse) return short_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #endif
   const char* next = codes + VALUES_AHEAD;
@@ -114,9 +162,28 @@ void weighted(const float* weights, int64_t apart, int64_t number, const char* c
 }
 
 // Calls `each` with the type of a side's codes.
+template <int BITS, class Each> void with_folds(int64_t fold, Each each) {
+  if (fold == 1) return each(Codes<BITS, 1>());
+  if constexpr (most_folds(BITS) >= 2)
+    if (fold == 2) return each(Codes<BITS, 2>());
+  if constexpr (most_folds(BITS) >= 4) each(Codes<BITS, 4>());
+}
+
 template <class Each> void with_codes(const Side& side, Each each) {
   const int64_t fold = folds(side);
-  if (side.bits == 8) return fold == 1 ? each(Codes<8, 1>()) : fold == 2 ? each(Codes<8, 2>()) : each(Codes<8, 4>());
-  if (side.bits == 4) return fold == 1 ? each(Codes<4, 1>()) : fold == 2 ? each(Codes<4, 2>()) : each(Codes<4, 4>());
-  return fold == 1 ? each(Codes<2, 1>()) : fold == 2 ? each(Codes<2, 2>()) : each(Codes<2, 4>());
+  if (side.bits == 8) return with_folds<8>(fold, each);
+  if (side.bits == 4) return with_folds<4>(fold, each);
+  with_folds<2>(fold, each);
+}
+
+// Whether the scales of tokens are multiplied with logits and weights, and not where codes are read. Tokens that are
+// repeated in a vector have but one form of code, which takes both.
+inline bool scales_apart(const Side& side) { return groups_of(side) == 1 && folds(side) == 1; }
+
+template <class Each> void with_levels(const Side& side, Each each) {
+  if constexpr (W >= 8) {
+    if (scales_apart(side)) return each(LevelCodes<1, false>());
+    if (folds(side) == 1) return each(LevelCodes<1, true>());
+    each(LevelCodes<2, true>());
+  }
 }

@@ -3,7 +3,10 @@
 
 #include "vectors.h"
 
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5 };
+enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6 };
+
+// Types of the scales of BLOCK_LEVELS: 8-bit floats without a sign, and powers of two.
+enum { E4M3 = 3, E8M0 = 4 };
 
 // Mirrored field by field in library.py.
 struct Side {
@@ -14,6 +17,27 @@ struct Side {
   int64_t lane_bytes, slot_bytes;
   int64_t kind, scales, bits, size, group, runs;
 };
+
+// What `low` of BLOCK_LEVELS points to: codes of levels with a scale for each `group` channels of a token. attention.py
+// writes it as four whole numbers, so that `Side` stays what older libraries know.
+struct Blocks {
+  const float* levels;  // 2^bits
+  const float* outer;   // (m, runs) or (rows): what the scales of a run of tokens are multiplied by; null: nothing
+  int64_t span;         // slots of such a run
+  int64_t shift;        // of 8-bit floats: bits by which theirs become those of a float; 0: levels are looked up
+};
+
+static inline bool has_levels(const Side& side) { return side.kind >= LEVEL_CODES; }
+
+static inline const float* levels_of(const Side& side) {
+  return side.kind == LEVEL_CODES ? (const float*)side.low : ((const Blocks*)side.low)->levels;
+}
+
+// Scales that a token has: of runs of its channels, the last of which may be shorter.
+static inline int64_t groups_of(const Side& side) {
+  if (side.kind == TOKEN_CODES) return side.size / side.group;
+  return side.kind == BLOCK_LEVELS ? (side.size + side.group - 1) / side.group : 1;
+}
 
 static inline float scale_at(const Side& side, const void* table, int64_t i) {
   if (side.scales == FLOAT32) return F32::one((const char*)table + 4 * i);
@@ -69,14 +93,61 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
   }
 }
 
-// Floats of a token's codes by a table of levels, times the token's scale.
-static inline void by_level(const Side& side, const uint8_t* codes, int64_t place, float* to) {
-  const float step = scale_at(side, side.step, place), *levels = (const float*)side.low;
-  const F table = load<F>(levels) * step;
-  int64_t c = 0;
-  if (side.bits <= (W == 16 ? 4 : W == 8 ? 3 : 2))
-    for (; c + W <= side.size; c += W) store(to + c, picked(table, ints_of(codes + c)));
-  for (; c < side.size; c++) to[c] = levels[codes[c]] * step;
+// Bytes as the high bits of floats below their sign, times a power of two, times a number.
+static inline void of_high_bits(const uint8_t* from, int64_t count, int shift, float unit, float times, float* to) {
+  int64_t i = 0;
+  for (; i + W <= count; i += W) store(to + i, (F)(ints_of(from + i) << shift) * unit * times);
+  for (; i < count; i++) {
+    const uint32_t bits = (uint32_t)from[i] << shift;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    to[i] = scale * unit * times;
+  }
+}
+
+// Scales of `count` tokens whose codes are levels, (count, groups).
+[[maybe_unused]] static SMALL_CODE void scales_of_levels(const Side& side, int64_t lane, int64_t slots, int64_t first,
+                                                         int64_t count, float* to) {
+  const int64_t groups = groups_of(side), at = (lane * slots + first) * groups;
+  if (side.kind == LEVEL_CODES) {
+    widen(side.scales, (const char*)side.step + at * (side.scales == FLOAT32 ? 4 : 2), count, to);
+    return;
+  }
+  const Blocks& blocks = *(const Blocks*)side.low;
+  const uint8_t* from = (const uint8_t*)side.step + at;
+  // As the high bits of a float the byte of E4M3 is the same number over 2^120; one of E8M0 is its exponent. The least
+  // power of two, 2^-127, becomes 0: no logit and no sum can tell it from that.
+  const int shift = side.scales == E4M3 ? 20 : 23;
+  const float unit = side.scales == E4M3 ? 1.329227995784916e36f : 1.f;
+  for (int64_t t = first, end; t < first + count; t = end) {
+    end = !blocks.outer ? first + count : side.row ? t + 1 : (t / blocks.span + 1) * blocks.span;
+    if (end > first + count) end = first + count;
+    float outer = 1;
+    if (blocks.outer) outer = blocks.outer[side.row ? side.row[lane * slots + t] : lane * side.runs + t / blocks.span];
+    of_high_bits(from + (t - first) * groups, (end - t) * groups, shift, unit, outer, to + (t - first) * groups);
+  }
+}
+
+// Floats of a token's codes by a table of levels, times the scales of its runs of channels.
+static inline void by_level(const Side& side, const uint8_t* codes, const float* scales, float* to) {
+  const float* levels = levels_of(side);
+  const int64_t run = side.kind == BLOCK_LEVELS ? side.group : side.size;
+  const bool picks = side.bits <= (W == 16 ? 4 : W == 8 ? 3 : 2);
+  const int shift = side.kind == BLOCK_LEVELS ? (int)((const Blocks*)side.low)->shift : 0;
+  // 2^120 for the 4 bits of exponent of E4M3, 2^112 for the 5 of E5M2.
+  const float unit = shift == 20 ? 1.329227995784916e36f : 5.192296858534828e33f;
+  for (int64_t c = 0; c < side.size; scales++) {
+    const int64_t end = c + run < side.size ? c + run : side.size;
+    const F table = picks ? load<F>(levels) * *scales : F{};
+    if (picks)
+      for (; c + W <= end; c += W) store(to + c, picked(table, ints_of(codes + c)));
+    if (shift)
+      for (; c + W <= end; c += W) {
+        const I code = ints_of(codes + c);
+        store(to + c, (F)((code & 0x7f) << shift | (code & 0x80) << 24) * unit * *scales);
+      }
+    for (; c < end; c++) to[c] = levels[codes[c]] * *scales;
+  }
 }
 
 // Tokens first..first + count of a lane as floats, a token every `padded` floats, zeros behind its channels.
@@ -95,7 +166,12 @@ static inline void decode(const Side& side, int64_t lane, int64_t slots, int64_t
     const uint8_t* mine = (const uint8_t*)from;
     if (side.bits != 8) unpack(mine, side.bits, side.size, codes), mine = codes;
     if (side.kind != CHANNEL_CODES) {
-      (side.kind == TOKEN_CODES ? by_token : by_level)(side, mine, lane * slots + first + i, to);
+      if (has_levels(side)) {
+        scales_of_levels(side, lane, slots, first + i, 1, scratch);
+        by_level(side, mine, scratch, to);
+      } else {
+        by_token(side, mine, lane * slots + first + i, to);
+      }
       continue;
     }
     const int64_t place = first + i;

@@ -57,8 +57,13 @@ class Side(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """`Call` of attention.cpp."""
+    """`Call` of attention.cpp.
 
+    Attributes:
+        made: what its sides point to that is no tensor, kept for as long as the call.
+    """
+
+    made: list[Any]
     _fields_ = [
         ("query", ctypes.c_void_p),
         ("keys", Side),

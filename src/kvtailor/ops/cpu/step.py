@@ -246,7 +246,7 @@ class TokenStep:
         own, held = stored_sides(part), list[Tensor]()
         assert own is not None
         layout = own.layout
-        call = Call(keys=side_of(own.keys, held), values=side_of(own.values, held))
+        call = Call(keys=side_of(own.keys, held, self._numbers), values=side_of(own.values, held, self._numbers))
         # The queries of heads that share a lane are the rows of one owner.
         call.owners, call.lanes, call.slots = owners // own.joined, layout.lanes, layout.size
         call.rows, call.queries = group * own.joined, 1

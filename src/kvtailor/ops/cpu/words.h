@@ -8,6 +8,10 @@
 
 #include "layouts.h"
 
+// How often codes of a width may be repeated in a vector: sizes are multiples of two vectors, and narrow vectors leave
+// tokens of a few bytes to be decoded.
+constexpr int64_t most_folds(int64_t bits) { return W == 16 ? (bits == 8 ? 2 : 4) : W == 8 && bits < 8 ? 2 : 1; }
+
 // Queries of a piece, as the products below want them.
 struct Rows {
   const float* query;  // (rows, size), in the order of `place_of_code` where not coarse
@@ -21,6 +25,7 @@ constexpr int64_t MOST_GROUPS = 4;  // of a token whose values are summed in int
 struct Scales {
   const float *step, *low;  // (tokens, groups), and W floats of scratch behind; low null: codes are symmetric
   const int32_t* lanes;     // (vectors of words, KINDS, W)
+  const float* levels;      // what codes stand for, where not for themselves
   int64_t groups;
   float zero;
   bool coarse;  // the cache has 16 bits, and lanes that hold one kind of code use one scale
@@ -28,6 +33,7 @@ struct Scales {
 
 template <int BITS, int FOLD> struct Codes {
   static constexpr int BITS_OF = BITS;
+  static constexpr bool LEVELS = false, OF_BLOCKS = false;
   static constexpr int N = 32 / (BITS * FOLD);           // vectors that a vector of words holds
   static constexpr int KINDS = 8 / BITS;                 // codes of a byte: of as many runs of channels
   static constexpr int BYTES = (int)sizeof(U) / FOLD;    // that are read
@@ -53,13 +59,41 @@ template <int BITS, int FOLD> struct Codes {
   }
 };
 
+// Codes of 4 bits that stand for 16 levels, which registers hold. BLOCKS: each block of channels has a scale of its own.
+template <int FOLD, bool BLOCKS> struct LevelCodes : Codes<4, FOLD> {
+  static constexpr bool LEVELS = true, OF_BLOCKS = BLOCKS;
+
+  static F at(U words, int k, const float* levels) {
+    U down = words >> (k * 4);
+    if constexpr (FOLD > 1) {
+      UNROLLED for (int i = 0; i < W; i++) down[i] = (uint32_t)((k + i / (W / FOLD) * Codes<4, FOLD>::N) * 4);
+      down = words >> down;
+    }
+#if defined(__AVX512F__)
+    return (F)_mm512_permutexvar_ps((__m512i)down, _mm512_loadu_ps(levels));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)down);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), (__m256i)down);
+    return (F)_mm256_blendv_ps(low, high, (__m256)(down << 28));
+#else
+    return F{} + levels[0];
+#endif
+  }
+};
+
+// Whether vectors pick levels for the codes of a side as they lie; else they are decoded.
+static inline bool picks_levels(const Side& side) {
+  return W >= 8 && has_levels(side) && side.bits == 4 && side.size >= 4 * W && groups_of(side) <= W;
+}
+
 // The bytes of a token's codes where one plane holds them all and vectors of words divide them; else 0.
 static inline int64_t whole_words(const Side& side) {
   const int64_t bytes = side.size * side.bits / 8;
-  if ((side.kind != TOKEN_CODES && side.kind != CHANNEL_CODES) || side.row || (side.bits != 2 && side.bits != 4 && side.bits != 8)) return 0;
+  if (side.kind <= FLOAT16 || (has_levels(side) ? !picks_levels(side) : side.row != nullptr)) return 0;
+  if (side.bits != 2 && side.bits != 4 && side.bits != 8) return 0;
   if (side.size * side.bits % 8 || side.size % (2 * W)) return 0;
-  const int64_t full = (int64_t)sizeof(U);
-  return bytes % full == 0 || bytes * 2 == full || bytes * 4 == full ? bytes : 0;
+  const int64_t full = (int64_t)sizeof(U), most = most_folds(side.bits);
+  return bytes % full == 0 || (bytes * 2 == full && most >= 2) || (bytes * 4 == full && most >= 4) ? bytes : 0;
 }
 
 static inline int64_t folds(const Side& side) {

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.around import AroundSegment
@@ -127,7 +128,8 @@ def _channels(side: Coded, maps: tuple[Coordinates, ...]) -> int | None:
         return maps[0].blocks * maps[0].matrix.shape[1]
     if isinstance(side, Whole):
         return side.states.shape[-1]
-    return side.size if isinstance(side, TokenCodes | ChannelCodes | GaussianCodes) else None
+    sized = TokenCodes | ChannelCodes | GaussianCodes | MxCodes | NvCodes
+    return side.size if isinstance(side, sized) else None
 
 
 def _within(inner: StoredSides, keys: Coordinates | None, values: Coordinates | None) -> StoredSides:

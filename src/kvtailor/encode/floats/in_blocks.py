@@ -1,0 +1,54 @@
+"""What codecs of small floats in blocks of channels have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from kvtailor.encode.contract import ByBlocks, TwoSided
+from kvtailor.ops.segments.coded import Coded
+from kvtailor.types import Layout
+
+__all__ = ["FloatsInBlocks"]
+
+
+class FloatsInBlocks(ByBlocks, TwoSided, ABC):
+    """Keys and values alike in floats of one format, each token by itself. Stands before `Codec` among the bases."""
+
+    @abstractmethod
+    def coded(self, states: Tensor) -> Coded:
+        """States (m, s, c) in this encoding."""
+
+    @abstractmethod
+    def bytes_of(self, size: int) -> float:
+        """Closed form for one token of `size` channels on one side, scales included."""
+
+    def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> Coded:
+        return self.coded(keys)
+
+    def code_values(self, values: Tensor, layout: Layout, first: Tensor | None) -> Coded:
+        return self.coded(values)
+
+    def key_bytes(self, size: int, element_size: int) -> float:
+        """Codes and scales, whatever the cache's dtype."""
+        return self.bytes_of(size)
+
+    def value_bytes(self, size: int, element_size: int) -> float:
+        """As `key_bytes`."""
+        return self.bytes_of(size)
+
+    def check_tokens(self, codec: str) -> None:
+        """Raise `ValueError` for numbers of tokens that make no sense."""
+        if self.recent < 0:
+            raise ValueError(f"{codec}: recent must be 0 or more tokens, found {self.recent}")
+        if self.block_size < 1:
+            raise ValueError(f"{codec}: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
+
+    def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
+        """1 for each value: over the scale."""
+        return tokens * self.sizes_coded(key_size, value_size)
+
+    def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
+        """1 for each value: times the scale."""
+        return tokens * self.sizes_coded(key_size, value_size)
