@@ -21,6 +21,7 @@ from kvtailor.engine.engine import Engine
 from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
 from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
+from kvtailor.hf.graphs.counts import ReplayCounts
 from kvtailor.hf.guard import CacheGuard
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.of_cache import EmptyLayer, layers_of, plan_misfits
@@ -96,6 +97,11 @@ class KvCache(Cache):
             return self.engine.states[0].rows
         windows = [layer for layer in self.layers if isinstance(layer, WindowLayer) and layer.is_initialized]
         return windows[0].keys.shape[0] if windows else 0
+
+    @property
+    def replays(self) -> ReplayCounts | None:
+        """How many forwards were replayed, and why the others were not; None without `graphs=True`."""
+        return None
 
     def check_ids(self, input_ids: Tensor) -> None:
         """Raises where a conversation is not one whose beginning this cache has seen.

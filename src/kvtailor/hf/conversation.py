@@ -185,6 +185,7 @@ class Shown:
         columns: of the 2-D attention mask; n where there is none.
         real: (b, columns) bool of that mask, False for padding; None: nothing is padding.
         uses_cache: it will feed only what the cache has not seen.
+        most: columns that the cache will have seen when it ends, at most; None where that is not known.
     """
 
     ids: Tensor | None
@@ -192,6 +193,7 @@ class Shown:
     columns: int
     real: Tensor | None
     uses_cache: bool = True
+    most: int | None = None
 
 
 def shown_to_generate(frame: FrameType | None) -> Shown | None:
@@ -209,7 +211,9 @@ def shown_to_generate(frame: FrameType | None) -> Shown | None:
     embedded, mask = more.get("inputs_embeds"), more.get("attention_mask")
     tokens = ids.shape[1] if embedded is None else embedded.shape[1]
     # From 5.23 on a mask that hides nothing is dropped, and its length kept.
-    columns = getattr(given.get("generation_config"), "_mask_length", tokens) if mask is None else mask.shape[-1]
+    config = given.get("generation_config")
+    columns = getattr(config, "_mask_length", tokens) if mask is None else mask.shape[-1]
+    longest = getattr(config, "max_length", None)
     real = None if mask is None else mask.to(torch.bool)
     return Shown(
         ids=ids if embedded is None else None,
@@ -217,6 +221,8 @@ def shown_to_generate(frame: FrameType | None) -> Shown | None:
         columns=int(columns),
         real=real,
         uses_cache=more.get("use_cache") is not False,
+        # The last token is never fed.
+        most=None if longest is None else int(columns) + longest - tokens - 1,
     )
 
 

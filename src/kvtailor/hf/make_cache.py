@@ -13,6 +13,9 @@ from kvtailor.calibration_file import calibrated
 from kvtailor.errors import PlanError, UnsupportedModel
 from kvtailor.hf.attention import NAME, register
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.graphs.forward import lend_forward, obstacle_of_forward
+from kvtailor.hf.graphs.obstacles import check_processes, checked_recorder, obstacle
+from kvtailor.hf.graphs.replayed_cache import ReplayedCache
 from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.minimax import cache_class
 from kvtailor.hf.model.attending.latents import LatentOutput, projections_of
@@ -33,7 +36,7 @@ from kvtailor.types.late_checks import LateChecks
 __all__ = ["cache_for", "checked", "layer_devices"]
 
 
-def cache_for(model: Any, plan: str | Plan) -> KvCache:
+def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
     """A cache that compresses by a plan, to be handed to the model as `past_key_values`.
 
     ```python
@@ -49,10 +52,15 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     Args:
         model: a transformers decoder-only model.
         plan: one line or a `Plan`.
+        graphs: replay decoded tokens as a CUDA graph, as in `kvtailor.generate`, behind plain `model.generate()`. For
+            the time that such a cache is alive the model's `forward` is ours, which replays what it can and runs the
+            model's own forward for everything else; `cache.replays` counts both.
 
     Raises:
         PlanError: with all faults of the plan, or where a method of it was made for a model of other sizes.
-        UnsupportedModel: for a model that cannot be compressed, before anything is changed.
+        UnsupportedModel: for a model that cannot be compressed, or whose steps cannot be recorded where `graphs` is
+            set, before anything is changed.
+        CacheMisuse: `graphs` is set, and several processes share the model.
         CalibrationError: a method needs a calibration, and there is none for this very model.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -62,7 +70,11 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
     geometry = Geometry.of(model.config)
     devices, known, share = checked(model, parsed, geometry)
     check_same_plan(parsed, share)
-    cache = cache_class(config)(parsed, geometry, config, share=share)
+    if graphs:
+        check_processes(share)
+    cache = (ReplayedCache if graphs else cache_class(config))(parsed, geometry, config, share=share)
+    if isinstance(cache, ReplayedCache):
+        cache.open_steps.record = checked_recorder(model, obstacle_of_forward(model) or obstacle(cache, model))
     cache.guard.model = weakref.ref(model)
     cache.guard.rope = RopeDeltas(model, turned_by=str(parsed) if cache.plan.needs.rotation else None)
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
@@ -70,6 +82,8 @@ def cache_for(model: Any, plan: str | Plan) -> KvCache:
             state.model.softmax = softmax_before(known[layer], share)
     _equip(cache, model, devices)
     cache.lease = switch(model, NAME)
+    if isinstance(cache, ReplayedCache):
+        cache.forward_lease = lend_forward(model)
     return cache
 
 

@@ -33,6 +33,44 @@ def test_replayed_tokens_are_those_of_launched_steps(plan: str, form: str) -> No
     assert torch.equal(*told)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device is here")
+@pytest.mark.parametrize("form", ["reference", "triton"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_so_behind_plain_generate(plan: str, form: str) -> None:
+    """Two turns, with padding; the forward is given back at the end."""
+    model = build("llama").cuda()
+    ids, mask = (each.cuda() for each in prompts((48, 31)))
+    told: list[torch.Tensor] = []
+    for graphs in (False, True):
+        cache = kvtailor.cache_for(model, plan, graphs=graphs)
+        with using(form):
+            text = model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=40)
+            more = torch.cat([text, ids[:, :5].clamp(min=3)], 1)
+            shown = torch.cat([mask, mask.new_ones((2, 45))], 1)
+            told.append(
+                model.generate(more, attention_mask=shown, past_key_values=cache, do_sample=False, max_new_tokens=40)
+            )
+        if graphs:
+            assert cache.replays is not None and cache.replays.replayed > 40 and cache.replays.recordings > 1
+    assert torch.equal(*told)
+    del cache
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device is here")
+def test_beams_and_sampling_behind_plain_generate() -> None:
+    model = build("llama").cuda()
+    ids, mask = (each.cuda() for each in prompts((48, 31)))
+    for told in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 20}):
+        texts = []
+        for graphs in (False, True):
+            torch.manual_seed(4)
+            cache = kvtailor.cache_for(model, "full", graphs=graphs)
+            texts.append(model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=20, **told))
+        assert torch.equal(*texts)
+    assert cache.replays is not None and cache.replays.replayed == 19
+
+
 def test_there_is_a_recorder_of_gpus_alone() -> None:
     assert recorder_of(torch.device("cpu")) is None
     assert recorder_of(torch.device("cuda")) is not None

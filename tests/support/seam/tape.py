@@ -39,7 +39,6 @@ class Tape(TorchDispatchMode):
         written = any(
             argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments
         )
-        shared = any(each.alias_info is not None for each in func._schema.returns)
         given = {
             each.untyped_storage().data_ptr() for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)
         }
@@ -47,7 +46,8 @@ class Tape(TorchDispatchMode):
             self.done.append(lambda: func(*args, **kwargs))
         elif name in _EMPTY:
             self.done.append(lambda: [_poison(each) for each in outputs])
-        elif not shared and not all(each.untyped_storage().data_ptr() in given for each in outputs):
+        # By storage and not by schema: in inference mode a reshape comes as one operation, which may copy.
+        elif not all(each.untyped_storage().data_ptr() in given for each in outputs):
             self.done.append(lambda: _again(func, args, kwargs, outputs))
         return made
 

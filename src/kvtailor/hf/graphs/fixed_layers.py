@@ -55,12 +55,8 @@ class FixedLayer(CacheLayerMixin):
         self.rule, self.real = rule, real
         self.softmax = PLAIN_SOFTMAX
         self.dtype, self.is_initialized = growing.keys.dtype, True
-        shape = growing.layout.rows, growing.layout.heads, self.get_seq_length()
-        self._shown = [
-            side.new_full((1, 1, 1, 1), float("nan")).expand(*shape, side.shape[-1]) for side in growing.decode()
-        ]
-        for shown in self._shown:
-            setattr(shown, HANDLE, self)
+        self._seen = int(layer.get_seq_length())
+        self._nan = growing.keys.new_full((1, 1, 1, 1), float("nan"))
 
     def count_by(self, lengths: Tensor, slot: Tensor) -> None:
         """On the device: `lengths` (m,) int32, how far the last part is filled; `slot` (1,), where the token goes."""
@@ -76,7 +72,12 @@ class FixedLayer(CacheLayerMixin):
             side.index_copy_(1, self.slot, states.to(side.dtype).reshape(side.shape[0], 1, -1))
         if self.real is not None:
             self.real.index_fill_(1, self.slot, True)
-        return self._shown[0], self._shown[1]
+        # Made for each step that runs, and not kept: a layer and a tensor that refer to each other would keep what the
+        # cache held until the garbage collector comes, where a cache is dropped between two steps.
+        shape = self.growing.layout.rows, self.growing.layout.heads, self._seen
+        keys, values = (self._nan.expand(*shape, side.shape[-1]) for side in self.growing.decode())
+        setattr(keys, HANDLE, self)
+        return keys, values
 
     def check_model(self, module: torch.nn.Module) -> None:
         """See `CompressedLayer.check_model`."""
@@ -104,7 +105,7 @@ class FixedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen when the recording began."""
-        return int(self.layer.get_seq_length())
+        return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of a mask that is not used."""

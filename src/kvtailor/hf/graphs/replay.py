@@ -18,7 +18,7 @@ from transformers import Cache
 
 from kvtailor.engine import rollback
 from kvtailor.engine.phase import Replaying
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.fixed_layers import FixedLayer, Ring, with_free_slots
 from kvtailor.hf.layers.compressed import CompressedLayer
@@ -62,17 +62,22 @@ class Replay:
 
     Attributes:
         left: steps that are left.
-        done: steps that were made.
+        done: steps that were made, and of which the cache does not know yet.
+        recorded: a step was recorded; the first one is run as it is.
+        landed: the cache has been told, or is being told.
         fixed: the cache that the model gets meanwhile.
     """
 
     def __init__(self, model: Any, cache: KvCache, mask: Tensor | None, steps: int, record: Recorder):
-        self.model, self.cache, self.record = model, cache, record
-        until_action = rollback.tokens_until_action(cache.engine)
-        self.left = min(steps, max(_FREE_SLOTS, cache.seen // 32) if until_action is None else until_action)
+        # Not the cache: one that holds its own open steps would refer to itself, and outlive its last user.
+        self._guard, self._engine, self._attention = cache.guard, cache.engine, cache.plan.attend
+        self._compressed, self._seen = cache.geometry.compressed, cache.seen
+        self.model, self.record = model, record
+        until_action = rollback.tokens_until_action(self._engine)
+        self.left = min(steps, max(_FREE_SLOTS, self._seen // 32)) if until_action is None else until_action
         self.done = 0
-        self.rows, self.device = cache.engine.states[0].rows, next(model.parameters()).device
-        seen = cache.seen
+        self.recorded = self.landed = False
+        self.rows, self.device = self._engine.states[0].rows, next(model.parameters()).device
         self._mask = None
         if mask is not None and not bool(mask.all()):
             self._mask = torch.cat([mask, mask.new_ones((self.rows, self.left))], 1).to(torch.bool)
@@ -81,51 +86,96 @@ class Replay:
         self._count(layers)
         self.fixed = Cache(layers=layers)
         self._tokens = torch.zeros((self.rows, 1), dtype=torch.int64, device=self.device)
-        real = torch.full((self.rows,), seen, device=self.device) if mask is None else mask.sum(-1).to(torch.int64)
-        self._positions = real[:, None].clone()
+        real = torch.full((self.rows,), self._seen, device=self.device) if mask is None else mask.sum(-1)
+        self._positions = real[:, None].to(torch.int64).clone()
         # The layers have what may be seen; without any mask some models look through the tokens for padding.
         self._plain_rule = self._causal
         self._logits: Tensor | None = None
         self._replayed: Callable[[], None] | None = None
         self._phase = ExitStack()
-        self._phase.enter_context(cache.engine.switch.replaying())
+        self._phase.enter_context(self._engine.switch.replaying())
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Logits (b, v) after new tokens (b, 1)."""
+    @property
+    def columns(self) -> int:
+        """Columns that are seen with the next token."""
+        return self._seen + self.done + 1
+
+    def padding(self, columns: int) -> Tensor | None:
+        """(b, columns) bool, False for padding, of the mask that goes with the token at the last of so many columns.
+
+        None: nothing is padding.
+        """
+        return None if self._mask is None else self._mask[:, :columns]
+
+    def step(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits (b, v) after new tokens (b, 1).
+
+        Args:
+            tokens: of each row.
+            positions: (b or 1, 1) at which they stand; None: each row goes on counting its own tokens.
+        """
         self._tokens.copy_(tokens)
+        if positions is not None:
+            self._positions.copy_(positions)
         # The first step compiles what the recording, which computes nothing, would otherwise have to.
         if self.done == 0:
             self._run()
         else:
             if self._replayed is None:
-                self._replayed = self.record(self._run)
+                try:
+                    self._replayed = self.record(self._run)
+                except RuntimeError as error:
+                    raise UnsupportedModel(
+                        f"a step of this {type(self.model).__name__} could not be recorded ({error}); decode without "
+                        "graphs"
+                    ) from error
+                self.recorded = True
             self._replayed()
+        assert self._logits is not None
+        logits = self._logits.clone()
+        # Last, so that a step which is broken off was none: what it wrote lies in slots that count as free.
         self.done += 1
         self.left -= 1
-        assert self._logits is not None
-        return self._logits.clone()
+        return logits
 
     def land(self) -> None:
         """Tells the cache what has come, and lets the plan act. No step may follow."""
         self._replayed, self.left = None, 0
-        replaying = isinstance(self.cache.engine.phase, Replaying)
+        replaying = isinstance(self._engine.phase, Replaying)
         self._phase.close()
         if not self.done:
+            self.landed = True
             return
         if not replaying:
-            raise CacheMisuse("the cache was reset while steps were replayed, and cannot take their tokens any more")
-        engine = self.cache.engine
-        visible = self._seen_by(self.cache.seen + self.done)
-        for ring in self._rings:
-            ring.land(self.done)
-        for layer, state in zip(self.cache.geometry.compressed, engine.states, strict=True):
-            engine.replayed(state, self.done, visible)
-            self.cache.guard.take_padding(layer, visible)
-        engine.late.settle(self.cache.guard.break_off)
-        self.done = 0
+            raise CacheMisuse(
+                "the cache was reset while steps were replayed, or taking their tokens was interrupted, and it cannot "
+                "take them any more"
+            )
+        if any((state.stored.seen, state.rows) != (self._seen, self.rows) for state in self._engine.states):
+            self.landed = True
+            self._guard.break_off("a layer was changed by itself while steps were replayed")
+            self._guard.check_whole()
+        # From here on an error or an interrupt leaves a cache that the guard refuses. What follows runs in the modes in
+        # which a layer's attention does, whoever lands.
+        modes = torch.no_grad(), torch.autocast(self.device.type, enabled=False)
+        with self._guard.changing("taking the tokens of replayed steps"), modes[0], modes[1]:
+            self.landed = True
+            visible = self._seen_by(self._seen + self.done)
+            for ring in self._rings:
+                ring.land(self.done)
+            for layer, state in zip(self._compressed, self._engine.states, strict=True):
+                self._engine.replayed(state, self.done, visible)
+                self._guard.take_padding(layer, visible)
+            self._engine.late.settle(self._guard.break_off)
+            self.done = 0
+
+    def drop(self) -> None:
+        """Forgets what has come, of a cache that forgets everything. No step may follow."""
+        self._replayed, self.left, self.done, self.landed = None, 0, 0, True
+        self._phase.close()
 
     def _fixed_layer(self, layer: CompressedLayer | WindowLayer) -> FixedLayer:
-        attention = self.cache.plan.attend
+        attention = self._attention
         if isinstance(layer, WindowLayer):
             ring = Ring(layer)
             self._rings.append(ring)
@@ -147,7 +197,7 @@ class Replay:
 
     def _ring_rule(self, ring: Ring) -> tuple[LazyMask, Tensor | None]:
         """What may be seen of a ring, and its slots that are no padding, which change."""
-        real = ring.real(None if self._mask is None else self._mask[:, : self.cache.seen])
+        real = ring.real(None if self._mask is None else self._mask[:, : self._seen])
         rule = self._causal
         if real is not None:
             rule.mask_function = lambda row, head, query, key: real[row, key]
@@ -155,7 +205,7 @@ class Replay:
 
     def _rule_of(self, parts: Sequence[Segment]) -> LazyMask:
         """What all coming tokens may see of parts: what the last of them may, since no token sees unfilled slots."""
-        rule = self._seen_by(self.cache.seen + self.left)
+        rule = self._seen_by(self._seen + self.left)
         for layout in (part.layout for part in parts if rule.padding is not None):
             rows = torch.div(layout.owners(self.device), layout.heads, rounding_mode="floor")
             sees = rule.at(rows, layout.columns(self.device))[:, 0]
@@ -166,7 +216,7 @@ class Replay:
 
     @property
     def _causal(self) -> LazyMask:
-        return LazyMask.causal(self.rows, 1, self.cache.seen, self.device)
+        return LazyMask.causal(self.rows, 1, self._seen, self.device)
 
     def _seen_by(self, columns: int) -> LazyMask:
         """What the token at the last of so many columns may see."""

@@ -1,56 +1,21 @@
-"""Decoding by steps that are replayed: which models and plans allow it, and one recording after the other."""
+"""Decoding by steps that are replayed, one recording after the other."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.graphs import replay
+from kvtailor.hf.graphs.obstacles import checked_recorder
+from kvtailor.hf.graphs.obstacles import obstacle as _obstacle
 from kvtailor.hf.graphs.replay import Recorder, Replay
 from kvtailor.hf.run.prefill import fed
 from kvtailor.hf.run.reader import CacheReader, with_columns
 from kvtailor.plan import Plan
 
 __all__ = ["ReplayingReader", "Replays", "greedy"]
-
-_RECOMPUTED = ("dynamic", "longrope")
-
-
-def _obstacle(cache: KvCache, model: Any) -> str | None:
-    """Why steps of this model over such a cache cannot be recorded, a sentence; None where they can."""
-    plan, geometry = cache.plan, cache.geometry
-    if not geometry.compressed:
-        return f"all layers of this {geometry.model_type} have a sliding window of its own, and no plan compresses them"
-    if geometry.multiplies:
-        return f"{geometry.model_type} computes its attention itself, in steps that kvtailor follows one by one"
-    if geometry.has_states or geometry.readers:
-        kept = "states of constant size" if geometry.has_states else "keys that several of them read"
-        return f"this {geometry.model_type} has layers with {kept}, which are not recorded yet"
-    if geometry.has_latents:
-        return f"the attention of this {geometry.model_type} reads latents, which steps that are recorded do not"
-    if not plan.attend.graph_safe:
-        return f"{plan} chooses anew at every token what it reads"
-    if cache.engine.listens:
-        return f"{plan} keeps account of what every new token attends to"
-    if plan.store.moves:
-        return f"{plan} moves segments between tiers at every token"
-    if plan.store.limit is not None:
-        return f"{plan} limits the bytes on the device, which would be looked at at every token"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{type(model).__name__} counts positions itself: it takes no position_ids"
-    parameters = getattr(cache.guard.config, "rope_parameters", None) or {}
-    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
-    if any(each.get("rope_type") in _RECOMPUTED for each in kinds):
-        return f"this {geometry.model_type} computes its rotary frequencies anew from the length of the text"
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        return f"the model's weights are on {len(devices)} devices"
-    return None
 
 
 class Replays:
@@ -80,13 +45,8 @@ class Replays:
     def __init__(
         self, model: Any, cache: KvCache, mask: Tensor | None = None, *, expected: int, record: Recorder | None = None
     ):
-        device = next(model.parameters()).device
-        record = replay.recorder_of(device) if record is None else record
-        reason = f"the model is on {device}, and graphs are CUDA's" if record is None else _obstacle(cache, model)
-        if record is None or reason is not None:
-            raise UnsupportedModel(f"steps cannot be recorded and replayed: {reason}; decode without graphs")
-        self.model, self.cache, self.mask, self.record = model, cache, mask, record
-        self.expected = expected
+        self.record = checked_recorder(model, _obstacle(cache, model), record)
+        self.model, self.cache, self.mask, self.expected = model, cache, mask, expected
         self.now: Replay | None = None
 
     @property

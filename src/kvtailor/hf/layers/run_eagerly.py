@@ -15,6 +15,8 @@ import torch
 __all__ = ["caller", "run_eagerly"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+# Those of `run_eagerly`, and of a cache that hands a question on to the class above it.
+_BETWEEN = ("torch._dynamo", "kvtailor.hf.graphs.replayed_cache")
 _WHY = "kvtailor's cache is no part of a graph: compile the model without fullgraph=True"
 
 
@@ -24,7 +26,7 @@ def run_eagerly(function: _Function) -> _Function:
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
-    """Return the nearest frame, from this one on, that is none of what `run_eagerly` puts between."""
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch._dynamo"):
+    """Return the nearest frame, from this one on, that is none of what `run_eagerly` and caches put between."""
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
     return frame

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtailor.errors import CacheMisuse, PlanError, UnknownName, UnsupportedModel
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.graphs.obstacles import check_processes
 from kvtailor.hf.graphs.replaying import ReplayingReader
 from kvtailor.hf.images.placeholders import check_text
 from kvtailor.hf.model.devices import input_device
@@ -245,9 +246,7 @@ def _check_processes(model: Any, gamma: int | str, min_gain: float | None, *, dr
     if not isinstance(share, RankHeads):
         return
     if graphs:
-        raise CacheMisuse(
-            f"graphs=True records the steps of one process, and {share.processes} share this model: leave it out"
-        )
+        check_processes(share)
     if drafts and (gamma == "adaptive" or min_gain is not None):
         raise CacheMisuse(
             f"gamma={gamma!r} and min_gain={min_gain} follow measured times, which differ between the "
