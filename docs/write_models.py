@@ -234,8 +234,8 @@ def readme_block(data: dict[str, Any]) -> str:
     others = [name for name, found in known.items() if "refused" in found or "refused late" in found]
     lines = [
         BEGIN,
-        f"Of {built} pairs of a model type and a class that could be built from transformers {newest}'s mappings "
-        f"(tiny, random), {counts['works']} work; `docs/models.md` has every one, and why the others do not.",
+        f"Of {built} pairs of a model type and a class of transformers {newest}, built small with random weights, "
+        f"{counts['works']} work; `docs/models.md` has every one, and why the others do not.",
         f"Among those that work: {', '.join(works)}.",
         f"Refused, each in one sentence before anything is changed: {', '.join(others) or 'none of the well-known'}.",
         END,

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from kvtailor.cli import main
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    (kvtailor .*?)(?:  +#.*)?$", README, re.MULTILINE)
+(PIPE,) = re.findall(r"^    (yes .*)$", README, re.MULTILINE)
 
 
 def words(verb):
@@ -36,7 +38,7 @@ def test_it_is_short_and_its_pictures_are_there():
 
 
 def test_every_command_has_its_options():
-    assert {each.split()[1] for each in COMMANDS} == {"fit", "run", "bench", "report"}
+    assert {each.split()[1] for each in COMMANDS} == {"demo", "fit", "run", "bench", "report"}
     assert wrong_options("```shell\n" + "\n".join(COMMANDS) + "\n```\n") == []
 
 
@@ -63,17 +65,38 @@ def test_the_fitted_plan_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     from tests.docs.test_site_build import LEAST, SLOW
 
+    from kvtailor.cli import fit
     from kvtailor.fitting import effort
-    from kvtailor.fitting.material import generated
 
     monkeypatch.setattr(effort, "EFFORTS", {**effort.EFFORTS, "quick": LEAST})
-    (tmp_path / "notes.txt").write_text(" ".join(generated(512, windows=20).values()), encoding="utf-8")
-    (tmp_path / "question.txt").write_text("The old mill stood at the end of the village. " * 9, encoding="utf-8")
+    monkeypatch.setattr(fit, "GENERATED_WINDOWS", 20)
+    subprocess.run(PIPE, shell=True, check=True)
     asked = [*words("fit"), "--no-times", "--without", ",".join(SLOW)]
     asked[asked.index("--context") + 1] = "256"
     run(*asked)
     found = run(*words("run"))
     assert "held" in found
+
+
+def test_the_prompt_is_made_and_read(tmp_path, monkeypatch):
+    """What stands between `fit` and `run`, and `run` itself, with a plan in the place of the fitted one."""
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(PIPE, shell=True, check=True)
+    (tmp_path / "fitted").mkdir()
+    plan = kvtailor.Plan.parse("snapkv @ tokens=256").to_toml()
+    (tmp_path / "fitted" / "fitted.toml").write_text(plan, encoding="utf-8")
+    found = run(*words("run"), "--max-new-tokens", 4)
+    assert "held" in found and len((tmp_path / words("run")[-1]).read_text().splitlines()) == 100
+
+
+@pytest.mark.long
+def test_the_tour_is_the_one_that_it_names():
+    assert "This tour took" in run(*words("demo"))
+
+
+@pytest.mark.parametrize("line", re.findall(r"`(kvtailor (?:ls|show)[^`]*)`", README))
+def test_commands_between_words_run(line):
+    assert len(run(*shlex.split(line)[1:]).splitlines()) > 5
 
 
 @pytest.mark.parametrize("plan", sorted(set(re.findall(r"^\| [^|]+ \| `([^`]+)`", README, re.MULTILINE))))

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import ast
 import importlib
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
 import kvtailor
 from kvtailor.cli.machine_share import share_machine
 from kvtailor.cli.torchrun import mute_others, refusal
+from kvtailor.cli.words.lines import columns, formatted_warning, say, wrapped
 from kvtailor.errors import KvtailorError, UnknownName
 
 __all__ = ["Verbs", "main"]
@@ -42,6 +44,7 @@ class Verbs(click.Group):
             # Called as the program, which has this process for itself.
             share_machine()
             mute_others()
+            warnings.formatwarning = formatted_warning
         return super().main(args, *more, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -68,8 +71,11 @@ class Verbs(click.Group):
             return result
         except KvtailorError as error:
             raise Refusal(str(error)) from error
-        except click.UsageError:
-            raise
+        except click.UsageError as error:
+            most, text = columns(err=True), f"Error: {error.format_message()}"
+            if most is None or len(text) <= most:
+                raise
+            raise click.UsageError(wrapped(text, most).removeprefix("Error: "), error.ctx) from error
         except click.ClickException as error:
             raise Refusal(error.format_message()) from error
 
@@ -78,6 +84,13 @@ class Refusal(click.ClickException):
     """What the user did wrong, in one message."""
 
     exit_code = 2
+
+    def show(self, file: IO[str] | None = None) -> None:
+        """Print it on standard error, in as many lines as the terminal needs."""
+        if file is None:
+            say(f"Error: {self.format_message()}", err=True)
+        else:
+            super().show(file)
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})

@@ -126,16 +126,6 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     kvtailor bench --suite rankkv --model demo --data FOLDER --out results
 
     Everything is measured against 'full' on the same tokens, and 'full' against the model's own cache.
-
-    \b
-    kvtailor bench micro decode      a token, against transformers' caches
-    kvtailor bench micro batches     a token of many rows, padded too
-    kvtailor bench micro kernels     attention, against torch's and theirs
-    kvtailor bench micro link        a token over a tier, against a bare read
-    kvtailor bench micro pages       the cache in small and in huge pages
-    kvtailor bench micro builtins    codes, against their QuantizedCache
-    kvtailor bench micro host        what the host takes for each plan
-    kvtailor bench micro whole       a large model, with and without graphs
     """
     from rich.console import Console
 
@@ -237,8 +227,8 @@ def _one_run(
     _say_kept(begun, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
     summary = summarise(records, margins)
-    _pages(options["out"], margins, console)
-    _picture(summary, options["out"], console)
+    _pages(options["out"], margins)
+    _picture(summary, options["out"])
     show(summary, _terminal())
     return summary.as_dict()
 
@@ -273,7 +263,7 @@ def _suite(
     seen.say_machines()
     _say_kept(begun, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
-    _pages(options["out"], margins, console)
+    _pages(options["out"], margins)
     pages = suite_pages(suite, records, only=options["tables"])
     summary = summarise(records, margins)
     _terminal().print(f"\n[bold]{escape(summary.headline)}[/]")
@@ -312,15 +302,15 @@ def _say_kept(begun: datetime, records: list[Record], console: Console) -> None:
         console.print(f"{kept} of {len(records)} records were there already (--again measures anew)", style="dim")
 
 
-def _pages(out: Path | None, margins: Margins, console: Console) -> None:
+def _pages(out: Path | None, margins: Margins) -> None:
     from kvtailor.cli.report import write
 
     if out is not None:
         made = write(out, out, margins)
-        console.print(f"{made[0]} and {len(made) - 1} files beside it", style="dim", markup=False, soft_wrap=True)
+        say(f"{made[0]} and {len(made) - 1} files beside it", dim=True, err=True)
 
 
-def _picture(summary: Summary, out: Path | None, console: Console) -> None:
+def _picture(summary: Summary, out: Path | None) -> None:
     from kvtailor.bench.report.charts.plot import plot
     from kvtailor.errors import KvtailorError
 
@@ -328,9 +318,9 @@ def _picture(summary: Summary, out: Path | None, console: Console) -> None:
         return
     try:
         where = plot(summary, out / "loss-vs-bytes.png")
-        console.print(f"{where}", style="dim", markup=False, soft_wrap=True)
+        say(str(where), dim=True, err=True)
     except KvtailorError as error:
-        console.print(f"no picture: {error}", style="dim", markup=False, soft_wrap=True)
+        say(f"no picture: {error}", dim=True, err=True)
 
 
 def _terminal() -> Console:

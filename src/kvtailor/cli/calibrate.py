@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvtailor.cli.words.lines import say
+
 if TYPE_CHECKING:
     from kvtailor.calibration_file import Calibration
 
@@ -91,7 +93,7 @@ def _list_kinds() -> None:
     from kvtailor.calibration.contract import calibrator, kinds
 
     for name in kinds():
-        click.echo(f"{name:<12}{calibrator(name).summary}")
+        say(f"{name:<12}{calibrator(name).summary}", hang=12)
 
 
 def _read(path: Path) -> str:
@@ -111,7 +113,7 @@ def _say(made: Calibration, out: Path) -> None:
     from kvtailor.cli.words.calibration import lines_of
     from kvtailor.plan.grammar import write_settings
 
-    click.echo(f"{out}, {out.stat().st_size:,} bytes")
+    say(f"{out}, {out.stat().st_size:,} bytes")
     for line in lines_of(made):
-        click.echo(f"  {line}")
-    click.echo(f"  in a plan: {made.kind}({write_settings({'file': str(out)})})")
+        say(f"  {line}")
+    say(f"  in a plan: {made.kind}({write_settings({'file': str(out)})})")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.cli.words.lines import say
 from kvtailor.presets import FULL
 
 if TYPE_CHECKING:
@@ -45,6 +46,19 @@ FIT_WINDOWS = 40
 # A tour has no time for methods that read a prompt twice, or that fit levels to each token.
 FIT_WITHOUT = ("kvzip", "nuq", "minicache", "critical", "expected", "d2o", "dynamickv", "pairs")
 FIT_SHARE = 0.2
+# What to type next, each command on a line of its own that a terminal of 80 columns does not part.
+YOUR_TURN = (
+    ("your model, your memory", "kvtailor fit --model NAME --text FILE --memory 2GiB --context 32768"),
+    ("compare plans", 'kvtailor bench --model NAME --text FILE --plans "snapkv @ keep=0.25; kivi4"'),
+    ("see the text come", 'kvtailor run --model NAME --plan "snapkv @ tokens=1024" --prompt-file FILE'),
+    ("every method", "kvtailor ls"),
+    ("what a plan will do", 'kvtailor show "snapkv + adakv @ tokens=1024"'),
+    (
+        "in Python",
+        'cache = kvtailor.cache_for(model, "snapkv @ tokens=1024")',
+        "model.generate(**inputs, past_key_values=cache)",
+    ),
+)
 
 
 @click.command(short_help="The tour: answers from a compressed cache, and what it cost.")
@@ -167,7 +181,7 @@ def _ask(
 ) -> tuple[Any, bool]:
     from kvtailor.cli.run import generate
 
-    console.print(f"  {_question(document):<64} ", end="", style="dim", markup=False)
+    console.print(f"  {_question(document):<46} ", end="", style="dim", markup=False)
     shown = ""
 
     def show(piece: str) -> None:
@@ -258,21 +272,11 @@ def _next(console: Console, seconds: float, page: Path | None) -> None:
     console.print()
     console.rule("your turn", align="left", style="dim")
     console.print()
-    for what, how in (
-        ("your model, your memory", "kvtailor fit --model NAME --text FILE --memory 2GiB --context 32768"),
-        ("compare plans", 'kvtailor bench --model NAME --text FILE --plans "snapkv @ keep=0.25; kivi(bits=4)"'),
-        ("see the text come", 'kvtailor run --model NAME --plan "snapkv @ tokens=1024" --prompt-file FILE'),
-        ("every method", "kvtailor ls"),
-        ("what a plan will do", 'kvtailor show "snapkv + adakv @ tokens=1024"'),
-        (
-            "in Python",
-            'cache = kvtailor.cache_for(model, "snapkv @ tokens=1024")\n'
-            + " " * 25
-            + "model.generate(**inputs, past_key_values=cache)",
-        ),
-    ):
-        console.print(f"  {what:<23}{how}", markup=False, soft_wrap=True)
+    for what, *how in YOUR_TURN:
+        console.print(f"  {what}:")
+        for line in how:
+            console.print(f"    {line}", markup=False, soft_wrap=True)
     console.print()
     if page is not None:
-        console.print(f"  The same with pictures: {page}", markup=False, soft_wrap=True)
+        say(f"  The same with pictures: {page}")
     console.print(f"  This tour took {seconds:.0f} seconds.", style="dim")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtailor.cli.words.groups import GroupedCommand
+from kvtailor.cli.words.lines import columns, python_lines, say
 from kvtailor.fitting.effort import EFFORTS
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["TerminalProgress", "command", "show"]
 
 GENERATED_WINDOWS = 80
+_NAME = 16  # columns of a name of a plan that the others leave on a terminal of 80
 
 
 @click.command(cls=GroupedCommand, short_help="Find the plan that is cut to your memory, and show that it is.")
@@ -220,7 +222,7 @@ def show(found: Fit, folder: Path | None) -> None:
     console = Console(highlight=False)
     chosen, question = found.chosen, found.question
     console.print()
-    console.print(Text(found.plan, style="bold"), soft_wrap=True)
+    say(found.plan, hang=4, bold=True)
     console.print(
         f"{byte_text(chosen.bytes)} of {byte_text(found.full)} ({100 * chosen.bytes / found.full:.1f} %) for "
         f"{question.batch} row(s) of {question.context} tokens. {found.sentence}",
@@ -228,8 +230,10 @@ def show(found: Fit, folder: Path | None) -> None:
     )
     console.print()
     table = Table(title="on text and questions that the search never saw", title_justify="left", box=None)
-    for name in ("plan", "bytes", "loss, nats", "95 %", "right", "a token", "chosen is"):
-        table.add_column(name, overflow="fold")
+    # A name is parted at its blanks and not in the middle of a word.
+    longest = max((len(word) for each in found.proof for word in each.label.split()), default=0)
+    for name in ("plan", "bytes", "loss, nats", "95 %", "right", "ms a token", "chosen is"):
+        table.add_column(name, overflow="fold", min_width=min(longest, _NAME) if name == "plan" else None)
     for each in found.proof:
         if each.error is not None:
             table.add_row(Text(each.label), "", "", Text(f"failed: {each.error}"), "", "", "")
@@ -246,10 +250,11 @@ def show(found: Fit, folder: Path | None) -> None:
     console.print()
     for note in (*([found.regret] if found.regret else []), *found.notes):
         console.print(f"- {note}", markup=False)
-    console.print(f"\n{found.python}", markup=False, soft_wrap=True)
+    console.print()
+    most = columns()
+    click.echo(found.python if most is None else "\n".join(python_lines(found.plan, most)))
     if folder is not None:
-        console.print(f"--plan {folder / 'fitted.toml'} works everywhere; evidence and front: {folder / 'fit.html'}",
-                      markup=False, soft_wrap=True)  # fmt: skip
+        say(f"--plan {folder / 'fitted.toml'} works everywhere; evidence and front: {folder / 'fit.html'}")
 
 
 class TerminalProgress:
@@ -277,13 +282,16 @@ class TerminalProgress:
 
             yield told
         self._console.print(
-            f"{name}: {done} of at most {steps} steps, {monotonic() - begun:.0f} s", style="dim", markup=False
+            f"{name}: {done} of at most {max(steps, done)} steps, {monotonic() - begun:.0f} s",
+            style="dim",
+            markup=False,
         )
 
     def finish(self, record: Record) -> None:
         """Say what failed; the rest is counted."""
         if record.error is not None:
-            self._console.print(f"failed: {record.label}: {record.error}", style="dim", markup=False, soft_wrap=True)
+            self._console.print(f"failed: {record.label}: {record.error}", style="dim", markup=False,
+                                soft_wrap=columns(err=True) is None)  # fmt: skip
 
 
 def _tasks(line: str | None) -> list[str] | None:

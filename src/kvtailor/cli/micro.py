@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from kvtailor.cli.asked import numbers
 from kvtailor.cli.words.cells import measure_cells
-from kvtailor.cli.words.groups import GroupedCommand
-
-if TYPE_CHECKING:
-    pass
+from kvtailor.cli.words.groups import GroupedCommand, ListedGroup, OneOfSeveral
 
 __all__ = ["BenchOrMicro", "micro"]
 
@@ -38,6 +35,11 @@ class BenchOrMicro(GroupedCommand):
             return micro.commands["kernels"].make_context(f"{info_name} kernels", rest, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the command does, and the benches of single operations below it; called by click."""
+        super().format_help_text(ctx, formatter)
+        micro.write_list(formatter)
+
 
 def _first_word(args: Sequence[str]) -> int | None:
     """Where the first word stands that is neither an option of `kernels` nor its value."""
@@ -48,32 +50,14 @@ def _first_word(args: Sequence[str]) -> int | None:
     return at if at < len(args) else None
 
 
-class _OneBench(click.Command):
-    """A command whose error lists its options where it gets another command's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            mine = [option for each in self.params for option in each.opts if option.startswith("--")]
-            raise click.UsageError(
-                f"{error.option_name} is not for {self.name}: {', '.join(mine)} are.", ctx
-            ) from error
-
-
-@click.group(name="micro", short_help="Timing loops of single operations.")
+@click.group(
+    name="micro",
+    cls=ListedGroup,
+    list_of=("Single operations", "kvtailor bench micro"),
+    short_help="Timing loops of single operations.",
+)
 def micro() -> None:
     """Time single operations against what a user would run instead: in turns, in one process, with medians and spread.
-
-    \b
-    kvtailor bench micro decode      a token, against transformers' caches
-    kvtailor bench micro batches     a token of many rows, padded too
-    kvtailor bench micro kernels     attention, against torch's and theirs
-    kvtailor bench micro link        a token over a tier, against a bare read
-    kvtailor bench micro pages       the cache in small and in huge pages
-    kvtailor bench micro builtins    codes, against their QuantizedCache
-    kvtailor bench micro host        what the host takes for each plan
-    kvtailor bench micro whole       a large model, with and without graphs
 
     What no time can beat, reading the bytes once at this machine's bandwidth, stands beside each time. Samples during
     which other programs took processor time are left out and counted.
@@ -126,7 +110,7 @@ _FORMS = ("auto", "reference", "triton")
 _DTYPE = click.Choice(["float32", "bfloat16", "float16"])
 
 
-@micro.command(cls=_OneBench, short_help="A decoded token and a prefill, against transformers' caches.")
+@micro.command(cls=OneOfSeveral, short_help="A token and a prompt, against others' caches.")
 @_list("dtype", "float32,bfloat16", "Of model and cache, with ',' between.", kind=_DTYPES)
 @_list("contexts", "8192,32768", "Tokens held when a token is decoded, with ',' between; '' for none.")
 @_list("prefill", "8192", "Tokens of prompts, with ',' between; '' for none.")
@@ -164,7 +148,7 @@ def decode(
     )  # fmt: skip
 
 
-@micro.command(cls=_OneBench, short_help="Attention over stored bytes, against torch's and transformers'.")
+@micro.command(cls=OneOfSeveral, short_help="Attention, against torch's and transformers'.")
 @_list("contexts", "", "Tokens held, with ',' between.  [8192,32768; on a GPU 4096,32768,131072]")
 @_list("batches", "1", "Rows of the attention tables, with ',' between.")
 @_list("cases", "", "attention, quest, ragged, blocks, appending, packing; with ',' between.  [all]", kind=str)
@@ -189,7 +173,7 @@ def kernels(
     )
 
 
-@micro.command(cls=_OneBench, short_help="A decoded token of many rows: uniform, ragged and padded.")
+@micro.command(cls=OneOfSeveral, short_help="A token of many rows, padded too.")
 @_list("batches", "8,32", "Rows, with ',' between.")
 @_list("contexts", "4096,16384", "Tokens of each row, with ',' between.")
 @_rounds(9)
@@ -213,7 +197,7 @@ def batches(
     )  # fmt: skip
 
 
-@micro.command(cls=_OneBench, short_help="A decoded token over a tier, against a bare read of its bytes.")
+@micro.command(cls=OneOfSeveral, short_help="A token over a tier, against a bare read.")
 @_list("contexts", "8192", "Tokens held, with ',' between.")
 @click.option(
     "--folder", type=click.Path(path_type=Path), help="On the disk to measure.  [the system's folder for such files]"
@@ -227,7 +211,7 @@ def link(contexts: tuple[int, ...], folder: Path | None, rounds: int, **common: 
     measure_cells(lambda device: bench(contexts=contexts, rounds=rounds, folder=folder, device=device), **common)
 
 
-@micro.command(cls=_OneBench, short_help="A decoded token with the cache in small pages and in huge ones.")
+@micro.command(cls=OneOfSeveral, short_help="A token, in small and in huge pages.")
 @_list("dtype", "bfloat16", "Of model and cache, with ',' between.", kind=_DTYPES)
 @_list("contexts", "32768", "Tokens held when a token is decoded, with ',' between.")
 @_rounds(15)
@@ -242,7 +226,7 @@ def pages(dtype: tuple[str, ...], contexts: tuple[int, ...], rounds: int, **comm
     measure_cells(lambda device: bench(dtypes=dtype, contexts=contexts, rounds=rounds, device=device), **common)
 
 
-@micro.command(cls=_OneBench, short_help="Our quantised cache, against transformers' QuantizedCache.")
+@micro.command(cls=OneOfSeveral, short_help="Codes, against transformers' QuantizedCache.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 @_list("contexts", "8192,32768", "Tokens held when a token is decoded, with ',' between; '' for none.")
 @_list("packing", "8192", "Tokens of prompts, with ',' between; '' for none.")
@@ -280,7 +264,7 @@ def builtins(
     )  # fmt: skip
 
 
-@micro.command(cls=_OneBench, short_help="A decoded token without arithmetic: what the host takes for each plan.")
+@micro.command(cls=OneOfSeveral, short_help="What the host takes for a token of each plan.")
 @click.option(
     "--plans", "--plan", "plans", multiple=True,
     help="A plan, or several with ';' between; may be given again.  [every preset, and some combinations]",
@@ -308,7 +292,7 @@ def host(plans: tuple[str, ...], rounds: int, profile: str | None, threads: int 
     )  # fmt: skip
 
 
-@micro.command(cls=_OneBench, short_help="A large random model by plan and implementation, with graphs and without.")
+@micro.command(cls=OneOfSeveral, short_help="A large model, with and without CUDA graphs.")
 @_list("contexts", "8192", "Tokens held when tokens are decoded, with ',' between; '' for none.")
 @_list("batches", "1", "Rows of decoded tokens, with ',' between.")
 @_list("prefill", "", "Tokens of prompts, with ',' between.  [none]")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.margins import margin_options, margins_of
 from kvtailor.errors import KvtailorError
 
@@ -53,7 +54,7 @@ def write(folder: Path, to: Path, margins: Margins | None = None) -> list[Path]:
     cut = [f"A damaged last line of {file.name} was left out: its record is not in these pages." for file in
            damaged_ends(folder)]  # fmt: skip
     for sentence in cut:
-        click.echo(sentence, err=True)
+        say(sentence, err=True)
     suites = [read_suite(path) for path in sorted((folder / "suites").glob("*.toml"))]
     try:
         checks.check_records(records)

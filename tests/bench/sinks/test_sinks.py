@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import tomllib
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,6 +24,10 @@ from kvtailor.bench.sinks.contract import RecordSink, facts_of, key_of, lines_of
 from kvtailor.bench.sinks.named import SINKS, sink_named, sinks_of
 from kvtailor.cli import main
 from kvtailor.errors import KvtailorError, UnknownName
+
+EXTRAS = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
 
 
 def made(label: str = "knorm @ keep=0.5", **fields: Any) -> Record:
@@ -57,6 +62,9 @@ def test_a_package_that_is_not_there_is_refused_with_what_to_do(name, monkeypatc
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(KvtailorError, match=f"asked to send records to {name}, which is not installed: `pip install"):
         sink_named(name)
+    with pytest.raises(KvtailorError, match=f"`pip install 'kvtailor.{name}.'`"):
+        sink_named(name)
+    assert name in EXTRAS, "the extra that the sentence names"
     found = CliRunner().invoke(main, ["bench", "--send-to", name, "--tasks", "perplexity"])
     assert found.exit_code == 2 and "which is not installed" in found.output and "Traceback" not in found.output
 

@@ -46,8 +46,8 @@ class RecordSink(ABC):
         self.close(failed=kind is not None)
 
 
-def package(name: str, install: str) -> ModuleType:
-    """Return the package of a sink.
+def package(name: str) -> ModuleType:
+    """Return the package of a sink; the extra of kvtailor that brings it has its name.
 
     Raises:
         KvtailorError: it is not installed, or it cannot be imported; the sentence says which.
@@ -57,7 +57,8 @@ def package(name: str, install: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name == name:
             raise KvtailorError(
-                f"asked to send records to {name}, which is not installed: `pip install {install}`, or leave it out"
+                f"asked to send records to {name}, which is not installed: `pip install 'kvtailor[{name}]'`, or leave "
+                "it out"
             ) from error
         raise KvtailorError(
             f"asked to send records to {name}, which is installed and cannot be imported ({error}): mend it, or leave "

@@ -33,7 +33,7 @@ class MlflowSink(RecordSink):
     name: ClassVar[str] = "mlflow"
 
     def __init__(self, experiment: str | None = None):
-        self._mlflow = package("mlflow", "mlflow")
+        self._mlflow = package("mlflow")
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "kvtailor"
         self._client: Any = None
         self._where: str | None = None

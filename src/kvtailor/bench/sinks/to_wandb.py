@@ -29,7 +29,7 @@ class WandbSink(RecordSink):
     name: ClassVar[str] = "wandb"
 
     def __init__(self, project: str | None = None):
-        self._wandb, self._project = package("wandb", "wandb"), project
+        self._wandb, self._project = package("wandb"), project
         self._runs: dict[tuple[str, str], Any] = {}
         self._records: dict[tuple[str, str], list[Record]] = {}
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtailor.cli.words.lines import columns, say, say_rows
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,19 +50,21 @@ def measure_cells(
     bench = make(where)
     if not bench.cells:
         raise click.UsageError("nothing is left to measure: every list of this bench is empty.")
-    click.echo(f"{bench.about}\n{bench.machine}")
+    # Its lines are those of a wide page; a terminal gets its words in as many lines as it needs.
+    say(bench.about if columns() is None else " ".join(bench.about.split()), hang=0)
+    say(bench.machine, hang=0)
     tables: dict[str, Any] = {}
     for done, cell in enumerate(bench.cells, start=1):
         place = f"{done} of {len(bench.cells)}"
         # Nothing is drawn while a sample is taken: a thread that draws would take part of its time.
         with bar(cell.samples, console, f"[{place}] {cell.name}: preparing", ticking=False) as advance:
             table = cell.measure(_labelled(advance, f"[{place}] {cell.name}: "))
-        click.echo("\n".join(table.lines))
+        say_rows(table.lines)
         _add(tables, table.rows)
         if not console.is_terminal:
             minutes, seconds = divmod(int(time.monotonic() - begun), 60)
             line = f"[{place}, {minutes}:{seconds:02} so far] {cell.name}: done"
-            console.print(line, markup=False, soft_wrap=True, style="dim")
+            console.print(line, markup=False, soft_wrap=columns(err=True) is None, style="dim")
     if as_json:
         told = {"machine": describe(bandwidth=False, device=where), **bench.found, "tables": tables}
         click.echo(json.dumps(told, ensure_ascii=False, allow_nan=False))

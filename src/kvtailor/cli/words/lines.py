@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
 
 import click
 
-__all__ = ["columns", "say", "wrapped"]
+import kvtailor
+
+__all__ = ["columns", "formatted_warning", "python_lines", "say", "say_rows", "wrapped", "wrapped_row"]
 
 _LEAST = 40
+_PACKAGE = Path(kvtailor.__file__).parent
+_PLAIN_WARNING = warnings.formatwarning
 
 
 def columns(*, err: bool = False) -> int | None:
@@ -45,8 +53,68 @@ def wrapped(line: str, most: int, hang: int | None = None) -> str:
     )  # fmt: skip
 
 
-def say(text: str, *, hang: int | None = None, bold: bool = False, err: bool = False) -> None:
+def say(text: str, *, hang: int | None = None, bold: bool = False, dim: bool = False, err: bool = False) -> None:
     """Print lines, each wrapped at the terminal's width; see `columns` and `wrapped`."""
     most = columns(err=err)
     for line in text.split("\n"):
-        click.secho(line if most is None else wrapped(line, most, hang), bold=bold or None, err=err)
+        click.secho(line if most is None else wrapped(line, most, hang), bold=bold or None, dim=dim or None, err=err)
+
+
+def wrapped_row(line: str, most: int) -> str:
+    """Return a row of a table in as many lines as its width needs; what does not fit stands below, indented.
+
+    It is parted where two blanks or more stand between its cells, and a cell that is wider than a line at its words.
+
+    Args:
+        line: cells with two blanks or more between them; leading blanks stay.
+        most: columns that a line may have.
+    """
+    if len(line) <= most:
+        return line
+    lead = len(line) - len(line.lstrip(" "))
+    found, current = [], ""
+    # A cell comes with the blanks before it, so that the cells of a first line stay below each other.
+    for cell in re.findall(r"^ *\S+(?: \S+)*|  +\S+(?: \S+)*", line):
+        if current and len(current) + len(cell) > most:
+            found.append(current)
+            current = " " * (lead + 4) + cell.lstrip(" ")
+        else:
+            current += cell
+    return "\n".join(wrapped(each, most, lead + 4) for each in (*found, current))
+
+
+def say_rows(lines: Iterable[str]) -> None:
+    """Print the lines of a table, each parted between its cells where the terminal is narrower; see `wrapped_row`."""
+    most = columns()
+    for line in lines:
+        click.echo(line if most is None else wrapped_row(line, most))
+
+
+def python_lines(plan: str, most: int) -> list[str]:
+    """Return the call of Python that makes a cache of a plan, parted as one may paste it.
+
+    Args:
+        plan: its text.
+        most: columns that a line may have.
+    """
+    whole = f'cache = kvtailor.cache_for(model, "{plan}")'
+    if len(whole) <= most:
+        return [whole]
+    # Blanks stay at the ends of the parts, so that Python joins them to the same text.
+    parts = textwrap.wrap(plan, most - 6, break_long_words=False, break_on_hyphens=False, drop_whitespace=False)
+    return ["cache = kvtailor.cache_for(", "    model,", *(f'    "{part}"' for part in parts), ")"]
+
+
+def formatted_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning as text, in the place of `warnings.formatwarning`.
+
+    A warning of this package is a sentence for a user, so it has no path, no line of code and no name of a class.
+    Warnings of other packages stay as Python writes them.
+    """
+    if not Path(filename).is_relative_to(_PACKAGE):
+        return _PLAIN_WARNING(message, category, filename, lineno, line)
+    most = columns(err=True)
+    lines = f"warning: {message}".split("\n")
+    return "\n".join(each if most is None else wrapped(each, most) for each in lines) + "\n"
