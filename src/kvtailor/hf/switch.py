@@ -8,6 +8,7 @@ one is under way: then the end of the forward does it.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -69,6 +70,7 @@ class _Switched:
         key = id(text)
         # Bound here: at the interpreter's exit the module's own names may be gone.
         forget = _switched.pop
+        self._exits = sys.is_finalizing
         self.text, self.own_name = weakref.ref(text, lambda _: forget(key, None)), own_name
         self.lease: weakref.ref[Lease] | None = None
         self.before: dict[int, tuple[weakref.ref[Any], str | None]] = {}
@@ -88,6 +90,8 @@ class _Switched:
 
     def forward_ended(self, key: int) -> None:
         """The mask of a forward is gone, and so is the forward."""
+        if self._exits():
+            return
         with _turn:
             self.masks.pop(key, None)
             self.give_back()

@@ -7,7 +7,10 @@ import gc
 import inspect
 import io
 import pickle
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +184,19 @@ def test_a_model_that_is_compiled_later_runs_plainly() -> None:
     assert torch.equal(loop.cache.held(), plain.cache.held())
     assert loop.cache.replays.reasons["the call was compiled"] == 3
     torch.compiler.reset()
+
+
+def test_a_program_that_ends_with_open_steps_says_nothing() -> None:
+    program = """
+import torch, kvtailor
+from kvtailor.hf.graphs import replay
+from tests.support.seam.zoo import build, prompts
+replay.recorder_of = lambda device: lambda run: run
+model = build("llama", layers=1)
+cache = kvtailor.cache_for(model, "full", graphs=True)
+model.generate(prompts((9,))[0], past_key_values=cache, do_sample=False, max_new_tokens=8)
+assert cache.open_steps.done == 7
+"""
+    root = Path(__file__).parents[3]
+    ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "Exception ignored" not in ended.stderr, ended.stderr

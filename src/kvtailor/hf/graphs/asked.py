@@ -66,6 +66,8 @@ def decoded_token(args: Sequence[Any], given: Mapping[str, Any], device: torch.d
         return "there were no position_ids"
     if positions.ndim != 2 or positions.shape[0] not in (1, tokens.shape[0]) or positions.shape[1] != 1:
         return "position_ids were not (b, 1)"
+    if tokens.is_floating_point() or positions.is_floating_point():
+        return "input_ids or position_ids were no integers"
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         return "attention_mask was not (b, columns)"
     if any(each is not None and each.device != device for each in (tokens, mask, positions)):

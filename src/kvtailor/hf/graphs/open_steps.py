@@ -205,9 +205,9 @@ class OpenSteps:
         left = None if self.most is None or self.most <= seen else self.most - seen
         if left is not None and left < _WORTH_RECORDING:
             return f"fewer than {_WORTH_RECORDING} tokens were left"
-        now = Replay(model, cache, real, sys.maxsize if left is None else left, self.record)
         self._marks = MarksOfModel(model)
-        self.now = now
+        # Last: from here on the cache is in a phase that only these steps can end.
+        self.now = Replay(model, cache, real, sys.maxsize if left is None else left, self.record)
         return None
 
 
