@@ -61,8 +61,10 @@ def bars(drawn: Sequence[Bar], *, x: str, title: str, mark: float | None = None)
 
     parts = [opened(WIDTH, height, title)]
     for value in across:
-        kind = "zero" if value == 0 else "grid"
-        parts.append(f'<line class="{kind}" x1="{at(value):.1f}" x2="{at(value):.1f}" y1="{_TOP}" y2="{foot}"/>')
+        parts.append(
+            f'<line class="zero" x1="{at(value):.1f}" x2="{at(value):.1f}" y1="{_TOP}" y2="{foot}"/>' if value == 0
+            else f'<path class="grid" d="M{at(value):.1f} {_TOP}V{foot}"/>'
+        )  # fmt: skip
         parts.append(label("tick", at(value), foot + 16, f"{value:g}"))
     parts.append(label("axis", (_LEFT + WIDTH - margin) / 2, height - 6, x))
     texts = []
@@ -70,7 +72,7 @@ def bars(drawn: Sequence[Bar], *, x: str, title: str, mark: float | None = None)
         top, middle = _TOP + _STEP * i + 3, _TOP + _STEP * i + _STEP / 2
         left, wide = min(at(0), at(bar.value)), abs(at(bar.value) - at(0))
         parts.append(group("bar", bar.number, bar.kind, bar.behind))
-        parts.append(f"<title>{escape(bar.label)}\n{escape(bar.hover)}</title>")
+        parts.append(f"<title>{escape(bar.number)}\n{escape(bar.hover)}</title>")
         parts.append(f'<rect x="{left:.1f}" y="{top}" width="{max(wide, 1):.1f}" height="{_STEP - 6}"/>')
         if bar.low is not None and bar.high is not None:
             parts.append(_whisker(at(bar.low), at(bar.high), middle))

@@ -34,6 +34,7 @@ def needles(drawn: Drawn) -> Iterator[str]:
             picture = heat_map(
                 grid, columns=[f"{length:,}" for length in lengths], rows=[f"{depth:.2g}" for depth in depths],
                 title=f"{kind} under {row.label}",
+                told=f"{{column}} tokens, depth {{row}}: {{text}}% of {_documents(mine, row)} documents",
             )  # fmt: skip
             yield _figure(drawn, row, picture)
         yield "</div>"
@@ -71,7 +72,7 @@ def budgets(drawn: Drawn) -> Iterator[str]:
             [
                 HeatCell(
                     share=tokens / most, text=f"{tokens:.0f}",
-                    hover=f"{row.label}\nlayer {layer}, head {head}: {tokens:g} of {record.tokens_seen} tokens",
+                    hover=f"layer {layer}, head {head}: {tokens:g} of {record.tokens_seen} tokens",
                 )
                 for head, tokens in enumerate(by_head)
             ]
@@ -80,6 +81,7 @@ def budgets(drawn: Drawn) -> Iterator[str]:
         picture = heat_map(
             grid, columns=[str(head) for head in range(heads)], rows=[str(layer) for layer in range(len(layers))],
             title=f"tokens by layer and head under {row.label}", across="kv head",
+            told=f"layer {{row}}, head {{column}}: {{text}} of {record.tokens_seen} tokens",
         )  # fmt: skip
         yield _figure(drawn, row, picture)
     yield "</div>"
@@ -91,6 +93,12 @@ def _figure(drawn: Drawn, row: Row, picture: str) -> str:
     return f"<figure data-n='{number}'>{title}{picture}</figure>"
 
 
+def _documents(records: Sequence[Record], row: Row) -> int:
+    """How many documents the first cell of a plan's map is over; mostly it is the number of all."""
+    mine = next(r for r in records if r.plan_hash == row.plan_hash)
+    return len(mine.values.get("recall", mine.values["hit"]))
+
+
 def _answers(drawn: Drawn, records: Sequence[Record], row: Row, length: int, depth: float) -> HeatCell | None:
     mine = [
         r for r in records if r.plan_hash == row.plan_hash and (r.point["length"], r.point["depth"]) == (length, depth)
@@ -98,9 +106,6 @@ def _answers(drawn: Drawn, records: Sequence[Record], row: Row, length: int, dep
     shares = [share for r in mine for share in r.values.get("recall", r.values["hit"])]
     if not shares:
         return None
-    hover = f"{row.label}\n{length:,} tokens, depth {depth:g}: {fmean(shares):.0%} of {len(shares)} documents"
-    return HeatCell(
-        share=fmean(shares),
-        text=f"{100 * fmean(shares):.0f}",
-        hover=hover,
-    )
+    text = f"{100 * fmean(shares):.0f}"
+    hover = f"{length:,} tokens, depth {depth:.2g}: {text}% of {len(shares)} documents"
+    return HeatCell(share=fmean(shares), text=text, hover=hover)

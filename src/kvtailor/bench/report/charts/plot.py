@@ -22,10 +22,10 @@ def plot(summary: Summary, path: Path) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise KvtailorError("asked for a plot, but there is no matplotlib: pip install 'kvtailor[plots]'") from error
+        raise KvtailorError("a plot needs matplotlib, which is not installed: pip install 'kvtailor[plots]'") from error
     points = [row for row in summary.rows if row.loss is not None and row.ratio is not None and row.plan_hash != OWN]
     if not points:
-        raise KvtailorError("asked for a plot of loss against bytes, but no plan of this run has both: run perplexity")
+        raise KvtailorError("a plot of loss against bytes needs plans with both, and this run has none: run perplexity")
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.axhline(0, color="0.8", linewidth=1)

@@ -24,7 +24,8 @@ class Mark:
         low, high: ends of its interval along y; None without one.
         label: what it is.
         number: how the table calls it; written beside the point.
-        hover: all of its numbers, a line each.
+        hover: all of its numbers, a line each. In lines and bars they stand below the plan's number, in whose place
+            report.js writes its words when the mark is pointed at.
         kind: class of its colour.
         behind: attribute that leads to its records, see `pages.html.behind`.
     """
@@ -76,11 +77,13 @@ class _Frame:
     def drawn(self, x: str, y: str, title: str) -> Iterator[str]:
         yield opened(WIDTH, HEIGHT, title)
         for value in self.up:
-            kind = "zero" if value == 0 else "grid"
-            yield (
-                f'<line class="{kind}" x1="{self.left:.1f}" x2="{WIDTH - _RIGHT}" y1="{self.y(value):.1f}" '
-                f'y2="{self.y(value):.1f}"/>'
-            )
+            if value == 0:
+                yield (
+                    f'<line class="zero" x1="{self.left:.1f}" x2="{WIDTH - _RIGHT}" y1="{self.y(value):.1f}" '
+                    f'y2="{self.y(value):.1f}"/>'
+                )
+            else:
+                yield f'<path class="grid" d="M{self.left:.1f} {self.y(value):.1f}H{WIDTH - _RIGHT}"/>'
             yield label("tick", self.left - 8, self.y(value) + 4.5, f"{value:g}", "end")
         for value in self.across:
             yield label("tick", self.x(value), HEIGHT - _BOTTOM + 18, f"{value:g}")
@@ -173,9 +176,9 @@ def lines(drawn: Sequence[Line], *, x: str, y: str, title: str, zero: bool = Tru
     for line in drawn:
         first = line.marks[0]
         path = " ".join(f"{frame.x(mark.x):.1f},{frame.y(mark.y):.1f}" for mark in line.marks)
-        hover = "\n".join([first.label, *(mark.hover for mark in line.marks)])
+        hover = "\n".join([first.number, *(mark.hover for mark in line.marks)])
         parts.append(f"{group('mark', first.number, first.kind, line.behind)}<title>{escape(hover)}</title>")
-        parts.append(f'<polyline class="line {first.kind}" points="{path}"/>')
+        parts.append(f'<polyline class="line" points="{path}"/>')
         parts += [_dot(frame.x(mark.x), frame.y(mark.y), radius=4) for mark in line.marks]
         parts.append("</g>")
     ends: dict[float, list[Mark]] = {}
@@ -198,11 +201,12 @@ def label(kind: str, x: float, y: float, text: str, anchor: str = "middle", *, o
         anchor: which end of it stands at x.
         of: number of the plan that it belongs to, where it stands in no group of that plan; empty: of none.
     """
-    name = f' class="{kind}"' if kind else ""
+    # In the middle is what the style sheet has for texts without an anchor; the two others are classes of it.
+    classes = " ".join(filter(None, [kind, "" if anchor == "middle" else anchor]))
+    name = f' class="{classes}"' if classes else ""
     plan = f' data-n="{escape(of, quote=True)}"' if of else ""
-    # In the middle is what the style sheet has for texts without an anchor.
-    end = "" if anchor == "middle" else f' text-anchor="{anchor}"'
-    return f'<text{name}{plan} x="{x:.1f}" y="{y:.1f}"{end}>{escape(text)}</text>'
+    # Whole pixels are enough for a text.
+    return f'<text{name}{plan} x="{x:.0f}" y="{y:.0f}">{escape(text)}</text>'
 
 
 def width_of(text: str) -> float:

@@ -93,18 +93,26 @@ _TALL = 16
 """Rows beyond which a table scrolls in its box, so that its heads stay in sight."""
 
 
-def records_table(records: Sequence[Record]) -> str:
-    """One line for each record, a table for each task, closed at first: what every number was computed from.
+def records_table(records: Sequence[Record], numbers: Mapping[str, str]) -> str:
+    """One line for each record, closed at first: what every number was computed from.
 
-    What is the same in all lines of a table is its caption.
+    There is a table for each task and kind of document. What is the same in all lines of a table is in its caption,
+    and so is that two columns are the same. A plan is its number, in whose place report.js writes its words: with
+    them, the records of sixty plans would have most of the page.
+
+    Args:
+        records: of the page.
+        numbers: of the plans, by plan hash; a record of another plan has its words.
     """
     tables = []
     lines = list(enumerate(records, 1))
-    for task in dict.fromkeys(record.task for record in records):
-        tables.append(_of_task(task, [(number, record) for number, record in lines if record.task == task]))
+    for task, kind in dict.fromkeys((record.task, record.point.get("kind")) for record in records):
+        mine = [each for each in lines if (each[1].task, each[1].point.get("kind")) == (task, kind)]
+        tables.append(_of_task(task, mine, numbers))
     return (
         f'<details id="records"><summary>{len(records)} records: where each number came from</summary>'
-        '<p class="dim">A click on a number of a table above shows its records here.</p>'
+        '<p class="dim">A click on a number of a table above shows its records here.'
+        "<noscript> Plans are named by their numbers in the first table.</noscript></p>"
         '<div class="filter"><input id="filter" type="search" placeholder="words, such as: needle snapkv 512" '
         'aria-label="filter the records"><button type="button" id="all">show all</button>'
         f'<span id="shown" class="dim" aria-live="polite">all {len(records)} records</span></div>'
@@ -112,10 +120,11 @@ def records_table(records: Sequence[Record]) -> str:
     )
 
 
-def _of_task(task: str, lines: Sequence[tuple[int, Record]]) -> str:
-    """The records of one task."""
+def _of_task(task: str, lines: Sequence[tuple[int, Record]], numbers: Mapping[str, str]) -> str:
+    """The records of one task and kind."""
+    about = " ".join(str(each) for each in (task, lines[0][1].point.get("kind")) if each is not None)
     points = list(dict.fromkeys(name for _, record in lines for name in record.point))
-    columns: dict[str, list[str]] = {"plan": [record.label for _, record in lines]}
+    columns: dict[str, list[str]] = {"plan": [numbers.get(record.plan_hash, record.label) for _, record in lines]}
     columns |= {name: [_written(record.point.get(name)) for _, record in lines] for name in points}
     columns |= {name: [_written(of(record)) for _, record in lines] for name, of in _OF_RECORD.items()}
     # Plans and keys tell lines from each other, so they stay where they happen to be the same.
@@ -124,14 +133,20 @@ def _of_task(task: str, lines: Sequence[tuple[int, Record]]) -> str:
     caption = ", ".join([f"<b>{escape(task)}</b>", *(
         f"{escape(name.replace('_', ' '))} {escape(value)}" for name, value in same.items() if value != _DASH
     )])  # fmt: skip
-    shown = {name: values for name, values in columns.items() if name not in same}
+    shown: dict[str, list[str]] = {}
+    for name, values in columns.items():
+        twin = next((other for other, known in shown.items() if known == values), None)
+        if name not in same and twin is None:
+            shown[name] = values
+        elif twin is not None:
+            caption += f", {escape(name)} as {escape(twin.replace('_', ' '))}"
     heads = "".join(_head(name.replace("_", " "), left=True) for name in shown)
     body = "".join(
         f'<tr id="r{number}">{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for (number, _), cells in zip(lines, zip(*shown.values(), strict=True), strict=True)
     )
     return (
-        f'<div class="wide tall" tabindex="0" role="region" aria-label="records of {quoted(task)}">'
+        f'<div class="wide tall" tabindex="0" role="region" aria-label="records of {quoted(about)}">'
         f'<table class="sortable records"><caption>{caption}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     )
@@ -184,7 +199,8 @@ def _cell(cell: Cell, lines: Mapping[str, int], *, alone: bool) -> str:
         more = behind(known, lines) if len(known) > 1 else ""
         shown = f'<a href="#r{lines[known[0]]}"{more}>{shown}</a>'
     small = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
-    value = "" if cell.value is None or (not alone and _is_number(cell.text)) else f' data-value="{quoted(cell.value)}"'
+    known = cell.value is None or (not alone and _is_number(cell.text)) or cell.value == cell.text
+    value = "" if known else f' data-value="{quoted(cell.value)}"'
     return f"<td{value}>{shown}{small}</td>"
 
 

@@ -73,7 +73,7 @@ def page(
     parts = [
         *(_suite(suite, drawn) for suite in suites),
         *_sections(summary, drawn, asked),
-        Section("rests", "What the numbers rest on", _rests(summary, records)),
+        Section("rests", "What the numbers rest on", _rests(summary, records, drawn)),
     ]
     named = f"{title}: {records[0].model}"
     data = embedded("report-data", chart_data(drawn, asked))
@@ -227,5 +227,5 @@ def _note(text: str) -> str:
     return f'<p class="dim">{escape(text)}</p>' if text else ""
 
 
-def _rests(summary: Summary, records: Sequence[Record]) -> str:
-    return "".join(f"<p>{escape(note)}</p>" for note in summary.footnotes) + records_table(records)
+def _rests(summary: Summary, records: Sequence[Record], drawn: Drawn) -> str:
+    return "".join(f"<p>{escape(note)}</p>" for note in summary.footnotes) + records_table(records, drawn.numbers)

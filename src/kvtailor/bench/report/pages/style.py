@@ -38,7 +38,15 @@ def browser_text(name: str) -> str:
     Args:
         name: of the file, such as "chart.js".
     """
-    return (files("kvtailor.bench.report.pages.browser") / name).read_text(encoding="utf-8")
+    text = (files("kvtailor.bench.report.pages.browser") / name).read_text(encoding="utf-8")
+    # The depth of a line and notes to who works on these files are no part of a page.
+    return "".join(line.lstrip(" ") for line in text.splitlines(keepends=True) if not _is_note(line))
+
+
+def _is_note(line: str) -> bool:
+    """Whether a line of a script or a style sheet is a remark and nothing else."""
+    text = line.strip()
+    return text.startswith("//") or (text.startswith("/*") and text.endswith("*/"))
 
 
 def style(*names: str) -> str:

@@ -10,6 +10,12 @@
   // ---- the records behind a number
   const records = byId('records'), box = byId('filter');
   const tables = [...records.querySelectorAll('table')], rows = [...records.querySelectorAll('tbody tr')];
+  // The lines name plans by number; all that follows looks for their words.
+  for (const row of rows) {
+    const plan = planOf.get(row.cells[0].textContent);
+    row.dataset.n = plan?.number ?? '';
+    if (plan) row.cells[0].textContent = plan.label;
+  }
   const texts = new Map(rows.map(row => {
     const table = row.closest('table');
     return [row, `${table.caption.textContent} ${row.textContent}`.toLowerCase()];
@@ -58,15 +64,33 @@
     });
     if (found.length > 3) words.push(`and ${found.length - 3} records more`);
     const title = from.querySelector(':scope > title');
-    if (title) title.textContent += `\n${words.join('\n')}`;
+    if (title) {
+      // Lines and bars have the plan's number where the points of a scatter have its words.
+      const [first, ...rest] = title.textContent.split('\n');
+      title.textContent = [planOf.get(first)?.label ?? first, ...rest, ...words].join('\n');
+    }
     else from.title = words.join('\n');
   }
+  // What a cell of a map has on hover is its plan's words, and below them what follows from its row and its column.
+  function tellCell(event) {
+    const cell = event.target.closest?.('.maps svg > g > g');
+    if (!cell || told.has(cell)) return;
+    told.add(cell);
+    const svg = cell.closest('svg'), row = cell.parentElement, parts = {
+      row: row.dataset.row, column: svg.dataset.columns?.split('|')[[...row.children].indexOf(cell)],
+      text: cell.querySelector('text')?.textContent,
+    };
+    const title = cell.querySelector('title') ?? document.createElementNS(svg.namespaceURI, 'title');
+    const words = svg.dataset.told?.replace(/{(\w+)}/g, (_, name) => parts[name]) ?? title.textContent;
+    title.textContent = `${planOf.get(svg.closest('[data-n]').dataset.n).label}\n${words}`;
+    cell.prepend(title);
+  }
+
   document.addEventListener('pointerover', tell);
+  document.addEventListener('pointerover', tellCell);
   document.addEventListener('focusin', tell);
 
   // ---- one plan lit in every table and chart
-  const byLabel = new Map(plans.map(plan => [plan.label, plan.number]));
-  for (const row of rows) row.dataset.n = byLabel.get(row.cells[0].textContent) ?? '';
   const lighting = added(document.head, 'style'), bar = Object.assign(document.createElement('div'), {id: 'standing'});
   // Below the contents, so that paper has it at the top; on a screen it stands at the lower edge.
   document.querySelector('.contents').after(bar);
