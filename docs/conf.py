@@ -3,15 +3,10 @@
 The API reference is made by autodoc with napoleon and not by autodoc2, which does not read Google's sections.
 """
 
-# mypy: disable-error-code="import-not-found,import-untyped"
-
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
-
-from jupyter_client.connect import ConnectionFileMixin
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE / "extensions")]
@@ -46,10 +41,6 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 # Progress bars and warnings of libraries are no part of a page.
 nb_output_stderr = "remove"
-# A notebook talks to its kernel through files: over TCP each kernel warns that nothing is encrypted.
-ConnectionFileMixin.transport.default_value = "ipc"
-# Which notebook is run is no warning.
-logging.getLogger("traitlets").setLevel(logging.WARNING)
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

@@ -28,7 +28,9 @@ def _inline(writer: Any, node: nodes.math) -> None:
 
 
 def _block(writer: Any, node: nodes.math_block) -> None:
-    writer.body.append(f'<div class="math-block">{_mathml(node, as_block=True)}</div>\n')
+    # A formula that is wider than a phone scrolls in its box, which keys can only do where it can be focused.
+    box = '<div class="math-block" tabindex="0" role="group" aria-label="formula">'
+    writer.body.append(f"{box}{_mathml(node, as_block=True)}</div>\n")
     raise nodes.SkipNode
 
 

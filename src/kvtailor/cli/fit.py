@@ -253,8 +253,8 @@ def show(found: Fit, folder: Path | None) -> None:
     console.print()
     most = columns()
     click.echo(found.python if most is None else "\n".join(python_lines(found.plan, most)))
-    if (note := note_of_use(found.plan)) is not None:
-        say(note, hang=0)
+    if (use := note_of_use(found.plan)) is not None:
+        say(use, hang=0)
     if folder is not None:
         say(f"--plan {folder / 'fitted.toml'} works everywhere; evidence and front: {folder / 'fit.html'}")
 

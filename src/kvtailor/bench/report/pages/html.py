@@ -199,8 +199,8 @@ def _cell(cell: Cell, lines: Mapping[str, int], *, alone: bool) -> str:
         more = behind(known, lines) if len(known) > 1 else ""
         shown = f'<a href="#r{lines[known[0]]}"{more}>{shown}</a>'
     small = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
-    known = cell.value is None or (not alone and _is_number(cell.text)) or cell.value == cell.text
-    value = "" if known else f' data-value="{quoted(cell.value)}"'
+    sorts_itself = cell.value is None or (not alone and _is_number(cell.text)) or cell.value == cell.text
+    value = "" if sorts_itself else f' data-value="{quoted(cell.value)}"'
     return f"<td{value}>{shown}{small}</td>"
 
 
