@@ -110,6 +110,12 @@ def test_so_does_every_function_of_python(use: Callable[[Any], Any]) -> None:
     assert error(loop.step(), plain.step()) < CLOSE
 
 
+def test_whether_there_is_a_cache_lands_nothing() -> None:
+    """Phi-3 asks it at every token, so that its answers were never replayed."""
+    _, loop = loops()
+    assert loop.cache and len(loop.cache) == len(loop.cache._layers) and loop.cache.open_steps.done == 5
+
+
 def test_what_was_held_before_by_hand_takes_no_forward() -> None:
     """A layer that a user took out of the cache before refuses what would get lost."""
     plain, loop = loops(steps=0)

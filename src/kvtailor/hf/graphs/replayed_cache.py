@@ -52,6 +52,10 @@ class ReplayedCache(KvCache):
     def layers(self, value: Any) -> None:
         self._layers = value
 
+    def __len__(self) -> int:
+        """How many layers there are, which no token changes: a model may look at a cache's truth at every token."""
+        return len(self._layers)
+
     @property
     def guard(self) -> CacheGuard:
         """What this cache and its layers check together, once the open steps have landed."""

@@ -25,7 +25,9 @@ def plot(summary: Summary, path: Path) -> Path:
         raise KvtailorError("a plot needs matplotlib, which is not installed: pip install 'kvtailor[plots]'") from error
     points = [row for row in summary.rows if row.loss is not None and row.ratio is not None and row.plan_hash != OWN]
     if not points:
-        raise KvtailorError("a plot of loss against bytes needs plans with both, and this run has none: run perplexity")
+        raise KvtailorError(
+            "a plot of loss against bytes needs plans with both, and no plan of this run has them: run perplexity"
+        )
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.axhline(0, color="0.8", linewidth=1)
