@@ -27,9 +27,7 @@ NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 WITH_COMMANDS = [DOCS / "tutorial.md", DOCS / "reports.md", *PAGES]
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A class that only an attribute gives (`kvtailor.hf.graphs.counts.ReplayCounts`) is none of the public names.
-ENTRY = re.compile(
-    r"^\.\. (?:autofunction|autoclass|autoexception|py:data):: kvtailor\.(\w+)(?:\(\))?$", re.MULTILINE
-)
+ENTRY = re.compile(r"^\.\. (?:autofunction|autoclass|autoexception|py:data):: kvtailor\.(\w+)(?:\(\))?$", re.MULTILINE)
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
