@@ -19,7 +19,7 @@ from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 PICTURE = Path(__file__).parent / "pictures" / "terminal.svg"
-WIDTH, LINES = 80, 18
+WIDTH, LINES = 80, 19
 
 
 def main() -> None:
