@@ -12,6 +12,7 @@ from kvtailor.bench.micro import batches, cases
 from kvtailor.bench.micro.timer import Measured, Side
 from kvtailor.cli import main
 from kvtailor.hf.model.config import RANDOM_SHAPES
+from kvtailor.hf.run.stock import fill
 
 CPU = torch.device("cpu")
 
@@ -73,8 +74,7 @@ def test_a_padded_row_gives_what_it_gives_alone(monkeypatch: pytest.MonkeyPatch)
     batch = batches._Batch(3, 128, 1)
     model = cases.random_of(cases.MODEL, torch.float32, CPU)
     stock = cases.random_of(cases.MODEL, torch.float32, CPU)
-    states = {layer: batches._rows_of(each, 3) for layer, each in cases.model_states(model, 128).items()}
-    written = {layer: (keys(), values()) for layer, (keys, values) in states.items()}
+    written = dict(cases.layer_states(model, 3, 128))
     alone = {layer: (keys[2:, :, 64:], values[2:, :, 64:]) for layer, (keys, values) in written.items()}
     ids = torch.randint(0, cases.VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(4))
     mask = batch.mask(padded=True)
@@ -84,10 +84,10 @@ def test_a_padded_row_gives_what_it_gives_alone(monkeypatch: pytest.MonkeyPatch)
         ("ours", model, batches.cache_for(model, "full")),
         ("theirs", stock, batches.static_cache(stock, batch.slots)),
     ):
-        batches.fill(cache, written)
+        fill(cache, written)
         found[name] = batches._step(on, cache, mask, 128, ids).logits[2]
     single = batches.static_cache(stock, 96)
-    batches.fill(single, alone)
+    fill(single, alone)
     expected = stock(ids[2:], past_key_values=single, use_cache=True).logits[0]
     assert torch.allclose(found["theirs"], expected, atol=1e-4)
     assert torch.allclose(found["ours"], expected, atol=1e-4)

@@ -19,10 +19,9 @@ the sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,13 +29,15 @@ from torch import Tensor
 
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
+from kvtailor.bench.measure.memory_gauge import gauge_of
 from kvtailor.bench.measure.statistics import spread
-from kvtailor.bench.micro.cases import MODEL, VOCABULARY, model_states, random_of
+from kvtailor.bench.micro.cases import MODEL, VOCABULARY, fill_at_random, random_of
 from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
 from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
+from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.config import RANDOM_SHAPES
-from kvtailor.hf.run.stock import fill, static_cache
+from kvtailor.hf.run.stock import static_cache
 from kvtailor.presets import FULL
 
 __all__ = ["UNIFORM", "bench", "decode_batches"]
@@ -47,9 +48,9 @@ Divided by: StaticCache with sdpa, the fastest that transformers has; padded row
 _BASE, _PADDED_BASE, _PADDED = "StaticCache + sdpa", "StaticCache + sdpa, padded", ", padded"
 _QUESTION, _WARMUP = 64, 3
 # What each holds of the bytes of a cache in the model's own type of 16 bits, at most: what room is asked for.
-UNIFORM = {FULL: 1.0, "vector(bits=8)": 0.55, "vector(bits=4)": 0.3, "snapkv @ tokens={budget}": 1.0}
-_RAGGED = {"snapkv + adakv @ tokens={budget}": 1.0}
-_OF_PADDED = {FULL: 1.0, "snapkv @ tokens={budget}": 1.0}
+UNIFORM = {FULL: 1.0, "vector(bits=8)": 0.55, "vector(bits=4)": 0.3, "snapkv @ tokens={budget}": 0.125}
+_RAGGED = {"snapkv + adakv @ tokens={budget}": 0.125}
+_OF_PADDED = {FULL: 1.0, "snapkv @ tokens={budget}": 0.125}
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,12 @@ def decode_batches(
     # Two models: ours has its attention switched as long as it has a cache of ours.
     model, stock = random_of(MODEL, dtype, device), random_of(MODEL, dtype, device)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    states = {layer: _rows_of(each, batch.rows) for layer, each in model_states(model, batch.context).items()}
     ids = torch.randint(0, VOCABULARY, (batch.rows, _QUESTION), generator=torch.Generator().manual_seed(2)).to(device)
     token = ids[:, :1].contiguous()
     sides: list[Side] = []
 
     def add(name: str, on: Any, cache: Any, padded: bool) -> None:
-        fill(cache, {layer: (keys(), values()) for layer, (keys, values) in states.items()})
+        fill_at_random(cache, model, batch.rows, batch.context)
         mask = batch.mask(padded).to(device) if padded else None
         step = partial(_step, on, cache, mask, batch.context)
         step(ids, logits_to_keep=1)
@@ -147,23 +147,11 @@ def _step(model: Any, cache: Any, mask: Tensor | None, context: int, ids: Tensor
     """Read `ids` (rows, n) behind what the cache has seen, with as much of the mask (rows, slots) as that makes."""
     if mask is not None:
         # A cache that was filled directly has not read its context's mask yet: it gets it with the first tokens.
-        options["attention_mask"] = mask[:, : int(cache.get_seq_length()) + ids.shape[1]]
+        seen, new = int(cache.get_seq_length()), ids.shape[1]
+        options["attention_mask"] = mask[:, : seen + new]
         first = mask[:, :context].sum(-1, keepdim=True) - context
-        places = int(cache.get_seq_length()) + torch.arange(ids.shape[1], device=ids.device)
-        options["position_ids"] = places + first
+        options["position_ids"] = seen + torch.arange(new, device=ids.device) + first
     return model(ids, past_key_values=cache, use_cache=True, **options)
-
-
-def _rows_of(states: tuple[Tensor, Tensor], rows: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """What makes keys and values (rows, h, n, d) of a layer: those of one row (1, h, n, d), turned for each row.
-
-    Made when they are written, so that no second copy of all rows stands beside the caches.
-    """
-
-    def of(each: Tensor) -> Callable[[], Tensor]:
-        return lambda: torch.cat([each.roll(17 * row, 2) for row in range(rows)])
-
-    return of(states[0]), of(states[1])
 
 
 def _needed(batch: _Batch, dtype: torch.dtype) -> int:
@@ -172,21 +160,16 @@ def _needed(batch: _Batch, dtype: torch.dtype) -> int:
     layers = shape["num_hidden_layers"]
     whole = batch.rows * batch.slots * layers * 2 * shape["num_key_value_heads"] * shape["head_dim"] * dtype.itemsize
     shares = [*UNIFORM.values(), *_RAGGED.values(), *_OF_PADDED.values()]
-    evicting = sum("budget" in line for line in (*UNIFORM, *_RAGGED, *_OF_PADDED))
-    # A plan that evicts holds everything until it has, an eighth afterwards, and no two of them do so at once.
-    held = 2 + sum(shares) - evicting + evicting / 8 + 1 + 3 / layers
-    return int(held * whole)
+    # Two stock caches; one plan at a time that holds everything until it evicts; what grows while a layer is written.
+    return int((2 + sum(shares) + 1 + 3 / layers) * whole)
 
 
 def _free(device: torch.device) -> int | None:
     """Bytes that are free on a device; None where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+        return gauge_of(device).free
+    except KvtailorError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _table(batch: _Batch, dtype: torch.dtype, bandwidth: float, device: torch.device, advance: Advance) -> Table:

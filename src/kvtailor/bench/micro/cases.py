@@ -7,7 +7,7 @@ about quality.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import random_model
-from kvtailor.hf.run.stock import layer_makers
+from kvtailor.hf.run.stock import fill, layer_makers
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
@@ -45,7 +45,9 @@ __all__ = [
     "bytes_of",
     "coded",
     "exact_side",
+    "fill_at_random",
     "kernels_of",
+    "layer_states",
     "layers_apart",
     "model_states",
     "query_of",
@@ -307,6 +309,25 @@ def random_llama(dtype: torch.dtype, device: torch.device) -> Any:
 def random_of(name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None) -> Any:
     """A random model of `hf.model.config.RANDOM_SHAPES`; each call gives another one with the same weights."""
     return random_model(name, dtype=dtype, device=device, vocab_size=VOCABULARY, layers=layers)
+
+
+def layer_states(model: Any, rows: int, context: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Random keys and values (b, h, n, d) of one layer after the other: all at once they may fill the device."""
+    parameter = next(model.parameters())
+    generator = torch.Generator(parameter.device).manual_seed(1)
+    for layer, shape in enumerate(Geometry.of(model.config).shapes):
+        if shape.compressed:
+            sizes = [(rows, shape.kv_heads, context, size) for size in (shape.key_size, shape.value_size)]
+            keys, values = (
+                torch.randn(size, generator=generator, device=parameter.device, dtype=parameter.dtype) for size in sizes
+            )
+            yield layer, (keys, values)
+
+
+def fill_at_random(cache: Any, model: Any, rows: int, context: int) -> None:
+    """Put `layer_states` into a cache, as `hf.run.stock.fill` does."""
+    for layer, states in layer_states(model, rows, context):
+        fill(cache, {layer: states})
 
 
 def model_states(model: Any, context: int) -> dict[int, tuple[Tensor, Tensor]]:

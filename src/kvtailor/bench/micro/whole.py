@@ -21,7 +21,7 @@ A side for which there is no room is left out and named, as is one that cannot b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,14 +32,13 @@ from torch import Tensor
 
 from kvtailor.bench.measure.cache_fields import bytes_of
 from kvtailor.bench.measure.machine import read_bandwidth
-from kvtailor.bench.micro.cases import VOCABULARY, random_of
+from kvtailor.bench.micro.cases import VOCABULARY, fill_at_random, random_of
 from kvtailor.bench.micro.tables import Advance, Bench, Cell, Table, compared
 from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError, UnsupportedModel
 from kvtailor.hf.graphs.replaying import Replays
 from kvtailor.hf.make_cache import cache_for
-from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.run.stock import dynamic_cache, fill
+from kvtailor.hf.run.stock import dynamic_cache
 from kvtailor.ops.dispatch import using
 from kvtailor.ops.triton.installed import interpreting, missing
 from kvtailor.plan import Plan
@@ -174,28 +173,10 @@ def bench(
     )
 
 
-def _layer_states(model: Any, rows: int, context: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Random keys and values (b, h, n, d) of one layer after the other: all at once they may fill the device."""
-    parameter = next(model.parameters())
-    generator = torch.Generator(parameter.device).manual_seed(1)
-    for layer, shape in enumerate(Geometry.of(model.config).shapes):
-        if shape.compressed:
-            sizes = [(rows, shape.kv_heads, context, size) for size in (shape.key_size, shape.value_size)]
-            keys, values = (
-                torch.randn(size, generator=generator, device=parameter.device, dtype=parameter.dtype) for size in sizes
-            )
-            yield layer, (keys, values)
-
-
-def _fill(cache: Any, model: Any, rows: int, context: int) -> None:
-    for layer, states in _layer_states(model, rows, context):
-        fill(cache, {layer: states})
-
-
 def _ready(setting: _Setting, model: Any, plan: str, rows: int, context: int) -> Any:
     """A cache of a plan that holds the context, after what the plan does with it."""
     cache = cache_for(model, plan)
-    _fill(cache, model, rows, context)
+    fill_at_random(cache, model, rows, context)
     shape = (rows, 1 if plan == FULL else _QUESTION)
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(2)).to(setting.device)
     model(ids, past_key_values=cache, logits_to_keep=1)
@@ -283,7 +264,7 @@ def _replayed(
 
 def _stock(model: Any, rows: int, context: int, token: Tensor) -> tuple[Callable[[int], object], Any]:
     cache = dynamic_cache(model)
-    _fill(cache, model, rows, context)
+    fill_at_random(cache, model, rows, context)
     model(token, past_key_values=cache, use_cache=True)
     return lambda _: model(token, past_key_values=cache, use_cache=True, logits_to_keep=1), cache
 
