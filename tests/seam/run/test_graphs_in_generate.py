@@ -18,23 +18,16 @@ import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.graphs import replay
 from kvtailor.hf.graphs.open_steps import _WORTH_RECORDING
-from kvtailor.ops.dispatch import using
 from tests.seam.run.test_replay import KIVI, PLANS
 from tests.support.crossed import crossed
-from tests.support.seam.tape import Tape, recorder
+from tests.support.seam.tape import Tape
 from tests.support.seam.zoo import COMPRESSIBLE, VOCABULARY, build, prompts
 
 TOLD = {"max_new_tokens": 30, "do_sample": False}
 A_PROMPT = "a prompt, a turn or a draft of several tokens"
 
 
-@pytest.fixture(autouse=True)
-def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
-    """A tape records on every device; one form of attention, so that plain and replayed steps round alike."""
-    record, found = recorder(monkeypatch)
-    monkeypatch.setattr(replay, "recorder_of", lambda device: record)
-    with using("reference"):
-        yield found
+pytestmark = pytest.mark.usefixtures("tapes")
 
 
 def both(model, plan: str):

@@ -16,23 +16,14 @@ from transformers import Cache
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.graphs import replay
 from kvtailor.hf.graphs.replayed_cache import ReplayedCache
-from kvtailor.ops.dispatch import using
-from tests.support.seam.tape import Tape, recorder
 from tests.support.seam.user_loop import Loop, loops
 from tests.support.seam.zoo import build, error
 
 CLOSE = 1e-5
 
 
-@pytest.fixture(autouse=True)
-def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
-    """A tape records on every device; one form of attention, so that plain and replayed steps round alike."""
-    record, found = recorder(monkeypatch)
-    monkeypatch.setattr(replay, "recorder_of", lambda device: record)
-    with using("reference"), torch.no_grad():
-        yield found
+pytestmark = pytest.mark.usefixtures("tapes", "without_gradients")
 
 
 # What of the public names is the plan's, the model's or a count, and not about tokens that have come.
