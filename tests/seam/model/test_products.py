@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
-from kvtailor.hf.graphs.replaying import _obstacle
+from kvtailor.hf.graphs.obstacles import obstacle
 from kvtailor.hf.layers.products import Operand
 from tests.support.every_model.build import build
 from tests.support.every_model.judge import error
@@ -127,7 +127,7 @@ def test_falcon_with_alibi_is_refused() -> None:
 
 def test_graphs_are_refused() -> None:
     model = made("gptj")
-    why = _obstacle(kvtailor.cache_for(model, "kivi4"), model)
+    why = obstacle(kvtailor.cache_for(model, "kivi4"), model)
     assert why is not None and "gptj computes its attention itself" in why
 
 

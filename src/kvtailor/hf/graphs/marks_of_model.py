@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 
-__all__ = ["MarksOfModel", "has_hooks"]
+__all__ = ["MarksOfModel", "autocast_modes", "has_hooks"]
 
 _PARTS = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -36,8 +36,8 @@ class MarksOfModel:
         # Tensors of other classes, as quantised weights are, have no address of their own, and are replaced whole.
         self._tensors = [each for each in self._found if type(each) in _OWN_ADDRESS]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._modes = [module.training for module in modules], _autocast(), torch.is_inference_mode_enabled()
         self._modules = modules
+        self._modes = self._modes_now()
 
     def hold(self) -> bool:
         """Whether the model is as it was, and runs in the same modes."""
@@ -47,9 +47,11 @@ class MarksOfModel:
             and [len(names) for names in self._dicts] == self._sizes
             and all(names.get(name) is found for (names, name), found in zip(self._names, self._found, strict=True))
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
-            and self._modes
-            == ([module.training for module in self._modules], _autocast(), torch.is_inference_mode_enabled())
+            and self._modes_now() == self._modes
         )
+
+    def _modes_now(self) -> tuple[object, ...]:
+        return [module.training for module in self._modules], autocast_modes(), torch.is_inference_mode_enabled()
 
 
 def has_hooks(model: nn.Module) -> bool:
@@ -62,5 +64,6 @@ def has_hooks_of_all() -> bool:
     return bool(hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
 
 
-def _autocast() -> tuple[bool, ...]:
+def autocast_modes() -> tuple[bool, ...]:
+    """Whether autocast is on, for the CPU and for CUDA."""
     return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

@@ -20,7 +20,7 @@ from kvtailor.engine.phase import Compressing
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.graphs.asked import DecodedToken, decoded_token
 from kvtailor.hf.graphs.counts import ReplayCounts
-from kvtailor.hf.graphs.marks_of_model import MarksOfModel, has_hooks
+from kvtailor.hf.graphs.marks_of_model import MarksOfModel, autocast_modes, has_hooks
 from kvtailor.hf.graphs.obstacles import obstacle_of_parts
 from kvtailor.hf.graphs.replay import Recorder, Replay
 from kvtailor.hf.progress import Alone
@@ -231,7 +231,7 @@ def _mode(model: Any) -> str | None:
         return "gradients were not switched off"
     if model.training:
         return "the model was in training mode"
-    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+    if any(autocast_modes()):
         return "autocast was on"
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return "the model's attention was not kvtailor's"

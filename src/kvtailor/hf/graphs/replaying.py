@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.graphs.obstacles import checked_recorder
-from kvtailor.hf.graphs.obstacles import obstacle as _obstacle
+from kvtailor.hf.graphs.obstacles import checked_recorder, obstacle
 from kvtailor.hf.graphs.replay import Recorder, Replay
 from kvtailor.hf.run.prefill import fed
 from kvtailor.hf.run.reader import CacheReader, with_columns
@@ -45,7 +44,7 @@ class Replays:
     def __init__(
         self, model: Any, cache: KvCache, mask: Tensor | None = None, *, expected: int, record: Recorder | None = None
     ):
-        self.record = checked_recorder(model, _obstacle(cache, model), record)
+        self.record = checked_recorder(model, obstacle(cache, model), record)
         self.model, self.cache, self.mask, self.expected = model, cache, mask, expected
         self.now: Replay | None = None
 
