@@ -21,7 +21,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import ByBlocks, Codec, InBits, Sides, TwoSided
+from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.settings.by_blocks import ByBlocks
+from kvtailor.encode.settings.in_bits import InBits
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.segments.coded import PairSegment, Whole
@@ -69,10 +71,7 @@ class Gaussian(ByBlocks, InBits, TwoSided, Codec):
 
     def __post_init__(self) -> None:
         self.check_bits("gaussian", lambda name, bits: "; the paper's are 2, 3 and 4")
-        if self.recent < 0:
-            raise ValueError(f"gaussian: recent must be 0 or more tokens, found {self.recent}")
-        if self.block_size < 1:
-            raise ValueError(f"gaussian: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
+        self.check_tokens("gaussian")
 
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> GaussianCodes:
         return GaussianCodes.of(keys, self.bits_of_keys, keep_norm=self.keep_norm)
