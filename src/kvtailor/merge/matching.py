@@ -1,0 +1,193 @@
+"""Matching: weights and values of kept tokens are fitted, so that they are attended as all tokens were.
+
+*Idea*: what later tokens need of a dropped part is two numbers for each query: how much attention the part gets, and
+the mean of its values under that attention. Reference queries say what both were. Each kept token gets a factor in the
+softmax, so that the kept ones together get the attention of all; then their values are changed, so that what they give
+is what all gave. Keys stay as they are.
+
+*Paper*: zweiger2026matching, "Fast KV Compaction via Attention Matching", arXiv 2602.16284. Factors w by non-negative
+least squares, sum_j w_j exp(q k_j) = the sum over all; then values V by least squares, softmax(q K + log w) V = the
+attention output; both over the reference queries q, factors between e^-3 and e^3.
+
+*Source*: its repository adamzweiger/compaction (MIT) for facts, the bounds among them; nothing was taken.
+
+*Departs*: the recent window, and what is there as a code alone, cannot change. So what is matched are the other tokens,
+each query counting by the share of its attention that these get (the repository divides by the largest exponential of
+the query). Queries of the text itself see no later token, which in the repository they do. There are a few hundred
+queries and not 50,000, often fewer than kept tokens, so both fits have a ridge, toward 1 for factors and toward the
+value that a token has; the repository has none, clamps unbounded factors and takes two gradient steps. A head whose
+fitted tokens would come no closer to its outputs over the reference queries than dropping comes is left as dropped.
+At a later cut earlier weights count in what is matched, and the bounds are those of each cut's factor. Layers are
+fitted by queries of the uncompressed context, not one after the other on what the layers before became ("on-policy").
+
+*Cost*: the last `window` queries and `spread` more. For each kv head r = g * (window + spread) rows: r n (2 d + 2 dv)
+for what is matched, in blocks of tokens, then about ten systems of r equations, r^2 k each for k kept tokens; scratch
+(r, k) float32, several heads at a time where they fit 32 MiB. A weight is stored as 4 bytes for each kept token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvtailor.merge.contract import Merged, Merger
+from kvtailor.ops.attention.references import Matched, matched
+from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
+from kvtailor.ops.least_squares import bounded_factors, product, ridge_change
+from kvtailor.types import Held, Needs
+
+__all__ = ["Matching"]
+
+Fit = Literal["both", "weights", "values"]
+
+# Elements of the shares of several heads that are fitted together.
+_SCRATCH = 1 << 23
+# A share of attention that is none; and a ridge, where no query sees any token that may change.
+_LEAST = 1e-20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matching(Merger):
+    """Fits weights and values.
+
+    Attributes:
+        window: newest queries that are matched.
+        spread: at most so many queries spread over the text that are matched.
+        ridge: of both fits, in mean squared lengths of a token's column of shares.
+        bound: largest absolute logarithm of the factor that a token gets at one cut.
+        fit: "both", or only the "weights" or only the "values".
+    """
+
+    window: int = 32
+    spread: int = 128
+    ridge: float = 0.01
+    bound: float = 3.0
+    fit: Fit = "both"
+    weighted: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("matching", "matching(fit=values, spread=0)")
+    splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = "it changes values and not keys, and a latent is both at once"
+    knows_softcap: ClassVar[bool] = True
+    knows_sinks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.spread < 0 or not self.window + self.spread:
+            raise ValueError(
+                f"matching: window and spread must be 0 or more queries and one of them above 0, found {self.window} "
+                f"and {self.spread}"
+            )
+        if not 0 < self.ridge < math.inf:
+            raise ValueError(f"matching: ridge must be above 0, found {self.ridge}; a tiny one is next to none")
+        if not 0 < self.bound < 80:
+            raise ValueError(f"matching: bound must be above 0 and below 80, found {self.bound}; the paper's is 3")
+        if self.fit not in get_args(Fit):
+            raise ValueError(f"matching: fit must be one of {', '.join(get_args(Fit))}, found {self.fit!r}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.window, rows=self.spread)
+
+    def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged:
+        """See the contract.
+
+        Raises:
+            ValueError: no queries were gathered.
+        """
+        if (self.window and held.queries is None) or (self.spread and held.sampled is None):
+            raise ValueError(
+                f"matching fits to the last {self.window} and {self.spread} spread queries, and did not get them; "
+                f"observe with {self.needs}"
+            )
+        index, filled = kept_first(keep, held.kept)
+        keys, values = kept_states(held.keys, index, filled), kept_states(held.values, index, filled)
+        log_weight = torch.zeros_like(keep, dtype=torch.float32) if held.log_weight is None else held.log_weight
+        log_weight = log_weight.gather(-1, index).masked_fill_(~filled, 0.0)
+        takes = into.gather(-1, index) & filled
+        for lanes in self._together(held, keep, into, takes):
+            sizes = [lane.at.shape[0] for lane in lanes]
+            factors, fitted, better = self._fitted([lane.seen for lane in lanes], max(sizes))
+            for number, (lane, size) in enumerate(zip(lanes, sizes, strict=True)):
+                row, head, at = lane.row, lane.head, lane.at
+                was, weight = values[row, head, at], log_weight[row, head, at]
+                values[row, head, at] = torch.where(better[number], fitted[number, :size], was)
+                grown = weight + factors[number, :size].log().float()
+                log_weight[row, head, at] = torch.where(better[number], grown, weight)
+        return Merged(keys=keys, values=values, log_weight=log_weight)
+
+    def _together(self, held: Held, keep: Tensor, into: Tensor, takes: Tensor) -> Iterator[list[_Lane]]:
+        """Heads that are fitted together: those that drop some tokens, and have others that may take them in."""
+        lanes: list[_Lane] = []
+        gone = held.valid & ~keep
+        for row in range(keep.shape[0]):
+            for head in range(keep.shape[1]):
+                taking, leaving = held.merging(row, head, all_take=into is keep)
+                at = places_of(takes[row, head], taking)
+                if not at.numel() or not places_of(gone[row, head], leaving).numel():
+                    continue
+                seen = matched(held, row, head, keep[row, head], into[row, head])
+                lane = _Lane(row=row, head=head, at=at, seen=seen)
+                widest = max(at.shape[0], *(each.at.shape[0] for each in lanes), 1)
+                if lanes and (len(lanes) + 1) * seen.shares.shape[0] * widest > _SCRATCH:
+                    yield lanes
+                    lanes = []
+                lanes.append(lane)
+        if lanes:
+            yield lanes
+
+    def _fitted(self, lanes: Sequence[Matched], widest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What the tokens of some heads become.
+
+        Returns:
+            (l, t) float64 factors; (l, t, dv) values in the dtype of what was held; (l,) bool: they come closer to the
+            outputs over the reference queries than the tokens as they are.
+        """
+        shares = torch.stack([_wide(each.shares, widest, 1) for each in lanes])
+        values = torch.stack([_wide(each.values, widest, 0) for each in lanes])
+        whole, summed = torch.stack([each.whole for each in lanes]), torch.stack([each.summed for each in lanes])
+        rest, others = torch.stack([each.rest for each in lanes]), torch.stack([each.others for each in lanes])
+        count = torch.tensor([each.shares.shape[1] for each in lanes], device=shares.device)
+        before, factors = values.double(), torch.ones(values.shape[:2], dtype=torch.float64, device=values.device)
+        left = product(shares, factors[..., None])
+        dropped = (others + product(shares, before)) / (rest + left).clamp_min(_LEAST)
+        if self.fit != "values":
+            low, high = math.exp(-self.bound), math.exp(self.bound)
+            factors = bounded_factors(shares, whole[..., 0], ridge=self._ridge_of(shares, count), low=low, high=high)
+            left = product(shares, factors[..., None])
+        fitted = values
+        if self.fit != "weights":
+            # Of each query the mean of the values under its attention, times the share that all these tokens had.
+            some = left > _LEAST
+            even = torch.where(some, whole / left.clamp_min(_LEAST), 0.0)
+            weighing = (shares * factors[:, None].float()).mul_(even.float())
+            missing = summed * some - product(weighing, before)
+            fitted = (before + ridge_change(weighing, missing, ridge=self._ridge_of(weighing, count))).to(values.dtype)
+        now = (others + product(shares, factors[..., None] * fitted.double())) / (rest + left).clamp_min(_LEAST)
+        aim = others + summed
+        better = (now - aim).square().sum((1, 2)) < (dropped - aim).square().sum((1, 2))
+        return factors, fitted, better
+
+    def _ridge_of(self, columns: Tensor, count: Tensor) -> Tensor:
+        """(l,) float64: the ridge for columns (l, r, t), of which `count` (l,) are tokens."""
+        return (self.ridge * columns.double().square().sum((1, 2)) / count).clamp_min(_LEAST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lane:
+    """A row and kv head whose tokens are fitted: `at` (t,) are their places among the kept ones."""
+
+    row: int
+    head: int
+    at: Tensor
+    seen: Matched
+
+
+def _wide(tensor: Tensor, widest: int, axis: int) -> Tensor:
+    """The tensor with zeros behind, so that one of its axes has the size `widest`."""
+    missing = list(tensor.shape)
+    missing[axis] = widest - missing[axis]
+    return torch.cat([tensor, tensor.new_zeros(missing)], axis)
