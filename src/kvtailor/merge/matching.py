@@ -16,7 +16,8 @@ each query counting by the share of its attention that these get (the repository
 the query). Queries of the text itself see no later token, which in the repository they do. There are a few hundred
 queries and not 50,000, often fewer than kept tokens, so both fits have a ridge, toward 1 for factors and toward the
 value that a token has; the repository has none, clamps unbounded factors and takes two gradient steps. A head whose
-fitted tokens would come no closer to its outputs over the reference queries than dropping comes is left as dropped.
+fitted tokens would come no closer to its outputs over the reference queries than dropping comes is left as dropped;
+outputs are compared by themselves, and beside later tokens that get as much attention as all before.
 At a later cut earlier weights count in what is matched, and the bounds are those of each cut's factor. Layers are
 fitted by queries of the uncompressed context, not one after the other on what the layers before became ("on-policy").
 
@@ -39,7 +40,7 @@ from kvtailor.merge.contract import Merged, Merger
 from kvtailor.ops.attention.references import Matched, matched
 from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.ops.least_squares import bounded_factors, product, ridge_change
-from kvtailor.types import Held, Needs
+from kvtailor.types import Held, Needs, Repetition
 
 __all__ = ["Matching"]
 
@@ -59,12 +60,16 @@ class Matching(Merger):
         window: newest queries that are matched.
         spread: at most so many queries spread over the text that are matched.
         ridge: of both fits, in mean squared lengths of a token's column of shares.
+        turned: spread queries are turned to where the next token stands, and see all; else they see what they saw.
+        repeat: at most so many queries of a repetition of the context that are matched.
         bound: largest absolute logarithm of the factor that a token gets at one cut.
         fit: "both", or only the "weights" or only the "values".
     """
 
     window: int = 32
     spread: int = 128
+    turned: bool = True
+    repeat: int = 0
     ridge: float = 0.01
     bound: float = 3.0
     fit: Fit = "both"
@@ -76,10 +81,10 @@ class Matching(Merger):
     knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.window < 0 or self.spread < 0 or not self.window + self.spread:
+        if min(self.window, self.spread, self.repeat) < 0 or not self.window + self.spread + self.repeat:
             raise ValueError(
-                f"matching: window and spread must be 0 or more queries and one of them above 0, found {self.window} "
-                f"and {self.spread}"
+                "matching: window, spread and repeat must be 0 or more and give at least one query, found "
+                f"{self.window}, {self.spread} and {self.repeat}"
             )
         if not 0 < self.ridge < math.inf:
             raise ValueError(f"matching: ridge must be above 0, found {self.ridge}; a tiny one is next to none")
@@ -90,7 +95,12 @@ class Matching(Merger):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window, rows=self.spread)
+        repetition = Repetition(chunk=2048, lead=8, sinks=4, queries=self.repeat) if self.repeat else None
+        return Needs(window=self.window, rows=self.spread, rotation=self._turns, reconstruction=repetition)
+
+    @property
+    def _turns(self) -> bool:
+        return self.turned and self.spread > 0
 
     def merge(self, held: Held, keep: Tensor, into: Tensor) -> Merged:
         """See the contract.
@@ -98,16 +108,20 @@ class Matching(Merger):
         Raises:
             ValueError: no queries were gathered.
         """
-        if (self.window and held.queries is None) or (self.spread and held.sampled is None):
+        lacking = (self.window and held.queries is None) or (self.spread and held.sampled is None)
+        if lacking or (self._turns and held.rotation is None):
             raise ValueError(
-                f"matching fits to the last {self.window} and {self.spread} spread queries, and did not get them; "
-                f"observe with {self.needs}"
+                f"matching fits to the last {self.window} queries and {self.spread} spread ones"
+                f"{', which it turns' if self._turns else ''}, and did not get all of it; observe with {self.needs}"
             )
         index, filled = kept_first(keep, held.kept)
         keys, values = kept_states(held.keys, index, filled), kept_states(held.values, index, filled)
         log_weight = torch.zeros_like(keep, dtype=torch.float32) if held.log_weight is None else held.log_weight
         log_weight = log_weight.gather(-1, index).masked_fill_(~filled, 0.0)
         takes = into.gather(-1, index) & filled
+        if not self.window + self.spread and held.repeated is None:
+            # The repetition is gone when decoded tokens are cut.
+            return Merged(keys=keys, values=values, log_weight=log_weight)
         for lanes in self._together(held, keep, into, takes):
             sizes = [lane.at.shape[0] for lane in lanes]
             factors, fitted, better = self._fitted([lane.seen for lane in lanes], max(sizes))
@@ -129,7 +143,7 @@ class Matching(Merger):
                 at = places_of(takes[row, head], taking)
                 if not at.numel() or not places_of(gone[row, head], leaving).numel():
                     continue
-                seen = matched(held, row, head, keep[row, head], into[row, head])
+                seen = matched(held, row, head, keep[row, head], into[row, head], turned=self._turns)
                 lane = _Lane(row=row, head=head, at=at, seen=seen)
                 widest = max(at.shape[0], *(each.at.shape[0] for each in lanes), 1)
                 if lanes and (len(lanes) + 1) * seen.shares.shape[0] * widest > _SCRATCH:
@@ -144,7 +158,7 @@ class Matching(Merger):
 
         Returns:
             (l, t) float64 factors; (l, t, dv) values in the dtype of what was held; (l,) bool: they come closer to the
-            outputs over the reference queries than the tokens as they are.
+            outputs over the reference queries (`_distance`) than the tokens as they are.
         """
         shares = torch.stack([_wide(each.shares, widest, 1) for each in lanes])
         values = torch.stack([_wide(each.values, widest, 0) for each in lanes])
@@ -153,7 +167,8 @@ class Matching(Merger):
         count = torch.tensor([each.shares.shape[1] for each in lanes], device=shares.device)
         before, factors = values.double(), torch.ones(values.shape[:2], dtype=torch.float64, device=values.device)
         left = product(shares, factors[..., None])
-        dropped = (others + product(shares, before)) / (rest + left).clamp_min(_LEAST)
+        aim = others + summed, rest + whole
+        dropped = _distance((others + product(shares, before), rest + left), aim)
         if self.fit != "values":
             low, high = math.exp(-self.bound), math.exp(self.bound)
             factors = bounded_factors(shares, whole[..., 0], ridge=self._ridge_of(shares, count), low=low, high=high)
@@ -166,10 +181,8 @@ class Matching(Merger):
             weighing = (shares * factors[:, None].float()).mul_(even.float())
             missing = summed * some - product(weighing, before)
             fitted = (before + ridge_change(weighing, missing, ridge=self._ridge_of(weighing, count))).to(values.dtype)
-        now = (others + product(shares, factors[..., None] * fitted.double())) / (rest + left).clamp_min(_LEAST)
-        aim = others + summed
-        better = (now - aim).square().sum((1, 2)) < (dropped - aim).square().sum((1, 2))
-        return factors, fitted, better
+        now = _distance((others + product(shares, factors[..., None] * fitted.double()), rest + left), aim)
+        return factors, fitted, now < dropped
 
     def _ridge_of(self, columns: Tensor, count: Tensor) -> Tensor:
         """(l,) float64: the ridge for columns (l, r, t), of which `count` (l,) are tokens."""
@@ -184,6 +197,19 @@ class _Lane:
     head: int
     at: Tensor
     seen: Matched
+
+
+def _distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+    """(l,): how far outputs are apart, squared: by themselves, and beside later tokens with as much attention again.
+
+    Args:
+        one, other: sums of values (l, r, dv) and of shares (l, r, 1), in the same unit for both.
+    """
+    total = torch.zeros_like(one[1][:, 0, 0])
+    for later in (0.0, 1.0):
+        mine, theirs = (summed / (shares + later).clamp_min(_LEAST) for summed, shares in (one, other))
+        total += (mine - theirs).square().sum((1, 2))
+    return total
 
 
 def _wide(tensor: Tensor, widest: int, axis: int) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held
 
 __all__ = ["Matched", "matched", "reference_queries"]
@@ -36,13 +37,15 @@ class Matched:
     others: Tensor
 
 
-def reference_queries(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
-    """All queries that a method was given, of one kv head's group: those spread over the row, then the newest.
+def reference_queries(held: Held, row: int, head: int, *, turned: bool) -> tuple[Tensor, Tensor]:
+    """All queries that a method was given, of one kv head's group: repeated, spread over the row, and the newest.
 
     Args:
-        held: with either of them.
+        held: with any of them, and the rotation where they are to be turned.
         row: of the batch.
         head: a kv head.
+        turned: those that are spread over the row stand for later ones: they are turned to the column behind the newest
+            token, so that they do not look for what stood beside them, and see all. Else they see what they saw.
 
     Returns:
         (g, m, d) float32 post-RoPE queries, and (m,) int64 their columns: a query sees no later token. The column -1,
@@ -50,19 +53,27 @@ def reference_queries(held: Held, row: int, head: int) -> tuple[Tensor, Tensor]:
     """
     queries, columns = [], []
     heads = held.keys.shape[1]
+    if held.repeated is not None and held.repeated_columns is not None:
+        queries.append(held.repeated[row].unflatten(0, (heads, -1))[head].float())
+        own = held.repeated_columns[row]
+        columns.append(own.masked_fill(own >= 0, held.seen))
     if held.sampled is not None and held.sampled_columns is not None:
-        queries.append(held.sampled[row].unflatten(0, (heads, -1))[head])
-        columns.append(held.sampled_columns[row])
+        spread, own = held.sampled[row].unflatten(0, (heads, -1))[head].float(), held.sampled_columns[row]
+        if turned:
+            assert held.rotation is not None
+            spread, own = turn(spread, held.seen - own, held.rotation), own.masked_fill(own >= 0, held.seen)
+        queries.append(spread)
+        columns.append(own)
     if held.queries is not None and held.query_columns is not None:
-        queries.append(held.queries[row].unflatten(0, (heads, -1))[head])
+        queries.append(held.queries[row].unflatten(0, (heads, -1))[head].float())
         own = held.query_columns
         columns.append(own if held.holds_window else own.masked_fill(~held.held_by_any(row), -1))
     every = torch.cat(columns)
-    found = torch.cat(queries, 1).float()
+    found = torch.cat(queries, 1)
     return found.masked_fill_((every < 0)[:, None], 0.0), every
 
 
-def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor) -> Matched:
+def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor, *, turned: bool) -> Matched:
     """What the reference queries see of the tokens of one row and kv head.
 
     Args:
@@ -71,12 +82,13 @@ def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor) -> Matc
         head: a kv head.
         keep: (n,) bool: tokens that are not dropped.
         into: (n,) bool, among them: tokens that may change.
+        turned: see `reference_queries`.
     """
     there = held.there(row, head)
     keys, values = held.keys[row, head][there], held.values[row, head][there]
     positions, keep, into = held.positions[row, head][there], keep[there], into[there]
     weight = None if held.log_weight is None else held.log_weight[row, head][there]
-    queries, columns = reference_queries(held, row, head)
+    queries, columns = reference_queries(held, row, head, turned=turned)
     # (r, d) and (r, 1): the queries of one head after those of another.
     rows, until = queries.flatten(0, 1) * held.scaling, columns.repeat(queries.shape[0])[:, None]
     softmax = held.softmax_of(head)
