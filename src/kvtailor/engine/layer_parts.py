@@ -120,11 +120,12 @@ class Observed:
         def picked(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, index.to(tensor.device))
 
+        memories: dict[str, Any] = {name: picked(tensor) for name, tensor in self.memories().items()}
         return Observed(
             evidence=self.evidence.select_rows(index, mass),
             carry={name: picked(tensor) for name, tensor in self.carry.items()},
             tokens_read=self.tokens_read,
-            **{name: picked(tensor) for name, tensor in self.memories().items()},
+            **memories,
         )
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -70,7 +70,7 @@ class Matching(Merger):
     spread: int = 128
     turned: bool = True
     repeat: int = 0
-    ridge: float = 0.01
+    ridge: float = 1.0
     bound: float = 3.0
     fit: Fit = "both"
     weighted: ClassVar[bool] = True

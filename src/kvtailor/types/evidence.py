@@ -321,12 +321,12 @@ class Held:
                 window_held=None if held.window_held is None else held.window_held[..., first:],
             )
         if held.sampled is not None and held.sampled_columns is not None:
-            sampled, columns = _strided(held.sampled, held.sampled_columns, needs.rows)
-            held = replace(held, sampled=sampled, sampled_columns=columns)
+            fewer, theirs = _strided(held.sampled, held.sampled_columns, needs.rows)
+            held = replace(held, sampled=fewer, sampled_columns=theirs)
         if held.repeated is not None and held.repeated_columns is not None:
             most = needs.reconstruction.queries if needs.reconstruction else 0
-            repeated, columns = _strided(held.repeated, held.repeated_columns, most)
-            held = replace(held, repeated=repeated, repeated_columns=columns)
+            fewer, theirs = _strided(held.repeated, held.repeated_columns, most)
+            held = replace(held, repeated=fewer, repeated_columns=theirs)
         return held
 
     def recent(self, count: int | Tensor) -> Tensor:
