@@ -155,8 +155,11 @@ def test_equals_a_naive_loop(merger: Matching) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "capped"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_equals_a_naive_loop_with_caps_and_sinks_and_a_repetition(softcap: float | None, sinks: bool) -> None:
-    held = held_for(SMALL, (33, 21))
+@pytest.mark.parametrize("merger", [SMALL, Matching(window=0, spread=0, repeat=4)], ids=["besides", "alone"])
+def test_equals_a_naive_loop_with_caps_and_sinks_and_a_repetition(
+    merger: Matching, softcap: float | None, sinks: bool
+) -> None:
+    held = held_for(merger, (33, 21))
     generator = torch.Generator().manual_seed(6)
     held = replace(
         held,
@@ -164,7 +167,7 @@ def test_equals_a_naive_loop_with_caps_and_sinks_and_a_repetition(softcap: float
         repeated=torch.randn(2, HEADS * GROUP, 4, SIZE, generator=generator),
         repeated_columns=torch.tensor([[0, 1, 2, 3], [0, 2, -1, -1]]),
     )
-    assert min(check(SMALL, held, kept_of(held))) < 0.9
+    assert min(check(merger, held, kept_of(held))) < 0.9
 
 
 def test_blocks_of_tokens_and_of_heads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

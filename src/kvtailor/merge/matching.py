@@ -1,29 +1,31 @@
 """Matching: weights and values of kept tokens are fitted, so that they are attended as all tokens were.
 
-*Idea*: what later tokens need of a dropped part is two numbers for each query: how much attention the part gets, and
+*Idea*: what later tokens need of a dropped part is two things for each query: how much attention the part gets, and
 the mean of its values under that attention. Reference queries say what both were. Each kept token gets a factor in the
 softmax, so that the kept ones together get the attention of all; then their values are changed, so that what they give
 is what all gave. Keys stay as they are.
 
 *Paper*: zweiger2026matching, "Fast KV Compaction via Attention Matching", arXiv 2602.16284. Factors w by non-negative
 least squares, sum_j w_j exp(q k_j) = the sum over all; then values V by least squares, softmax(q K + log w) V = the
-attention output; both over the reference queries q, factors between e^-3 and e^3.
+attention output; both over reference queries q, of a repetition of the context among others; factors from e^-3 to e^3.
 
 *Source*: its repository adamzweiger/compaction (MIT) for facts, the bounds among them; nothing was taken.
 
-*Departs*: the recent window, and what is there as a code alone, cannot change. So what is matched are the other tokens,
-each query counting by the share of its attention that these get (the repository divides by the largest exponential of
-the query). Queries of the text itself see no later token, which in the repository they do. There are a few hundred
-queries and not 50,000, often fewer than kept tokens, so both fits have a ridge, toward 1 for factors and toward the
-value that a token has; the repository has none, clamps unbounded factors and takes two gradient steps. A head whose
-fitted tokens would come no closer to its outputs over the reference queries than dropping comes is left as dropped;
-outputs are compared by themselves, and beside later tokens that get as much attention as all before.
-At a later cut earlier weights count in what is matched, and the bounds are those of each cut's factor. Layers are
-fitted by queries of the uncompressed context, not one after the other on what the layers before became ("on-policy").
+*Departs*: the recent window, and what is there as a code alone, cannot change, so what is matched are the other tokens.
+A query counts by the share of its attention that these get (the repository divides by its largest exponential). There
+are a few hundred queries and not 50,000, often fewer than kept tokens, so both fits have a ridge, toward 1 for factors
+and toward the value that a token has; the repository has none, clamps unbounded factors and takes two gradient steps.
+By default queries are the newest, and some spread over the text, turned to where the next token stands; `repeat` takes
+those of a repetition besides (`kvzip` has how it is made), once: later cuts have the others. A head whose fitted tokens
+would come no closer to its outputs over the reference queries than dropping comes is left as dropped; outputs are
+compared by themselves, and beside later tokens that get as much attention as all before. At a later cut earlier weights
+count in what is matched, and the bounds are those of each cut's factor. Layers are fitted by queries of the
+uncompressed context, and not one after the other on what those before became ("on-policy").
 
-*Cost*: the last `window` queries and `spread` more. For each kv head r = g * (window + spread) rows: r n (2 d + 2 dv)
-for what is matched, in blocks of tokens, then about ten systems of r equations, r^2 k each for k kept tokens; scratch
-(r, k) float32, several heads at a time where they fit 32 MiB. A weight is stored as 4 bytes for each kept token.
+*Cost*: the queries that it asks for, held until decoding begins (with `slack`, for good); a weight of 4 bytes for each
+kept token. For each kv head r = g * queries rows: 2 r n (d + dv) operations for what is matched, in blocks of tokens,
+then about ten systems of r equations, each 2 r^2 k for k kept tokens; scratch two times (r, k) float32, of several
+heads where they fit 64 MiB. With `repeat` the context is read twice.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ class Matching(Merger):
 
     Attributes:
         window: newest queries that are matched.
-        spread: at most so many queries spread over the text that are matched.
-        ridge: of both fits, in mean squared lengths of a token's column of shares.
+        spread: at most so many queries spread over the text that are matched besides.
         turned: spread queries are turned to where the next token stands, and see all; else they see what they saw.
-        repeat: at most so many queries of a repetition of the context that are matched.
+        repeat: at most so many queries of a repetition of the context that are matched besides; 0: it is read once.
+        ridge: of both fits, in mean squared lengths of a token's column of shares.
         bound: largest absolute logarithm of the factor that a token gets at one cut.
         fit: "both", or only the "weights" or only the "values".
     """
@@ -186,7 +188,7 @@ class Matching(Merger):
 
     def _ridge_of(self, columns: Tensor, count: Tensor) -> Tensor:
         """(l,) float64: the ridge for columns (l, r, t), of which `count` (l,) are tokens."""
-        return (self.ridge * columns.double().square().sum((1, 2)) / count).clamp_min(_LEAST)
+        return (self.ridge * columns.square().sum((1, 2), dtype=torch.float64) / count).clamp_min(_LEAST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -296,9 +296,8 @@ class Held:
         return self.valid.sum(-1)
 
     def softmax_of(self, head: int) -> Softmax:
-        """The softmax of one kv head's query heads; with `queries`, or with `sampled` ones."""
-        of = self.queries if self.queries is not None else self.sampled
-        assert of is not None
+        """The softmax of one kv head's query heads; with any queries."""
+        of = next(each for each in (self.queries, self.sampled, self.repeated) if each is not None)
         group = of.shape[1] // self.keys.shape[1]
         return self.softmax.of_heads(head * group, group)
 
