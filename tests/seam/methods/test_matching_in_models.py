@@ -35,7 +35,7 @@ def test_logits_come_closer_to_those_of_a_full_cache(family: str) -> None:
         forced = prompts((8, 8, 8), state=5)[0]
         logits.append(model(forced, attention_mask=more, position_ids=positions, past_key_values=cache).logits)
     full, dropped, matched = logits
-    assert (matched - full).square().mean() < 0.9 * (dropped - full).square().mean()
+    assert (matched - full).square().mean() < 0.97 * (dropped - full).square().mean()
 
 
 @torch.no_grad()
