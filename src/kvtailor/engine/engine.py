@@ -227,8 +227,7 @@ class Engine:
                 with self.late.collecting():
                     self.eviction.run(layers, visible, self._close)
         for state in self.states:
-            if self.plan.slack_tokens is None:
-                state.observed.reconstruction = None
+            state.observed.end_repetition(again=self.plan.slack_tokens is not None)
             self._close(state, visible)
             self.leave(state)
         self.late.settle()

@@ -139,6 +139,10 @@ def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
         found = state.observed.reconstruction.gather(-1, held.positions.clamp(0, seen - 1))
         found = found.masked_fill(held.positions >= seen, -1.0).masked_fill(~held.valid, 0.0)
         held = replace(held, reconstruction=found)
+    sample, latents = state.observed.repeated, state.model.latents
+    if sample is not None and sample.sampled is not None and sample.sampled_columns is not None:
+        repeated = sample.sampled if latents is None else latents.absorbed(sample.sampled)
+        held = replace(held, repeated=repeated, repeated_columns=sample.sampled_columns)
     return held
 
 
