@@ -17,7 +17,11 @@ from kvtailor.types.evidence import Evidence
 # What a saved cache does not hold, and why that is right.
 LEFT_OUT = {
     "Stored": {},
-    "Observed": {"tokens_read": "of the last forward alone"},
+    "Observed": {
+        "tokens_read": "of the last forward alone",
+        "repeated": "gone when the context is compressed, before anything can be saved",
+        "repeated_real": "likewise",
+    },
     "Clock": {"due": "nothing is due between two forwards", "reindex": "likewise"},
     "ModelPart": {
         "output": "the model's",
