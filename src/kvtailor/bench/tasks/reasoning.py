@@ -55,7 +55,7 @@ class Written:
         right: of each step, whether its answer is right.
         reached: links before the first wrong one.
         held: bytes after the prompt and after each decoded token.
-        weight: what the cache held when it held most, see `weigh`.
+        weight: what the cache held at the end, see `weigh`.
     """
 
     right: list[bool] = field(default_factory=list)
@@ -213,7 +213,7 @@ class Reasoning(PlanByPlan):
                 "peak": tuple(float(max(each.held)) for each in found),
                 "state": tuple(float(chain.state) for chain in chains),
             },
-            held=max((each.weight for each in found), key=lambda weight: weight.get("bytes_held", 0)),
+            held=max((each.weight for each in found), key=lambda weight: weight.get("tokens_seen", 0)),
         )
 
 
@@ -233,8 +233,6 @@ def write_chain(
 
     def look() -> None:
         size = bytes_of(cache)
-        if size is not None and size > max(found.held, default=-1):
-            found.weight = weigh(cache)
         found.held.append(0 if size is None else size)
 
     look()
@@ -260,6 +258,7 @@ def write_chain(
         links = next((i for i, (a, b) in enumerate(zip(due, said, strict=False)) if a != b), min(len(due), len(said)))
         found.reached += links if whole else 0
         whole = whole and links == len(due)
+    found.weight = weigh(cache)
     return found
 
 
