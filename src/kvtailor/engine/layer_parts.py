@@ -22,7 +22,9 @@ __all__ = ["Clock", "ModelPart", "Observed", "Stored", "whole_number"]
 # What `Observed` remembers of earlier evictions and of a reconstruction.
 _MEMORIES = ("scored", "scored_columns", "reconstruction")
 # The names of a clock's numbers that saved caches have had from the beginning.
-_CLOCK_NAMES = {"settled_seen": "settled_seen", "evict_at": "walk_at", "growth": "tail_growth"}
+_CLOCK_NAMES = {"settled_seen": "settled_seen", "evict_at": "walk_at", "growth": "tail_growth", "prompt": "prompt"}
+# Of these the first versions of the file have none.
+_SINCE = {"prompt": 0}
 
 
 @dataclass
@@ -74,8 +76,8 @@ class Observed:
         evidence: what the scorer and others need.
         carry: what the plan's attention finds again at its next call, by name, batch rows first.
         tokens_read: (b, h) tokens that the last attention read; None where it read all.
-        scored, scored_columns: (b, h, k) the scores of the last eviction and the columns they belong to; None where the
-            scorer does not look back.
+        scored, scored_columns: (b, h, k) the scores of the last eviction, or (b, h, c, k) the scorer's notes, and the
+            columns (b, h, k) they belong to; None where the scorer does not look back.
         reconstruction: (b, h, n) float32 what a pass that repeats the context found of its columns; None without one.
         repeated: samples of the queries of such passes, from the first of them until the context is compressed.
         repeated_real: (b, t) bool: of all queries of these passes, those that are no padding.
@@ -159,6 +161,7 @@ class Clock:
         growth: tokens since the last eviction.
         due: an eviction is due and waits for the layers behind this one.
         reindex: what is held has changed otherwise than by growing since the attention last indexed it.
+        prompt: tokens seen before the first that was decoded.
     """
 
     settled_seen: int = 0
@@ -166,6 +169,12 @@ class Clock:
     growth: int = 0
     due: bool = False
     reindex: bool = False
+    prompt: int = 0
+
+    def came(self, new: int, seen: int) -> None:
+        """Take note of `new` tokens of a prompt or a turn, or of a decoded one, after which so many are seen."""
+        if new > 1 and seen - new <= self.prompt:
+            self.prompt = seen
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return JSON-able fields of all of this between two forwards, when nothing is due."""
@@ -178,6 +187,7 @@ class Clock:
         Raises:
             ValueError: a number is none, or below 0.
         """
+        fields = _SINCE | dict(fields)
         found: dict[str, Any] = {
             own: None if own == "evict_at" and fields[name] is None else whole_number(fields, name)
             for own, name in _CLOCK_NAMES.items()

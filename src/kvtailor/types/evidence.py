@@ -50,7 +50,9 @@ class Needs:
         rows: at most so many queries spread evenly over all real tokens of a row (0: none).
         moments: mean and covariance of all real queries before their rotation.
         moments_skip: the first tokens of each row that the moments leave out.
-        previous: the scorer's own scores of the eviction before.
+        previous: what the scorer kept of each token at the eviction before: its scores, or its notes.
+        notes: so many numbers of its own does the scorer keep of each token, in the place of its score; see
+            `Scorer.note`.
         reconstruction: how the model is to repeat the whole context, for the most attention that each token receives
             meanwhile; None: not needed.
         output: the layer's own output projection.
@@ -63,6 +65,7 @@ class Needs:
     moments: bool = False
     moments_skip: int = 0
     previous: bool = False
+    notes: int = 0
     reconstruction: Repetition | None = None
     output: bool = False
     rotation: bool = False
@@ -81,6 +84,7 @@ class Needs:
             moments=self.moments or other.moments,
             moments_skip=max(self.moments_skip, other.moments_skip),
             previous=self.previous or other.previous,
+            notes=max(self.notes, other.notes),
             reconstruction=self.reconstruction | other.reconstruction if self.reconstruction else other.reconstruction,
             output=self.output or other.output,
             rotation=self.rotation or other.rotation,
@@ -200,6 +204,7 @@ class Held:
         valid: (b, h, n) bool. False for filler and for padding.
         first: (b,) int64 column of each row's first real token (its count of left padding).
         seen: tokens seen so far, padding included; the newest token's column is seen - 1.
+        prompt: tokens of the first prompt, padding included: those that came before the first that was decoded.
         layer: which of the plan's layers this is, 0-based among those that the plan compresses.
         layers: how many layers the plan compresses.
         scaling: the model's own factor before the softmax.
@@ -213,7 +218,9 @@ class Held:
         sampled: (b, q, m, d) post-RoPE queries spread over each row, in time order; None if not needed.
         sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
         moments: see `Needs.moments`; None if not needed.
-        previous: (b, h, n) float32, NaN for tokens that were not there at the eviction before; None if not needed.
+        previous: (b, h, n) float32 scores, or (b, h, c, n) the c notes, NaN for tokens that were not there at the
+            eviction before; None if not needed.
+        noted: (b, h, c, n) float32 what `Scorer.note` has just made of this; None where it makes no notes.
         reconstruction: (b, h, n) float32, see `Needs.reconstruction`, -1 for what came after the context; None if not
             needed.
         repeated: (b, q, m, d) post-RoPE queries of a repetition of the context, which all come after what is held; None
@@ -245,6 +252,7 @@ class Held:
     layer: int
     layers: int
     scaling: float
+    prompt: int = 0
     budget: Tensor | None = None
     queries: Tensor | None = None
     query_columns: Tensor | None = None
@@ -254,6 +262,7 @@ class Held:
     sampled_columns: Tensor | None = None
     moments: Moments | None = None
     previous: Tensor | None = None
+    noted: Tensor | None = None
     reconstruction: Tensor | None = None
     repeated: Tensor | None = None
     repeated_columns: Tensor | None = None
@@ -360,19 +369,21 @@ class Held:
         return replace(self, window_held=torch.stack([self.share.of_first(told)[0], self.share.sum(told)[1]]) > 0)
 
     def looked_back(self, positions: Tensor, values: Tensor) -> Tensor:
-        """(b, h, n) float32: for each held token the number of `values` (b, h, k) at its column; NaN where there is
-        none.
+        """(b, h, n) or (b, h, c, n) float32: of each held token the `values` at its column; NaN where there is none.
 
         Args:
             positions: (b, h, k) columns, ascending.
-            values: (b, h, k) float32.
+            values: (b, h, k) float32, or (b, h, c, k) several of each column.
         """
         wanted = self.positions.to(positions.dtype)
         at = torch.searchsorted(positions.contiguous(), wanted.contiguous()).clamp(max=max(positions.shape[-1] - 1, 0))
+        shape = (*values.shape[:-1], wanted.shape[-1])
         if not positions.shape[-1]:
-            return values.new_full(wanted.shape, float("nan"))
-        found = positions.gather(-1, at) == wanted
-        return values.gather(-1, at).masked_fill(~(found & self.valid), float("nan"))
+            return values.new_full(shape, float("nan"))
+        lost = ~((positions.gather(-1, at) == wanted) & self.valid)
+        if values.ndim == 4:
+            at, lost = at[:, :, None].expand(shape), lost[:, :, None]
+        return values.gather(-1, at).masked_fill(lost, float("nan"))
 
 
 def _strided(queries: Tensor, columns: Tensor, most: int) -> tuple[Tensor | None, Tensor | None]:
