@@ -173,7 +173,7 @@ def test_the_scores_that_are_attention_say_so() -> None:
     for scorer in map(small, SCORERS):
         scale = scorer.attention_scale(held_by(scorer, rows_of((40,))), group=2)
         said |= set() if scale is None else {type(scorer).__name__}
-    assert said == {"H2O", "KVzip", "SnapKV", "TOVA"}
+    assert said == {"H2O", "KVzip", "RMS", "SnapKV", "TOVA"}
 
 
 @every_scorer

@@ -25,7 +25,7 @@ uncompressed context, and not one after the other on what those before became ("
 *Cost*: the queries that it asks for, held until decoding begins (with `slack`, for good); a weight of 4 bytes for each
 kept token. For each kv head r = g * queries rows: 2 r n (d + dv) operations for what is matched, in blocks of tokens,
 then about ten systems of r equations, each 2 r^2 k for k kept tokens; scratch two times (r, k) float32, of several
-heads where they fit 64 MiB. With `repeat` the context is read twice.
+heads where they fit 4 MiB. With `repeat` the context is read twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Matching"]
 Fit = Literal["both", "weights", "values"]
 
 # Elements of the shares of several heads that are fitted together.
-_SCRATCH = 1 << 23
+_SCRATCH = 1 << 20
 # A share of attention that is none; and a ridge, where no query sees any token that may change.
 _LEAST = 1e-20
 
@@ -125,15 +125,21 @@ class Matching(Merger):
             # The repetition is gone when decoded tokens are cut.
             return Merged(keys=keys, values=values, log_weight=log_weight)
         for lanes in self._together(held, keep, into, takes):
-            sizes = [lane.at.shape[0] for lane in lanes]
-            factors, fitted, better = self._fitted([lane.seen for lane in lanes], max(sizes))
-            for number, (lane, size) in enumerate(zip(lanes, sizes, strict=True)):
-                row, head, at = lane.row, lane.head, lane.at
-                was, weight = values[row, head, at], log_weight[row, head, at]
-                values[row, head, at] = torch.where(better[number], fitted[number, :size], was)
-                grown = weight + factors[number, :size].log().float()
-                log_weight[row, head, at] = torch.where(better[number], grown, weight)
+            self._change(lanes, values, log_weight)
+            # Their shares take most room, and those of the next heads come now.
+            lanes.clear()
         return Merged(keys=keys, values=values, log_weight=log_weight)
+
+    def _change(self, lanes: Sequence[_Lane], values: Tensor, log_weight: Tensor) -> None:
+        """Put what the tokens of some heads become where they are better: values (b, h, k, dv), weights (b, h, k)."""
+        sizes = [lane.at.shape[0] for lane in lanes]
+        factors, fitted, better = self._fitted([lane.seen for lane in lanes], max(sizes))
+        for number, (lane, size) in enumerate(zip(lanes, sizes, strict=True)):
+            row, head, at = lane.row, lane.head, lane.at
+            was, weight = values[row, head, at], log_weight[row, head, at]
+            values[row, head, at] = torch.where(better[number], fitted[number, :size], was)
+            grown = weight + factors[number, :size].log().float()
+            log_weight[row, head, at] = torch.where(better[number], grown, weight)
 
     def _together(self, held: Held, keep: Tensor, into: Tensor, takes: Tensor) -> Iterator[list[_Lane]]:
         """Heads that are fitted together: those that drop some tokens, and have others that may take them in."""
@@ -145,15 +151,17 @@ class Matching(Merger):
                 at = places_of(takes[row, head], taking)
                 if not at.numel() or not places_of(gone[row, head], leaving).numel():
                     continue
-                seen = matched(held, row, head, keep[row, head], into[row, head], turned=self._turns)
-                lane = _Lane(row=row, head=head, at=at, seen=seen)
                 widest = max(at.shape[0], *(each.at.shape[0] for each in lanes), 1)
-                if lanes and (len(lanes) + 1) * seen.shares.shape[0] * widest > _SCRATCH:
+                if lanes and (len(lanes) + 1) * lanes[0].seen.shares.shape[0] * widest > _SCRATCH:
                     yield lanes
                     lanes = []
-                lanes.append(lane)
+                # No name of its own: it would outlive its turn.
+                lanes.append(_Lane(row=row, head=head, at=at, seen=self._seen(held, row, head, keep, into)))
         if lanes:
             yield lanes
+
+    def _seen(self, held: Held, row: int, head: int, keep: Tensor, into: Tensor) -> Matched:
+        return matched(held, row, head, keep[row, head], into[row, head], turned=self._turns)
 
     def _fitted(self, lanes: Sequence[Matched], widest: int) -> tuple[Tensor, Tensor, Tensor]:
         """What the tokens of some heads become.
@@ -162,7 +170,10 @@ class Matching(Merger):
             (l, t) float64 factors; (l, t, dv) values in the dtype of what was held; (l,) bool: they come closer to the
             outputs over the reference queries (`_distance`) than the tokens as they are.
         """
-        shares = torch.stack([_wide(each.shares, widest, 1) for each in lanes])
+        # One head alone is not copied: its shares are what takes most room.
+        shares = lanes[0].shares[None]
+        if len(lanes) > 1:
+            shares = torch.stack([_wide(each.shares, widest, 1) for each in lanes])
         values = torch.stack([_wide(each.values, widest, 0) for each in lanes])
         whole, summed = torch.stack([each.whole for each in lanes]), torch.stack([each.summed for each in lanes])
         rest, others = torch.stack([each.rest for each in lanes]), torch.stack([each.others for each in lanes])
@@ -188,7 +199,8 @@ class Matching(Merger):
 
     def _ridge_of(self, columns: Tensor, count: Tensor) -> Tensor:
         """(l,) float64: the ridge for columns (l, r, t), of which `count` (l,) are tokens."""
-        return (self.ridge * columns.square().sum((1, 2), dtype=torch.float64) / count).clamp_min(_LEAST)
+        squared: Tensor = torch.linalg.vector_norm(columns, dim=(1, 2), dtype=torch.float64).square()
+        return (self.ridge * squared / count).clamp_min(_LEAST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["bounded_factors", "product", "ridge_change"]
 
 # Columns that are widened to double precision at a time.
-_BLOCK = 4096
+_BLOCK = 128
 # A step that is this much of Newton's own, 2^-40, moves nothing.
 _HALVINGS = 40
 _EXACT = 1e-11
@@ -101,8 +101,9 @@ def _solved(matrix: Tensor, right: Tensor, ridge: Tensor, free: Tensor | None) -
     """(b, r, c): the inverse of (matrix matrix^T + ridge), over the columns that are `free` (b, t), times (b, r, c)."""
     system = _gram(matrix, free)
     system.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-    factor, _ = torch.linalg.cholesky_ex(system)
-    return torch.cholesky_solve(right, factor)
+    # In place of the system, which is as large.
+    system = torch.linalg.cholesky_ex(system).L
+    return torch.cholesky_solve(right, system)
 
 
 def _gram(matrix: Tensor, free: Tensor | None) -> Tensor:
@@ -112,7 +113,7 @@ def _gram(matrix: Tensor, free: Tensor | None) -> Tensor:
         some = matrix[..., first : first + _BLOCK].double()
         if free is not None:
             some = some * free[:, None, first : first + _BLOCK]
-        total += some @ some.mT
+        total.baddbmm_(some, some.mT)
     return total
 
 

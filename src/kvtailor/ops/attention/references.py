@@ -12,8 +12,8 @@ from kvtailor.types import Held
 
 __all__ = ["Matched", "matched", "reference_queries"]
 
-# Elements of the float32 logits at a time: 8 MiB.
-_SCRATCH = 1 << 21
+# Elements of the float32 logits at a time: 1 MiB.
+_SCRATCH = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
