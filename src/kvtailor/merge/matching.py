@@ -24,8 +24,8 @@ uncompressed context, and not one after the other on what those before became ("
 
 *Cost*: the queries that it asks for, held until decoding begins (with `slack`, for good); a weight of 4 bytes for each
 kept token. For each kv head r = g * queries rows: 2 r n (d + dv) operations for what is matched, in blocks of tokens,
-then about ten systems of r equations, each 2 r^2 k for k kept tokens; scratch two times (r, k) float32, of several
-heads where they fit 64 MiB. With `repeat` the context is read twice.
+then about ten systems of r equations, each 2 r^2 k for k kept tokens; scratch (r, k) float32, of several
+heads where they fit 512 KiB. With `repeat` the context is read twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Matching"]
 Fit = Literal["both", "weights", "values"]
 
 # Elements of the shares of several heads that are fitted together.
-_SCRATCH = 1 << 23
+_SCRATCH = 1 << 17
 # A share of attention that is none; and a ridge, where no query sees any token that may change.
 _LEAST = 1e-20
 
@@ -133,6 +133,9 @@ class Matching(Merger):
                 values[row, head, at] = torch.where(better[number], fitted[number, :size], was)
                 grown = weight + factors[number, :size].log().float()
                 log_weight[row, head, at] = torch.where(better[number], grown, weight)
+            # Else what these heads were fitted to would stay while the next are looked at.
+            lanes.clear()
+            del lane
         return Merged(keys=keys, values=values, log_weight=log_weight)
 
     def _together(self, held: Held, keep: Tensor, into: Tensor, takes: Tensor) -> Iterator[list[_Lane]]:
@@ -152,6 +155,7 @@ class Matching(Merger):
                     yield lanes
                     lanes = []
                 lanes.append(lane)
+                del lane, seen
         if lanes:
             yield lanes
 
@@ -162,7 +166,8 @@ class Matching(Merger):
             (l, t) float64 factors; (l, t, dv) values in the dtype of what was held; (l,) bool: they come closer to the
             outputs over the reference queries (`_distance`) than the tokens as they are.
         """
-        shares = torch.stack([_wide(each.shares, widest, 1) for each in lanes])
+        # Of a long text there is one, which is as large as all the rest and is not copied.
+        shares = torch.stack([_wide(each.shares, widest, 1) for each in lanes]) if lanes[1:] else lanes[0].shares[None]
         values = torch.stack([_wide(each.values, widest, 0) for each in lanes])
         whole, summed = torch.stack([each.whole for each in lanes]), torch.stack([each.summed for each in lanes])
         rest, others = torch.stack([each.rest for each in lanes]), torch.stack([each.others for each in lanes])
@@ -175,20 +180,23 @@ class Matching(Merger):
             low, high = math.exp(-self.bound), math.exp(self.bound)
             factors = bounded_factors(shares, whole[..., 0], ridge=self._ridge_of(shares, count), low=low, high=high)
             left = product(shares, factors[..., None])
-        fitted = values
-        if self.fit != "weights":
+        if self.fit == "weights":
+            fitted, given = values, product(shares, factors[..., None] * before)
+        else:
             # Of each query the mean of the values under its attention, times the share that all these tokens had.
             some = left > _LEAST
             even = torch.where(some, whole / left.clamp_min(_LEAST), 0.0)
-            weighing = (shares * factors[:, None].float()).mul_(even.float())
-            missing = summed * some - product(weighing, before)
-            fitted = (before + ridge_change(weighing, missing, ridge=self._ridge_of(weighing, count))).to(values.dtype)
-        now = _distance((others + product(shares, factors[..., None] * fitted.double()), rest + left), aim)
+            weighing = shares.mul_(factors[:, None].float()).mul_(even.float())
+            missing = (summed * some).sub_(product(weighing, before))
+            change = ridge_change(weighing, missing, ridge=self._ridge_of(weighing, count))
+            fitted = change.add_(before).to(values.dtype)
+            given = torch.where(even > 0, product(weighing, fitted.double()) / even, 0.0)
+        now = _distance((others + given, rest + left), aim)
         return factors, fitted, now < dropped
 
     def _ridge_of(self, columns: Tensor, count: Tensor) -> Tensor:
         """(l,) float64: the ridge for columns (l, r, t), of which `count` (l,) are tokens."""
-        return (self.ridge * columns.square().sum((1, 2), dtype=torch.float64) / count).clamp_min(_LEAST)
+        return (self.ridge * torch.linalg.vector_norm(columns, dim=(1, 2)).double().square() / count).clamp_min(_LEAST)
 
 
 @dataclass(frozen=True, kw_only=True)

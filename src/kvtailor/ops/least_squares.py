@@ -11,8 +11,8 @@ from torch import Tensor
 
 __all__ = ["bounded_factors", "product", "ridge_change"]
 
-# Columns that are widened to double precision at a time.
-_BLOCK = 4096
+# Elements that are widened to double precision at a time: 1 MiB.
+_BLOCK = 1 << 17
 # A step that is this much of Newton's own, 2^-40, moves nothing.
 _HALVINGS = 40
 _EXACT = 1e-11
@@ -85,8 +85,9 @@ def ridge_change(matrix: Tensor, target: Tensor, *, ridge: Tensor) -> Tensor:
 def product(matrix: Tensor, right: Tensor) -> Tensor:
     """(b, r, c) float64: a matrix (b, r, t) times (b, t, c) float64."""
     total = right.new_zeros((matrix.shape[0], matrix.shape[1], right.shape[2]))
-    for first in range(0, matrix.shape[2], _BLOCK):
-        total += matrix[..., first : first + _BLOCK].double() @ right[:, first : first + _BLOCK]
+    step = _step(matrix)
+    for first in range(0, matrix.shape[2], step):
+        total += matrix[..., first : first + step].double() @ right[:, first : first + step]
     return total
 
 
@@ -108,11 +109,12 @@ def _solved(matrix: Tensor, right: Tensor, ridge: Tensor, free: Tensor | None) -
 def _gram(matrix: Tensor, free: Tensor | None) -> Tensor:
     """(b, r, r) float64: the products of the rows of (b, r, t), over the columns that are free."""
     total = torch.zeros((matrix.shape[0], matrix.shape[1], matrix.shape[1]), dtype=torch.float64, device=matrix.device)
-    for first in range(0, matrix.shape[2], _BLOCK):
-        some = matrix[..., first : first + _BLOCK].double()
+    step = _step(matrix)
+    for first in range(0, matrix.shape[2], step):
+        some = matrix[..., first : first + step].double()
         if free is not None:
-            some = some * free[:, None, first : first + _BLOCK]
-        total += some @ some.mT
+            some = some * free[:, None, first : first + step]
+        total.baddbmm_(some, some.mT)
     return total
 
 
@@ -124,6 +126,12 @@ def _times(matrix: Tensor, vector: Tensor) -> Tensor:
 def _transposed(matrix: Tensor, right: Tensor) -> Tensor:
     """(b, t, ...) float64: the transpose of (b, r, t) times (b, r, ...)."""
     wide = right if right.ndim == 3 else right[..., None]
-    parts = [matrix[..., first : first + _BLOCK].double().mT @ wide for first in range(0, matrix.shape[2], _BLOCK)]
+    step = _step(matrix)
+    parts = [matrix[..., first : first + step].double().mT @ wide for first in range(0, matrix.shape[2], step)]
     found = torch.cat(parts, 1) if parts else wide.new_zeros((matrix.shape[0], 0, wide.shape[2]))
     return found if right.ndim == 3 else found[..., 0]
+
+
+def _step(matrix: Tensor) -> int:
+    """How many columns are widened at a time."""
+    return max(1, _BLOCK // max(1, matrix.shape[0] * matrix.shape[1]))
