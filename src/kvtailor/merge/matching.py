@@ -196,7 +196,8 @@ class Matching(Merger):
 
     def _ridge_of(self, columns: Tensor, count: Tensor) -> Tensor:
         """(l,) float64: the ridge for columns (l, r, t), of which `count` (l,) are tokens."""
-        return (self.ridge * torch.linalg.vector_norm(columns, dim=(1, 2)).double().square() / count).clamp_min(_LEAST)
+        length: Tensor = torch.linalg.vector_norm(columns, dim=(1, 2))
+        return (self.ridge * length.double().square() / count).clamp_min(_LEAST)
 
 
 @dataclass(frozen=True, kw_only=True)
