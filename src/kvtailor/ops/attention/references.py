@@ -84,16 +84,16 @@ def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor, *, turn
         into: (n,) bool, among them: tokens that may change.
         turned: see `reference_queries`.
     """
-    there = held.there(row, head)
-    keys, values = held.keys[row, head][there], held.values[row, head][there]
-    positions, keep, into = held.positions[row, head][there], keep[there], into[there]
-    weight = None if held.log_weight is None else held.log_weight[row, head][there]
+    keys, values, positions = held.keys[row, head], held.values[row, head], held.positions[row, head]
+    weight = None if held.log_weight is None else held.log_weight[row, head]
+    # (n',) places of the tokens; states are picked a block at a time.
+    there = torch.arange(keys.shape[0], device=keys.device)[held.there(row, head)]
     queries, columns = reference_queries(held, row, head, turned=turned)
     # (r, d) and (r, 1): the queries of one head after those of another.
     rows, until = queries.flatten(0, 1) * held.scaling, columns.repeat(queries.shape[0])[:, None]
     softmax = held.softmax_of(head)
 
-    def logits(some: Tensor | slice) -> Tensor:
+    def logits(some: Tensor) -> Tensor:
         given = softmax.cap_(rows @ keys[some].float().t())
         given = given if weight is None else given + weight[some]
         return given.masked_fill_(positions[some] > until, -torch.inf)
@@ -103,8 +103,7 @@ def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor, *, turn
     size = values.shape[-1]
     sums = rows.new_zeros((rows.shape[0], 2 * size + 2), dtype=torch.float64)
     step = max(1, _SCRATCH // max(1, rows.shape[0]))
-    for first in range(0, keys.shape[0], step):
-        here = slice(first, first + step)
+    for here in there.split(step):
         given = logits(here)
         larger = torch.maximum(top, given.amax(-1, keepdim=True))
         given = given.sub_(larger).exp_()
@@ -125,10 +124,11 @@ def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor, *, turn
     summed, whole, others, rest = sums.split([size, 1, size, 1], -1)
     total = whole + rest
     scale = torch.where(total > 0, 1 / total, 0.0)
-    shares = logits(into).sub_(top).exp_().mul_(scale.float())
+    changing = there[into[there]]
+    shares = logits(changing).sub_(top).exp_().mul_(scale.float())
     return Matched(
         shares=shares,
-        values=values[into],
+        values=values[changing],
         whole=whole * scale,
         summed=summed * scale,
         rest=rest * scale,
