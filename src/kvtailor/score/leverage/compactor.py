@@ -13,7 +13,8 @@ engine (MIT), which blends with 0.5; nothing was taken.
 where kvpress takes those of the whole batch. Means are not taken off, which changes no order. The share that goes is
 counted over all tokens of the row, those among them that went before.
 
-*Cost*: that of `leverage` and of `noncausal`, and a few passes over their scores.
+*Cost*: that of `leverage` and of `noncausal`, whose queries are held until the first token is decoded, and a few
+passes over their scores.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ spread evenly over the text, are looked at: all of a shorter text, and of a long
 tokens are evicted again, chunks are cut from what is held, and the queries are those of tokens that are held. Scores
 are not normalised over a layer, which leaves the order as it is.
 
-*Cost*: `rows` queries; O(q n chunk) time, and float32 scratch of 8 MiB.
+*Cost*: `rows` queries, q * rows * d elements of the cache's dtype in each layer until the first token is decoded,
+however short the prompt: of a prompt of 512 tokens in the embedded model twice its keys and values. O(q n chunk) time,
+and float32 scratch of 8 MiB.
 """
 
 from __future__ import annotations
