@@ -96,7 +96,7 @@ def test_folding_three_quarters_of_a_layer_into_the_rest(merger: Merger) -> None
     keep = torch.rand(held.valid.shape, generator=torch.Generator().manual_seed(1)) < 0.25
     peak = peak_of(lambda: merger.merge(held, keep, keep))
     # A fit to many queries has a matrix of a head's kept tokens by queries, and systems of queries by queries.
-    limit = 36e6 if type(merger).__name__ == "Matching" else LIMIT
+    limit = MASS_LIMIT if type(merger).__name__ == "Matching" else LIMIT
     assert peak < limit, f"{merger} makes {peak / 1e6:.0f} MB beside what it is given: work in blocks"
 
 

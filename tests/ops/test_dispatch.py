@@ -9,6 +9,8 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
 from kvtailor.ops import dispatch
+from kvtailor.ops.codes.floats import MxCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library, built
 from kvtailor.ops.cpu.pages import attend_pages
@@ -115,7 +117,7 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
         assert prompt_mass(prompt, prompt, prompt) is attend_with_mass
         assert prompt_mass(prompt, prompt, prompt.float()) is None
         told = explained(torch.device(DEVICE), torch.float16)
-        assert sum("Triton" in each.implementation for each in told) == 4
+        assert sum("Triton" in each.implementation for each in told) == 6
         if DEVICE == "cpu":
             half = Whole(states=side.states.bfloat16())
             assert coded_attention(query, half, half) is None, "the interpreter multiplies them wrongly"
@@ -184,6 +186,25 @@ def test_auto_takes_on_a_gpu_what_has_won_there_and_nothing_else(monkeypatch: py
     first, *_, last = explained(gpu, torch.bfloat16)
     assert first.implementation == "torch, decoded parts" and "not measured to be faster" in first.why
     assert last.operation == "attention of a prompt"
+
+
+@needs_triton
+def test_levels_and_small_floats_are_chosen_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That codes of whole numbers have won on a GPU does not take kernels that were not measured."""
+    from kvtailor.ops.triton.attend import attend_coded, attend_pages
+
+    states, query = torch.randn(1, 16, 32).half().to(DEVICE), torch.zeros(1, 1, 1, 32).half().to(DEVICE)
+    sides = {
+        "attention": TokenCodes.symmetric(states, 4),
+        "levels": GridCodes.of(states, 4, keep_norm=True),
+        "small floats": MxCodes.of(states, "e2m1", 32),
+    }
+    for won in ({"attention", "pages"}, {"attention", "levels"}, {"pages", "small floats"}, {"levels"}):
+        monkeypatch.setattr(dispatch, "_on_triton", lambda device, operation, won=won: operation in won)
+        for name, side in sides.items():
+            assert (coded_attention(query, side, side) is attend_coded) is (name in won)
+            paged = "pages" in won and (name == "attention" or name in won)
+            assert (page_attention(query, side, side, 16) is attend_pages) is paged
 
 
 def test_what_has_won_is_of_the_operations_there_are() -> None:

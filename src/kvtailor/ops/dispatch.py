@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.attention import folded, folded_codes
+from kvtailor.ops.codes.floats import MxCodes, NvCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import coordinates, merge, pages, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
@@ -54,8 +57,9 @@ MOST_QUERIES = 16
 WON_ON_CUDA: frozenset[str] = frozenset()
 """Operations whose Triton kernels "auto" takes on a GPU, of `TRITON_OPERATIONS`: those that were measured there and
 won. `make gpu-day` prints this line (docs/gpu-day.md)."""
-TRITON_OPERATIONS = ("attention", "pages", "prompt mass", "codes")
-"""Attention of few new tokens; the same over chosen pages; the attention mass of a prompt; making codes of states."""
+TRITON_OPERATIONS = ("attention", "levels", "small floats", "pages", "prompt mass", "codes")
+"""Attention of few new tokens; the same over codes of levels or grids, and over small floats in blocks of channels;
+over chosen pages; the attention mass of a prompt; making codes of states."""
 _WHICH = ("auto", "reference", "triton")
 _FORCED: ContextVar[str | None] = ContextVar("implementations", default=None)
 
@@ -143,7 +147,7 @@ def coded_attention(
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
-    if _on_triton(query.device, "attention"):
+    if all(_on_triton(query.device, _reading(side)) for side in (keys, values)):
         from kvtailor.ops.triton import attend as on_gpu
 
         if on_gpu.suits(query, keys, values) is not None:
@@ -165,6 +169,13 @@ def coded_attention(
     if mass:
         return attend_keeping if built.has("kvtailor_mass") else None
     return attend_coded
+
+
+def _reading(side: Coded) -> str:
+    """The operation of `TRITON_OPERATIONS` that reads a side: each is chosen for itself, as it was measured."""
+    if isinstance(side, GaussianCodes | GridCodes):
+        return "levels"
+    return "small floats" if isinstance(side, MxCodes | NvCodes) else "attention"
 
 
 def joint_attention(device: torch.device) -> Any:
@@ -211,6 +222,9 @@ def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Call
             return None
         return partial(pages.attend_pages, using=built)
     if page & (page - 1):
+        return None
+    coded = {_reading(side) for side in (keys, values)} - {"attention"}
+    if not all(_on_triton(query.device, operation) for operation in coded):
         return None
     from kvtailor.ops.triton import attend as on_gpu
 
@@ -299,6 +313,8 @@ def _of_triton(operations: Sequence[str], few: str, prompt: Choice, *, interpret
     why += ", in its interpreter" if interpreted else ""
     told = {
         "attention": (few, "Triton"),
+        "levels": ("the same over codes of levels and grids", "Triton"),
+        "small floats": ("the same over small floats in blocks", "Triton"),
         "pages": ("attention over chosen pages", "Triton, in place"),
         "prompt mass": ("attention mass of a prompt", "torch's fused attention, then Triton"),
         "codes": ("making codes of states", "Triton"),
