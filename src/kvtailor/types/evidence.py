@@ -26,11 +26,14 @@ class Repetition:
         chunk: at most so many tokens of a row are repeated in one pass.
         lead: tokens before a piece of the context that introduce it.
         sinks: a row's first tokens, with which the tokens of every piece share the attention.
+        weighted: each probability counts times the length of what the value becomes in the layer's output, over the
+            length of the hidden state that the query was made from. Where it is, `Needs.output` is needed, too.
     """
 
     chunk: int
     lead: int
     sinks: int
+    weighted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
