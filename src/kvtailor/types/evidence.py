@@ -226,6 +226,7 @@ class Held:
             without a look at the device; None where it does not, as with padding.
         newest: so many of the newest columns are held by every head of every row, as the host knows; there may be more.
         kept: (b, h) int64 on the CPU: at a merge, how many tokens each head keeps; else None.
+        decoding: the cache is cut while it decodes; False where what has come is a prompt, a turn or a part of one.
         share: which of the model's heads these are. A method whose result depends on other heads of the layer meets
             those of other processes through it.
     """
@@ -258,6 +259,7 @@ class Held:
     front: Tensor | None = None
     newest: int = 0
     kept: Tensor | None = None
+    decoding: bool = False
     share: HeadShare = ALL_HEADS
 
     def there(self, row: int, head: int) -> slice | Tensor:
