@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -351,7 +351,8 @@ class TwoSided(ABC):
         """See `Codec.one_sided`."""
         if self.only not in ("both", side):
             raise _nothing_to_code(self, side, asked)
-        made: Codec = _with(self, only=side)
+        # Every method is a dataclass, which its contract cannot declare.
+        made: Codec = replace(cast(Any, self), only=side)
         return made
 
     def segment_type(self) -> type[PairSegment]:
@@ -383,11 +384,6 @@ class TwoSided(ABC):
 
 def _nothing_to_code(codec: object, side: Sides, asked: str) -> ValueError:
     return ValueError(f"{asked}: only={side} leaves {type(codec).__name__} in `of` nothing to code: leave it out")
-
-
-def _with(codec: Any, **changes: object) -> Any:
-    """A codec with other arguments: every method is a dataclass, which its contract cannot declare."""
-    return replace(codec, **changes)
 
 
 def refuse_non_finite(codec: str, keys: Tensor, values: Tensor, why: str) -> None:

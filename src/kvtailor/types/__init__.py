@@ -6,9 +6,10 @@ Shape letters, used everywhere and nowhere else:
 """
 
 from kvtailor.types.coordinates import Coordinates
-from kvtailor.types.evidence import Held, Moments, Needs, Repetition, Rotation
+from kvtailor.types.evidence import Held, Moments, Needs, Rotation
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
 from kvtailor.types.lanes import Layout
+from kvtailor.types.repetition import Repetition
 from kvtailor.types.segment_view import Lift, SegmentView
 from kvtailor.types.segments import PlainSegment, Segment
 from kvtailor.types.softmax import PLAIN_SOFTMAX, Softmax
