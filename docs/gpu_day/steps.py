@@ -14,6 +14,7 @@ __all__ = ["PIECES", "Step", "estimate", "step_named", "steps"]
 
 _INT4, _INT8, _KIVI = "vector(bits=4)", "vector(bits=8)", "kivi(bits=4, group=64, recent=128)"
 _SNAPKV, _H2O, _STREAMING = "snapkv @ keep=0.25", "h2o @ keep=0.25", "streaming @ keep=0.25"
+_GRID = "hadamard(of=higgs(bits=4), signs=0)"
 _8B, _7B = "random-llama3-8b", "random-llama2-7b"
 
 # The device, versions, and what a plain read gives: one JSON object.
@@ -197,6 +198,15 @@ _REAL = (
         name="tests-kernels-long", piece=5, seconds=270, words=_pytest("tests/ops/gpu", marked="long"), kind="tests",
         about="the long cases of the kernels' tests",
     ),
+    Step(
+        name="kernels-levels", piece=6, seconds=60, words=_kernels("32768", "1", "levels"),
+        about="codes of levels and grids, and small floats in blocks, over decoding them first",
+    ),
+    Step(
+        name="whole-8b-32k-levels", piece=6, seconds=200, words=_whole(
+            _8B, "32768", "1", "only", ("turboquant4", _GRID, "nvfp4", "mxfp4", "mxfp8"), "--no-own"
+        ), about="the same in a replayed token of the 8B shapes",
+    ),
 )  # fmt: skip
 PIECES = max(step.piece for step in _REAL)
 """How many pieces there are."""
@@ -220,6 +230,8 @@ _SMALL = {
     "kernels-32k": _tiny_kernels("attention"),
     "kernels-other-cases": _tiny_kernels("ragged,appending,packing"),
     "kernels-4k-128k": _tiny_kernels("quest"),
+    "kernels-levels": _tiny_kernels("levels"),
+    "whole-8b-32k-levels": _tiny("--contexts", "64", "--plans", f"turboquant4; {_GRID}; nvfp4", "--no-own"),
     "whole-8b-8k": _tiny("--contexts", "64", "--plans", _INT4),
     "whole-8b-32k-8-rows": _tiny("--contexts", "64", "--batches", "2", "--plans", _INT4, "--no-own"),
     "whole-7b-32k": _tiny("--contexts", "64", "--plans", "snapkv(window=8) @ keep=0.25", "--no-own"),
@@ -242,7 +254,7 @@ _SMALL = {
 }  # fmt: skip
 _IN_INTERPRETER = (("TRITON_INTERPRET", "1"), ("CUDA_VISIBLE_DEVICES", ""))
 # Benches of the CPU that would otherwise time its C++ kernels.
-_THROUGH_TRITON = ("kernels-32k", "kernels-other-cases", "kernels-4k-128k")
+_THROUGH_TRITON = ("kernels-32k", "kernels-other-cases", "kernels-4k-128k", "kernels-levels")
 
 
 def _rehearsed(step: Step) -> Step:

@@ -14,6 +14,7 @@ from gpu_day.readings import Reading, Readings, ratio
 __all__ = ["OPERATIONS", "Condition", "Outcome", "outcomes"]
 
 _8B, _7B = "random-llama3-8b", "random-llama2-7b"
+_GRID = "hadamard(of=higgs(bits=4), signs=0)"
 _TESTS = "tests-kernels"
 # A tie is no win, and medians of a GPU agree to about a hundredth.
 _FASTER = 1.0
@@ -55,6 +56,16 @@ def _whole(model: str, tokens: int, rows: int, plan: str) -> Condition:
     )
 
 
+def _levels(*sides: tuple[str, str]) -> tuple[Condition, ...]:
+    """For each side of the bench `kernels` and its plan: alone, and in a replayed token."""
+    found = []
+    for side, plan in sides:
+        kernel = ratio("levels and small floats, 32768 tokens", side, f"decoded first, {side}")
+        found.append(Condition(words=f"attention over {side} over decoding it first, 32k", read=kernel))
+        found.append(_whole(_8B, 32768, 1, plan))
+    return tuple(found)
+
+
 def _prompt(plan: str) -> Condition:
     return Condition(
         words=f"a prompt of 8,192 tokens under {plan}; {_8B}",
@@ -66,6 +77,8 @@ _POINTS = ((_8B, 8192, 1), (_8B, 32768, 8), (_7B, 32768, 1))
 _PLANS = ("full", "vector(bits=4)", "kivi(bits=4, group=64, recent=128)")
 OPERATIONS: dict[str, tuple[Condition, ...]] = {
     "attention": tuple(_whole(*point, plan) for point in _POINTS for plan in _PLANS),
+    "levels": _levels(("4-bit levels", "turboquant4"), ("grid of 256 points", _GRID)),
+    "small floats": _levels(("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8")),
     "pages": (
         Condition(
             words="Quest with its pages read in place, 32k",

@@ -26,6 +26,7 @@ PLANS = {
     "atskv": "atskv(window=8) @ tokens=24",
     "duo": "position + duo(streaming=8) @ tokens=24",
     "erank": "snapkv(window=8) + erank(static=true) @ tokens=24",
+    "triattention": "triattention @ tokens=24",
     "lowrank": "snapkv(window=8) + lowrank @ tokens=24",
 }
 every_file = pytest.mark.parametrize("made", shipped(), ids=lambda made: f"{made.model} {made.kind}")

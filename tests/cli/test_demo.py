@@ -3,22 +3,18 @@ from dataclasses import replace
 from functools import partial
 
 from click.testing import CliRunner
+from tests.support.few_methods import NOT_SEARCHED
 
 from kvtailor.bench.subject import Subject
 from kvtailor.cli import demo
 from kvtailor.fitting import effort as efforts
-
-FEW_METHODS = (
-    "kvzip", "nuq", "minicache", "critical", "expected", "d2o", "dynamickv", "pairs", "h2o", "tova", "keydiff",
-    "orthogonal", "lowrank", "channels", "kvplugin", "bit_table", "chunks", "rolling", "rocket", "hadamard",
-)  # fmt: skip
 
 
 def test_the_tour_opens_with_the_one_line_and_ends_with_its_page(tmp_path, monkeypatch):
     for name, small in {
         "FIT_CONTEXT": 96,
         "FIT_WINDOWS": 24,
-        "FIT_WITHOUT": FEW_METHODS,
+        "FIT_WITHOUT": NOT_SEARCHED,
         "CONTEXT": 128,
         "WINDOWS": 6,
         "FIDELITY_WINDOWS": 5,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.support.few_methods import NOT_SEARCHED
 
 from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.measure import machine
@@ -26,10 +27,6 @@ LEAST = Effort(
     name="quick", first=(4, 1), rest=(2, 1), widths=(4, 2), shares=(0.5,), by_head=False, trials=3, front=1,
     levels=(0.5,), fitted=2, presets=2, windows=(6, 5),
 )  # fmt: skip
-WITHOUT = (
-    "kvzip,nuq,minicache,orthogonal,h2o,lowrank,channels,hadamard,pairs,tova,expected,keydiff,critical,dynamickv,kvplugin,"
-    "chunks,rolling,rocket"
-)
 
 
 @pytest.fixture
@@ -50,8 +47,8 @@ def fit(*words):
     return CliRunner().invoke(command, [str(word) for word in words])
 
 
-ASKED = ("--context", CONTEXT, "--effort", "quick", "--no-times", "--without", WITHOUT, "--tasks", "needle",
-         "--proof-tasks", "passkey", "--dtype", "float32")  # fmt: skip
+ASKED = ("--context", CONTEXT, "--effort", "quick", "--no-times", "--without", ",".join(NOT_SEARCHED),
+         "--tasks", "needle", "--proof-tasks", "passkey", "--dtype", "float32")  # fmt: skip
 
 
 @pytest.fixture

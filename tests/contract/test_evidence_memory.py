@@ -95,7 +95,9 @@ def test_folding_three_quarters_of_a_layer_into_the_rest(merger: Merger) -> None
     held = held_for(merger.needs)
     keep = torch.rand(held.valid.shape, generator=torch.Generator().manual_seed(1)) < 0.25
     peak = peak_of(lambda: merger.merge(held, keep, keep))
-    assert peak < LIMIT, f"{merger} makes {peak / 1e6:.0f} MB beside what it is given: work in blocks"
+    # A fit to many queries has a matrix of a head's kept tokens by queries, and systems of queries by queries.
+    limit = MASS_LIMIT if type(merger).__name__ == "Matching" else LIMIT
+    assert peak < limit, f"{merger} makes {peak / 1e6:.0f} MB beside what it is given: work in blocks"
 
 
 @every_method

@@ -48,8 +48,8 @@ ATTENTIONS = methods_of(kvtailor.attend, Attention)
 # Whatever the model's softmax, these give the same for the same evidence: mass and repetition are made by the engine
 # (tests/seam/softmax), and products before a softmax are not changed by it.
 INDIFFERENT = {"H2O", "KVzip", "Retrieval", "Channels"}
-# They look at a key beside its logits; each has a test of its own below.
-BY_KEYS_TOO = {"ATSKV", "AsymKV"}
+# They look at a key beside its logits, or at queries of the whole text. Each has a test of its own, below or apart.
+BY_KEYS_TOO = {"ATSKV", "AsymKV", "RKV", "RMS"}
 # They measure whole attention rows, of which a token with the sink's logit would be a part; likewise.
 BY_ROWS = {"Entropy", "Coverage", "Erank"}
 
@@ -83,8 +83,8 @@ def watching(stage: str) -> list[Any]:
 
 
 def small(method: Any) -> Any:
-    names = {field.name for field in dataclasses.fields(method)} & {"window", "rows", "kernel"}
-    return replace(method, **{name: 3 if name == "kernel" else 5 for name in names})
+    names = {field.name for field in dataclasses.fields(method)} & {"window", "rows", "kernel", "threshold"}
+    return replace(method, **{name: {"kernel": 3, "threshold": 0.03}.get(name, 5) for name in names})
 
 
 def text_of(method: Method) -> str:

@@ -17,7 +17,7 @@ class Asked:
         scores: the scores are recorded.
         returned_keys: so are the keys of the last kv head of row 0, as the press returns them.
         given: what kvpress would have downloaded or tokenized: tokens of KVzip's instruction to repeat, sinks and
-            recents of DuoAttention's streaming heads.
+            recents of DuoAttention's streaming heads, tokens of Finch's question.
     """
 
     name: str
@@ -51,6 +51,12 @@ def lag(name: str, geometry: str, /, *tokens: int, **settings: Any) -> Asked:
     return alone(name, "LagKVPress", geometry, *tokens, **settings)
 
 
+def gated(name: str, geometry: str, /, *tokens: int, **settings: Any) -> Asked:
+    return around(name, "EntropyGatedChunkKVPress", geometry, *tokens, **settings)
+
+
+COMPACTOR = {"sink_size_start": 2, "sink_size_end": 1, "blending": 1.5}
+GATES = {"chunk_length": 7, "low_entropy_chunk_length": 2}
 SNAPS = [
     alone(f"snapkv w{window} k{kernel} {where}", "SnapKVPress", where, *tokens, window_size=window, kernel_size=kernel)
     for window, kernel, where, tokens in (
@@ -96,6 +102,48 @@ CASES = [
         use_covariance=False,
         use_vnorm=False,
     ),
+    # Chunks that divide the text: of a shorter last chunk kvpress 0.5.5 lets the missing tokens take part.
+    alone("noncausal c9 two-rows", "NonCausalAttnPress", "two-rows", 10, 33, chunk_size=9),
+    alone("noncausal c100 one-head", "NonCausalAttnPress", "one-head", 40, 170, chunk_size=100),
+    alone("noncausal c13 ungrouped", "NonCausalAttnPress", "ungrouped", 7, 29, chunk_size=13),
+    # The sketch is wider than a key, so that what it draws decides nothing.
+    alone("leverage two-rows", "LeverageScorePress", "two-rows", 5, 27),
+    alone("leverage three-heads", "LeverageScorePress", "three-heads", 21, 100),
+    alone("leverage two-layers", "LeverageScorePress", "two-layers", 33, 150),
+    alone("compactor c25 three-heads", "CompactorPress", "three-heads", 25, 77, chunk_size=25, blending=0.35),
+    alone("compactor s2 r1 ungrouped", "CompactorPress", "ungrouped", 16, 40, chunk_size=31, **COMPACTOR),
+    Asked(
+        name="compactor by ratio",
+        press="CompactorPress",
+        geometry="two-layers",
+        tokens=(80,),
+        ratio=0.6,
+        settings={"chunk_size": 47},
+    ),
+    alone("cur two-rows", "CURPress", "two-rows", 9, 31),
+    alone("cur w7 mean three-heads", "CURPress", "three-heads", 35, 90, leverage_type="kv_avg", local_window_size=7),
+    alone("cur whole keys", "CURPress", "one-head", 50, leverage_type="key", use_local_approximation=False),
+    alone("cur values two-layers", "CURPress", "two-layers", 45, 160, leverage_type="value", num_sinks=2),
+    alone("capkv two-rows", "CapPress", "two-rows", 8, 30),
+    alone("capkv t2 f64 three-heads", "CapPress", "three-heads", 28, 95, tau=2.0, n_future_positions=64, n_sink=2),
+    alone("capkv ungrouped", "CapPress", "ungrouped", 11, 37),
+    *(
+        Asked(
+            name=f"finch w{window} {where}{'' if normalised else ' plain'}",
+            press="FinchPress",
+            geometry=where,
+            tokens=tokens,
+            settings={"normalize_scores": normalised, "rerotate_keys": False},
+            given={"question": window},
+            scores=True,
+        )
+        for window, where, tokens, normalised in (
+            (7, "two-rows", (9, 28), True),
+            (19, "three-heads", (24, 88), True),
+            (19, "three-heads", (41,), False),
+            (5, "ungrouped", (9, 33), True),
+        )
+    ),
     alone("qfilters two-layers", "QFilterPress", "two-layers", 20, 100),
     alone("critical h2o two-rows", "CriticalKVPress", "two-rows", 20, press=HEAVY),
     alone("critical h2o first 0.25", "CriticalKVPress", "three-heads", 40, press=HEAVY, first_stage_ratio=0.25),
@@ -121,6 +169,9 @@ CASES = [
         "chunks l20 knorm one-head", "ChunkKVPress", "one-head", 100, 200, press=inner("KnormPress"), chunk_length=20
     ),
     around("chunks l10 snapkv one-head", "ChunkKVPress", "one-head", 60, press=SNAP, chunk_length=10),
+    gated("gated l10 knorm one-head", "one-head", 60, 171, press=inner("KnormPress")),
+    gated("gated l7 s2 keydiff ungrouped", "ungrouped", 15, 38, press=inner("KeyDiffPress"), **GATES),
+    gated("gated l10 capkv three-heads", "three-heads", 29, 81, press=inner("CapPress", n_sink=0)),
     around("chunks l20 three-heads", "ChunkKVPress", "three-heads", 60, 120, press=SNAP, chunk_length=20),
     *(
         Asked(

@@ -198,6 +198,8 @@ def pressed(asked: Asked, tokens: int, nudged: bool) -> tuple[Tensor, Tensor | N
         duo(press, geometry, model, asked)
     elif asked.press == "QFilterPress":
         press.q_filters = filters(geometry)
+    elif asked.press == "FinchPress":
+        press.window_size = asked.given["question"]
     label = json.dumps([asked.press, asked.settings])
     pairs = [press_layer(press, label, layer) for layer in layers]
     scores = scores_of(press, label, layers) if asked.scores else None

@@ -17,7 +17,11 @@ from kvtailor.types.evidence import Evidence
 # What a saved cache does not hold, and why that is right.
 LEFT_OUT = {
     "Stored": {},
-    "Observed": {"tokens_read": "of the last forward alone"},
+    "Observed": {
+        "tokens_read": "of the last forward alone",
+        "repeated": "gone when the context is compressed, before anything can be saved",
+        "repeated_real": "likewise",
+    },
     "Clock": {"due": "nothing is due between two forwards", "reindex": "likewise"},
     "ModelPart": {
         "output": "the model's",
@@ -47,7 +51,7 @@ def filled() -> LayerState:
         scored_columns=torch.arange(5, dtype=torch.int32).expand(2, 3, 5).clone(),
         reconstruction=torch.rand(2, 3, 11),
     )
-    state.clock = Clock(settled_seen=4, evict_at=8, growth=7, due=True, reindex=True)
+    state.clock = Clock(settled_seen=4, evict_at=8, growth=7, due=True, reindex=True, prompt=3)
     state.model = ModelPart(scaling=0.25)
     return state
 
@@ -87,18 +91,25 @@ def same(one: tuple[dict, dict], two: tuple[dict, dict]) -> bool:
 
 
 def test_files_keep_the_names_of_the_first_version() -> None:
+    """Of them all but `prompt`, without which a file is read as well."""
     fields, _ = state_of(filled())
     assert fields.keys() == {
         "seen",
         "settled_seen",
         "walk_at",
         "tail_growth",
+        "prompt",
         "scaling",
         "rows",
         "heads",
         "tail",
         "segments",
     }
+    fields, tensors = state_of(filled())
+    del fields["prompt"]
+    found = LayerState(0)
+    restore(found, fields, tensors, Plan(), 3)
+    assert found.clock.prompt == 0 and found.clock.growth == 7
 
 
 @pytest.mark.parametrize(

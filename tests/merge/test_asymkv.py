@@ -75,6 +75,12 @@ def test_no_value_is_lost_and_no_token() -> None:
     assert counts.max() > 5
 
 
+def test_the_only_kept_token_stands_for_all() -> None:
+    held = held_of([row(40), row(7)], RAW.needs)
+    merged = RAW.merge(held, held.positions == held.seen - 1, held.positions == held.seen - 1)
+    assert merged.log_weight.exp()[..., 0].tolist() == [pytest.approx([40.0] * 3), pytest.approx([7.0] * 3)]
+
+
 def test_joins_the_kept_token_before_it_and_before_the_first_the_first() -> None:
     held = held_of([row(6)], RAW.needs)
     held = replace(held, values=torch.tensor([1.0, 2, 4, 8, 16, 32]).view(1, 1, 6, 1).expand(1, 3, 6, 1))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 
 from kvtailor.ops import dispatch
+from kvtailor.ops.codes.floats import MxCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import Library, built
+from kvtailor.ops.cpu.pages import attend_pages
 from kvtailor.ops.dispatch import (
     coded_attention,
     explained,
     forced,
     joint_attention,
     page_attention,
+    page_bounds,
     prompt_mass,
     quantiser,
     using,
@@ -69,17 +75,34 @@ def test_codes_are_made_by_a_kernel_where_there_is_one(monkeypatch: pytest.Monke
     assert "older sources" in explained(CPU, torch.bfloat16)[-1].why
 
 
+@needs_built
+def test_pages_are_read_in_place_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, bounds = torch.randn(2, 1, 1, 16), torch.zeros(2, 3, 16)
+    found = page_attention(query, SIDE, SIDE, 6)
+    assert isinstance(found, partial) and found.func is attend_pages
+    assert page_attention(query.expand(2, 1, dispatch.MOST_QUERIES + 1, 16), SIDE, SIDE, 4) is None
+    assert page_bounds(query[:, 0], bounds, bounds) is not None
+    assert page_bounds(query[:, 0], bounds, bounds.half()) is None
+    with using("reference"):
+        assert page_attention(query, SIDE, SIDE, 4) is None and page_bounds(query[:, 0], bounds, bounds) is None
+    monkeypatch.setattr(Library, "has", lambda _, function: function not in ("kvtailor_pages", "kvtailor_bounds"))
+    assert page_attention(query, SIDE, SIDE, 4) is None and page_bounds(query[:, 0], bounds, bounds) is None
+
+
 @needs_triton
 def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, and in the interpreter, where the CPU counts as one."""
-    from kvtailor.ops.triton.attend import attend_coded, attend_pages, attend_parts
+    from kvtailor.ops.triton.attend import attend_coded, attend_parts
+    from kvtailor.ops.triton.attend import attend_pages as attend_on_gpu
     from kvtailor.ops.triton.keeping import attend_keeping
     from kvtailor.ops.triton.mass import attend_with_mass
 
     query, side = torch.randn(2, 1, 1, 16, device=DEVICE), Whole(states=SIDE.states.to(DEVICE))
     prompt = torch.randn(1, 2, 8, 16, device=DEVICE).half()
     assert joint_attention(query.device) is None
-    assert page_attention(query, side, side, 4) is None and prompt_mass(prompt, prompt, prompt) is None
+    assert prompt_mass(prompt, prompt, prompt) is None
+    with using("reference"):
+        assert page_attention(query, side, side, 4) is None
     with using("triton"):
         assert coded_attention(query, side, side) is attend_coded
         assert joint_attention(query.device).attend_parts is attend_parts
@@ -88,13 +111,13 @@ def test_kernels_of_gpus_run_where_they_are_asked_for(monkeypatch: pytest.Monkey
         codes = quantiser(side.states).tokens(side.states, 4, 16)
         assert coded_attention(query, codes, side, mass=True) is None
         assert coded_attention(query, side, codes, mass=True) is attend_keeping
-        assert page_attention(query, side, side, 4) is attend_pages
+        assert page_attention(query, side, side, 4) is attend_on_gpu
         assert page_attention(query, side, side, 6) is None
         assert page_attention(query.expand(2, 1, dispatch.MOST_QUERIES + 1, 16), side, side, 4) is None
         assert prompt_mass(prompt, prompt, prompt) is attend_with_mass
         assert prompt_mass(prompt, prompt, prompt.float()) is None
         told = explained(torch.device(DEVICE), torch.float16)
-        assert sum("Triton" in each.implementation for each in told) == 4
+        assert sum("Triton" in each.implementation for each in told) == 6
         if DEVICE == "cpu":
             half = Whole(states=side.states.bfloat16())
             assert coded_attention(query, half, half) is None, "the interpreter multiplies them wrongly"
@@ -163,6 +186,25 @@ def test_auto_takes_on_a_gpu_what_has_won_there_and_nothing_else(monkeypatch: py
     first, *_, last = explained(gpu, torch.bfloat16)
     assert first.implementation == "torch, decoded parts" and "not measured to be faster" in first.why
     assert last.operation == "attention of a prompt"
+
+
+@needs_triton
+def test_levels_and_small_floats_are_chosen_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That codes of whole numbers have won on a GPU does not take kernels that were not measured."""
+    from kvtailor.ops.triton.attend import attend_coded, attend_pages
+
+    states, query = torch.randn(1, 16, 32).half().to(DEVICE), torch.zeros(1, 1, 1, 32).half().to(DEVICE)
+    sides = {
+        "attention": TokenCodes.symmetric(states, 4),
+        "levels": GridCodes.of(states, 4, keep_norm=True),
+        "small floats": MxCodes.of(states, "e2m1", 32),
+    }
+    for won in ({"attention", "pages"}, {"attention", "levels"}, {"pages", "small floats"}, {"levels"}):
+        monkeypatch.setattr(dispatch, "_on_triton", lambda device, operation, won=won: operation in won)
+        for name, side in sides.items():
+            assert (coded_attention(query, side, side) is attend_coded) is (name in won)
+            paged = "pages" in won and (name == "attention" or name in won)
+            assert (page_attention(query, side, side, 16) is attend_pages) is paged
 
 
 def test_what_has_won_is_of_the_operations_there_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.support.kvpress_cases import Pairing, cases, each_pairing, left
 
@@ -13,6 +14,7 @@ SELECTED = (
         apart=4,
         why="kvpress's window lifts the chunk that it ends, with two older tokens; ours spends these two elsewhere",
     ),
+    Pairing(case="gated l10 knorm one-head", plan="knorm + gatedchunks"),
     Pairing(case="dms knorm", plan='knorm(recent=16) + threshold(at=-5.0, of="score")', tokens={0: 137}),
 )
 
@@ -30,4 +32,19 @@ def test_heads_that_choose_together_choose_as_kvpress_does() -> None:
     for theirs in case.kept.values():
         tokens = int(theirs.sum(-1).max())
         assert torch.equal(left(together.made(tokens), case.geometry), theirs)
+        assert not torch.equal(left(alone.made(tokens), case.geometry), theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gated l7 s2 keydiff ungrouped", "keydiff + gatedchunks(size=7, short=2{})"),
+        ("gated l10 capkv three-heads", "capkv(sinks=0) + gatedchunks(size=10{})"),
+    ],
+)
+def test_gated_chunks_of_all_heads_are_those_of_kvpress(name: str, words: str) -> None:
+    case = cases()[name]
+    together, alone = (Pairing(case=name, plan=words.format(how)) for how in (', heads="all"', ""))
+    together.check_kept()
+    for tokens, theirs in case.kept.items():
         assert not torch.equal(left(alone.made(tokens), case.geometry), theirs)

@@ -117,12 +117,17 @@ def held_of(
         sampled=evidence.sampled,
         sampled_columns=evidence.sampled_columns,
         moments=evidence.moments,
-        previous=stack("previous", 30.0) if needs.previous else None,
+        previous=_previous(stack("previous", 30.0), needs) if needs.previous else None,
         reconstruction=stack("reconstruction", 30.0) if needs.reconstruction else None,
         output=output.to(dtype) if needs.output else None,
         rotation=rotation if needs.rotation or needs.moments else None,
         calibration=calibration,
     )
+
+
+def _previous(drawn: Tensor, needs: Needs) -> Tensor:
+    """Scores (b, h, n) of the eviction before, or notes (b, h, c, n) that are not below 0."""
+    return torch.stack([drawn.abs() * (5 - i) for i in range(needs.notes)], 2) if needs.notes else drawn
 
 
 def held_by(scorer: Scorer, rows: list[Row], *, head_order: Tensor | None = None, **given: Any) -> Held:
@@ -156,6 +161,8 @@ def with_holes(held: Held, holes: int, generator: torch.Generator) -> tuple[Held
     ).view(rows, heads, n)
 
     def spread(tensor: Tensor, filler: float) -> Tensor:
+        if tensor is held.previous and tensor.ndim == 4:
+            return torch.stack([spread(each, filler) for each in tensor.unbind(2)], 2)
         if tensor.ndim == 3:
             return tensor.new_full((rows, heads, n + holes), filler).scatter(2, where, tensor)
         wide = tensor.new_full((rows, heads, n + holes, tensor.shape[-1]), filler)

@@ -10,7 +10,7 @@ budget (the paper counts the page of the newest). The first `dense_layers` of th
 everything, as the paper's first 2 do; layers with the model's own window are not counted. Their bounds are held all the
 same. A cap grows with the logit and sinks are the same for all pages, so pages stand in one order with and without
 them. More than one new token at a time reads everything, as the paper's prompt does.
-*Cost* Reads 2 / page of the keys for the bounds, and the chosen tokens, which it copies unless a kernel reads pages in
+*Cost* Reads 2 / page of the keys for the bounds, and the chosen tokens, which it copies where no kernel reads pages in
 place. Saves no memory.
 """
 
@@ -27,7 +27,7 @@ from kvtailor.attend.contract import Attended, Attention, AttentionRequest, Flop
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
-from kvtailor.ops.dispatch import page_attention
+from kvtailor.ops.dispatch import page_attention, page_bounds
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.types import Layout, Segment, Visibility
 
@@ -226,11 +226,15 @@ def _in_place(query: Tensor, chosen: _Chosen, scaling: float, softcap: float | N
         lanes, count = part.layout.lanes, part.low.shape[1]
         # (b * h, k): the number of each chosen page within its lane.
         number = torch.div(pages.first.gather(1, place), part.page, rounding_mode="floor")
-        # What is not chosen goes to a place past the last; nothing here waits for the device.
-        at = (pages.lane.gather(1, place) * count + number).masked_fill(~here, lanes * count)
-        table = number.new_full((lanes * count + 1,), -1).scatter_(0, at.flatten(), number.flatten())
-        # From owners to lanes (m, p): each lane's chosen pages first, -1 for none. A lane has at most k of them.
-        table = table[:-1].view(lanes, count).sort(1, descending=True).values[:, : place.shape[1]]
+        if part.layout.owner is None:
+            # An owner has one lane: (m, k).
+            table = number.masked_fill(~here, -1)
+        else:
+            # What is not chosen goes to a place past the last; nothing here waits for the device.
+            at = (pages.lane.gather(1, place) * count + number).masked_fill(~here, lanes * count)
+            table = number.new_full((lanes * count + 1,), -1).scatter_(0, at.flatten(), number.flatten())
+            # From owners to lanes (m, p): each lane's chosen pages first, -1 for none. A lane has at most k of them.
+            table = table[:-1].view(lanes, count).sort(1, descending=True).values[:, : place.shape[1]]
         found.append(
             attend(
                 query,
@@ -258,9 +262,13 @@ def _bounds(part: _Paged, rows: Tensor, seen: Tensor | None) -> _Pages:
     owner = layout.owners(device)
     # The greatest of query * key over a page is at most, channel by channel, query * high where the query is positive
     # and query * low where it is negative: (m, p, d) times (m, d, g), twice, and the greatest over the group's heads.
-    mine = rows.index_select(0, owner)
-    bound = torch.bmm(part.high.float(), mine.clamp(min=0).transpose(1, 2))
-    bound = bound.baddbmm(part.low.float(), mine.clamp(max=0).transpose(1, 2)).amax(-1)
+    find = page_bounds(rows, part.low, part.high)
+    if find is not None:
+        bound = find(rows, part.low, part.high, layout.owner)
+    else:
+        mine = rows.index_select(0, owner)
+        bound = torch.bmm(part.high.float(), mine.clamp(min=0).transpose(1, 2))
+        bound = bound.baddbmm(part.low.float(), mine.clamp(max=0).transpose(1, 2)).amax(-1)
     lane = torch.arange(lanes, device=device)[:, None].expand(lanes, pages)
     first = (torch.arange(pages, device=device) * part.page).expand(lanes, pages)
     # (m, p): the last page of a lane may be cut short.

@@ -151,7 +151,7 @@ def decode(
 @micro.command(cls=OneOfSeveral, short_help="Attention, against torch's and transformers'.")
 @_list("contexts", "", "Tokens held, with ',' between.  [8192,32768; on a GPU 4096,32768,131072]")
 @_list("batches", "1", "Rows of the attention tables, with ',' between.")
-@_list("cases", "", "attention, quest, ragged, blocks, appending, packing; with ',' between.  [all]", kind=str)
+@_list("cases", "", "attention, quest, ragged, blocks, levels, appending, packing; with ',' between.  [all]", kind=str)
 @_rounds(11)
 @_common
 def kernels(

@@ -23,7 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import ByBlocks, Codec, refuse_non_finite
+from kvtailor.encode.contract import Codec, refuse_non_finite
+from kvtailor.encode.settings.by_blocks import ByBlocks
 from kvtailor.method import renamed
 from kvtailor.ops.segments.coded import PairSegment, TimeGrouped, Whole, alone
 from kvtailor.types import Layout, Needs

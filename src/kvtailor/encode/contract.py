@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
@@ -17,7 +17,7 @@ from kvtailor.ops.segments.coded import Coded, PairSegment, Whole, alone
 from kvtailor.types import ALL_HEADS, HeadShare, Layout, Needs, Rotation, Segment
 from kvtailor.types.late_checks import require_none
 
-__all__ = ["Around", "ByBlocks", "Codec", "CodecContext", "InBits", "Sides", "TwoSided", "refuse_non_finite"]
+__all__ = ["Around", "Codec", "CodecContext", "Sides", "TwoSided", "refuse_non_finite"]
 
 Sides = Literal["both", "keys", "values"]
 
@@ -337,44 +337,6 @@ class TwoSided(ABC):
     def sizes_coded(self, key_size: int, value_size: int) -> int:
         """Channels of a token that are encoded."""
         return (key_size if self.codes_keys else 0) + (value_size if self.codes_values else 0)
-
-
-class ByBlocks:
-    """Codecs that keep the newest `recent` tokens and encode `block_size` at once. Stands before `Codec`."""
-
-    recent: int
-    block_size: int
-
-    @property
-    def tail(self) -> int:
-        return self.recent
-
-    @property
-    def block(self) -> int:
-        return self.block_size
-
-
-class InBits:
-    """Codecs of `bits` for a code, unless `key_bits` or `value_bits` says otherwise. Stands before `Codec`."""
-
-    bits: int
-    key_bits: int | None
-    value_bits: int | None
-
-    @property
-    def bits_of_keys(self) -> int:
-        return self.key_bits or self.bits
-
-    @property
-    def bits_of_values(self) -> int:
-        return self.value_bits or self.bits
-
-    def check_bits(self, codec: str, more: Callable[[str, int], str], *, least: int = 1) -> None:
-        """Raise `ValueError` for bits that are not `least` to 8; `more` ends the sentence on a name and its bits."""
-        for name in ("bits", "key_bits", "value_bits"):
-            bits = getattr(self, name)
-            if not (bits is None and name != "bits") and not least <= bits <= 8:
-                raise ValueError(f"{codec}: {name} must be {least} to 8, found {bits}{more(name, bits)}")
 
 
 def _nothing_to_code(codec: object, side: Sides, asked: str) -> ValueError:

@@ -17,7 +17,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import ByBlocks, Codec, Sides, TwoSided
+from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.settings.by_blocks import ByGroups
 from kvtailor.method import renamed
 from kvtailor.ops.codes.sides import FloatCodes
 from kvtailor.ops.segments.coded import PairSegment, Whole
@@ -36,7 +37,7 @@ class Fp8Segment(PairSegment):
 
 @renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
-class Fp8(ByBlocks, TwoSided, Codec):
+class Fp8(ByGroups, TwoSided, Codec):
     """e4m3.
 
     Attributes:
@@ -59,16 +60,7 @@ class Fp8(ByBlocks, TwoSided, Codec):
             raise ValueError(f"fp8: group must be 1 token or more, found {self.group}; 32 is usual")
         if self.recent < 0:
             raise ValueError(f"fp8: recent must be 0 or more tokens, found {self.recent}")
-        if self.block_size < self.group or self.block_size % self.group:
-            raise ValueError(
-                f"fp8: block_size must be a multiple of its group, and block_size={self.block_size} is none of "
-                f"group={self.group}; write block_size={max(1, round(self.block_size / self.group)) * self.group}"
-            )
-
-    @property
-    def lane_multiple(self) -> int:
-        """Scales run along time."""
-        return self.group
+        self.check_groups("fp8")
 
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> FloatCodes:
         return FloatCodes.of(keys, self.group)

@@ -20,7 +20,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import Codec, InBits, Sides, TwoSided
+from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.settings.in_bits import InBits
 from kvtailor.method import renamed
 from kvtailor.ops.codes.quant import largest_divisor, packed_size
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes

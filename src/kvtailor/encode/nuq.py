@@ -24,7 +24,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.encode.contract import ByBlocks, Codec, InBits, Sides, TwoSided
+from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.settings.by_blocks import ByGroups
+from kvtailor.encode.settings.in_bits import InBits
 from kvtailor.method import renamed
 from kvtailor.ops.codes.nonuniform import ChannelLevels, LevelCodes, TokenLevels, aside, coded_by_levels, index_bytes
 from kvtailor.ops.codes.quant import packed_size
@@ -44,7 +46,7 @@ class NuqSegment(PairSegment):
 
 @renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
-class Nuq(ByBlocks, InBits, TwoSided, Codec):
+class Nuq(ByGroups, InBits, TwoSided, Codec):
     """Fitted levels, dense and sparse.
 
     Attributes:
@@ -79,16 +81,7 @@ class Nuq(ByBlocks, InBits, TwoSided, Codec):
         for name, least in (("sinks", 0), ("recent", 0), ("group", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"nuq: {name} must be {least} tokens or more, found {getattr(self, name)}")
-        if self.block_size < self.group or self.block_size % self.group:
-            raise ValueError(
-                f"nuq: block_size must be a multiple of its group, and block_size={self.block_size} is none of "
-                f"group={self.group}; write block_size={max(1, round(self.block_size / self.group)) * self.group}"
-            )
-
-    @property
-    def lane_multiple(self) -> int:
-        """Levels, and the scales of key channels, run along time."""
-        return self.group
+        self.check_groups("nuq")
 
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> LevelCodes:
         return self._coded(keys, layout, first, self.bits_of_keys, by_channel=True)

@@ -18,7 +18,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtailor.encode.contract import ByBlocks, Codec, InBits, Sides, TwoSided
+from kvtailor.encode.contract import Codec, Sides, TwoSided
+from kvtailor.encode.settings.by_blocks import ByBlocks
+from kvtailor.encode.settings.in_bits import InBits
 from kvtailor.method import renamed
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.codes.sides import TokenCodes
@@ -66,10 +68,7 @@ class Vector(ByBlocks, InBits, TwoSided, Codec):
     def __post_init__(self) -> None:
         least = 2 if self.symmetric else 1
         self.check_bits("vector", lambda name, bits: "; asymmetric codes can have 1" if bits == 1 else "", least=least)
-        if self.recent < 0:
-            raise ValueError(f"vector: recent must be 0 or more tokens, found {self.recent}")
-        if self.block_size < 1:
-            raise ValueError(f"vector: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
+        self.check_tokens("vector")
 
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> TokenCodes:
         return self._coded(keys, self.bits_of_keys)

@@ -221,14 +221,14 @@ class Engine:
             visible: describes all that came meanwhile as one forward.
         """
         for state in self.states:
+            state.clock.came(visible.new_tokens, state.stored.seen)
             state.clock.due = self.plan.evicts and visible.new_tokens > 1
         if any(state.clock.due for state in self.states):
             for layers in self._cut_together():
                 with self.late.collecting():
                     self.eviction.run(layers, visible, self._close)
         for state in self.states:
-            if self.plan.slack_tokens is None:
-                state.observed.reconstruction = None
+            state.observed.end_repetition(again=self.plan.slack_tokens is not None)
             self._close(state, visible)
             self.leave(state)
         self.late.settle()
@@ -268,10 +268,8 @@ class Engine:
 
     def _again(self, state: LayerState, reading: Reading, rejected: int) -> Reading:
         """Return what another module read of the tokens that stay, with its mass where that is needed."""
-        query, visible = (
-            reading.query[:, :, : reading.query.shape[2] - rejected],
-            reading.visible.without_last(rejected),
-        )
+        query = reading.query[:, :, : reading.query.shape[2] - rejected]
+        visible = reading.visible.without_last(rejected)
         mass = self.read(state, query, visible, want_mass=True).mass if self.needs.mass else None
         return replace(reading, query=query, visible=visible, mass=mass)
 
@@ -361,6 +359,7 @@ class Engine:
     def _evict_and_encode(self, state: LayerState, new: int, visible: Visibility) -> None:
         close = partial(self._close, decoded=new == 1)
         if self.plan.evicts:
+            state.clock.came(new, state.stored.seen)
             state.clock.due = self._is_due(state, new)
             layers = self._cut_now(state)
             if layers:

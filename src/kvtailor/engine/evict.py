@@ -17,7 +17,7 @@ from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.apply_kept import HeadCounts, apply_kept, has_unencoded, what_stays
 from kvtailor.engine.budget import Budget, CacheShape, budget_of, no_bytes, recent_tokens, warned_of_recent
 from kvtailor.engine.layer_state import LayerState
-from kvtailor.engine.view import by_column, known_counts, view_held
+from kvtailor.engine.view import by_column, forget_evicted, known_counts, view_held
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Held, Needs, Visibility
 from kvtailor.types.checked_returns import (
@@ -45,7 +45,7 @@ class Candidate:
         sure: `counts` and `floor` follow from what the host knows: the newest columns, as many as every row must keep,
             are there in all heads.
         measured: what the allocator measured of this layer.
-        remembered: scores (b, h, n) and columns for the scorer's next look; None where it does not look back.
+        remembered: scores (b, h, n) or notes, and columns, for the scorer's next look; None where it looks not back.
         view: what `view_held` shows of the layer; None where it waits for others, so that not all are unfolded at once.
         cut_before: it was cut before in the same eviction (scope "progressive").
     """
@@ -112,7 +112,14 @@ def score_layer(
     scorer, share = plan.score, state.model.share
     assert scorer is not None
     held, slots = view_held(state, visible, needs, layers, budget.each)
-    scores = checked_scores(scorer, scorer.score(held.within(scorer.needs)), held.positions)
+    shown = held.within(scorer.needs)
+    if needs.notes:
+        b, h, n = held.positions.shape
+        noted = checked_tensor(
+            scorer, "notes", scorer.note(shown), (b, h, needs.notes, n), torch.float32, held.keys.device
+        )
+        shown = replace(shown, noted=noted)
+    scores = checked_scores(scorer, scorer.score(shown), held.positions)
     window = recent_tokens(plan, budget.each)
     same = bool((window == scorer.recent).all())
     recent = held.recent(scorer.recent if same else sent(window, held.positions.device)[:, None, None])
@@ -130,7 +137,7 @@ def score_layer(
         # On the CPU the keys are looked at for the error alone; elsewhere they may be gone by then.
         keys = held.keys if held.keys.device.type == "cpu" else torch.isfinite(held.keys).all()
         require_none(faulty, partial(unranked, plan, state.index, keys))
-    remembered = by_column(scores, held) if needs.previous else None
+    remembered = by_column(scores if shown.noted is None else shown.noted, held) if needs.previous else None
     return Candidate(
         layer=state.index,
         scores=scores.masked_fill(recent, float("inf")).masked_fill(~held.valid, float("-inf")),
@@ -310,7 +317,7 @@ class Eviction:
             held, slots = found.view or view_held(state, visible, self.plan.needs, len(self.states), budget.each)
             own = state.model.share.own(cut.counts, 1)
             most = int(own.max())
-            _forget_evicted(state, held, keep, most)
+            forget_evicted(state, held, keep, most)
             recent = int(recent_tokens(self.plan, budget.each).min())
             before, sure = state.model.share.own(found.counts, 1), found.sure and self.plan.select.exact
             newest = (
@@ -386,13 +393,3 @@ def _as_cut(one: Candidate, keep: Tensor, counts: Tensor, *, longest: int) -> Ca
     filler = torch.arange(longest, device=keep.device) >= keep.sum(-1, keepdim=True)
     scores = one.scores.gather(-1, order).masked_fill(filler, float("-inf"))
     return replace(one, scores=scores, counts=counts)
-
-
-def _forget_evicted(state: LayerState, held: Held, keep: Tensor, longest: int) -> None:
-    """Remember of the scorer's numbers those of the tokens (b, h, n) that stay, so many at most."""
-    observed = state.observed
-    if observed.scored is None or observed.scored_columns is None:
-        return
-    found = held.looked_back(observed.scored_columns, observed.scored)
-    scored, columns = by_column(found, replace(held, valid=held.valid & keep))
-    observed.scored, observed.scored_columns = scored[..., :longest].clone(), columns[..., :longest].clone()

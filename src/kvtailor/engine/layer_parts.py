@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kvtailor.engine.observe import observe
 from kvtailor.ops.segments.coded import under
 from kvtailor.store.recent_window import Tail
-from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, Rotation, Segment, Softmax
+from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, Needs, Rotation, Segment, Softmax
 from kvtailor.types.evidence import Evidence
 from kvtailor.types.latent_attention import LatentAttention
 
@@ -20,7 +22,9 @@ __all__ = ["Clock", "ModelPart", "Observed", "Stored", "whole_number"]
 # What `Observed` remembers of earlier evictions and of a reconstruction.
 _MEMORIES = ("scored", "scored_columns", "reconstruction")
 # The names of a clock's numbers that saved caches have had from the beginning.
-_CLOCK_NAMES = {"settled_seen": "settled_seen", "evict_at": "walk_at", "growth": "tail_growth"}
+_CLOCK_NAMES = {"settled_seen": "settled_seen", "evict_at": "walk_at", "growth": "tail_growth", "prompt": "prompt"}
+# Of these the first versions of the file have none.
+_SINCE = {"prompt": 0}
 
 
 @dataclass
@@ -72,9 +76,11 @@ class Observed:
         evidence: what the scorer and others need.
         carry: what the plan's attention finds again at its next call, by name, batch rows first.
         tokens_read: (b, h) tokens that the last attention read; None where it read all.
-        scored, scored_columns: (b, h, k) the scores of the last eviction and the columns they belong to; None where the
-            scorer does not look back.
+        scored, scored_columns: (b, h, k) the scores of the last eviction, or (b, h, c, k) the scorer's notes, and the
+            columns (b, h, k) they belong to; None where the scorer does not look back.
         reconstruction: (b, h, n) float32 what a pass that repeats the context found of its columns; None without one.
+        repeated: samples of the queries of such passes, from the first of them until the context is compressed.
+        repeated_real: (b, t) bool: of all queries of these passes, those that are no padding.
     """
 
     evidence: Evidence = field(default_factory=Evidence)
@@ -83,6 +89,22 @@ class Observed:
     scored: Tensor | None = None
     scored_columns: Tensor | None = None
     reconstruction: Tensor | None = None
+    repeated: Evidence | None = None
+    repeated_real: Tensor | None = None
+
+    def repeat(self, query: Tensor, real: Tensor, most: int) -> None:
+        """Take at most `most` of each row's queries (b, q, t, d), those of earlier passes among them; `real` (b, t)."""
+        before = real[:, :0] if self.repeated_real is None else self.repeated_real
+        self.repeated_real = torch.cat([before, real], 1)
+        self.repeated = observe(
+            Needs(rows=most), self.repeated or Evidence(), query, before.shape[1], None, real=self.repeated_real
+        )
+
+    def end_repetition(self, *, again: bool) -> None:
+        """Forget what the context is compressed by; where it will be `again`, not what was found of its columns."""
+        self.repeated = self.repeated_real = None
+        if not again:
+            self.reconstruction = None
 
     def memories(self) -> dict[str, Tensor]:
         """Return what earlier evictions and a reconstruction left, by attribute; batch rows first."""
@@ -100,11 +122,12 @@ class Observed:
         def picked(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, index.to(tensor.device))
 
+        memories: dict[str, Any] = {name: picked(tensor) for name, tensor in self.memories().items()}
         return Observed(
             evidence=self.evidence.select_rows(index, mass),
             carry={name: picked(tensor) for name, tensor in self.carry.items()},
             tokens_read=self.tokens_read,
-            **{name: picked(tensor) for name, tensor in self.memories().items()},
+            **memories,
         )
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -138,6 +161,7 @@ class Clock:
         growth: tokens since the last eviction.
         due: an eviction is due and waits for the layers behind this one.
         reindex: what is held has changed otherwise than by growing since the attention last indexed it.
+        prompt: tokens seen before the first that was decoded.
     """
 
     settled_seen: int = 0
@@ -145,6 +169,12 @@ class Clock:
     growth: int = 0
     due: bool = False
     reindex: bool = False
+    prompt: int = 0
+
+    def came(self, new: int, seen: int) -> None:
+        """Take note of `new` tokens of a prompt or a turn, or of a decoded one, after which so many are seen."""
+        if new > 1 and seen - new <= self.prompt:
+            self.prompt = seen
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return JSON-able fields of all of this between two forwards, when nothing is due."""
@@ -157,6 +187,7 @@ class Clock:
         Raises:
             ValueError: a number is none, or below 0.
         """
+        fields = _SINCE | dict(fields)
         found: dict[str, Any] = {
             own: None if own == "evict_at" and fields[name] is None else whole_number(fields, name)
             for own, name in _CLOCK_NAMES.items()

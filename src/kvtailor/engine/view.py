@@ -15,7 +15,7 @@ from kvtailor.ops.segments.weighted import log_weight_of
 from kvtailor.types import Held, Needs, Segment, Visibility
 from kvtailor.types.late_checks import sent
 
-__all__ = ["by_column", "known_counts", "stored_sides", "view_held"]
+__all__ = ["by_column", "forget_evicted", "known_counts", "stored_sides", "view_held"]
 
 
 def view_held(
@@ -78,6 +78,7 @@ def view_held(
         layer=state.index,
         layers=layers,
         scaling=state.model.scaling,
+        prompt=state.clock.prompt,
         budget=budget,
         queries=queries,
         query_columns=evidence.columns,
@@ -98,12 +99,25 @@ def view_held(
     return _with_memories(held, state, needs).meeting_others(), slots
 
 
-def by_column(scores: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-    """Return scores (b, h, n) and their columns, valid tokens first; filler's columns lie past all others."""
+def by_column(numbers: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    """Return scores (b, h, n) or notes (b, h, c, n), and their columns (b, h, n), valid tokens first.
+
+    Filler's columns lie past all others.
+    """
     far = torch.iinfo(torch.int32).max
     columns = held.positions.to(torch.int32).masked_fill(~held.valid, far)
     columns, order = columns.sort(dim=-1, stable=True)
-    return scores.gather(-1, order), columns
+    return numbers.gather(-1, order if numbers.ndim == 3 else order[:, :, None].expand_as(numbers)), columns
+
+
+def forget_evicted(state: LayerState, held: Held, keep: Tensor, longest: int) -> None:
+    """Remember of the scorer's numbers those of the tokens (b, h, n) that stay, so many at most."""
+    observed = state.observed
+    if observed.scored is None or observed.scored_columns is None:
+        return
+    found = held.looked_back(observed.scored_columns, observed.scored)
+    scored, columns = by_column(found, replace(held, valid=held.valid & keep))
+    observed.scored, observed.scored_columns = scored[..., :longest].clone(), columns[..., :longest].clone()
 
 
 def known_counts(held: Held, window: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -130,7 +144,9 @@ def stored_sides(state: LayerState, held: Held) -> tuple[Tensor, Tensor]:
 def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
     """The same with what earlier evictions and the reconstruction said of the tokens that are still held."""
     if needs.previous:
-        previous = torch.full(held.positions.shape, float("nan"), device=held.positions.device)
+        b, h, n = held.positions.shape
+        shape = (b, h, needs.notes, n) if needs.notes else (b, h, n)
+        previous = torch.full(shape, float("nan"), device=held.positions.device)
         if state.observed.scored is not None and state.observed.scored_columns is not None:
             previous = held.looked_back(state.observed.scored_columns, state.observed.scored)
         held = replace(held, previous=previous)
@@ -139,6 +155,10 @@ def _with_memories(held: Held, state: LayerState, needs: Needs) -> Held:
         found = state.observed.reconstruction.gather(-1, held.positions.clamp(0, seen - 1))
         found = found.masked_fill(held.positions >= seen, -1.0).masked_fill(~held.valid, 0.0)
         held = replace(held, reconstruction=found)
+    sample, latents = state.observed.repeated, state.model.latents
+    if sample is not None and sample.sampled is not None and sample.sampled_columns is not None:
+        repeated = sample.sampled if latents is None else latents.absorbed(sample.sampled)
+        held = replace(held, repeated=repeated, repeated_columns=sample.sampled_columns)
     return held
 
 

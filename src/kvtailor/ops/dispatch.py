@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.attention import folded, folded_codes
+from kvtailor.ops.codes.floats import MxCodes, NvCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu import coordinates, merge, quantise
+from kvtailor.ops.cpu import coordinates, merge, pages, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library, why_none
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -43,6 +46,7 @@ __all__ = [
     "maps_of",
     "merged",
     "page_attention",
+    "page_bounds",
     "prompt_mass",
     "quantiser",
     "using",
@@ -53,8 +57,9 @@ MOST_QUERIES = 16
 WON_ON_CUDA: frozenset[str] = frozenset()
 """Operations whose Triton kernels "auto" takes on a GPU, of `TRITON_OPERATIONS`: those that were measured there and
 won. `make gpu-day` prints this line (docs/gpu-day.md)."""
-TRITON_OPERATIONS = ("attention", "pages", "prompt mass", "codes")
-"""Attention of few new tokens; the same over chosen pages; the attention mass of a prompt; making codes of states."""
+TRITON_OPERATIONS = ("attention", "levels", "small floats", "pages", "prompt mass", "codes")
+"""Attention of few new tokens; the same over codes of levels or grids, and over small floats in blocks of channels;
+over chosen pages; the attention mass of a prompt; making codes of states."""
 _WHICH = ("auto", "reference", "triton")
 _FORCED: ContextVar[str | None] = ContextVar("implementations", default=None)
 
@@ -142,7 +147,7 @@ def coded_attention(
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
-    if _on_triton(query.device, "attention"):
+    if all(_on_triton(query.device, _reading(side)) for side in (keys, values)):
         from kvtailor.ops.triton import attend as on_gpu
 
         if on_gpu.suits(query, keys, values) is not None:
@@ -164,6 +169,13 @@ def coded_attention(
     if mass:
         return attend_keeping if built.has("kvtailor_mass") else None
     return attend_coded
+
+
+def _reading(side: Coded) -> str:
+    """The operation of `TRITON_OPERATIONS` that reads a side: each is chosen for itself, as it was measured."""
+    if isinstance(side, GaussianCodes | GridCodes):
+        return "levels"
+    return "small floats" if isinstance(side, MxCodes | NvCodes) else "attention"
 
 
 def joint_attention(device: torch.device) -> Any:
@@ -188,25 +200,47 @@ def merged(found: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) 
 
 def maps_of(query: Tensor) -> tuple[Callable[[Coordinates, Tensor], Tensor], Callable[..., Tensor]]:
     """What brings queries (n, g, t, d), and sums with their lse, into other coordinates; see `Coordinates`."""
-    built = library() if query.device.type == "cpu" and forced() == "auto" else None
+    built = _built_for(query)
     if built is None or coordinates.unsuited(query, built) is not None:
         return Coordinates.of_queries, Coordinates.of_sums
     return partial(coordinates.of_queries, used=built), partial(coordinates.of_sums, used=built)
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What reads chosen pages of these sides where they lie, `triton.attend.attend_pages`; None: they must be copied.
+    """What reads chosen pages of these sides where they lie, such as `cpu.pages.attend_pages`; None: copy them.
 
     Args:
         query: (n, g, t, d) new tokens.
         keys, values: the two sides of a part.
         page: slots of a page.
     """
-    if query.shape[-2] > MOST_QUERIES or page & (page - 1) or not _on_triton(query.device, "pages"):
+    if query.shape[-2] > MOST_QUERIES:
+        return None
+    if not _on_triton(query.device, "pages"):
+        built = _built_for(query)
+        if built is None or pages.unsuited_pages(keys, values, built) is not None:
+            return None
+        return partial(pages.attend_pages, using=built)
+    if page & (page - 1):
+        return None
+    coded = {_reading(side) for side in (keys, values)} - {"attention"}
+    if not all(_on_triton(query.device, operation) for operation in coded):
         return None
     from kvtailor.ops.triton import attend as on_gpu
 
     return on_gpu.attend_pages if on_gpu.suits(query, keys, values) is None else None
+
+
+def page_bounds(query: Tensor, low: Tensor, high: Tensor) -> Callable[..., Tensor] | None:
+    """What finds how large a product with a key of each page can be, `cpu.pages.page_bounds`; None: torch must.
+
+    Args:
+        query: (n, g, d) one new token's. low, high: (m, p, d) least and greatest of each key channel over a page.
+    """
+    built = _built_for(query)
+    if built is None or pages.unsuited_bounds(query, low, high, built) is not None:
+        return None
+    return partial(pages.page_bounds, using=built)
 
 
 def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -279,6 +313,8 @@ def _of_triton(operations: Sequence[str], few: str, prompt: Choice, *, interpret
     why += ", in its interpreter" if interpreted else ""
     told = {
         "attention": (few, "Triton"),
+        "levels": ("the same over codes of levels and grids", "Triton"),
+        "small floats": ("the same over small floats in blocks", "Triton"),
         "pages": ("attention over chosen pages", "Triton, in place"),
         "prompt mass": ("attention mass of a prompt", "torch's fused attention, then Triton"),
         "codes": ("making codes of states", "Triton"),
@@ -292,6 +328,11 @@ def _of_triton(operations: Sequence[str], few: str, prompt: Choice, *, interpret
 
 def _why_not_quantised(built: Library) -> str | None:
     return None if built.has("kvtailor_code") else "the C++ kernels were built from older sources: build them again"
+
+
+def _built_for(query: Tensor) -> Library | None:
+    """The C++ kernels, where they were built and "auto" may take them for this query."""
+    return library() if query.device.type == "cpu" and forced() == "auto" else None
 
 
 def _on_triton(device: torch.device, operation: str) -> bool:

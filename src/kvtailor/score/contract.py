@@ -64,6 +64,16 @@ class Scorer(Method, ABC):
         """Return how many of the newest tokens are certainly among the `kept` best of a head."""
         return min(self.recent, kept)
 
+    def note(self, held: Held) -> Tensor:
+        """What is to be known of each held token at the next eviction, for a scorer whose `needs` have notes.
+
+        It is asked before `score`, which finds it as `held.noted`; that of the eviction before is `held.previous`.
+
+        Returns:
+            (b, h, needs.notes, n) float32, NaN for what is not known.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares notes, and makes none")
+
     @abstractmethod
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32; finite wherever `held.valid`, anything elsewhere."""

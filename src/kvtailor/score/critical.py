@@ -82,7 +82,7 @@ class Critical(Scorer):
     @property
     def needs(self) -> Needs:
         # `previous` has this scorer's own scores, which are not those of the inner one.
-        return replace(self.of.needs, output=True, previous=False)
+        return replace(self.of.needs, output=True, previous=False, notes=0)
 
     @property
     def recent(self) -> int:

@@ -17,22 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from kvtailor.ops.lanes.drawn import uniform
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
 
 __all__ = ["Random"]
-
-_LOW = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers (held in int64) that scatters neighbours: shifts and odd multipliers, twice."""
-    for multiplier in (0x5BD1E995, 0x3C6EF373):
-        x = ((x ^ (x >> 16)) * multiplier) & _LOW
-    return x ^ (x >> 15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +41,7 @@ class Random(Scorer):
 
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32."""
-        device = held.positions.device
-        seed = _mix(torch.full((), self.state & _LOW, device=device))
-        layer = _mix(seed ^ held.layer)
-        heads = held.positions.shape[1]
-        head = _mix(layer ^ (torch.arange(heads, device=device) + held.share.first(heads)))
-        age = held.positions - held.first[:, None, None]
-        drawn = _mix(head[None, :, None] ^ _mix(age & _LOW))
-        return (drawn >> 8).to(torch.float32) / 2**24
+        return uniform(held, self.state)
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """n: one division for each token; what comes before it is integers."""

@@ -20,17 +20,23 @@ __all__ = ["Evidence", "Held", "Moments", "Needs", "Repetition", "Rotation"]
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """How the model repeats its context, for a scorer that needs the attention of a repetition.
+    """How the model repeats its context, for methods that need the attention of a repetition.
 
     Attributes:
         chunk: at most so many tokens of a row are repeated in one pass.
         lead: tokens before a piece of the context that introduce it.
         sinks: a row's first tokens, with which the tokens of every piece share the attention.
+        queries: at most so many queries spread over all that a row repeats are kept until the context is compressed.
     """
 
     chunk: int
     lead: int
     sinks: int
+    queries: int = 0
+
+    def __or__(self, other: Repetition | None) -> Repetition:
+        """One repetition that serves both: that of the first, with the queries of either."""
+        return self if other is None else replace(self, queries=max(self.queries, other.queries))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,9 @@ class Needs:
         rows: at most so many queries spread evenly over all real tokens of a row (0: none).
         moments: mean and covariance of all real queries before their rotation.
         moments_skip: the first tokens of each row that the moments leave out.
-        previous: the scorer's own scores of the eviction before.
+        previous: what the scorer kept of each token at the eviction before: its scores, or its notes.
+        notes: so many numbers of its own does the scorer keep of each token, in the place of its score; see
+            `Scorer.note`.
         reconstruction: how the model is to repeat the whole context, for the most attention that each token receives
             meanwhile; None: not needed.
         output: the layer's own output projection.
@@ -57,6 +65,7 @@ class Needs:
     moments: bool = False
     moments_skip: int = 0
     previous: bool = False
+    notes: int = 0
     reconstruction: Repetition | None = None
     output: bool = False
     rotation: bool = False
@@ -75,7 +84,8 @@ class Needs:
             moments=self.moments or other.moments,
             moments_skip=max(self.moments_skip, other.moments_skip),
             previous=self.previous or other.previous,
-            reconstruction=self.reconstruction or other.reconstruction,
+            notes=max(self.notes, other.notes),
+            reconstruction=self.reconstruction | other.reconstruction if self.reconstruction else other.reconstruction,
             output=self.output or other.output,
             rotation=self.rotation or other.rotation,
         )
@@ -194,6 +204,7 @@ class Held:
         valid: (b, h, n) bool. False for filler and for padding.
         first: (b,) int64 column of each row's first real token (its count of left padding).
         seen: tokens seen so far, padding included; the newest token's column is seen - 1.
+        prompt: tokens of the first prompt, padding included: those that came before the first that was decoded.
         layer: which of the plan's layers this is, 0-based among those that the plan compresses.
         layers: how many layers the plan compresses.
         scaling: the model's own factor before the softmax.
@@ -207,9 +218,14 @@ class Held:
         sampled: (b, q, m, d) post-RoPE queries spread over each row, in time order; None if not needed.
         sampled_columns: (b, m) int64 their columns, -1 where a row has fewer than m; None with `sampled`.
         moments: see `Needs.moments`; None if not needed.
-        previous: (b, h, n) float32, NaN for tokens that were not there at the eviction before; None if not needed.
+        previous: (b, h, n) float32 scores, or (b, h, c, n) the c notes, NaN for tokens that were not there at the
+            eviction before; None if not needed.
+        noted: (b, h, c, n) float32 what `Scorer.note` has just made of this; None where it makes no notes.
         reconstruction: (b, h, n) float32, see `Needs.reconstruction`, -1 for what came after the context; None if not
             needed.
+        repeated: (b, q, m, d) post-RoPE queries of a repetition of the context, which all come after what is held; None
+            if not needed, and at later evictions.
+        repeated_columns: (b, m) int64 their places in the repetition, -1 where a row has fewer; None with `repeated`.
         output: (q, dv, D) the part of the output projection that each query head's values go through; None if not
             needed.
         rotation: None if not needed.
@@ -236,6 +252,7 @@ class Held:
     layer: int
     layers: int
     scaling: float
+    prompt: int = 0
     budget: Tensor | None = None
     queries: Tensor | None = None
     query_columns: Tensor | None = None
@@ -245,7 +262,10 @@ class Held:
     sampled_columns: Tensor | None = None
     moments: Moments | None = None
     previous: Tensor | None = None
+    noted: Tensor | None = None
     reconstruction: Tensor | None = None
+    repeated: Tensor | None = None
+    repeated_columns: Tensor | None = None
     output: Tensor | None = None
     rotation: Rotation | None = None
     calibration: Mapping[str, Tensor] | None = None
@@ -285,9 +305,8 @@ class Held:
         return self.valid.sum(-1)
 
     def softmax_of(self, head: int) -> Softmax:
-        """The softmax of one kv head's query heads; with `queries`, or with `sampled` ones."""
-        of = self.queries if self.queries is not None else self.sampled
-        assert of is not None
+        """The softmax of one kv head's query heads; with any queries."""
+        of = next(each for each in (self.queries, self.sampled, self.repeated) if each is not None)
         group = of.shape[1] // self.keys.shape[1]
         return self.softmax.of_heads(head * group, group)
 
@@ -309,8 +328,13 @@ class Held:
                 query_span=None if held.query_span is None or not needs.window else held.query_span[first:],
                 window_held=None if held.window_held is None else held.window_held[..., first:],
             )
-        if held.sampled_columns is not None and held.sampled_columns.shape[1] > needs.rows:
-            held = _sampled_within(held, needs.rows)
+        if held.sampled is not None and held.sampled_columns is not None:
+            fewer, theirs = _strided(held.sampled, held.sampled_columns, needs.rows)
+            held = replace(held, sampled=fewer, sampled_columns=theirs)
+        if held.repeated is not None and held.repeated_columns is not None:
+            most = needs.reconstruction.queries if needs.reconstruction else 0
+            fewer, theirs = _strided(held.repeated, held.repeated_columns, most)
+            held = replace(held, repeated=fewer, repeated_columns=theirs)
         return held
 
     def recent(self, count: int | Tensor) -> Tensor:
@@ -345,33 +369,37 @@ class Held:
         return replace(self, window_held=torch.stack([self.share.of_first(told)[0], self.share.sum(told)[1]]) > 0)
 
     def looked_back(self, positions: Tensor, values: Tensor) -> Tensor:
-        """(b, h, n) float32: for each held token the number of `values` (b, h, k) at its column; NaN where there is
-        none.
+        """(b, h, n) or (b, h, c, n) float32: of each held token the `values` at its column; NaN where there is none.
 
         Args:
             positions: (b, h, k) columns, ascending.
-            values: (b, h, k) float32.
+            values: (b, h, k) float32, or (b, h, c, k) several of each column.
         """
         wanted = self.positions.to(positions.dtype)
         at = torch.searchsorted(positions.contiguous(), wanted.contiguous()).clamp(max=max(positions.shape[-1] - 1, 0))
+        shape = (*values.shape[:-1], wanted.shape[-1])
         if not positions.shape[-1]:
-            return values.new_full(wanted.shape, float("nan"))
-        found = positions.gather(-1, at) == wanted
-        return values.gather(-1, at).masked_fill(~(found & self.valid), float("nan"))
+            return values.new_full(shape, float("nan"))
+        lost = ~((positions.gather(-1, at) == wanted) & self.valid)
+        if values.ndim == 4:
+            at, lost = at[:, :, None].expand(shape), lost[:, :, None]
+        return values.gather(-1, at).masked_fill(lost, float("nan"))
 
 
-def _sampled_within(held: Held, rows: int) -> Held:
-    """At most `rows` sampled queries of each row: those that a sample of so many would hold, as strides double."""
-    assert held.sampled is not None and held.sampled_columns is not None
-    if not rows:
-        return replace(held, sampled=None, sampled_columns=None)
-    sampled, columns = held.sampled[:, :, :rows].clone(), held.sampled_columns[:, :rows].clone()
-    for row, count in enumerate((held.sampled_columns >= 0).sum(-1).tolist()):
+def _strided(queries: Tensor, columns: Tensor, most: int) -> tuple[Tensor | None, Tensor | None]:
+    """At most `most` of the queries (b, q, m, d) of each row: those that a sample of so many would hold."""
+    if not most:
+        return None, None
+    if columns.shape[1] <= most:
+        return queries, columns
+    fewer, theirs = queries[:, :, :most].clone(), columns[:, :most].clone()
+    for row, count in enumerate((columns >= 0).sum(-1).tolist()):
         stride = 1
-        while -(-count // stride) > rows:
+        while -(-count // stride) > most:
+            # As strides double in a sample.
             stride *= 2
         kept = -(-count // stride)
-        sampled[row, :, :kept] = held.sampled[row, :, :count:stride]
-        columns[row, :kept] = held.sampled_columns[row, :count:stride]
-        sampled[row, :, kept:], columns[row, kept:] = 0.0, -1
-    return replace(held, sampled=sampled, sampled_columns=columns)
+        fewer[row, :, :kept] = queries[row, :, :count:stride]
+        theirs[row, :kept] = columns[row, :count:stride]
+        fewer[row, :, kept:], theirs[row, kept:] = 0.0, -1
+    return fewer, theirs

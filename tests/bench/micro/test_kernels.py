@@ -26,13 +26,14 @@ def test_it_runs_and_ends_with_json(words: list[str], monkeypatch: pytest.Monkey
     assert found.exit_code == 0, found.output
     told = json.loads(found.stdout.splitlines()[-1])
     assert {title.split(",")[0] for title in told["tables"]} == {
-        "grouped heads", "single heads", "ragged heads", "Quest's pages", "query blocks", "appending", "packing"
+        "grouped heads", "single heads", "ragged heads", "Quest's pages", "query blocks", "levels and small floats",
+        "appending", "packing",
     }  # fmt: skip
     (grouped,) = [rows for title, rows in told["tables"].items() if title.startswith("grouped")]
     assert {"kvtailor int8", "kvtailor kivi 2 bits", "DynamicCache + sdpa"} <= {row["name"] for row in grouped}
     assert "RED" not in found.stdout
     assert told["read_bandwidth"] > 0 and told["variant"] in built()
-    assert "[1 of 7, 0:0" in found.stderr and found.stderr.count(": done") == 7
+    assert "[1 of 8, 0:0" in found.stderr and found.stderr.count(": done") == 8
 
 
 @needs_cpu_kernels

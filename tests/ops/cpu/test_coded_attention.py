@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, needs_built, states_of
+from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, exact, needs_built, states_of
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
 from kvtailor.ops.codes.floats import NvCodes
@@ -87,9 +87,32 @@ def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str, shap
 
 
 @every_variant
-@pytest.mark.parametrize("layout", ["plain", "vector8", "tokens4", "channels2"])
+@pytest.mark.parametrize(
+    "layout", ["plain", "vector8", "tokens4", "channels2", "channels4x5", "levels4", "nvfp4", "nvfp4x8", "mxfp4"]
+)
 def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(library: Library, layout: str) -> None:
+    """Runs of 32 tokens end with a page of 64, runs of 5 and of 3 do not."""
     merges_ragged_lanes(partial(attend_coded, using=library), layout, COARSE)
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["plain", "vector8", "channels4", "nvfp4"])
+@pytest.mark.parametrize("seen", [1.0, 0.3])
+def test_full_lanes_of_an_owner_keep_their_own_weights(library: Library, layout: str, seen: float) -> None:
+    """Lanes that are read as one: what hides or weighs a slot is still that lane's."""
+    state = torch.Generator().manual_seed(8)
+    keys, values = (LAYOUTS[layout](states) for states in states_of(9, torch.bfloat16, 7, 64, 32))
+    owner, query = torch.tensor([0, 0, 0, 0, 0, 1, 1]), torch.randn((2, 3, 1, 32), generator=state)
+    log_weight = torch.rand((7, 64), generator=state) * 3
+    visible = torch.rand((1, 1, 64), generator=state) < seen if seen < 1 else None  # the same for all lanes
+    attend = partial(attend_coded, query, keys, values, scaling=0.1, using=library)
+    out, lse = attend(owner=owner, visible=visible, log_weight=log_weight)
+    for mine in range(2):
+        lanes = owner == mine
+        k, v = (Whole(states=exact(side)[lanes].reshape(1, -1, 32)) for side in (keys, values))
+        sees = None if visible is None else visible.expand(7, 1, 64)[lanes].reshape(1, 1, -1)
+        expected = truth(query[mine : mine + 1], k, v, sees, log_weight[lanes].reshape(1, -1))
+        assert same((out[mine : mine + 1], lse[mine : mine + 1]), expected, COARSE)
 
 
 @every_variant

@@ -11,6 +11,9 @@ import torch
 from tests.ops.gpu.exact_attention import DEVICE, error, exactly, needs_triton
 from torch import Tensor
 
+from kvtailor.ops.codes.floats import MxCodes, NvCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.segments.coded import Coded, Whole
 
@@ -27,6 +30,12 @@ ENCODINGS: dict[str, Encoding] = {
     **{f"grouped{bits}": lambda x, bits=bits: TokenCodes.of(x, bits, x.shape[-1] // 2) for bits in (2, 4, 8)},
     **{f"channel{bits}": lambda x, bits=bits: ChannelCodes.of(x, bits, 16) for bits in (2, 4, 8)},
     **{f"uneven{bits}": lambda x, bits=bits: ChannelCodes.of(x, bits, 10) for bits in (2, 4, 8)},
+    **{f"levels{bits}": lambda x, bits=bits: GaussianCodes.of(x, bits, keep_norm=True) for bits in (2, 4, 8)},
+    **{f"grid{bits}": lambda x, bits=bits: GridCodes.of(x, bits, keep_norm=True) for bits in (2, 4)},
+    "mxfp4": lambda x: MxCodes.of(x, "e2m1", 32),
+    "mxfp8": lambda x: MxCodes.of(x, "e4m3", 32),
+    "mxfp8_5": lambda x: MxCodes.of(x, "e5m2", 32),
+    "nvfp4": lambda x: NvCodes.of(x, 16, 10),
 }
 # Over the dequantised states: 8 bits and floats 1e-3, 4 bits and fewer 2e-3; the query itself is float32 here.
 BARS = {"whole": 1e-6, "whole16": 1e-3}
@@ -92,6 +101,13 @@ def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ("uneven4", "grouped4", 80),
         ("floats", "floats", 24),
         ("token2", "channel8", 24),
+        ("levels4", "levels4", 24),
+        ("levels2", "grid2", 80),
+        ("grid4", "grid4", 33),
+        ("grid2", "levels8", 24),
+        ("mxfp4", "mxfp4", 80),
+        ("nvfp4", "nvfp4", 24),
+        ("mxfp8", "mxfp8_5", 33),
     ],
 )
 def test_equals_attention_over_what_the_bytes_say(keys: str, values: str, head: int) -> None:
@@ -163,7 +179,7 @@ def test_one_mask_for_all_lanes() -> None:
     check(query, Whole(states=k), Whole(states=v), 1e-6, visible=visible[0, 0].expand(2, 1, 20), splits=1)
 
 
-@pytest.mark.parametrize("name", ["channel4", "floats"])
+@pytest.mark.parametrize("name", ["channel4", "floats", "nvfp4"])
 def test_tokens_that_have_moved(name: str) -> None:
     generator = torch.Generator().manual_seed(9)
     lane, slot = torch.randint(0, 2, (2, 21), generator=generator), torch.randint(0, 40, (2, 21), generator=generator)
@@ -177,6 +193,15 @@ def test_large_and_small_steps_neither_overflow_nor_vanish() -> None:
     k = k * torch.logspace(-3, 1, 24)
     v = v * torch.logspace(-5, 3, 32)[:, None]
     check(query, ENCODINGS["channel8"](k), ENCODINGS["token8"](v), 2e-3)
+
+
+@pytest.mark.parametrize("name", ["levels4", "grid4", "mxfp4", "nvfp4"])
+def test_values_of_zeros_count_and_add_nothing(name: str) -> None:
+    """Their scale is 0 where codes are levels, none of which is; and scales of very different sizes stand together."""
+    query, k, v = random(1, 2, 1, 32, seed=13), random(1, 32, 32, seed=14), random(1, 32, 32, seed=15)
+    k, v = k * torch.logspace(-3, 0, 32)[:, None], v * torch.logspace(-5, 2, 32)[:, None]
+    k[:, 5], v[:, 3::4] = 0, 0
+    check(query, ENCODINGS[name](k), ENCODINGS[name](v), 2e-3)
 
 
 def test_slots_past_the_length_are_not_read() -> None:
@@ -210,6 +235,10 @@ def test_says_what_it_cannot_read() -> None:
     )
     odd = TokenCodes.of(torch.randn(2, 8, 24), 3, 24)
     assert suits(query[:, :, :1], odd, side) == "keys: codes of 2, 4 or 8 bits are read, found 3"
+    for bits, size, words in ((3, 24, "points of 2 or 4 bits"), (2, 26, "two pairs fill each byte, found 13 pairs")):
+        grid = GridCodes.of(torch.randn(2, 8, size), bits, keep_norm=True)
+        assert words in str(suits(query[:, :, :1], grid, side))
+    assert "found 3" in str(suits(query[:, :, :1], side, GaussianCodes.of(torch.randn(2, 8, 24), 3, keep_norm=True)))
     apart = Whole(states=torch.zeros((2, 24, 8)).transpose(1, 2))
     assert "side by side" in str(suits(query[:, :, :1], side, apart))
     meta = torch.zeros((2, 5, 1, 24), device="meta")

@@ -24,6 +24,7 @@ PLANS = (
     "snapkv(window=6) + d2o + kivi(bits=4, group=8, recent=8) @ tokens=24, slack=6",
     "pairs(window=6, sinks=2) + asymkv(window=6) + kivi(bits=4, group=8, recent=8) @ tokens=24, slack=6",
     "pairs(window=6, sinks=2) + adakv + asymkv(window=6) @ tokens=24, slack=6",
+    "snapkv(window=6) + adakv + matching(window=6, spread=8) @ tokens=24, slack=6",
     "snapkv(window=6) + adakv + unrotated(of=nuq(bits=4, group=8, block_size=8)) @ tokens=24",
 )
 

@@ -6,13 +6,16 @@ import cmath
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import kvtailor
 from kvtailor.merge.drop import Drop
+from kvtailor.merge.matching import Matching
 from tests.support.crossed import crossed
+from tests.support.fit_by_hand import fit_by_hand
 from tests.support.seam.folded import FoldedReference, Lane, Token
 from tests.support.seam.zoo import build, error, held_columns, prompts
 
@@ -96,7 +99,35 @@ def asymkv(family: str):
     return fold
 
 
+def matching(merger: Matching):
+    """What the newest queries see of all but the newest tokens, which stay in the tail, is fitted."""
+
+    def fold(lane: Lane) -> list[Token]:
+        newest = set(range(lane.tokens[-1].column - 5, lane.tokens[-1].column + 1))
+        given = lane.attention().flatten(0, 1).numpy()
+        values = torch.stack([token.value for token in lane.tokens]).numpy()
+        fixed = np.array([token.column in newest for token in lane.tokens])
+        opened = np.array([token.column in lane.kept for token in lane.tokens]) & ~fixed
+        if not opened.any():
+            return lane.stays
+        sides = [(given[:, each].sum(-1), given[:, each] @ values[each]) for each in (~fixed, fixed)]
+        factors, new, dropping, fitting = fit_by_hand(merger, given[:, opened], *sides[0], *sides[1], values[opened])
+        if fitting >= dropping:
+            return lane.stays
+        found = [token for token in lane.tokens if token.column in lane.kept - newest]
+        changed = [
+            Token(token.column, token.key, torch.from_numpy(value), token.weight * factor)
+            for token, value, factor in zip(found, new, factors, strict=True)
+        ]
+        return [*changed, *[token for token in lane.stays if token.column in newest]]
+
+    return fold
+
+
+MATCHING = "matching(window=6, spread=0, ridge=0.1)"
 CASES = {
+    f"snapkv(window=6) + {MATCHING} @ tokens=20": matching(Matching(window=6, spread=0, ridge=0.1)),
+    f"snapkv(window=6) + adakv + {MATCHING} @ tokens=16, slack=5": matching(Matching(window=6, spread=0, ridge=0.1)),
     "pairs(window=6, sinks=2) + asymkv(window=6) @ tokens=20": asymkv,
     "pairs(window=6, sinks=0) + adakv + asymkv(window=6) @ tokens=16, slack=5": asymkv,
     "snapkv(window=6) + d2o @ tokens=20": d2o,

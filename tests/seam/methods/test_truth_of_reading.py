@@ -6,6 +6,8 @@ has made, so that nobody's word is taken for it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ import kvtailor
 import kvtailor.attend.quest
 import kvtailor.attend.rocket
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.ops.attention.lanes import Lanes
+from kvtailor.ops.segments.coded import Whole
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts
 
@@ -47,12 +51,30 @@ class Watched:
         monkeypatch.setattr(LayerState, "append", appended)
         for module in (kvtailor.attend.quest, kvtailor.attend.rocket):
             monkeypatch.setattr(module, "read_lanes", self.watched(module.read_lanes))
+        self.in_place: list[Lanes] = []
+        page_attention = kvtailor.attend.quest.page_attention
+
+        def pages_of(*sides):
+            attend = page_attention(*sides)
+            return None if attend is None else partial(self.of_pages, attend)
+
+        monkeypatch.setattr(kvtailor.attend.quest, "page_attention", pages_of)
+
+    def of_pages(self, attend, query, keys, values, pages, page, **how):
+        """What a kernel reads where it lies joins what `read_lanes` is given beside it."""
+        slots = torch.arange(keys.states.shape[1])
+        # (m, k, s): whether a slot is in a named page.
+        named = (slots // page == pages[..., None]).any(1)
+        seen = named if how["visible"] is None else named & how["visible"][:, 0]
+        self.in_place.append(Lanes(keys=keys.states, values=values.states, visible=seen[:, None], owner=how["owner"]))
+        nothing = torch.where(named[..., None], values.states, torch.nan)
+        return attend(query, keys, Whole(states=nothing), pages, page, **how)
 
     def watched(self, read_lanes):
         def reads(query, heads, lanes, scaling, **more):
             every = torch.cat(self.made[self.now], 2)
             found = torch.zeros(every.shape[:3], dtype=torch.bool)
-            for lane in lanes:
+            for lane in [*lanes, *self.in_place]:
                 owners = torch.arange(len(lane.keys)) if lane.owner is None else lane.owner
                 seen = torch.ones(lane.keys.shape[:2], dtype=torch.bool)
                 seen = seen if lane.visible is None else lane.visible.expand(len(seen), 1, -1)[:, 0]
@@ -65,6 +87,7 @@ class Watched:
                     assert not bool(found[row, head][same.any(1)].any()), "a token was read twice"
                     found[row, head] |= same.any(1)
             self.read[self.now] = found
+            self.in_place.clear()
             return read_lanes(query, heads, lanes, scaling, **more)
 
         return reads
@@ -75,6 +98,11 @@ def test_logits_equal_a_full_cache_with_the_unread_tokens_masked(
     family: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_reading(family, plan, monkeypatch)
+
+
+def test_so_where_pages_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtailor.attend.quest, "page_attention", lambda *_: None)
+    check_reading("llama", PLANS[0], monkeypatch)
 
 
 @torch.no_grad()

@@ -23,6 +23,9 @@ from kvtailor.hf.model.loading import random_model
 from kvtailor.hf.run.stock import fill, layer_makers
 from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.lanes import Lanes, joint
+from kvtailor.ops.codes.floats import MxCodes, NvCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.attention import attend_coded
 from kvtailor.ops.cpu.library import library, why_none
@@ -32,8 +35,10 @@ from kvtailor.ops.triton.installed import missing
 
 __all__ = [
     "APART",
+    "GRID",
     "GROUP",
     "HEADS",
+    "LEVELS",
     "MODEL",
     "SCALE",
     "SIDES",
@@ -91,6 +96,15 @@ SIDES: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] = 
         )
         for bits in (4, 2)
     },
+}
+# What the case `levels` reads.
+GRID = "grid of 256 points"
+LEVELS: dict[str, tuple[Callable[[Tensor], Coded], Callable[[Tensor], Coded]]] = {
+    "4-bit levels": (partial(GaussianCodes.of, bits=4, keep_norm=True),) * 2,
+    GRID: (partial(GridCodes.of, bits=4, keep_norm=True),) * 2,
+    "mxfp4": (partial(MxCodes.of, element="e2m1", block=32),) * 2,
+    "mxfp8": (partial(MxCodes.of, element="e4m3", block=32),) * 2,
+    "nvfp4": (partial(NvCodes.of, block=16, group=32),) * 2,
 }
 
 
@@ -195,8 +209,8 @@ def query_of(kernels: Kernels, *shape: int) -> Tensor:
 
 
 def coded(name: str, half: Half) -> list[tuple[Coded, Coded]]:
-    """The two sides of each layer, encoded as `SIDES` names it."""
-    of_keys, of_values = SIDES[name]
+    """The two sides of each layer, encoded as `SIDES` or `LEVELS` names it."""
+    of_keys, of_values = SIDES[name] if name in SIDES else LEVELS[name]
     return [(of_keys(keys), of_values(values)) for keys, values in half]
 
 

@@ -15,6 +15,8 @@ where their libraries are installed, of `QuantizedCache`.
 *quest*: 2,048 tokens of pages chosen by their bounds, over reading everything.
 *ragged* heads: lengths from a quarter to four times the mean, the same tokens in all, over the uniform cache.
 *blocks* of several queries, as speculation asks them, over a single query.
+*levels*: codes that stand for levels or points of a grid, and small floats in blocks of channels, over int4; and each
+decoded first.
 *appending* a token to a tail in place, over attention. *packing*: making codes, over a copy of the states.
 
 Correctness comes before time: each side's answer is compared with attention in float64 over what it stores, and one
@@ -23,6 +25,7 @@ that is off gets no time. `timer` says how times are taken. With one thread othe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,7 +57,7 @@ _PAGE, _BUDGET = 16, 2048
 _DECODED_FIRST = ("int4", "kivi 4 bits")
 _FOLDS = {"sdpa, heads folded": True, "sdpa as transformers calls it": False}
 _WARMUP = 2
-CASES = ("attention", "quest", "ragged", "blocks", "appending", "packing")
+CASES = ("attention", "quest", "ragged", "blocks", "levels", "appending", "packing")
 # Makes the sides of a case from kernels, tokens and layers.
 _Make = Callable[[Kernels, int, int], list[Side]]
 
@@ -270,6 +273,27 @@ def _blocks(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
     return found
 
 
+def _levels(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
+    """Those whose answer is right; no kernel of a CPU reads grids."""
+    half, query = states(kernels.device, 8, tokens, layers, kernels.dtype), query_of(kernels, 8, 4, 1)
+    some, found = torch.arange(_CHECKED, device=kernels.device), []
+    for name in ("int4", *cases.LEVELS):
+        if name == cases.GRID and not kernels.on_triton:
+            continue
+        sides = coded(name, half)
+        run, size = kernels.ours(query, sides), cases.bytes_of(sides)
+        exact = [cases.exact_side(side.rows(some)) for side in sides[0]]
+        right, line = cases.verdict(name, query[some], run(0)[some], exact[0], exact[1])
+        if not right:
+            warnings.warn(line.strip(), stacklevel=2)
+            continue
+        found.append(Side(name=name, run=run, recorded=True, bytes_read=size))
+        if name in cases.LEVELS:
+            first = kernels.decoded_first(query, sides)
+            found.append(Side(name=f"decoded first, {name}", run=first, recorded=True, bytes_read=size))
+    return found
+
+
 def _appending(kernels: Kernels, tokens: int, layers: int) -> list[Side]:
     half = states(kernels.device, 8, tokens, layers, kernels.dtype)
     sides, slot = coded("bfloat16", half), torch.tensor([tokens // 2], device=kernels.device)
@@ -312,6 +336,7 @@ def _of_one_row(kernels: Kernels) -> dict[str, tuple[str, _Make, str, int]]:
         "quest": ("Quest's pages", _quest, "everything, bfloat16", 4 if kernels.on_triton else 2),
         "ragged": ("ragged heads", _ragged, "uniform heads, bfloat16", 2),
         "blocks": ("query blocks", _blocks, "bfloat16, 1 queries", 2 * len(kernels.blocks)),
+        "levels": ("levels and small floats", _levels, "int4", 11 if kernels.on_triton else 9),
         "appending": ("appending", _appending, "attention, bfloat16", 2),
         "packing": ("packing", _packing, "a copy of the states", 5),
     }

@@ -51,11 +51,10 @@ def fit_shares(suite: Suite, subject: Subject, known: Mapping[str, str] | None =
         raise SuiteError(suite.name, [f"share= needs the setting `context` in tokens, found {context!r}: give it"])
     geometry, size = Geometry.of(subject.model.config), subject.dtype.itemsize
     full = forecast_size(Plan.parse("full"), geometry, context=context, element_size=size).full
-    found: dict[str, str] = {}
+    found = dict(known or {})
     stored: dict[Any, SegmentBytes] = {}
     for text in shares:
-        if known and text in known:
-            found[text] = known[text]
+        if text in found:
             continue
         share = _SHARE.search(text)
         if share is None:

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from kvtailor.encode.contract import ByBlocks, TwoSided
+from kvtailor.encode.contract import TwoSided
+from kvtailor.encode.settings.by_blocks import ByBlocks
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types import Layout
 
@@ -37,13 +38,6 @@ class FloatsInBlocks(ByBlocks, TwoSided, ABC):
     def value_bytes(self, size: int, element_size: int) -> float:
         """As `key_bytes`."""
         return self.bytes_of(size)
-
-    def check_tokens(self, codec: str) -> None:
-        """Raise `ValueError` for numbers of tokens that make no sense."""
-        if self.recent < 0:
-            raise ValueError(f"{codec}: recent must be 0 or more tokens, found {self.recent}")
-        if self.block_size < 1:
-            raise ValueError(f"{codec}: block_size must be 1 token or more, found {self.block_size}; 128 is usual")
 
     def encode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int:
         """1 for each value: over the scale."""

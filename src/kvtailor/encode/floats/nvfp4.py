@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, Sides
 from kvtailor.encode.floats.in_blocks import FloatsInBlocks
+from kvtailor.encode.settings.by_blocks import ByGroups
 from kvtailor.ops.codes.floats import NvCodes
 from kvtailor.ops.codes.quant import packed_size
 from kvtailor.ops.segments.coded import PairSegment, Whole
@@ -45,7 +46,7 @@ class NvFp4Segment(PairSegment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NvFp4(FloatsInBlocks, Codec):
+class NvFp4(ByGroups, FloatsInBlocks, Codec):
     """E2M1 with scales of E4M3 and float32.
 
     Attributes:
@@ -67,16 +68,7 @@ class NvFp4(FloatsInBlocks, Codec):
         if self.group < 1:
             raise ValueError(f"nvfp4: group must be 1 token or more, found {self.group}; 32 is usual")
         self.check_tokens("nvfp4")
-        if self.block_size % self.group:
-            raise ValueError(
-                f"nvfp4: block_size must be a multiple of its group, and block_size={self.block_size} is none of "
-                f"group={self.group}; write block_size={max(1, round(self.block_size / self.group)) * self.group}"
-            )
-
-    @property
-    def lane_multiple(self) -> int:
-        """Float32 scales run along time."""
-        return self.group
+        self.check_groups("nvfp4")
 
     def coded(self, states: Tensor) -> NvCodes:
         return NvCodes.of(states, _BLOCK, self.group)

@@ -36,18 +36,21 @@ class ReconstructionPass:
         columns: for each row (k,) int64 on the CPU: columns of the piece, ascending; none where it has no such piece.
         sinks: for each row (s,) int64 on the CPU: columns of its first tokens.
         real: (b, t) bool: this new token is one, and not padding.
+        queries: see `Repetition.queries`.
     """
 
     columns: Sequence[Tensor]
     sinks: Sequence[Tensor]
     real: Tensor
+    queries: int = 0
 
     def attend(
         self, state: LayerState, passing: PlainSegment, query: Tensor, visible: Visibility, scaling: float
     ) -> Tensor:
         """Exact attention (b, q, t, dv) of the new tokens over all that a layer holds, all of it still in its tail.
 
-        What they look at goes into `state.observed.reconstruction`; nothing else changes.
+        What they look at goes into `state.observed.reconstruction`, and some of them into `state.observed.repeated`;
+        nothing else changes.
 
         Args:
             state: of the layer.
@@ -64,6 +67,8 @@ class ReconstructionPass:
         layout = replace(held.layout, size=state.stored.seen + passing.layout.size)
         keys, values = torch.cat([held.keys, passing.keys], 1), torch.cat([held.values, passing.values], 1)
         whole = PlainSegment(layout=layout, keys=keys, values=values)
+        if self.queries:
+            state.observed.repeat(query, self.real.to(query.device), self.queries)
         if state.observed.reconstruction is None:
             state.observed.reconstruction = torch.zeros(
                 (state.rows, state.heads, state.stored.seen), device=query.device

@@ -214,7 +214,8 @@ def repetitions(
         together = torch.nn.utils.rnn.pad_sequence(new, batch_first=True)
         lengths = sent(torch.tensor([row.numel() for row in new]), ids.device)
         real = torch.arange(together.shape[1], device=ids.device) < lengths[:, None]
-        yield ReconstructionPass(columns=pieces, sinks=[row[: how.sinks] for row in columns], real=real), together
+        sinks = [row[: how.sinks] for row in columns]
+        yield ReconstructionPass(columns=pieces, sinks=sinks, real=real, queries=how.queries), together
 
 
 def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) -> None:

@@ -110,10 +110,9 @@ class LayerForecast:
         """Bytes of one float32 for each slot of the segments and each token of the tail."""
         return (self.slots + Bounds.exactly(self.tail * self.owners)) * (4 * self.segments.layers)
 
-    @property
-    def scored_bytes(self) -> Bounds:
-        """Bytes of one float32 score and one int32 column for each of `scored`."""
-        return self.scored * (8 * self.segments.layers)
+    def scored_bytes(self, numbers: int) -> Bounds:
+        """Bytes of so many float32 numbers and one int32 column for each of `scored`; none without a number."""
+        return self.scored * ((4 * numbers + 4) * self.segments.layers) if numbers else NOTHING
 
     def append(self, tokens: int, *, exactly: bool) -> None:
         """Let new tokens join the tail (`Tail.append`)."""

@@ -63,9 +63,9 @@ class Holding:
     moved_codes: bool = False
 
     @classmethod
-    def of(cls, layer: LayerForecast, *, mass: bool, scores: bool) -> Holding:
+    def of(cls, layer: LayerForecast, *, mass: bool, scores: int) -> Holding:
         """Return what one unit holds."""
-        observed = (layer.mass_bytes if mass else NOTHING) + (layer.scored_bytes if scores else NOTHING)
+        observed = (layer.mass_bytes if mass else NOTHING) + layer.scored_bytes(scores)
         stages = {"tail": Bounds.exactly(layer.tail_bytes), "encode": layer.encoded, "observe": observed}
         return cls(
             stages=stages,
@@ -105,7 +105,7 @@ class Holding:
 
 
 def gone_through(
-    units: Sequence[Unit], evictions: Evictions | None, *, context: int, new_tokens: int, mass: bool, scores: bool
+    units: Sequence[Unit], evictions: Evictions | None, *, context: int, new_tokens: int, mass: bool, scores: int
 ) -> list[Holding]:
     """Return what the units hold, one after the other; of plans that share a budget by scores, all in one.
 
@@ -115,7 +115,7 @@ def gone_through(
         context: tokens of the prompt.
         new_tokens: decoded ones.
         mass: attention mass is kept for each slot.
-        scores: scores of the last eviction are kept for each token.
+        scores: so many numbers of the last eviction are kept for each token.
     """
     told = partial(Holding.of, mass=mass, scores=scores)
     if evictions is None:

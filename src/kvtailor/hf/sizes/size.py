@@ -205,9 +205,8 @@ def forecast_size(
         evictions = Evictions(
             plan=plan, geometry=geometry, rows=batch, element_size=element_size, calibration=files.get("allocate")
         )
-    held = gone_through(
-        units, evictions, context=context, new_tokens=new_tokens, mass=needs.mass, scores=needs.previous
-    )
+    scores = max(1, needs.notes) if needs.previous else 0
+    held = gone_through(units, evictions, context=context, new_tokens=new_tokens, mass=needs.mass, scores=scores)
     whole = Holding.together(held)
     seen = context + new_tokens
     observed, carried, counted = _remembered(plan, geometry, batch, element_size, context, new_tokens, units, held)

@@ -148,6 +148,11 @@ def _as_stored(
     found, kept, rest, together = [], [], [], []
     for part, (own, mine), attend in zip(parts, asked, kernels, strict=True):
         layout, reading = part.layout, None
+        if attend is None and own is not None and not own.as_they_are:
+            # Queries and sums go to where the codes are, so that no token has to be brought back.
+            numbers = own.in_numbers()
+            attend = dispatch.coded_attention(mine, numbers.keys, numbers.values, mass=mass, caps=caps)
+            own = own if attend is None else numbers
         if attend is None:
             own, mine, reading = None, grouped, part.view()
             # Decoded states are read by the kernels as well, unless several kv heads share a lane of values, or keys

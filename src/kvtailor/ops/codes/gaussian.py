@@ -108,12 +108,15 @@ class GaussianCodes(Coded):
 
     def decode(self) -> Tensor:
         lanes, slots = self.codes.shape[:2]
-        levels = _levels_on(self.bits, self.codes.device)
         states = huge_pages.read_buffer(self.scale, (lanes, slots, self.size))
         for at in pieces(lanes, slots, self.size, _PIECE):
-            index = unpack(self.codes[at], self.bits, self.size).to(torch.int32)
-            states[at] = levels[index].mul_(self.scale[at].float()).to(states.dtype)
+            states[at] = self.numbers_at(at).to(states.dtype)
         return states
+
+    def numbers_at(self, at: tuple[slice, slice]) -> Tensor:
+        """(l, s', c) float32: what is stored at these lanes and slots."""
+        index = unpack(self.codes[at], self.bits, self.size).to(torch.int32)
+        return _levels_on(self.bits, self.codes.device)[index].mul_(self.scale[at].float())
 
     def closed_form_bytes(self, lanes: int, slots: int) -> int:
         return lanes * slots * (packed_size(self.size, self.bits) + self.scale.element_size())

@@ -33,6 +33,7 @@ struct Call {
   float* mass;          // (m, s)
   double softcap;       // logits are softcap * tanh(logit / softcap); 0: as they are
   const int32_t* firsts;  // (m,) slots of each lane that no query sees before all others; null: none
+  const int64_t* starts;  // (m,) slots from the data to where each lane begins, of plain sides; null: as `lane_bytes` says
 };
 
 namespace {
@@ -79,12 +80,24 @@ int64_t place(const Side& side, bool placed, int64_t c) {
   return c / (2 * W) * (2 * W) + BF16::place((int)(c % (2 * W)));
 }
 
+// Whether slot s of lane i + 1 lies where slot `slots` + s of lane i would, scales included; with `starts` they tell.
+bool in_one_row(const Side& side, int64_t slots, bool starts) {
+  if (starts) return true;
+  if (side.lane_bytes != slots * side.slot_bytes) return false;
+  if (side.kind == CHANNEL_CODES) return side.row || side.runs * side.group == slots;
+  if (side.kind != BLOCK_LEVELS) return true;
+  const Blocks& blocks = *(const Blocks*)side.low;
+  return !blocks.outer || side.row || side.runs * blocks.span == slots;
+}
+
 // What all pieces of a call know, and how much scratch each thread has.
 struct Tables {
   const Call& call;
   int64_t wide_keys = padded(call.keys.size), wide_values = padded(call.values.size);
   bool fused_keys = keys_fused(call.keys), fused_values = values_fused(call.values);
   bool coarse_keys = keys_coarse(call.keys), short_values = values_short(call.values);
+  bool joined = !call.visible && !call.firsts && !call.kept && !(call.starts && call.log_weight) &&
+                in_one_row(call.keys, call.slots, call.starts) && in_one_row(call.values, call.slots, call.starts);
   int32_t* key_place = (int32_t*)call.scratch;            // of each channel
   int32_t* key_channel = key_place + wide_keys;        // at each place
   int32_t* value_place = key_channel + wide_keys;
@@ -161,7 +174,7 @@ float* kept_tops(const Call& call, int64_t lane, int64_t row) {
 struct Piece {
   const Call& call;
   const Tables& tables;
-  int64_t lane, rows = call.rows;
+  int64_t lane, rows = call.rows;  // `lane` may become another of the same owner
   float *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales;
 
   Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
@@ -184,6 +197,7 @@ struct Piece {
   }
 
   const char* data(const Side& side, int64_t first) const {
+    if (call.starts) return (const char*)side.data + (call.starts[lane] + first) * side.slot_bytes;
     return (const char*)side.data + lane * side.lane_bytes + first * side.slot_bytes;
   }
 
@@ -239,7 +253,7 @@ struct Piece {
     if (side.size == wide && side.kind == FLOAT16) return each(F16(), from, side.slot_bytes, 0, count);
     for (int64_t i = 0; i < count; i += TILE) {
       const int64_t part = count - i < TILE ? count - i : TILE;
-      decode(side, lane, call.slots, first + i, part, wide, tile, scales);
+      decode(side, data(side, first + i), lane, call.slots, first + i, part, wide, tile, scales);
       each(F32(), (const char*)tile, wide * 4, i, part);
     }
   }
@@ -400,18 +414,85 @@ struct Piece {
 
 int64_t chunks(const Call& call) { return (call.slots + call.chunk - 1) / call.chunk; }
 
-void piece(const Call& call, const Tables& tables, int64_t index, float* scratch) {
-  const int64_t lane = index / chunks(call), first = index % chunks(call) * call.chunk;
-  const int64_t filled = call.lengths ? call.lengths[lane] : call.slots;
-  const int64_t end = first + call.chunk < filled ? first + call.chunk : filled;
+int64_t filled_of(const Call& call, int64_t lane) { return call.lengths ? call.lengths[lane] : call.slots; }
+
+// What a piece has found so far: nothing.
+float* found_nothing(const Call& call, const Tables& tables, int64_t index) {
   float* tops = call.found + index * call.rows * (2 + tables.wide_values);
-  float *totals = tops + call.rows, *out = totals + call.rows;
-  for (int64_t r = 0; r < call.rows; r++) tops[r] = NOTHING, totals[r] = 0;
-  for (int64_t i = 0; i < call.rows * tables.wide_values; i++) out[i] = 0;
-  if (first >= end) return;
-  const Piece work(call, tables, lane, scratch);
+  for (int64_t r = 0; r < call.rows; r++) tops[r] = NOTHING, tops[call.rows + r] = 0;
+  return tops;
+}
+
+void read_slots(const Piece& work, int64_t first, int64_t end, float* tops) {
+  float *totals = tops + work.rows, *out = totals + work.rows;
   for (int64_t t = first; t < end; t += BLOCK)
     work.block(t, end - t < BLOCK ? end - t : BLOCK, tops, totals, out);
+}
+
+// Whether lane `next` lies behind the full lanes from `lane` on.
+bool follows(const Call& call, int64_t lane, int64_t next) {
+  return !call.starts || call.starts[next] == call.starts[lane] + (next - lane) * call.slots;
+}
+
+// Lanes of one owner, each of one chunk, are one piece: what they find stands with the first of them, and its queries are
+// laid out once. Full lanes that lie one behind the other are read as a single long one.
+void lanes_of_owner(const Call& call, const Tables& tables, int64_t begin, int64_t end, float* scratch) {
+  float *tops = found_nothing(call, tables, begin), *out = tops + 2 * call.rows;
+  for (int64_t i = begin + 1; i < end; i++) found_nothing(call, tables, i);
+  for (int64_t i = 0; i < call.rows * tables.wide_values; i++) out[i] = 0;
+  Piece work(call, tables, begin, scratch);
+  for (int64_t lane = begin; lane < end;) {
+    int64_t next = lane + 1, filled = filled_of(call, lane);
+    for (; tables.joined && next < end && filled == (next - lane) * call.slots && follows(call, lane, next); next++)
+      filled += filled_of(call, next);
+    work.lane = lane;
+    read_slots(work, 0, filled, tops);
+    lane = next;
+  }
+}
+
+void chunk_of_lane(const Call& call, const Tables& tables, int64_t index, float* scratch) {
+  const int64_t lane = index / chunks(call), first = index % chunks(call) * call.chunk, filled = filled_of(call, lane);
+  const int64_t end = first + call.chunk < filled ? first + call.chunk : filled;
+  float *tops = found_nothing(call, tables, index), *out = tops + 2 * call.rows;
+  for (int64_t i = 0; i < call.rows * tables.wide_values; i++) out[i] = 0;
+  if (first < end) read_slots(Piece(call, tables, lane, scratch), first, end, tops);
+}
+
+void pieces(const Call& call, const Tables& tables, int64_t begin, int64_t end, float* scratch) {
+  if (!call.owner || chunks(call) > 1) {
+    for (int64_t i = begin; i < end; i++) chunk_of_lane(call, tables, i, scratch);
+    return;
+  }
+  for (int64_t first = begin, next; first < end; first = next) {
+    for (next = first + 1; next < end && call.owner[next] == call.owner[first];) next++;
+    lanes_of_owner(call, tables, first, next, scratch);
+  }
+}
+
+// The greatest that any row's product with a state between two others, channel by channel, can be: keys are the least
+// ones and values the greatest ones, both plain and of one type, and `mass` takes the bounds (m, s).
+SMALL_CODE void bounds_of(const Call& call, const Tables& tables, int64_t index, float* scratch) {
+  const int64_t lane = index / blocks(call), first = index % blocks(call) * BLOCK, wide = tables.wide_keys;
+  const int64_t count = call.slots - first < BLOCK ? call.slots - first : BLOCK;
+  const Piece work(call, tables, lane, scratch);
+  for (int64_t i = 0; i < call.rows * wide; i++) {
+    work.folded[i] = work.query[i] > 0 ? 0.f : work.query[i];
+    work.query[i] = work.query[i] < 0 ? 0.f : work.query[i];
+  }
+  for (int64_t half = 0; half < 2; half++)
+    work.over(half ? call.values : call.keys, wide, first, count,
+              [&](auto type, const char* states, int64_t stride, int64_t at, int64_t n) {
+                logits<decltype(type)>(half ? work.query : work.folded, call.rows, wide, states, stride, n,
+                                       (half ? work.logits_at : work.hidden) + at);
+              });
+  float* to = call.mass + lane * call.slots + first;
+  for (int64_t t = 0; t < count; t++) to[t] = work.logits_at[t] + work.hidden[t];
+  for (int64_t r = 1; r < call.rows; r++)
+    for (int64_t t = 0; t < count; t++) {
+      const float mine = work.logits_at[r * BLOCK + t] + work.hidden[r * BLOCK + t];
+      to[t] = mine > to[t] || mine != mine ? mine : to[t];
+    }
 }
 
 void merge(const Call& call, const Tables& tables, int64_t owner, int64_t first, int64_t last) {
@@ -438,7 +519,7 @@ void merge(const Call& call, const Tables& tables, int64_t owner, int64_t first,
 
 // What all rows together gave each slot of a block, from weights that were kept and the lse over all parts.
 void mass_of(const Call& call, int64_t lane, int64_t first) {
-  const int64_t owner = call.owner ? call.owner[lane] : lane, filled = call.lengths ? call.lengths[lane] : call.slots;
+  const int64_t owner = call.owner ? call.owner[lane] : lane, filled = filled_of(call, lane);
   const int64_t count = call.slots - first < BLOCK ? call.slots - first : BLOCK;
   const int64_t read = filled - first < count ? filled - first : count;
   float* to = call.mass + lane * call.slots + first;
@@ -481,8 +562,8 @@ APART int32_t attend(const Call& call) {
   tables.fill();
   const int64_t each = chunks(call);
   const int32_t wrong =
-      share_out(call.lanes * each, call.threads, call.parallel_for, [&](int64_t index, int64_t thread) {
-        piece(call, tables, index, tables.scratches + thread * tables.each());
+      share_out_runs(call.lanes * each, call.threads, call.parallel_for, [&](int64_t begin, int64_t end, int64_t thread) {
+        pieces(call, tables, begin, end, tables.scratches + thread * tables.each());
       });
   if (wrong) return wrong;
   for (int64_t owner = 0, lane = 0; owner < call.owners; owner++) {
@@ -511,6 +592,15 @@ int64_t kvtailor_found(const Call* call) {
 int32_t kvtailor_attend(const Call* call) { return attend(*call); }
 
 int32_t kvtailor_step(Step* step) { return take(*step); }
+
+// See bounds_of. `queries` must be `rows`, for which there is room then.
+int32_t kvtailor_bounds(const Call* call) {
+  const Tables tables{*call};
+  tables.fill();
+  return share_out(call->lanes * blocks(*call), call->threads, call->parallel_for, [&](int64_t index, int64_t thread) {
+    bounds_of(*call, tables, index, tables.scratches + thread * tables.each());
+  });
+}
 
 // One softmax over parts that were read one by one.
 int32_t kvtailor_merge(const Union* all) {
@@ -544,6 +634,9 @@ int32_t kvtailor_levels() { return 1; }
 
 // Whether codes of levels may have a scale for each block of channels: a library from older sources has no such function.
 int32_t kvtailor_blocks() { return 1; }
+
+// Whether `starts` is read: a library from older sources has no such function.
+int32_t kvtailor_pages() { return 1; }
 
 // Whether `softcap` is read: a library from older sources has no such function.
 int32_t kvtailor_caps() { return 1; }

@@ -15,7 +15,7 @@ from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
 from kvtailor.ops.segments.coded import Coded, Whole
 
-__all__ = ["Kept", "attend_coded", "attend_keeping", "side_of", "unsuited"]
+__all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "side_of", "threads_for", "unsuited"]
 
 _TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS = 3, 4, 5, 6
 # Types of the scales of `_BLOCK_LEVELS`, see layouts.h.
@@ -122,24 +122,24 @@ def attend_coded(
     Returns:
         out (n, g, t, r) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
     """
-    call, held = _call(query, keys, values, scaling, softcap, owner, lengths, visible, log_weight)
-    return _run(call, held, query.shape, using or library())
+    call, held = call_of(query, keys, values, scaling, softcap, owner, lengths, visible, log_weight)
+    return run(call, held, query.shape, using or library())
 
 
 def attend_keeping(
     query: Tensor, keys: Coded, values: Coded, *, using: Library | None = None, **how: Any
 ) -> tuple[Tensor, Tensor, Kept]:
     """As `attend_coded`, of whose arguments `how` are the others, and the weights, of which mass can be made."""
-    call, held = _call(query, keys, values, **how)
+    call, held = call_of(query, keys, values, **how)
     used = using or library()
     assert used is not None, "asked for a kernel that was not built"
     kept = torch.empty(used.functions.kvtailor_kept(ctypes.byref(call)), dtype=torch.float32)
     held.append(kept)
     call.kept = kept.data_ptr()
-    return *_run(call, held, query.shape, used), Kept(call, held, used)
+    return *run(call, held, query.shape, used), Kept(call, held, used)
 
 
-def _call(
+def call_of(
     query: Tensor,
     keys: Coded,
     values: Coded,
@@ -176,20 +176,13 @@ def _call(
     return call, held
 
 
-def _run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None) -> tuple[Tensor, Tensor]:
+def run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None) -> tuple[Tensor, Tensor]:
     """Outputs and lse for a query of this shape."""
     assert used is not None, "asked for a kernel that was not built"
     if call.softcap and not used.has("kvtailor_caps"):
         raise RuntimeError("capped logits need C++ kernels that were built from these sources: build them again")
-    owners, group, new, size = shape
-    lanes, slots = call.lanes, call.slots
-    threads = 1
-    if used.parallel_for is not None and lanes * slots * group * new * size > _SMALL:
-        threads = torch.get_num_threads()
-        call.parallel_for = used.parallel_for
-    call.threads = threads
-    each = -(-lanes * slots // (_PIECES * threads))
-    call.chunk = max(_LEAST, -(-min(each, slots) // _LEAST) * _LEAST)
+    owners, group, new, _ = shape
+    threads_for(call, used)
     out = torch.empty((owners, group, new, call.values.size), dtype=torch.float32)
     lse = torch.empty((owners, group, new), dtype=torch.float32)
     at = ctypes.byref(call)
@@ -199,6 +192,17 @@ def _run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None
     if used.functions.kvtailor_attend(at):
         raise RuntimeError(_REFUSED)
     return out, lse
+
+
+def threads_for(call: Call, used: Library) -> None:
+    """Say how many threads a call takes, and how many slots each piece of it has."""
+    lanes, slots, threads = call.lanes, call.slots, 1
+    if used.parallel_for is not None and lanes * slots * call.rows * call.keys.size > _SMALL:
+        threads = torch.get_num_threads()
+        call.parallel_for = used.parallel_for
+    call.threads = threads
+    each = -(-lanes * slots // (_PIECES * threads))
+    call.chunk = max(_LEAST, -(-min(each, slots) // _LEAST) * _LEAST)
 
 
 def _shape(side: Coded) -> tuple[int, int]:

@@ -150,11 +150,10 @@ static inline void by_level(const Side& side, const uint8_t* codes, const float*
   }
 }
 
-// Tokens first..first + count of a lane as floats, a token every `padded` floats, zeros behind its channels.
-// `scratch`: 2 * padded floats and padded bytes.
-static inline void decode(const Side& side, int64_t lane, int64_t slots, int64_t first, int64_t count,
+// Tokens first..first + count of a lane, which lie at `from`, as floats, a token every `padded` floats, zeros behind its
+// channels. `scratch`: 2 * padded floats and padded bytes.
+static inline void decode(const Side& side, const char* from, int64_t lane, int64_t slots, int64_t first, int64_t count,
                           int64_t padded, float* to, float* scratch) {
-  const char* from = (const char*)side.data + lane * side.lane_bytes + first * side.slot_bytes;
   uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
   int64_t known = -1;
   for (int64_t i = 0; i < count; i++, from += side.slot_bytes, to += padded) {

@@ -75,7 +75,7 @@ class Call(ctypes.Structure):
         ("scaling", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
-        ("firsts", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("firsts", "starts")),
     ]
 
 

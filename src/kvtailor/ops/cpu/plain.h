@@ -35,8 +35,9 @@ inline void logits_rows(const float* query, int64_t size, const char* keys, int6
     logits_of<T, R>(query, size, keys + i * stride, stride, count - i, to + i);
 }
 
+// Apart, since it is called from several places.
 template <class T>
-void logits(const float* query, int64_t rows, int64_t size, const char* keys, int64_t stride, int64_t count,
+APART void logits(const float* query, int64_t rows, int64_t size, const char* keys, int64_t stride, int64_t count,
             float* to) {
   in_rows(rows, [&](auto some, int64_t r) {
     logits_rows<T, decltype(some)::ROWS>(query + r * size, size, keys, stride, count, to + r * BLOCK);

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops import huge_pages
-from kvtailor.types import Layout, Segment
+from kvtailor.types import Coordinates, Layout, Segment
 
 __all__ = ["Coded", "PairSegment", "TimeGrouped", "Whole", "alone", "under"]
 
@@ -40,6 +40,14 @@ class Coded(ABC):
     @abstractmethod
     def closed_form_bytes(self, lanes: int, slots: int) -> int:
         """The bytes that `tensors()` must occupy, from counts and element sizes alone."""
+
+    def coordinates(self) -> Coordinates | None:
+        """In which coordinates `stored` is; None: in the model's."""
+        return None
+
+    def stored(self) -> Tensor:
+        """(m, s, r) in the cache's dtype: the numbers that the codes stand for, in the coordinates of this side."""
+        return self.decode()
 
     def rows(self, lanes: Tensor) -> Self:
         """The same for these lanes (m',) int64, in that order."""

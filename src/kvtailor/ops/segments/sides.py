@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.grids import GridCodes
+from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
@@ -55,6 +57,10 @@ class StoredSides(NamedTuple):
         """Channels of keys and of values in the model's coordinates; None where the side does not tell."""
         return _channels(self.keys, self.keys_in), _channels(self.values, self.values_in)
 
+    def in_numbers(self) -> StoredSides:
+        """The same with numbers in place of codes, in the coordinates in which these are."""
+        return self._replace(keys=Whole(states=self.keys.stored()), values=Whole(states=self.values.stored()))
+
     def asked(self, query: Tensor, of_queries: Mapping = Coordinates.of_queries) -> Tensor:
         """The queries (n, g, t, d) of the kv heads for the stored keys: (n / joined, joined * g, t, r)."""
         for each in self.keys_in:
@@ -94,8 +100,10 @@ def stored_sides(part: Segment) -> StoredSides | None:
         return StoredSides(layout=part.layout, keys=Whole(states=part.keys), values=Whole(states=part.values))
     # A codec with a view of its own gives attention other values than those it decodes.
     if isinstance(part, PairSegment):
-        own = type(part).view is Segment.view
-        return StoredSides(layout=part.layout, keys=part.keys, values=part.values) if own else None
+        if type(part).view is not Segment.view:
+            return None
+        found = StoredSides(layout=part.layout, keys=part.keys, values=part.values)
+        return _within(found, part.keys.coordinates(), part.values.coordinates())
     if isinstance(part, AroundSegment):
         inner = None if type(part).coordinates is AroundSegment.coordinates else stored_sides(part.inner)
         if inner is None or inner.joined != 1:
@@ -128,7 +136,7 @@ def _channels(side: Coded, maps: tuple[Coordinates, ...]) -> int | None:
         return maps[0].blocks * maps[0].matrix.shape[1]
     if isinstance(side, Whole):
         return side.states.shape[-1]
-    sized = TokenCodes | ChannelCodes | GaussianCodes | MxCodes | NvCodes
+    sized = TokenCodes | ChannelCodes | GaussianCodes | ResidualCodes | GridCodes | MxCodes | NvCodes
     return side.size if isinstance(side, sized) else None
 
 

@@ -31,8 +31,7 @@ def suits(query: Tensor, keys: Coded, values: Coded) -> str | None:
         reason = why_not(side)
         if reason is not None:
             return f"{name}: {reason}"
-    sides = (side_of(keys), side_of(values))
-    return unfit(query.device, query.dtype, *((x.codes if x.step is None else x.step).dtype for x in sides))
+    return unfit(query.device, query.dtype, side_of(keys).dtype, side_of(values).dtype)
 
 
 def attend_coded(

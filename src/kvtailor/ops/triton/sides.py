@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from kvtailor.ops.codes.floats import ELEMENTS, MxCodes, NvCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes, gaussian_levels
+from kvtailor.ops.codes.grids import GridCodes, grid_of, pairs_of
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.segments.coded import Coded, Whole
-from kvtailor.ops.triton.kernels.tiles import PLAIN, RUN, TOKEN, VALUE
+from kvtailor.ops.triton.kernels.tiles import BLOCKS, PLAIN, RUN, TOKEN, VALUE
+from kvtailor.ops.triton.kernels.unpack import E2M1, E4M3, E5M2, LEVELS, PAIRS, WHOLE
+from kvtailor.types.late_checks import sent
 
 __all__ = ["Side", "block_of", "side_of", "why_not"]
 
 _STATES = (torch.float32, torch.float16, torch.bfloat16)
 # Tokens of a tile: with 4 warps 128 need no spilling for heads of 128 channels, 64 none for heads of 256.
 _BLOCK = 64
+_FORMS = {"e2m1": int(E2M1.value), "e4m3": int(E4M3.value), "e5m2": int(E5M2.value)}
+_READ = Whole | TokenCodes | ChannelCodes | FloatCodes | GaussianCodes | GridCodes | MxCodes | NvCodes
+
+
+@cache
+def _table(form: int, bits: int, device: torch.device) -> Tensor:
+    """Levels, or points one behind the other, as float16: as they enter the products."""
+    # Made outside of any inference mode: a cached tensor must serve all callers.
+    with torch.inference_mode(False):
+        numbers = gaussian_levels(bits) if form == LEVELS.value else grid_of(bits)
+        return sent(numbers.half().reshape(-1), device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +52,10 @@ class Side:
         per: channels that share scales.
         zero: the code of zero where there are no minima.
         float8: codes are 8-bit floats.
+        form: what codes stand for, see `kernels.unpack`.
+        table: (levels,) or (2 * points,) float16 that codes are looked up in; None: they are not.
+        scales: (m, s, blocks) uint8 of blocks of `per` channels; `step` is then above them, or None.
+        exponents: scales are exponents, and not floats.
     """
 
     codes: Tensor
@@ -47,6 +68,20 @@ class Side:
     per: int = 1
     zero: int = 0
     float8: bool = False
+    form: int = int(WHOLE.value)
+    table: Tensor | None = None
+    scales: Tensor | None = None
+    exponents: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether states are as the model made them."""
+        return self.step is None and self.scales is None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of plain states, or of the tables of scales; uint8 where these are of the format's own."""
+        return (self.codes if self.step is None else self.step).dtype
 
     @property
     def width(self) -> int:
@@ -55,8 +90,10 @@ class Side:
 
     def fold(self, block: int, page: int | None) -> int:
         """How scales enter the sums (see `tiles`) where a tile is `block` tokens, of pages of `page` tokens."""
-        if self.step is None:
+        if self.plain:
             return int(PLAIN.value)
+        if self.scales is not None:
+            return int(BLOCKS.value)
         if self.per >= self.size:
             return int(TOKEN.value)
         together = self.group % block == 0 and (page is None or page % block == 0)
@@ -91,6 +128,12 @@ class Side:
             f"{name}_PER": self.per,
             f"{name}_ZERO": self.zero,
             f"{name}_FLOAT": self.float8,
+            f"{name}_FORM": self.form,
+            f"{name}_TABLE": self.table,
+            f"{name}_SCALES": self.scales,
+            f"{name.lower()}_scales": 0 if self.scales is None else self.scales.stride(0),
+            f"{name}_SCALES_SLOT": 0 if self.scales is None else self.scales.stride(1),
+            f"{name}_EXPONENTS": self.exponents,
         }
 
 
@@ -119,22 +162,50 @@ def side_of(coded: Coded) -> Side:
         return Side(
             codes=coded.codes, size=size, step=coded.scale, row=coded.row, group=coded.group, per=size, float8=True
         )
+    if isinstance(coded, GaussianCodes | GridCodes):
+        form = int(LEVELS.value if isinstance(coded, GaussianCodes) else PAIRS.value)
+        return Side(
+            codes=coded.codes,
+            size=coded.size,
+            bits=coded.bits,
+            step=coded.scale,
+            per=coded.size,
+            form=form,
+            table=_table(form, coded.bits, coded.codes.device),
+        )
+    if isinstance(coded, MxCodes | NvCodes):
+        found = Side(
+            codes=coded.codes,
+            size=coded.size,
+            bits=ELEMENTS[coded.element].bits,
+            per=coded.block,
+            form=_FORMS[coded.element],
+            scales=coded.scales,
+            exponents=isinstance(coded, MxCodes),
+        )
+        if isinstance(coded, MxCodes):
+            return found
+        return replace(found, step=coded.tensor_scale, row=coded.row, group=coded.group)
     raise TypeError(f"no kernel reads {type(coded).__name__}")
 
 
 def why_not(coded: Coded) -> str | None:
     """Why the kernels cannot read this side; None where they can."""
-    if not isinstance(coded, Whole | TokenCodes | ChannelCodes | FloatCodes):
+    if not isinstance(coded, _READ):
         return f"no kernel reads {type(coded).__name__}"
-    if isinstance(coded, TokenCodes | ChannelCodes) and coded.bits not in (2, 4, 8):
+    if isinstance(coded, TokenCodes | ChannelCodes | GaussianCodes) and coded.bits not in (2, 4, 8):
         return f"codes of 2, 4 or 8 bits are read, found {coded.bits}"
+    if isinstance(coded, GridCodes):
+        if coded.bits not in (2, 4):
+            return f"points of 2 or 4 bits for each channel are read, found {coded.bits}"
+        if coded.bits == 2 and pairs_of(coded.size) % 2:
+            return f"points of 2 bits are read where two pairs fill each byte, found {pairs_of(coded.size)} pairs"
     side = side_of(coded)
-    states = side.codes if side.step is None else side.step
-    if states.dtype not in _STATES:
-        return f"states of 32 or 16 bits are read, found {states.dtype}"
+    if side.dtype not in _STATES and side.scales is None:
+        return f"states of 32 or 16 bits are read, found {side.dtype}"
     if side.width > 256:
         return f"heads of at most 256 channels are read, found {side.size}"
-    if any(x is not None and x.stride(-1) != 1 for x in (side.codes, side.step, side.low, side.row)):
+    if any(x is not None and x.stride(-1) != 1 for x in (side.codes, side.step, side.low, side.row, side.scales)):
         return "the channels of a token must lie side by side in memory"
     if side.step is not None and side.low is not None and side.step.stride() != side.low.stride():
         return "steps and minima must have the same strides"
@@ -146,7 +217,7 @@ def block_of(keys: Side, values: Side, rows: int, page: int | None) -> int:
     wide = max(keys.width * (8 // keys.bits), values.width * (8 // values.bits))
     most = _BLOCK if wide <= 128 and rows <= 16 else 32
     for side in (keys, values):
-        if side.step is None and side.codes.dtype == torch.float32:
+        if side.plain and side.dtype == torch.float32:
             # Three products for one, on parts of the numbers.
             most = min(most, 32)
         if side.step is not None and side.per == 1 and side.row is None:
@@ -164,7 +235,7 @@ def warps_of(block: int, keys: Side, values: Side, rows: int) -> int:
     From 4 warps and 64 tokens on the compiler takes Hopper's larger products, whose operands lie in another order: that
     is best for plain states, and costs codes half as many instructions again.
     """
-    if rows > 16 or (keys.step is None and values.step is None):
+    if rows > 16 or (keys.plain and values.plain):
         return 4
     return max(1, block // 32) * (2 if max(keys.size, values.size) > 128 else 1)
 

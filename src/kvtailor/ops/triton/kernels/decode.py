@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvtailor.ops.triton.kernels.tiles import (
+    BLOCKS,
     PLAIN,
     RUN,
     TOKEN,
@@ -20,12 +21,13 @@ from kvtailor.ops.triton.kernels.tiles import (
     bytes_of,
     capped,
     decoded,
+    decoded_blocks,
     of_run,
     of_token,
     power_of_two,
     run_of,
 )
-from kvtailor.ops.triton.kernels.unpack import offset, unpack
+from kvtailor.ops.triton.kernels.unpack import PAIRS, WHOLE, looked_up, offset, second_of, unpack
 
 __all__ = ["split_kernel"]
 
@@ -36,12 +38,15 @@ _LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _queries(
-    Q, row, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, PARTS: tl.constexpr
-):
+    Q, row, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, PARTS: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
     at = tl.arange(0, PAD)
     parts = ()
     for part in tl.static_range(PARTS):
         channel = part * WIDTH + at
+        if FORM == PAIRS and part >= PARTS // 2:
+            channel = second_of(at, part, PARTS, WIDTH, SIZE)
         mask = ((at < WIDTH) & (channel < SIZE))[:, None] & (row < ROWS)[None, :]
         parts = parts + (tl.load(Q + row[None, :] * SIZE + channel[:, None], mask=mask, other=0.0),)
     return parts
@@ -50,19 +55,21 @@ def _queries(
 @triton.jit(do_not_specialize=["slots", "capacity", "weight_lane", "seen_lane", "seen_new", "pages_lane"])
 def split_kernel(
     Q, OWNER, LENGTHS, SEEN, WEIGHT, PAGES,
-    K, K_STEP, K_LOW, K_ROW, V, V_STEP, V_LOW, V_ROW,
+    K, K_STEP, K_LOW, K_ROW, K_TABLE, K_SCALES, V, V_STEP, V_LOW, V_ROW, V_TABLE, V_SCALES,
     SUM, TOP, TOTAL,
     slots, capacity, factor, cap,
-    k_lane, k_table, k_row,
-    v_lane, v_table, v_row,
+    k_lane, k_table, k_row, k_scales,
+    v_lane, v_table, v_row, v_scales,
     seen_lane, seen_new, seen_slot, weight_lane, pages_lane,
     ROWS: tl.constexpr, M: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     SEEN_NEW: tl.constexpr, CAUSAL: tl.constexpr, ASM: tl.constexpr,
     K_FOLD: tl.constexpr, K_SIZE: tl.constexpr, K_BITS: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr,
     K_GROUP: tl.constexpr, K_PER: tl.constexpr, K_ZERO: tl.constexpr, K_FLOAT: tl.constexpr,
+    K_FORM: tl.constexpr, K_EXPONENTS: tl.constexpr, K_SCALES_SLOT: tl.constexpr,
     K_SLOT: tl.constexpr, K_RUN: tl.constexpr, K_ALIGN: tl.constexpr, K_TABLE_ALIGN: tl.constexpr,
     V_FOLD: tl.constexpr, V_SIZE: tl.constexpr, V_BITS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr,
     V_GROUP: tl.constexpr, V_PER: tl.constexpr, V_ZERO: tl.constexpr, V_FLOAT: tl.constexpr,
+    V_FORM: tl.constexpr, V_EXPONENTS: tl.constexpr, V_SCALES_SLOT: tl.constexpr,
     V_SLOT: tl.constexpr, V_RUN: tl.constexpr, V_ALIGN: tl.constexpr, V_TABLE_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One (lane, split).
@@ -70,6 +77,7 @@ def split_kernel(
     Args:
         Q: (n, ROWS, K_SIZE) contiguous; row = query head of the group * NEW + new token.
         OWNER, LENGTHS: (m,), or None.
+        K_TABLE: float16 that codes are looked up in, or None. K_SCALES: of BLOCKS, or None; K_STEP is above them then.
         SEEN: uint8 (m, NEW or 1, s) by strides, or None. WEIGHT: (m, s) float32 added to the logits, or None.
         PAGES: (m, p) int32 pages of PAGE slots that are read, -1 where there is none; or None.
         SUM: (m, splits, ROWS, V_SIZE). TOP, TOTAL: (m, splits, ROWS). All float32.
@@ -98,10 +106,13 @@ def split_kernel(
     k_tables = tl.multiple_of(lane * k_table, K_TABLE_ALIGN)
     v_tables = tl.multiple_of(lane * v_table, V_TABLE_ALIGN)
 
+    # Numbers that come out as they are, with nothing added to them.
+    K_BARE: tl.constexpr = K_FLOAT or K_FORM != WHOLE
+    V_BARE: tl.constexpr = V_FLOAT or V_FORM != WHOLE
     K_PARTS: tl.constexpr = 1 if K_FOLD == PLAIN else 8 // K_BITS
     V_PARTS: tl.constexpr = 1 if V_FOLD == PLAIN else 8 // V_BITS
     row = tl.arange(0, M)
-    given = _queries(Q + owner * ROWS * K_SIZE, row, K_SIZE, ROWS, K_WIDTH, K_PAD, K_PARTS)
+    given = _queries(Q + owner * ROWS * K_SIZE, row, K_SIZE, ROWS, K_WIDTH, K_PAD, K_PARTS, K_FORM)
     queries = ()
     # What each logit loses for what `unpack` adds, and what the minimum of a token is multiplied with.
     excess = tl.zeros([M], tl.float32)
@@ -115,7 +126,7 @@ def split_kernel(
             # Not scaled before it is rounded, since a 16-bit query is exact as it is.
             scaled = given[part].to(tl.float16)
             each = tl.sum(scaled.to(tl.float32), 0)
-            excess += (offset(part, K_BITS, K_FLOAT) + K_ZERO) * each
+            excess += (offset(part, K_BITS, K_BARE) + K_ZERO) * each
             whole += each
             queries = queries + (scaled,)
 
@@ -155,8 +166,21 @@ def split_kernel(
             for part in tl.static_range(K_PARTS):
                 logits = tl.dot(states[part], queries[part], logits)
             logits = logits * factor
+        elif K_FOLD == BLOCKS:
+            run = run_of(K_ROW, k_row, lane, token, ok, K_GROUP)
+            states = decoded_blocks(
+                packed, K_SCALES, K_STEP, k_scales, k_table, K_RUN, lane, token, run, ok,
+                K_SCALES_SLOT, K_SIZE, K_WIDTH, K_PAD, K_PER, K_FORM, K_EXPONENTS,
+            )  # fmt: skip
+            logits = tl.zeros([BLOCK, M], tl.float32)
+            for part in tl.static_range(K_PARTS):
+                logits = tl.dot(states[part], queries[part], logits)
+            logits = logits * factor
         else:
-            codes = unpack(packed, K_BITS, K_FLOAT, ASM, True)
+            if K_TABLE is not None:
+                codes = looked_up(packed, K_TABLE, K_BITS, K_FORM)
+            else:
+                codes = unpack(packed, K_BITS, K_FLOAT, ASM, True)
             if K_FOLD == TOKEN:
                 run = run_of(K_ROW, k_row, lane, token, ok, K_GROUP)
                 logits = tl.zeros([BLOCK, M], tl.float32) - excess[None, :]
@@ -175,7 +199,7 @@ def split_kernel(
                     step = of_run(K_STEP, k_tables, tile // K_GROUP, part, K_RUN, K_SIZE, K_WIDTH, K_PAD)
                     low = of_run(K_LOW, k_tables, tile // K_GROUP, part, K_RUN, K_SIZE, K_WIDTH, K_PAD)
                     scaled = (queries[part] * step[:, None]).to(tl.float16)
-                    excess_of = offset(part, K_BITS, K_FLOAT)
+                    excess_of = offset(part, K_BITS, K_BARE)
                     bias += tl.sum(queries[part] * low[:, None] - scaled.to(tl.float32) * excess_of, 0)
                     folded = folded + (scaled,)
                 logits = tl.zeros([BLOCK, M], tl.float32) + bias[None, :]
@@ -203,6 +227,10 @@ def split_kernel(
         if V_FOLD == TOKEN:
             # Steps go into the exponents, so that what is rounded to float16 is what the sum is made of.
             step = of_token(V_STEP, v_table, V_RUN, lane, run, ok, 1.0)
+            if V_TABLE is not None:
+                # A value of zeros has the step 0, and no level is 0: its weight counts, and adds nothing.
+                real = step > 0
+                step = tl.where(real, step, 1.0)
             logits = logits + tl.log2(step)[:, None]
         highest = tl.maximum(top, tl.max(logits, 0))
         fade = power_of_two(top - highest, ASM)
@@ -215,6 +243,8 @@ def split_kernel(
             share_of = rounded.to(tl.float32)
         if V_FOLD == TOKEN:
             total = total * fade + tl.sum(share_of * (1.0 / step)[:, None], 0)
+            if V_TABLE is not None:
+                rounded = tl.where(real[:, None], rounded, 0.0).to(tl.float16)
         else:
             total = total * fade + tl.sum(share_of, 0)
 
@@ -228,8 +258,18 @@ def split_kernel(
             )  # fmt: skip
             for part in tl.static_range(V_PARTS):
                 added = added + (tl.dot(tl.trans(states[part]), rounded, sums[part] * fade[None, :]),)
+        elif V_FOLD == BLOCKS:
+            states = decoded_blocks(
+                packed, V_SCALES, V_STEP, v_scales, v_table, V_RUN, lane, token, run, ok,
+                V_SCALES_SLOT, V_SIZE, V_WIDTH, V_PAD, V_PER, V_FORM, V_EXPONENTS,
+            )  # fmt: skip
+            for part in tl.static_range(V_PARTS):
+                added = added + (tl.dot(tl.trans(states[part]), rounded, sums[part] * fade[None, :]),)
         else:
-            codes = unpack(packed, V_BITS, V_FLOAT, ASM, False)
+            if V_TABLE is not None:
+                codes = looked_up(packed, V_TABLE, V_BITS, V_FORM)
+            else:
+                codes = unpack(packed, V_BITS, V_FLOAT, ASM, False)
             now = tl.sum(share_of, 0)
             if V_FOLD == TOKEN:
                 weights = weights * fade + now
@@ -242,7 +282,7 @@ def split_kernel(
                 for part in tl.static_range(V_PARTS):
                     step = of_run(V_STEP, v_tables, tile // V_GROUP, part, V_RUN, V_SIZE, V_WIDTH, V_PAD)
                     low = of_run(V_LOW, v_tables, tile // V_GROUP, part, V_RUN, V_SIZE, V_WIDTH, V_PAD)
-                    low = low - step * offset(part, V_BITS, V_FLOAT)
+                    low = low - step * offset(part, V_BITS, V_BARE)
                     product = tl.dot(tl.trans(codes[part]), rounded) * step[:, None] + now[None, :] * low[:, None]
                     added = added + (sums[part] * fade[None, :] + product,)
         sums = added
@@ -258,9 +298,12 @@ def split_kernel(
     for part in tl.static_range(V_PARTS):
         out = sums[part]
         if V_FOLD == TOKEN:
-            out = out + (lows - (offset(part, V_BITS, V_FLOAT) + V_ZERO) * weights)[None, :]
+            out = out + (lows - (offset(part, V_BITS, V_BARE) + V_ZERO) * weights)[None, :]
             if V_FLOAT:
                 out = out * 256.0
         mask = (some & (first + tl.zeros([M], tl.int32) < end))[None, :]
-        mask = mask & ((channel < V_WIDTH) & (part * V_WIDTH + channel < V_SIZE))[:, None]
-        tl.store(SUM + at[None, :] * V_SIZE + (part * V_WIDTH + channel)[:, None], out, mask=mask)
+        to = part * V_WIDTH + channel
+        if V_FORM == PAIRS and part >= V_PARTS // 2:
+            to = second_of(channel, part, V_PARTS, V_WIDTH, V_SIZE)
+        mask = mask & ((channel < V_WIDTH) & (to < V_SIZE))[:, None]
+        tl.store(SUM + at[None, :] * V_SIZE + to[:, None], out, mask=mask)

@@ -6,6 +6,7 @@ How scales enter the sums (`FOLD` below; `sides.fold_of` chooses):
 - PLAIN: there are none; the states are as the model made them.
 - TOKEN: one scale for all channels of a token. It multiplies a logit, or a weight.
 - RUN: one for each channel and run of tokens, and a tile lies in one run. It multiplies the query, or the output.
+- BLOCKS: 8-bit ones for blocks of a token's channels, and maybe one above them for a run of tokens. Decoded likewise.
 - VALUE: anything else. The tile is decoded in registers.
 """
 
@@ -14,14 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtailor.ops.triton.kernels.unpack import offset, unpack
+from kvtailor.ops.triton.kernels.unpack import E2M1, elements, offset, unpack
 
-__all__ = ["PLAIN", "RUN", "TOKEN", "VALUE", "capped", "power_of_two"]
+__all__ = ["BLOCKS", "PLAIN", "RUN", "TOKEN", "VALUE", "capped", "power_of_two"]
 
 PLAIN = tl.constexpr(0)
 TOKEN = tl.constexpr(1)
 RUN = tl.constexpr(2)
 VALUE = tl.constexpr(3)
+BLOCKS = tl.constexpr(4)
 
 
 @triton.jit
@@ -103,6 +105,52 @@ def decoded(
             states = number.to(tl.float32) * tl.load(STEP + where, mask=mask, other=0.0).to(tl.float32)
             if LOW is not None:
                 states = states + tl.load(LOW + where, mask=mask, other=0.0).to(tl.float32)
+        parts = parts + (states.to(tl.float16),)
+    return parts
+
+
+@triton.jit
+def decoded_blocks(
+    packed,
+    SCALES,
+    OUTER,
+    scales_lane,
+    lane_stride,
+    run_stride,
+    lane,
+    token,
+    run,
+    ok,
+    SCALES_SLOT: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    PER: tl.constexpr,
+    FORM: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+):
+    """The parts of a tile of small floats as float16 states; zeros past the last channel.
+
+    Args:
+        SCALES: uint8, one for PER channels of a token: exponents (E8M0), or floats (E4M3) without a sign.
+        OUTER: float32 of a run, by which its scales are multiplied; or None.
+    """
+    at = tl.arange(0, PAD)
+    numbers = elements(packed, FORM)
+    parts = ()
+    for part in tl.static_range(2 if FORM == E2M1 else 1):
+        channel = part * WIDTH + at
+        mask = ok[:, None] & ((at < WIDTH) & (channel < SIZE))[None, :]
+        where = lane * scales_lane + token[:, None] * SCALES_SLOT + (channel // PER)[None, :]
+        byte = tl.load(SCALES + where, mask=mask, other=0)
+        if EXPONENTS:
+            # The least power of two, 2^-127, becomes 0: no logit and no sum can tell it from that.
+            scale = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        else:
+            scale = (byte.to(tl.uint16) << 7).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        states = numbers[part] * scale
+        if OUTER is not None:
+            states = states * of_token(OUTER, lane_stride, run_stride, lane, run, ok, 0.0)[:, None]
         parts = parts + (states.to(tl.float16),)
     return parts
 

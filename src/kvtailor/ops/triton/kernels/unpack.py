@@ -10,12 +10,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["offset", "unpack"]
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "LEVELS",
+    "PAIRS",
+    "WHOLE",
+    "second_of",
+    "elements",
+    "looked_up",
+    "offset",
+    "unpack",
+]
+
+# What codes stand for: whole numbers; a level each; a point each, for two channels; floats of 4 and of 8 bits.
+WHOLE = tl.constexpr(0)
+LEVELS = tl.constexpr(1)
+PAIRS = tl.constexpr(2)
+E2M1 = tl.constexpr(3)
+E4M3 = tl.constexpr(4)
+E5M2 = tl.constexpr(5)
 
 
 @triton.jit
 def offset(part: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
-    """What `unpack` adds to the codes of a part; 0 for 8-bit floats."""
+    """What `unpack` adds to the codes of a part; 0 for numbers that come out as they are, such as 8-bit floats."""
     if FLOAT:
         return 0.0
     else:
@@ -55,6 +75,56 @@ def unpack(packed, BITS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr, M
             bits = (wide & (((1 << BITS) - 1) << (part * BITS))) | ((25 - part * BITS) << 10)
             parts = parts + (bits.to(tl.uint16).to(tl.float16, bitcast=True),)
         return parts
+
+
+@triton.jit
+def looked_up(packed, TABLE, BITS: tl.constexpr, FORM: tl.constexpr):
+    """The 8 / BITS parts of packed bytes, each a float16 tensor of the bytes' shape, out of a table.
+
+    Args:
+        packed: uint8 tile.
+        TABLE: float16 levels, or with PAIRS points, two numbers each.
+        BITS: for each channel. With PAIRS a code has twice as many, and stands for the channels i and SIZE - 1 - i: the
+            first half of the parts has first numbers, the other one second numbers (`second_of`).
+        FORM: LEVELS or PAIRS.
+    """
+    wide = packed.to(tl.int32)
+    parts = ()
+    if FORM == LEVELS:
+        for part in tl.static_range(8 // BITS):
+            parts = parts + (tl.load(TABLE + ((wide >> (part * BITS)) & ((1 << BITS) - 1))),)
+    else:
+        CODES: tl.constexpr = 4 // BITS
+        for part in tl.static_range(8 // BITS):
+            code = (wide >> (part % CODES * 2 * BITS)) & ((1 << (2 * BITS)) - 1)
+            parts = parts + (tl.load(TABLE + 2 * code + part // CODES),)
+    return parts
+
+
+@triton.jit
+def second_of(at, part: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """The channels of the second numbers that the bytes `at` have in a part of PAIRS; SIZE where there is none."""
+    # Of an odd number of channels the middle one is no other's second.
+    pair = (part - PARTS // 2) * WIDTH + at
+    return tl.where((at < WIDTH) & (SIZE - 1 - pair > pair), SIZE - 1 - pair, SIZE)
+
+
+@triton.jit
+def elements(packed, FORM: tl.constexpr):
+    """The parts of packed bytes as float32 numbers: two of E2M1, or one of E4M3 or E5M2."""
+    wide = packed.to(tl.uint16)
+    if FORM == E2M1:
+        parts = ()
+        for part in tl.static_range(2):
+            # The two bits of exponent are the lowest of a float16's, whose bias is 15 and not 1.
+            bits = ((wide << (12 - part * 4)) & 0x8000) | (((wide >> (part * 4)) & 7) << 9)
+            parts = parts + (bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0,)
+        return parts
+    elif FORM == E4M3:
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return (bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0,)
+    else:
+        return ((wide << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32),)
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Codecs whose codes are points of a grid for several channels together."""

@@ -1,0 +1,1 @@
+"""Settings that several codecs have, what follows of them, and how they are checked."""

@@ -1,0 +1,142 @@
+"""R-KV: the tokens that the newest queries look at and whose keys are not said again.
+
+*Idea*: a chain of thought repeats itself, and repeated tokens attend to each other, so attention alone keeps many
+copies of one thought. A token's importance (attention of the newest queries) is weighed against its redundancy (how
+alike its key is to all others), from which the newest of the tokens that are alike is spared.
+
+*Paper*: "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", arXiv 2505.24133; our `window` = its alpha
+observation tokens, our `weight` = its lambda, our slack = its buffer of 128 decoded tokens.
+
+*Source*: the paper and a reading of its repository (Apache-2.0); nothing was taken.
+
+*Departs*: where a token is alike to no other, the repository still spares the first token once; here nothing is spared.
+Query heads of a group are reduced by the largest logit before the softmax, and the softmax runs over the tokens before
+the window, as there. Rows with padding and lanes with gaps pool over what is held. The prompt is evicted like all
+else, as there. `weight` is the paper's 0.1; the repository's scripts have 0.07, and arXiv 2609.03430 found 0.5 better.
+
+*Cost*: the last `window` queries; time O(q * window * n * d + h * n^2 * d), and float32 scratch (b, 128, n).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtailor.ops.attention.observed import observed_queries
+from kvtailor.ops.lanes.pool import pool_members
+from kvtailor.score.contract import Scorer
+from kvtailor.types import Held, Needs
+
+__all__ = ["RKV"]
+
+# Keys are compared with all others so many at a time.
+_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class RKV(Scorer):
+    """Importance less redundancy.
+
+    Attributes:
+        window: newest queries that vote, and newest tokens that always stay.
+        weight: of the importance, 0 to 1; the redundancy has the rest.
+        alike: cosine of two keys above which the newer token stands for the older one.
+        kernel: odd width of the maximum of importance along the text, in tokens; 1: none.
+    """
+
+    window: int = 8
+    weight: float = 0.1
+    alike: float = 0.5
+    kernel: int = 7
+    slack: ClassVar[int | None] = 128
+    splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it compares keys by their direction, and the direction of a latent is that of no head's key"
+    )
+    knows_softcap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"rkv: window must be at least 1 query, found {self.window}; the paper uses 8")
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"rkv: weight must be from 0 to 1, found {self.weight}; the paper uses 0.1")
+        if not -1 <= self.alike <= 1:
+            raise ValueError(f"rkv: alike is a cosine, from -1 to 1, found {self.alike}; the paper uses 0.5")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"rkv: kernel must be odd and at least 1, found {self.kernel}; the paper uses 7")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.window)
+
+    @property
+    def recent(self) -> int:
+        return self.window
+
+    def score(self, held: Held) -> Tensor:
+        """(b, h, n) float32, from -1 to 1; inside the window, which stays anyway, the redundancy alone.
+
+        Raises:
+            ValueError: no queries were gathered.
+        """
+        _, columns = observed_queries(held, "rkv scores by", self.window)
+        heads = range(held.keys.shape[1])
+        history = held.valid & (held.positions < columns[0])
+        voters = held.held_by_first()
+        votes = torch.stack([self._votes(held, head, history[:, head], voters) for head in heads], 1)
+        importance = pool_members(votes, history, self.kernel, "max")
+        each = [_redundancy(held.keys[:, head], held.valid[:, head], self.alike) for head in heads]
+        return self.weight * importance - (1 - self.weight) * torch.stack(each, 1)
+
+    def flops(self, *, tokens: int, group: int, size: int) -> int:
+        """g w n 2 d + w n 5 + n^2 (2 d + 1) + n (3 d + 9).
+
+        For each query of the window and token: 2 d for the logit of each query head, and for the largest of them 4 for
+        its softmax and 1 for the mean. For each pair of tokens: 2 d for the cosine, 1 for the mean. For each token: 3 d
+        for its key's direction, 4 for the softmax of the redundancy, 5 for the two means and what is made of both.
+        """
+        window = min(self.window, tokens)
+        pairs = tokens * tokens * (2 * size + 1)
+        return window * tokens * (2 * group * size + 5) + pairs + tokens * (3 * size + 9)
+
+    def _votes(self, held: Held, head: int, history: Tensor, voters: Tensor) -> Tensor:
+        """(b, n) float32: mean probability that the `voters` (b, w) give to a kv head's `history` (b, n)."""
+        assert held.queries is not None
+        rows, window = voters.shape
+        group = held.queries.shape[1] // held.keys.shape[1]
+        queries = held.queries[:, head * group : (head + 1) * group].float() * held.scaling
+        # (b, g * w, d) times (b, d, n): all query heads of the group read the same keys.
+        logits = queries.flatten(1, 2) @ held.keys[:, head].float().transpose(1, 2)
+        logits = held.softmax_of(head).cap_(logits).view(rows, group, window, -1).amax(1)
+        if held.log_weight is not None:
+            logits += held.log_weight[:, head, None]
+        # A finite fill: with no token before the window a row must not turn into NaN.
+        logits = logits.masked_fill_(~history[:, None], torch.finfo(torch.float32).min)
+        given = torch.einsum("bwn,bw->bn", torch.softmax(logits, -1, out=logits), voters.to(torch.float32))
+        return given / voters.sum(-1, keepdim=True).clamp_min(1)
+
+
+def _redundancy(keys: Tensor, valid: Tensor, alike: float) -> Tensor:
+    """(b, n) float32 of one kv head from keys (b, n, d): softmax over its tokens of their mean cosine to the others.
+
+    Of each token's cosines the newest above `alike` is left out, so that of tokens that are alike the newest seems to
+    be alone.
+    """
+    directions = torch.nn.functional.normalize(keys.float(), dim=-1).masked_fill(~valid[..., None], 0.0)
+    count, place = (
+        valid.sum(-1, keepdim=True).clamp_min(1),
+        torch.arange(valid.shape[1], dtype=torch.int32, device=keys.device),
+    )
+    total = torch.zeros(valid.shape, dtype=torch.float32, device=keys.device)
+    for first in range(0, valid.shape[1], _BLOCK):
+        cosines = directions[:, first : first + _BLOCK] @ directions.transpose(1, 2)
+        own = place[first : first + _BLOCK, None] == place
+        cosines = cosines.masked_fill_(own | ~valid[:, None], 0.0)
+        newest = torch.where(cosines > alike, place, -1).amax(-1, keepdim=True)
+        cosines = cosines.masked_fill_((place == newest) | ~valid[:, first : first + _BLOCK, None], 0.0)
+        total += cosines.sum(1)
+    mean = (total / count).masked_fill(~valid, torch.finfo(torch.float32).min)
+    return torch.softmax(mean, -1)
