@@ -34,7 +34,8 @@ _BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- /measured -->)", re.D
 _WIDTH = 118
 _WORDS = {LEADS: "leads", LEVEL: "level", WORSE: "worse", FEWER: "behind with fewer bytes"}
 _IN_THE_LEADERBOARD = ("needle, points", "multi-key, points", "variables, points")
-"""Columns that `answers together` sums up."""
+_TOGETHER = "answers together, points"
+"""Which sums up those columns."""
 
 
 def names_in(page: str) -> list[str]:
@@ -91,7 +92,8 @@ def _plan(ranking: Ranking, name: str) -> Iterator[str]:
 
 def _cell(column: Column, place: Place) -> str | None:
     score = place.scores.get(column.label)
-    if score is None or column.silent is not None or column.label in _IN_THE_LEADERBOARD:
+    summed_up = column.label in _IN_THE_LEADERBOARD and _TOGETHER in place.scores
+    if score is None or column.silent is not None or summed_up:
         return None
     ends = (score.difference.low, score.difference.high)
     standing = f", {_WORDS[score.standing]}" if score.standing else ""
