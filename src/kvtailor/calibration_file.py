@@ -165,6 +165,13 @@ class CalibratedMethod(Method):
     ) -> dict[str, Tensor]:
         """Random tensors with the names and shapes of a file of this kind, for tests and for the untrained model."""
 
+    @classmethod
+    def example_for(
+        cls, *, layers: int, heads: int, group: int, size: int, value_size: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """The same, for values of another size than keys; to be overridden where the shapes depend on it."""
+        return cls.example_calibration(layers=layers, heads=heads, group=group, size=size, generator=generator)
+
 
 def calibrated(methods: Iterable[Method]) -> list[CalibratedMethod]:
     """Those that need a calibration."""

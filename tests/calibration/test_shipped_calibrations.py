@@ -29,11 +29,13 @@ PLANS = {
     "triattention": "triattention @ tokens=24",
     "lowrank": "snapkv(window=8) + lowrank @ tokens=24",
 }
+# A file of these is larger than all others together, and nothing is shipped that a user can train in a minute.
+NOT_SHIPPED = {"kvzap", "fastkvzip", "expected"}
 every_file = pytest.mark.parametrize("made", shipped(), ids=lambda made: f"{made.model} {made.kind}")
 
 
 def test_every_embedded_model_has_every_kind() -> None:
-    assert set(PLANS) == set(kinds())
+    assert set(PLANS) == set(kinds()) - NOT_SHIPPED
     assert {(each.model, each.kind) for each in shipped()} == {(model, kind) for model in NAMES for kind in PLANS}
 
 

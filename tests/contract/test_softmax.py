@@ -47,11 +47,11 @@ STAGES = {
 ATTENTIONS = methods_of(kvtailor.attend, Attention)
 # Whatever the model's softmax, these give the same for the same evidence: mass and repetition are made by the engine
 # (tests/seam/softmax), and products before a softmax are not changed by it.
-INDIFFERENT = {"H2O", "KVzip", "Retrieval", "Channels"}
+INDIFFERENT = {"H2O", "KVzip", "KVzipPlus", "Retrieval", "Channels"}
 # They look at a key beside its logits, or at queries of the whole text. Each has a test of its own, below or apart.
 BY_KEYS_TOO = {"ATSKV", "AsymKV", "RKV", "RMS"}
 # They measure whole attention rows, of which a token with the sink's logit would be a part; likewise.
-BY_ROWS = {"Entropy", "Coverage", "Erank"}
+BY_ROWS = {"Entropy", "Coverage", "Erank", "SimLayerKV"}
 
 
 def needs_of(method: Method) -> Needs:
@@ -229,6 +229,7 @@ def rows_beside_sinks(held: Held) -> list[list[Tensor]]:
 
 def test_whole_rows_beside_sinks() -> None:
     """Of the measures that a token in the sink's place would change: their formulas, written down."""
+    from kvtailor.allocate.by_attention.simlayerkv import SimLayerKV
     from kvtailor.allocate.coverage import Coverage
     from kvtailor.allocate.entropy import Entropy
     from kvtailor.allocate.erank import Erank
@@ -250,6 +251,9 @@ def test_whole_rows_beside_sinks() -> None:
                 counts.append(max(1, len(each) - left))
     expected = torch.tensor(counts).view(len(given), -1).double().mean(-1)
     assert same(Coverage(mass=0.95, window=5).measure(held).double(), expected)
+    ends = [torch.stack(heads).mean((0, 1)) for heads in given]
+    shares_at_ends = torch.stack([each[:4].sum() + each[-8:].sum() for each in ends])
+    assert same(SimLayerKV(recent=8, window=5).measure(held), shares_at_ends.double())
     for row, heads in enumerate(given):
         values = torch.linalg.svdvals(torch.stack(heads).mean(0))
         shares = values / values.sum()

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from tests.support.calibrated import tiny
 from tests.support.held_rows import held_of, make_row
 
+import kvtailor
+from kvtailor.calibration.passages import cut
+from kvtailor.calibration.watching import watched
 from kvtailor.ops.lanes.rotate import turn, turn_on_average
+from kvtailor.plan import Plan
 from kvtailor.score.expected import Expected
-from kvtailor.types import Held, Moments, Needs, Rotation
+from kvtailor.types import Held, Moments, Needs, Rotation, Softmax
 
 
 def held_by_hand(*, mean: list[float], spread: list[list[float]], keys: list[list[float]]) -> Held:
@@ -97,3 +103,58 @@ def test_it_refuses_what_makes_no_sense() -> None:
     row = make_row(9, heads=2, group=1, size=8, generator=torch.Generator())
     with pytest.raises(ValueError, match="moments"):
         Expected().score(held_of([row], Needs()))
+
+
+def test_calibrated_statistics_are_those_of_all_texts_and_score_as_the_prompts_would(tmp_path: Path) -> None:
+    """The file against the plain mean and covariance of all unturned queries; its scores against a prompt of these."""
+    subject = tiny()
+    text = "".join(f"word{i} " for i in range(400))
+    made = kvtailor.calibrate("expected", subject, {"t": text}, out=tmp_path / "e.safetensors", tokens=192, context=64)
+    passages, queries = cut(subject, {"t": text}, tokens=192, context=64), []
+    for passage in passages:
+        cache = kvtailor.cache_for(subject.model, "expected @ keep=1.0")
+        seen: list[torch.Tensor] = []
+        with watched(cache, lambda states, seen=seen: seen.append(states.queries)), torch.no_grad():
+            subject.model(passage.ids[None], past_key_values=cache)
+        rotation = cache.engine.states[1].model.rotation
+        queries.append(turn(seen[1], -torch.arange(64), rotation)[:, 4:])
+    together = torch.cat(queries, 1).double()
+    assert made.facts == {"queries": 180}
+    for head in range(4):
+        mean = together[head].mean(0)
+        apart = together[head] - mean
+        assert torch.allclose(made.tensors["query_mean"][1, head // 2, head % 2].double(), mean, atol=1e-5)
+        spread = made.tensors["query_spread"][1, head // 2, head % 2].double()
+        assert torch.allclose(spread, apart.mT @ apart / 180, atol=1e-5)
+
+
+def test_static_scores_are_those_of_a_prompt_with_the_same_moments_padding_apart() -> None:
+    generator = torch.Generator().manual_seed(8)
+    scorer, own = Expected(static=True, future=9), Expected(future=9)
+    row = make_row(40, heads=3, group=2, size=7, generator=generator)
+    example = Expected.example_calibration(layers=1, heads=3, group=2, size=7, generator=generator)
+    calibration = {name: tensor[0] for name, tensor in example.items()}
+    held = held_of([row], own.needs, calibration=calibration)
+    count = held.moments.count
+    spread = calibration["query_spread"].flatten(0, 1)[None] * count[:, None, None, None]
+    moments = Moments(count=count, mean=calibration["query_mean"].flatten(0, 1)[None], spread=spread)
+    expected = own.score(dataclasses.replace(held, moments=moments))
+    torch.testing.assert_close(scorer.score(dataclasses.replace(held, moments=None)), expected)
+    assert not torch.allclose(own.score(held), expected)
+    # Left padding is no position: a padded row scores as it does alone.
+    longer = make_row(63, heads=3, group=2, size=7, generator=generator)
+    batch = held_of([longer, row], scorer.needs, calibration=calibration)
+    torch.testing.assert_close(scorer.score(batch)[1, :, 23:], expected[0], rtol=1e-4, atol=1e-6)
+    shifted = dataclasses.replace(batch, first=torch.zeros_like(batch.first))
+    assert not torch.allclose(scorer.score(shifted)[1, :, 27:], expected[0][:, 4:], rtol=1e-3)
+
+
+def test_static_refusals() -> None:
+    with pytest.raises(ValueError, match="write static=true too"):
+        Expected(file="e.safetensors")
+    held = held_of([make_row(9, heads=3, group=2, size=7, generator=torch.Generator())], Expected(static=True).needs)
+    with pytest.raises(ValueError, match="see `kvtailor calibrate expected`"):
+        Expected(static=True).score(held)
+    capped = Softmax(softcap=30.0)
+    assert Plan.parse("expected(static=true) @ keep=0.5").softmax_faults(capped)
+    assert Plan.parse("expected @ keep=0.5").hash == "1cce5f2d5fb7", "a plan of before has kept its hash"

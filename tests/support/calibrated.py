@@ -74,11 +74,12 @@ def shipped_for(models: Iterable[object], home: Path) -> Iterator[None]:
         geometry = Geometry.of(model.config)
         (home / str(place)).mkdir()
         for kind, method in kinds.items():
-            tensors = method.example_calibration(
+            tensors = method.example_for(
                 layers=len(geometry.compressed),
                 heads=geometry.kv_heads,
                 group=geometry.q_heads // geometry.kv_heads,
                 size=geometry.head_dim,
+                value_size=geometry.compressed_shapes[0].value_size,
                 generator=torch.Generator().manual_seed(place),
             )
             write_file(home / str(place) / f"{kind}.safetensors", kind, tensors, model)

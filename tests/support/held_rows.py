@@ -137,19 +137,27 @@ def held_by(scorer: Scorer, rows: list[Row], *, head_order: Tensor | None = None
     """
     heads, group = rows[0].keys.shape[0], rows[0].queries.shape[0] // rows[0].keys.shape[0]
     layers, layer = given.get("layers", 3), given.get("layer", 1)
-    tensors = example_tensors(scorer, layers=layers, heads=heads, group=group, size=rows[0].keys.shape[-1])
+    sizes = {"size": rows[0].keys.shape[-1], "value_size": rows[0].values.shape[-1]}
+    tensors = example_tensors(scorer, layers=layers, heads=heads, group=group, **sizes)
     for each in calibrated(with_nested(scorer)) if head_order is not None else ():
         tensors |= {name: tensors[name][:, head_order] for name in each.per_head}
     calibration = {name: tensor[layer] for name, tensor in tensors.items()}
     return held_of(rows, scorer.needs, calibration=calibration or None, **given)
 
 
-def example_tensors(method: Method, *, layers: int, heads: int, group: int, size: int) -> dict[str, Tensor]:
-    """Random tensors of all the files that a method and the methods among its arguments read."""
+def example_tensors(
+    method: Method, *, layers: int, heads: int, group: int, size: int, value_size: int | None = None
+) -> dict[str, Tensor]:
+    """Random tensors of all the files that a method and the methods among its arguments read.
+
+    `value_size`: None where values are as long as keys.
+    """
     generator = torch.Generator().manual_seed(5)
     found: dict[str, Tensor] = {}
     for each in calibrated(with_nested(method)):
-        found |= each.example_calibration(layers=layers, heads=heads, group=group, size=size, generator=generator)
+        found |= each.example_for(
+            layers=layers, heads=heads, group=group, size=size, value_size=value_size or size, generator=generator
+        )
     return found
 
 

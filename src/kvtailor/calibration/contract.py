@@ -1,5 +1,5 @@
-"""What a calibrator gets and gives. A file of this folder that holds one public dataclass made from `Calibrator` is the
-calibrator of its name, and the kind of file that methods name in `calibrates`.
+"""What a calibrator gets and gives. A file of this folder or of one in it that holds one public dataclass made from
+`Calibrator` is the calibrator of its name, and the kind of file that methods name in `calibrates`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,14 @@ class Calibrator(ABC):
 @cache
 def kinds() -> dict[str, str]:
     """The names of all calibrators, and the class in each one's file, from their syntax trees."""
-    found = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    return {name: made for name, (_, made) in _found().items()}
+
+
+@cache
+def _found() -> dict[str, tuple[str, str]]:
+    """The module and the class of each."""
+    found, home = {}, Path(__file__).parent
+    for path in sorted(home.rglob("*.py"), key=lambda path: path.stem):
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         made = [
             node.name
@@ -103,7 +109,8 @@ def kinds() -> dict[str, str]:
             if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Calibrator" for base in node.bases)
         ]
         if made:
-            found[path.stem] = made[0]
+            module = ".".join(["kvtailor.calibration", *path.relative_to(home).with_suffix("").parts])
+            found[path.stem] = module, made[0]
     return found
 
 
@@ -115,5 +122,6 @@ def calibrator(kind: str) -> Calibrator:
     """
     if kind not in kinds():
         raise UnknownName("kind of calibration", kind, kinds())
-    made: Calibrator = getattr(importlib.import_module(f"kvtailor.calibration.{kind}"), kinds()[kind])()
+    module, name = _found()[kind]
+    made: Calibrator = getattr(importlib.import_module(module), name)()
     return made

@@ -28,7 +28,7 @@ from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of
 from kvtailor.version import __version__
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "head_of", "subject_of"]
 
 Watched = AbstractContextManager[Callable[[str], None]]
 
@@ -85,7 +85,7 @@ def calibrate(
         raise CalibrationError(f"asked to write {target}, and there is no folder {target.parent}: make it first")
     if maker.reads_text and not texts:
         raise CalibrationError(f"a calibration of kind {kind} is measured on text, and none was given: give some")
-    subject = _subject(model, tokenizer, name)
+    subject = subject_of(model, tokenizer, name)
     check(subject.model, NAME)
     geometry = Geometry.of(subject.model.config)
     if geometry.has_latents:
@@ -104,25 +104,17 @@ def calibrate(
     wanted = maker.tokens if tokens is None else tokens
     passages = cut(subject, texts or {}, tokens=wanted, context=length) if maker.reads_text else ()
     count = len(passages) if maker.reads_text else max(1, wanted // length)
-    head = {
-        "kind": kind,
-        "model": subject.name,
-        "fingerprints": json.dumps(_fingerprints(subject)),
-        "shapes": json.dumps(asdict(_shapes(subject))),
-        "made": json.dumps(
-            {
-                "tokens": count * length,
-                "passages": count,
-                "context": length,
-                "dtype": str(subject.dtype).removeprefix("torch."),
-                "state": state,
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "kvtailor": __version__,
-                "torch": torch.__version__,
-                "command": _command(kind, subject, list(texts or {}), wanted, length, state, target.name),
-            }
-        ),
-    }
+    head = head_of(
+        kind,
+        subject,
+        {
+            "tokens": count * length,
+            "passages": count,
+            "context": length,
+            "state": state,
+            "command": _command(kind, subject, list(texts or {}), wanted, length, state, target.name),
+        },
+    )
     with TemporaryDirectory(prefix="kvtailor-") as folder:
 
         def draft(tensors: Mapping[str, Tensor]) -> str:
@@ -146,6 +138,23 @@ def calibrate(
     return read(str(target), kind, "what was just written")
 
 
+def head_of(kind: str, subject: Subject, made: Mapping[str, Any]) -> dict[str, str]:
+    """What a file of a kind says of its model, and how it was made: `made`, and what is the same for all."""
+    same = {
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "kvtailor": __version__,
+        "torch": torch.__version__,
+    }
+    return {
+        "kind": kind,
+        "model": subject.name,
+        "fingerprints": json.dumps(_fingerprints(subject)),
+        "shapes": json.dumps(asdict(_shapes(subject))),
+        "made": json.dumps({**made, **same}),
+    }
+
+
 def _fingerprints(subject: Subject) -> list[str]:
     """Of the weights as they are, and as they would be in smaller dtypes; each once."""
     found = (weight_fingerprint(subject.model, dtype) for dtype in (None, torch.bfloat16, torch.float16))
@@ -162,7 +171,8 @@ def _shapes(subject: Subject) -> Shapes:
     )
 
 
-def _subject(model: Any, tokenizer: Any, name: str | None) -> Subject:
+def subject_of(model: Any, tokenizer: Any = None, name: str | None = None) -> Subject:
+    """What `calibrate` was given as `model`."""
     if isinstance(model, Subject):
         return model
     if isinstance(model, str | os.PathLike):

@@ -33,6 +33,12 @@ __all__ = ["command"]
 @click.option("--state", type=int, default=0, show_default=True, help="Random state of what is drawn.")
 @click.option("--dtype", help="float32, bfloat16 or float16; otherwise the checkpoint's own.")
 @click.option("--device", help="Such as cpu or cuda.")
+@click.option(
+    "--released",
+    type=click.Path(exists=True, path_type=Path),
+    help="Take what another project released for the model: Q-filters' model.safetensors, or DuoAttention's "
+    "full_attention_heads.tsv.",
+)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.  [must be given]")
 @click.option("--again", is_flag=True, help="Replace a file that is there.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
@@ -45,6 +51,7 @@ def command(
     state: int,
     dtype: str | None,
     device: str | None,
+    released: Path | None,
     out: Path | None,
     again: bool,
     as_json: bool,
@@ -63,11 +70,14 @@ def command(
         return
     if out is None:
         raise click.UsageError("There is no file to write: give --out FILE.safetensors.")
+    if released is not None and (texts or tokens or context):
+        raise click.UsageError("--released measures nothing: leave out --text, --tokens and --context.")
     from rich.console import Console
 
     from kvtailor.bench.progress import bar
     from kvtailor.bench.subject import Subject
     from kvtailor.calibration.contract import calibrator
+    from kvtailor.calibration.released import import_released
     from kvtailor.calibration.run import calibrate
     from kvtailor.cli.words.calibration import about
     from kvtailor.errors import KvtailorError
@@ -78,10 +88,13 @@ def command(
         named = {path.name: _read(path) for path in texts}
         with console.status(f"loading {model}"):
             subject = Subject.load(model, dtype=dtype, device=device)
-        made = calibrate(
-            kind, subject, named, out=out, tokens=tokens, context=context, state=state, again=again,
-            progress=lambda units: bar(units, console),
-        )  # fmt: skip
+        if released is not None:
+            made = import_released(kind, subject, released, out=out, again=again)
+        else:
+            made = calibrate(
+                kind, subject, named, out=out, tokens=tokens, context=context, state=state, again=again,
+                progress=lambda units: bar(units, console),
+            )  # fmt: skip
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     _say(made, out)

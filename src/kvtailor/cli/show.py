@@ -173,18 +173,32 @@ def _about(method: object) -> dict[str, Any]:
 
 
 def _cost(plan: Plan, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Closed-form bytes of a token, indices of ragged caches not counted."""
+    """Closed-form bytes of a token, indices of ragged caches not counted; by age where they change."""
+    from kvtailor.encode.composed.by_age import ByAge
+
     element, size = ELEMENT_SIZES[sizes["dtype"]], sizes["head_size"]
     value_size = sizes.get("value_size", size)
     full = float((size + value_size) * element)
     layers = _layers_of(plan, sizes)
     encoded = plan.encode.mean_bytes_per_token(layers, size, value_size, element, heads=sizes.get("kv_heads"))
     copies = sizes["kv_heads"] * sizes["compressed_layers"] if "kv_heads" in sizes else None
+    by_age = None
+    if isinstance(plan.encode, ByAge):
+        by_age = [
+            {
+                "from_age": age,
+                "bytes_per_token_and_kv_head": each.mean_bytes_per_token(
+                    layers, size, value_size, element, heads=sizes.get("kv_heads")
+                ),
+            }
+            for age, each in zip((0, *plan.encode.ages), plan.encode.of, strict=True)
+        ]
     return {
         "full_bytes_per_token_and_kv_head": full,
         "bytes_per_token_and_kv_head": encoded,
         "full_bytes_per_token": None if copies is None else full * copies,
         "bytes_per_token": None if copies is None else encoded * copies,
+        "by_age": by_age,
         "full_precision_tail_tokens": plan.encode.tail + plan.encode.block if plan.encode.block else None,
     }
 
@@ -243,6 +257,8 @@ def _say(plan: Plan, stages: dict[str, Any], sizes: dict[str, Any], cost: dict[s
         copies = f"{sizes['compressed_layers']} layers x {sizes['kv_heads']} kv heads"
         both = cost["bytes_per_token"], cost["full_bytes_per_token"]
         say(f"  {both[0]:g} bytes over {copies}, {both[1]:g} without the plan")
+    for each in cost["by_age"] or ():
+        say(f"  {each['bytes_per_token_and_kv_head']:g} bytes from an age of {each['from_age']} tokens on")
     if cost["full_precision_tail_tokens"]:
         say(f"  up to {cost['full_precision_tail_tokens']} of the newest tokens stay in full precision")
 

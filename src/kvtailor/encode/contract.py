@@ -97,6 +97,11 @@ class Codec(Method, ABC):
         return None
 
     @property
+    def ages(self) -> tuple[int, ...]:
+        """Ages in tokens at which what is stored is encoded anew, see `renewed`; none: it is encoded once."""
+        return ()
+
+    @property
     def needs(self) -> Needs:
         """The evidence to gather for `seeing`: a window of queries, or none."""
         return Needs()
@@ -167,6 +172,43 @@ class Codec(Method, ABC):
         Raises:
             CacheMisuse: NaN or infinity in a filled slot, which no code can hold.
         """
+
+    def runs(self, tokens: int, youngest: int, *, whole: bool = False) -> Sequence[tuple[int, int]]:
+        """How tokens at consecutive columns that are encoded at the same time are cut into segments along time.
+
+        Args:
+            tokens: how many columns.
+            youngest: age of the last of them: how many tokens were seen after it.
+            whole: as few segments as can be.
+
+        Returns:
+            For each segment, the oldest first, how many columns it has and the age of the last of them.
+        """
+        return ((tokens, youngest),)
+
+    def encode_aged(
+        self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None, *, newest: int, seen: int
+    ) -> Segment:
+        """`encode` of one of the `runs`.
+
+        Args:
+            layout, keys, values, first: see `encode`.
+            newest: the last column of the run, whether its token is there or not.
+            seen: tokens seen, so that its age is seen - 1 - newest.
+        """
+        return self.encode(layout, keys, values, first)
+
+    def renewed(self, segment: Segment, seen: int, first: Tensor | None = None) -> Segment:
+        """The segment as it is to be stored after so many tokens were seen; the same object where nothing is due.
+
+        Where it is encoded anew, that is from its codes: the layout, its lanes and its slots stay.
+
+        Args:
+            segment: of this codec; others stay as they are.
+            seen: tokens seen.
+            first: see `encode`.
+        """
+        return segment
 
     def encode_group(
         self, layout: Layout, states: Sequence[tuple[Tensor, Tensor]], first: Tensor | None = None

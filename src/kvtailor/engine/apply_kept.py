@@ -132,12 +132,14 @@ def what_stays(
         cuts, segments = [cut for cut, _ in moved], [segment for _, segment in moved]
         for cut in cuts:
             leaving = leaving - cut.counts.view_as(leaving)
-    fresh = cut_lanes(old, codec.lane_multiple, leaving)
-    if fresh is not None:
-        plain = _gathered(state, held, keep, merged, fresh)
-        stored = plain if not encoding or state.layer_group else _encoded_now(state, plan, held, plain)
-        segments.append(_weighed(stored, held, keep, merged, fresh))
-        cuts.append(fresh)
+    now = encoding and not state.layer_group
+    for mask, counted, newest in _runs(state, plan, held, old, leaving, recent) if now else [(old, leaving, 0)]:
+        fresh = cut_lanes(mask, codec.lane_multiple, counted)
+        if fresh is not None:
+            plain = _gathered(state, held, keep, merged, fresh)
+            stored = _encoded_now(state, plan, held, plain, newest) if now else plain
+            segments.append(_weighed(stored, held, keep, merged, fresh))
+            cuts.append(fresh)
     rewritten = None
     if recent:
         staying = cut_lanes(keep & held.recent(recent), counts=torch.full_like(counts.kept, recent))
@@ -215,9 +217,26 @@ def _moved_codes(
     return fresh, moved
 
 
-def _encoded_now(state: LayerState, plan: Plan, held: Held, plain: PlainSegment) -> Segment:
-    codec = state.encoder(plan, held.first)
-    found = codec.encode(plain.layout, plain.keys, plain.values, held.first)
+def _runs(
+    state: LayerState, plan: Plan, held: Held, old: Tensor, leaving: Tensor, recent: int
+) -> list[tuple[Tensor, Tensor, int]]:
+    """Return the tokens `old` (b, h, n) bool, `leaving` (b, h) of each head, as the codec cuts them along time.
+
+    Each run comes with the number of each head, and with its last column. The newest `recent` columns are in none.
+    """
+    codec, seen = state.codec(plan), state.stored.seen
+    if not codec.ages or seen == recent:
+        return [(old, leaving, seen - 1)]
+    ends = [(seen - 1 - age, columns) for columns, age in codec.runs(seen - recent, recent, whole=True)]
+    masks = [old & (held.positions > end - columns) & (held.positions <= end) for end, columns in ends]
+    # (runs, b, h) in one transfer.
+    counts = torch.stack([mask.sum(-1) for mask in masks]).cpu()
+    return [(mask, each, end) for mask, each, (end, _) in zip(masks, counts, ends, strict=True)]
+
+
+def _encoded_now(state: LayerState, plan: Plan, held: Held, plain: PlainSegment, newest: int) -> Segment:
+    codec, seen = state.encoder(plan, held.first), state.stored.seen
+    found = codec.encode_aged(plain.layout, plain.keys, plain.values, held.first, newest=newest, seen=seen)
     checked_segment(codec, found, codec.segment_type(), plain.layout)
     return found
 

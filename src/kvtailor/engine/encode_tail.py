@@ -1,7 +1,8 @@
-"""How the oldest tokens of a layer's tail become encoded segments, when nothing else moves them."""
+"""How the oldest tokens of a layer's tail become encoded segments, when nothing else moves them, and how those age."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from kvtailor.engine.layer_group import encoded
 from kvtailor.ops.lanes.ragged import cut_lanes
-from kvtailor.types import Layout, PlainSegment
+from kvtailor.ops.segments.weighted import Weighted
+from kvtailor.types import Layout, PlainSegment, Segment
 
 if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
     from kvtailor.plan import Plan
+    from kvtailor.plan.registry import Codec
     from kvtailor.types.late_checks import LateChecks
 
 __all__ = ["encode_tail"]
@@ -24,7 +27,7 @@ __all__ = ["encode_tail"]
 def encode_tail(
     state: LayerState, plan: Plan, new_tokens: int, real: Tensor | None, late: LateChecks | None = None
 ) -> None:
-    """Encodes the oldest tokens of a layer's tail.
+    """Encodes the oldest tokens of a layer's tail. Then, and after an eviction, what has grown old is encoded anew.
 
     Layers that are encoded together all do it at the call of the last one.
 
@@ -45,27 +48,64 @@ def encode_tail(
     count = tail.length - codec.tail
     if new_tokens == 1:
         count = count // codec.block * codec.block
-    if count <= 0:
+    ages = bool(codec.ages) and (count > 0 or state.clock.growth == 0)
+    if count <= 0 and not ages:
         return
     first = None if real is None else real.to(torch.int8).argmax(-1)
-    leaving = [_oldest(each, count, real, codec.lane_multiple) for each in group]
-    if leaving[-1] is not None:
-        with nullcontext() if late is None else late.collecting():
-            segments = encoded([part for part in leaving if part is not None], state.encoder(plan, first), first)
-        for each, segment in zip(group, segments, strict=True):
+    with nullcontext() if late is None else late.collecting():
+        if ages:
+            _renew(state, plan, first)
+        if count > 0:
+            _encode_oldest(group, plan, count, real, first)
+
+
+def _renew(state: LayerState, plan: Plan, first: Tensor | None) -> None:
+    """Encode anew what has grown old."""
+    held, codec = state.here(), state.codec(plan)
+    found = [_renewed(each, codec, state.stored.seen, first) for each in held]
+    if any(new is not old for new, old in zip(found, held, strict=True)):
+        state.stored.segments = found
+
+
+def _renewed(segment: Segment, codec: Codec, seen: int, first: Tensor | None) -> Segment:
+    if not isinstance(segment, Weighted):
+        return codec.renewed(segment, seen, first)
+    inner = codec.renewed(segment.inner, seen, first)
+    return segment if inner is segment.inner else replace(segment, inner=inner)
+
+
+def _encode_oldest(
+    group: Sequence[LayerState], plan: Plan, count: int, real: Tensor | None, first: Tensor | None
+) -> None:
+    """Encode the oldest tokens of the tails of layers that are encoded together, or of one layer."""
+    state = group[-1]
+    codec, tail, seen = state.encoder(plan, first), state.stored.tail, state.stored.seen
+    assert tail is not None
+    begin = 0
+    for size, age in codec.runs(count, tail.length - count):
+        leaving = [_oldest(each, begin, size, real, codec.lane_multiple) for each in group]
+        begin += size
+        if leaving[-1] is None:
+            continue
+        found = encoded([part for part in leaving if part is not None], codec, first, newest=seen - 1 - age, seen=seen)
+        for each, segment in zip(group, found, strict=True):
             each.stored.segments.append(segment)
     for each in group:
         _drop_oldest(each, count)
 
 
-def _oldest(state: LayerState, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
-    """The oldest tokens of the tail, padding left out, whose evidence is a part of its own from now on."""
+def _oldest(state: LayerState, begin: int, count: int, real: Tensor | None, multiple: int) -> PlainSegment | None:
+    """Old tokens of the tail from `begin` on, padding left out, whose evidence is a part of its own from now on.
+
+    What is before them has had its turn.
+    """
     assert state.stored.tail is not None
     whole = state.stored.tail.as_segment()
-    layout = whole.layout
-    keys, values = whole.keys[:, :count], whole.values[:, :count]
-    positions = None if layout.positions is None else layout.positions[:, :count].clone()
-    block = Layout(rows=state.rows, heads=state.heads, size=count, start=layout.start, positions=positions)
+    layout, end = whole.layout, begin + count
+    keys, values = whole.keys[:, begin:end], whole.values[:, begin:end]
+    positions = None if layout.positions is None else layout.positions[:, begin:end].clone()
+    start = None if layout.start is None else layout.start + begin
+    block = Layout(rows=state.rows, heads=state.heads, size=count, start=start, positions=positions)
     mass = list(state.observed.evidence.mass)
     if mass:
         last = mass.pop()

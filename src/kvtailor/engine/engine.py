@@ -222,7 +222,7 @@ class Engine:
         """
         for state in self.states:
             state.clock.came(visible.new_tokens, state.stored.seen)
-            state.clock.due = self.plan.evicts and visible.new_tokens > 1
+            state.clock.due, state.clock.decoding = self.plan.evicts and visible.new_tokens > 1, False
         if any(state.clock.due for state in self.states):
             for layers in self._cut_together():
                 with self.late.collecting():
@@ -360,7 +360,7 @@ class Engine:
         close = partial(self._close, decoded=new == 1)
         if self.plan.evicts:
             state.clock.came(new, state.stored.seen)
-            state.clock.due = self._is_due(state, new)
+            state.clock.due, state.clock.decoding = self._is_due(state, new), new == 1
             layers = self._cut_now(state)
             if layers:
                 with self.late.collecting():

@@ -15,20 +15,29 @@ from kvtailor.types.checked_returns import checked_segment, refuse
 __all__ = ["encoded", "joined"]
 
 
-def encoded(parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None) -> Sequence[Segment]:
+def encoded(
+    parts: Sequence[PlainSegment], codec: Codec, first: Tensor | None, *, newest: int | None = None, seen: int = 0
+) -> Sequence[Segment]:
     """The segments of a group of layers, see `Codec.layer_groups`.
 
     Args:
         parts: the same tokens of each layer.
         codec: of the last layer.
         first: see `Codec.encode`.
+        newest, seen: see `Codec.encode_aged`; None of a codec to which the age of tokens is nothing.
 
     Raises:
         CacheMisuse: the layers hold different tokens.
         MethodError: the codec returns something else than a segment for each layer.
     """
     _check(parts)
-    found = codec.encode_group(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
+    found: Sequence[Segment]
+    if codec.ages and newest is not None:
+        found = [
+            codec.encode_aged(part.layout, part.keys, part.values, first, newest=newest, seen=seen) for part in parts
+        ]
+    else:
+        found = codec.encode_group(parts[-1].layout, [(part.keys, part.values) for part in parts], first)
     if len(found) != len(parts):
         raise refuse(codec, f"returned {len(found)} segments for {len(parts)} layers")
     for part, segment in zip(parts, found, strict=True):

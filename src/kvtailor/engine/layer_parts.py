@@ -160,6 +160,7 @@ class Clock:
         evict_at: tokens since then after which the next is due while decoding; None before the first eviction.
         growth: tokens since the last eviction.
         due: an eviction is due and waits for the layers behind this one.
+        decoding: what has come last is decoded tokens, and no prompt or turn.
         reindex: what is held has changed otherwise than by growing since the attention last indexed it.
         prompt: tokens seen before the first that was decoded.
     """
@@ -168,6 +169,7 @@ class Clock:
     evict_at: int | None = None
     growth: int = 0
     due: bool = False
+    decoding: bool = False
     reindex: bool = False
     prompt: int = 0
 

@@ -94,6 +94,7 @@ def view_held(
         softmax=state.model.softmax,
         front=before.view(b, h) if known else None,
         newest=(tail.run or 0) if known and tail is not None else 0,
+        decoding=state.clock.decoding,
         share=state.model.share,
     )
     return _with_memories(held, state, needs).meeting_others(), slots

@@ -128,6 +128,12 @@ def _group_faults(parts: Mapping[str, object], settings: Mapping[str, object]) -
                 f"{inner} gives each layer a codec of its own, and {name} around it would be one for all layers: "
                 f"{'leave one of the two out' if encode.across else outside}"
             )
+        if isinstance(each, registry.Codec) and each.ages and not encode.kinds_by_layer:
+            inner = registry.name_of(each)
+            faults.append(
+                f"{inner} encodes segments anew as they grow old, and {name} around it would hide them: write {inner} "
+                f"outside, as in {inner}(of=[{name}(...), ...])"
+            )
         if isinstance(each, registry.Codec) and each.needs.window:
             inner = registry.name_of(each)
             faults.append(

@@ -246,7 +246,7 @@ def _looks_at_attention(method: Method) -> bool:
     if isinstance(method, Attention):
         return True
     needs = getattr(method, "needs", None)
-    return isinstance(needs, Needs) and needs.of_attention
+    return isinstance(needs, Needs) and (needs.of_attention or getattr(method, "expects_queries", False))
 
 
 def _unknown(method: Method, softmax: Softmax) -> list[str]:

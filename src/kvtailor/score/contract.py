@@ -26,6 +26,8 @@ class Scorer(Method, ABC):
     """
 
     old_members: ClassVar[Mapping[str, str]] = {"recents": "recent"}
+    expects_queries: ClassVar[bool] = False
+    """It computes the attention of queries that it does not see, so a softmax that it does not know is refused."""
 
     @property
     def scope(self) -> str:

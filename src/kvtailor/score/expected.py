@@ -5,7 +5,8 @@ the prompt, turned by the mean rotation of the positions to come, give the expec
 in closed form. Times the length of its value, that is what a token is expected to add to the output.
 
 *Paper*: "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution", arXiv
-2510.00636, section 3; our `future` = its number of future positions, 512.
+2510.00636, section 3; our `future` = its number of future positions, 512. With `static` the statistics are those of a
+file, measured on texts, as kvpress has it beside the paper's.
 
 *Source*: the paper's formulas and a description of its implementation in kvpress (Apache-2.0).
 
@@ -15,7 +16,7 @@ in its implementation; a learned sink of the model's is one more expected weight
 expectation has no closed form, and the method is refused.
 
 *Cost*: mean and covariance, 4 d (d + 1) bytes for each query head; O(q n d^2) time, and float32 scratch (n, d) for one
-head at a time.
+head at a time. With `static` a file of as many bytes for each query head of each layer, and nothing is observed.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.ops.lanes.rotate import turn_on_average
 from kvtailor.score.contract import Scorer
-from kvtailor.types import Held, Needs
+from kvtailor.types import Held, Needs, Rotation
 
 __all__ = ["Expected"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected(Scorer):
+class Expected(CalibratedMethod, Scorer):
     """Expected attention of future queries, times the norm of the value.
 
     Attributes:
@@ -43,6 +45,8 @@ class Expected(Scorer):
         covariance: use the second moments too; without them a key is weighed by the mean query alone.
         value_norm: multiply by the Euclidean norm of the value.
         epsilon: added to each expected attention before that.
+        static: take mean and covariance of a calibration and not those of the prompt.
+        file: of `kvtailor calibrate expected`, with `static`.
     """
 
     future: int = 512
@@ -50,6 +54,12 @@ class Expected(Scorer):
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
+    static: bool = False
+    calibrates: ClassVar[str] = "expected"
+    per_head: ClassVar[tuple[str, ...]] = ("query_mean", "query_spread")
+    added: ClassVar[tuple[str, ...]] = ("file", "static")
+    examples: ClassVar[tuple[str, ...]] = ("expected", "expected(static=true)")
+    expects_queries: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = (
         "it turns whole keys by their positions, and of a latent layer's keys only the last channels are turned"
@@ -57,6 +67,9 @@ class Expected(Scorer):
     knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if self.file is not None and not self.static:
+            raise ValueError("expected: a file is named, but statistics are to be the prompt's: write static=true too")
+        super().__post_init__()
         if self.future < 1:
             raise ValueError(f"expected: future must be at least 1 position, found {self.future}; the paper uses 512")
         if self.sinks < 0:
@@ -65,28 +78,22 @@ class Expected(Scorer):
             raise ValueError(f"expected: epsilon must be 0 or more, found {self.epsilon}; the paper uses 0")
 
     @property
+    def wants_calibration(self) -> bool:
+        return self.static
+
+    @property
     def needs(self) -> Needs:
+        if self.static:
+            return Needs(rotation=True)
         return Needs(moments=True, moments_skip=self.sinks, rotation=True)
 
     def score(self, held: Held) -> Tensor:
         """(b, h, n) float32: a probability times a norm; the sinks lie above all others of their head.
 
         Raises:
-            ValueError: no moments or no rotation were gathered.
+            ValueError: no moments, or no calibration where `static`, or no rotation were given.
         """
-        if held.moments is None or held.rotation is None:
-            raise ValueError(
-                "expected scores by the moments of unturned queries, but none were gathered; observe with "
-                "Needs(moments=True, rotation=True)"
-            )
-        positions = torch.arange(held.seen, held.seen + self.future, device=held.keys.device)
-        mean = turn_on_average(held.moments.mean, positions, held.rotation)
-        spread = None
-        if self.covariance:
-            # R S R^T: the rows of S are turned, then those of what comes out, transposed.
-            spread = held.moments.covariance()
-            for _ in range(2):
-                spread = turn_on_average(spread, positions, held.rotation).transpose(-1, -2)
+        mean, spread = self._to_come(held)
         heads = held.keys.shape[1]
         sink = held.valid & (held.positions < held.first[:, None, None] + self.sinks)
         weighed = held.valid & ~sink
@@ -95,6 +102,15 @@ class Expected(Scorer):
             scores = (scores + self.epsilon) * _norms(held.values)
         scores = scores.masked_fill(~held.valid, 0.0)
         return torch.where(sink, scores.amax(-1, keepdim=True) + 1.0, scores)
+
+    @classmethod
+    def example_calibration(
+        cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Mean (layers, heads, group, d) and covariance (layers, heads, group, d, d) of random queries."""
+        queries = torch.randn(layers, heads, group, 2 * size, size, generator=generator)
+        apart = queries - queries.mean(-2, keepdim=True)
+        return {"query_mean": queries.mean(-2), "query_spread": apart.mT @ apart / (2 * size)}
 
     def attention_scale(self, held: Held, *, group: int) -> Tensor | None:
         """(b,) ones without `value_norm`; with it a score is a probability times a length, and this is None."""
@@ -106,6 +122,30 @@ class Expected(Scorer):
         if self.covariance:
             each += group * (2 * size * size + 2 * size + 2)
         return tokens * (each + (2 * size + 2 if self.value_norm else 0))
+
+    def _to_come(self, held: Held) -> tuple[Tensor, Tensor | None]:
+        """(b, q, d) mean and (b, q, d, d) covariance of the queries to come, turned; None without `covariance`."""
+        if held.rotation is None or (held.moments is None and not self.static):
+            raise ValueError(
+                "expected scores by the moments of unturned queries, but none were gathered; observe with "
+                "Needs(moments=True, rotation=True)"
+            )
+        ahead = torch.arange(held.seen, held.seen + self.future, device=held.keys.device)
+        if not self.static:
+            assert held.moments is not None
+            found = held.moments.mean, held.moments.covariance() if self.covariance else None
+            return _turned(*found, ahead, held.rotation)
+        if held.calibration is None or not set(self.per_head) <= set(held.calibration):
+            raise ValueError("expected(static=true) needs calibrated statistics; see `kvtailor calibrate expected`")
+        mean, spread = (held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head)
+        # Of queries turned back by their own positions, where the prompt's are turned back by columns: a row's padding
+        # is no position.
+        rows = [
+            _turned(mean.flatten(0, 1), spread.flatten(0, 1) if self.covariance else None, ahead - first, held.rotation)
+            for first in held.first
+        ]
+        covariances = [each for _, each in rows if each is not None]
+        return torch.stack([each for each, _ in rows]), torch.stack(covariances) if covariances else None
 
     def _head(self, held: Held, weighed: Tensor, head: int, mean: Tensor, spread: Tensor | None) -> Tensor:
         """(b, n) float32 expected attention of a kv head among its `weighed` tokens, averaged over its query heads."""
@@ -122,6 +162,15 @@ class Expected(Scorer):
             # (b, 1, 1, n): one query head, and its expectation in place of a query.
             total += own.probabilities_(logits[:, None, None])[:, 0, 0]
         return total / group
+
+
+def _turned(mean: Tensor, spread: Tensor | None, positions: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor | None]:
+    """Mean (..., d) and covariance (..., d, d) turned by the mean rotation of some positions."""
+    if spread is not None:
+        # R S R^T: the rows of S are turned, then those of what comes out, transposed.
+        for _ in range(2):
+            spread = turn_on_average(spread, positions, rotation).transpose(-1, -2)
+    return turn_on_average(mean, positions, rotation), spread
 
 
 def _norms(values: Tensor) -> Tensor:

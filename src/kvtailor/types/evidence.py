@@ -27,16 +27,24 @@ class Repetition:
         lead: tokens before a piece of the context that introduce it.
         sinks: a row's first tokens, with which the tokens of every piece share the attention.
         queries: at most so many queries spread over all that a row repeats are kept until the context is compressed.
+        weighted: each probability counts times the length of what the value becomes in the layer's output, over the
+            length of the hidden state that the query was made from. Where it is, `Needs.output` is needed, too.
     """
 
     chunk: int
     lead: int
     sinks: int
     queries: int = 0
+    weighted: bool = False
 
     def __or__(self, other: Repetition | None) -> Repetition:
-        """One repetition that serves both: that of the first, with the queries of either."""
-        return self if other is None else replace(self, queries=max(self.queries, other.queries))
+        """One repetition that serves both: a method that asks for queries takes them of any."""
+        if other is None:
+            return self
+        leading = other if self.queries and not other.queries else self
+        return replace(
+            leading, queries=max(self.queries, other.queries), weighted=self.weighted or other.weighted
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +247,7 @@ class Held:
             without a look at the device; None where it does not, as with padding.
         newest: so many of the newest columns are held by every head of every row, as the host knows; there may be more.
         kept: (b, h) int64 on the CPU: at a merge, how many tokens each head keeps; else None.
+        decoding: the cache is cut while it decodes; False where what has come is a prompt, a turn or a part of one.
         share: which of the model's heads these are. A method whose result depends on other heads of the layer meets
             those of other processes through it.
     """
@@ -275,6 +284,7 @@ class Held:
     front: Tensor | None = None
     newest: int = 0
     kept: Tensor | None = None
+    decoding: bool = False
     share: HeadShare = ALL_HEADS
 
     def there(self, row: int, head: int) -> slice | Tensor:

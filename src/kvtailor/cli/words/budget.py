@@ -92,6 +92,9 @@ def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize) -> Ho
         element: bytes of an element of the cache's dtype.
         size: of the cache after the prompt.
     """
+    from kvtailor.plan.arguments import with_nested
+    from kvtailor.plan.registry import Codec
+
     shapes, tokens = geometry.compressed_shapes, size.context
     everything = geometry.full_bytes(1, tokens, element)
     copies = size.batch * sum(shape.kv_heads for shape in shapes)
@@ -103,12 +106,16 @@ def holding(plan: Plan, geometry: Geometry, element: int, size: CacheSize) -> Ho
         for shape in shapes
     )
     full = element * sum(shape.token_elements for shape in shapes)
+    codes = (held - recent) * encoded
+    if any(isinstance(each, Codec) and each.ages for each in with_nested(plan.encode)):
+        # The price of a token depends on its age.
+        codes = size.stages["encode"].middle / size.batch if "encode" in size.stages else 0
     return Holding(
         tokens_seen=tokens,
         tokens_held=held,
         tokens_encoded=held - recent,
         tokens_full_precision=recent,
-        bytes=round((held - recent) * encoded + recent * full),
+        bytes=round(codes + recent * full),
         full_bytes=everything,
         window_bytes=everything - full * tokens,
         state_bytes=geometry.state_bytes(element),

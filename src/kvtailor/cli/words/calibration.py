@@ -32,10 +32,12 @@ def lines_of(made: Calibration) -> list[str]:
     """Model, texts and verdict of a file, a line for each."""
     how, shapes = made.made, made.shapes
     heads = f"{shapes.layers} layers, {shapes.kv_heads} kv heads of size {shapes.head_size}"
+    source = f"{how['tokens']:,} tokens of {', '.join(made.texts) or 'random ids'}"
+    if "imported" in how:
+        source = f"{how['imported']}, which another project released"
     said = [
         f"{made.kind} of {made.model} ({heads}), sha256 {made.hash[:12]}",
-        f"from {how['tokens']:,} tokens of {', '.join(made.texts) or 'random ids'}, in {how['dtype']}, on "
-        f"{how['date'][:10]} by kvtailor {how['kvtailor']}",
+        f"from {source}, in {how['dtype']}, on {how['date'][:10]} by kvtailor {how['kvtailor']}",
     ]
     if "verdict" in made.facts:
         said.append(str(made.facts["verdict"]))

@@ -3,11 +3,13 @@
 The pass is a forward over the whole cache, with new tokens that are not kept. Each of the piece's tokens is told the
 highest attention probability that any of the new tokens, in any query head of the group, gives it. That probability is
 a softmax over the row's sinks, the piece and the new tokens alone, so that its cost does not grow with the context.
+Where the pass has lengths, each probability counts times the length of the token's value as the layer's output
+projection maps it for that query head, over the length of the new token's hidden state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +28,8 @@ __all__ = ["ReconstructionPass"]
 
 # Elements of the float32 logits at a time: 16 MiB.
 _SCRATCH = 1 << 22
+# A hidden state of zeros, as padding may have, has a logarithm all the same.
+_LEAST = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +41,15 @@ class ReconstructionPass:
         sinks: for each row (s,) int64 on the CPU: columns of its first tokens.
         real: (b, t) bool: this new token is one, and not padding.
         queries: see `Repetition.queries`.
+        lengths: gives, for a compressed layer, (b, t) float32 lengths of the hidden states from which its new queries
+            were made; None where probabilities count as they are.
     """
 
     columns: Sequence[Tensor]
     sinks: Sequence[Tensor]
     real: Tensor
     queries: int = 0
+    lengths: Callable[[int], Tensor] | None = None
 
     def attend(
         self, state: LayerState, passing: PlainSegment, query: Tensor, visible: Visibility, scaling: float
@@ -77,8 +84,9 @@ class ReconstructionPass:
         for row, columns in enumerate(self.columns):
             if columns.numel():
                 mine = seen.unflatten(0, (state.rows, state.heads))[row]
-                best = self._looked_at(row, mine, asked[row], visible, scaling, state.model.softmax)
-                place = sent(columns, best.device)
+                place = sent(columns, query.device)
+                weights = self._weights(row, state, values.unflatten(0, (state.rows, state.heads))[row, :, place])
+                best = self._looked_at(row, mine, asked[row], visible, scaling, state.model.softmax, weights)
                 # Several modules may read one layer, each with queries of its own.
                 known = state.observed.reconstruction[row, :, place]
                 state.observed.reconstruction[row, :, place] = torch.maximum(known, best)
@@ -89,15 +97,40 @@ class ReconstructionPass:
         )
         return (exact.attend(request) if latents is None else read_latents(exact, request, latents)).output
 
+    def _weights(self, row: int, state: LayerState, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Logarithms of the lengths of what a piece's values (h, k, dv) become, (h, g, k), and of the new tokens'
+        hidden states, (t,); None without lengths.
+        """
+        if self.lengths is None:
+            return None
+        assert state.model.output is not None
+        projections = state.model.output().float().unflatten(0, (state.heads, -1))
+        found = values.new_empty((*projections.shape[:2], values.shape[1]), dtype=torch.float32)
+        step = max(1, _SCRATCH // projections.shape[-1])
+        for head, group in enumerate(projections):
+            for first in range(0, values.shape[1], step):
+                some = values[head, first : first + step].float()
+                for number, projection in enumerate(group):
+                    found[head, number, first : first + step] = (some @ projection).norm(dim=-1)
+        return found.log(), self.lengths(state.index)[row].to(found.device).clamp_min(_LEAST).log()
+
     def _looked_at(
-        self, row: int, keys: Tensor, query: Tensor, visible: Visibility, scaling: float, softmax: Softmax
+        self,
+        row: int,
+        keys: Tensor,
+        query: Tensor,
+        visible: Visibility,
+        scaling: float,
+        softmax: Softmax,
+        weights: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """(h, k) float32: the highest probability that a new token of this row gives to each of its piece.
+        """(h, k) float32: the most that a new token of this row gives to each of its piece.
 
         Args:
             row: which.
             keys: (h, n + t, d) by column, those of the new tokens last.
             query: (q, t, d).
+            weights: see `_weights`.
         """
         heads, new, device = keys.shape[0], query.shape[1], keys.device
         piece, sinks = self.columns[row], self.sinks[row]
@@ -118,6 +151,8 @@ class ReconstructionPass:
                 # (h, g, t', 1): a sink is one more logit of each query head.
                 total = torch.logaddexp(total, softmax.sinks.view(heads, -1, 1, 1).expand_as(total))
             given = logits[..., before.numel() - piece.numel() : before.numel()] - total
+            if weights is not None:
+                given = given + weights[0][:, :, None] - weights[1][first : first + step, None]
             given = given.masked_fill_(~real[first : first + step, None], -torch.inf)
             best = torch.maximum(best, given.amax((1, 2)))
         return best.exp()

@@ -102,11 +102,12 @@ def _random(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibrati
         kv_heads=geometry.kv_heads,
         head_size=geometry.head_dim,
     )
-    tensors = method.example_calibration(
+    tensors = method.example_for(
         layers=shapes.layers,
         heads=shapes.kv_heads,
         group=shapes.q_heads // shapes.kv_heads,
         size=shapes.head_size,
+        value_size=geometry.compressed_shapes[0].value_size,
         generator=torch.Generator().manual_seed(0),
     )
     head = {"fingerprints": [own], "shapes": asdict(shapes), "made": {}, "facts": {"verdict": _NO_VERDICT}}

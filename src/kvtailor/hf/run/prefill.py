@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from kvtailor.hf.layers.of_cache import states_kept
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
+from kvtailor.hf.model.hidden_lengths import hidden_lengths
 from kvtailor.plan import Plan
 from kvtailor.types import Repetition
 from kvtailor.types.late_checks import sent
@@ -148,7 +150,11 @@ def read(
                     logits = logits[-1:]
             for piece, new in passes:
                 restore = states_kept(cache.layers)
-                with engine.switch.reconstructing(piece):
+                weighted = twice is not None and twice.weighted
+                with (
+                    hidden_lengths(model, cache.geometry) if weighted else nullcontext() as lengths,
+                    engine.switch.reconstructing(replace(piece, lengths=lengths)),
+                ):
                     # A model whose last layers read the keys of others feeds them the tokens with logits alone.
                     keep = 0 if cache.geometry.readers else 1
                     fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=keep)
@@ -235,6 +241,12 @@ def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) 
         raise CacheMisuse(
             f"{asked}: transformers' {cache.geometry.model_type} begins its recurrent state anew with each piece of a "
             "text, so its context must be read at once, and once"
+        )
+    how = cache.engine.needs.reconstruction
+    if how is not None and how.weighted and cache.geometry.readers:
+        raise CacheMisuse(
+            f"{cache.plan} weighs what a repetition attends to by the layer's output projection, and in this "
+            f"{cache.geometry.model_type} several layers read one layer's keys and values: take kvzip, which does not"
         )
     if cache.engine.needs.reconstruction and cache.seen:
         raise CacheMisuse(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvtailor.encode.contract import Codec
+from kvtailor.hf.sizes.ages import Aging, BytesByAge, of_kept, slots_of_kept
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, hull
 from kvtailor.hf.sizes.segments import SegmentBytes
 from kvtailor.ops.lanes.ragged import page_size
@@ -62,6 +63,7 @@ class LayerForecast:
         coded: bytes that were encoded since the last eviction that moved no codes, at most; and of how many tokens.
         scored: slots for which the scorer's numbers are kept, of one layer.
         moved_codes: an eviction has moved tokens that had been encoded before.
+        aging: which segments have which codec, where a codec is by age and nothing was evicted.
     """
 
     codec: Codec
@@ -83,6 +85,11 @@ class LayerForecast:
     scored: Bounds = NOTHING
     moved_codes: bool = False
     seen: int = field(default=0)
+    aging: Aging | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.segments, BytesByAge):
+            self.aging = Aging(self.segments)
 
     @property
     def owners(self) -> int:
@@ -126,11 +133,16 @@ class LayerForecast:
     def keep_all(self) -> None:
         """Let an eviction pass by which all tokens stay (`Eviction._apply` without a kept set)."""
         self.scored = self._padded(self.held, None)
+        if self.aging is not None:
+            self.aging.encode(0, 0, self.seen, None)
+            self.encoded = self.aging.bytes() * self.rows
+        elif self.segments.kinds > 1:
+            self.encoded = self._grown_old(self.encoded)
 
     def cut(self, kept: Kept, recent: int) -> None:
         """Let an eviction leave so many tokens, of which the newest `recent` stay a tail (`what_stays`)."""
         codec, before = self.codec, self.tail
-        self.each = kept.counts
+        self.each, self.aging = kept.counts, None
         recent = min(recent, self.tail, self.seen)
         self.scored = self._padded(Bounds(kept.low, kept.high), kept.counts)
         if self.may_be_whole and (kept.alike or (kept.counts is None and self.whole != "no")):
@@ -146,9 +158,9 @@ class LayerForecast:
         if moves:
             self._move(old, fresh=min(old.high, (before - recent) * self.owners))
         else:
-            found, slots = self._fresh(old, counts, alike=kept.alike)
+            found, slots = self._fresh(old, counts, alike=kept.alike, recent=recent)
             self._hold(found, slots, old)
-            self.parts = int(old.high > 0)
+            self.parts = self.segments.kinds if old.high > 0 else 0
             self.coded = found.high, old.low
         self.tail = self.capacity = recent
         if self.weighted:
@@ -166,13 +178,24 @@ class LayerForecast:
         if count <= 0:
             return
         start = None if self.listed else self.seen - self.tail
-        found = self.segments.row(count, start) * self.rows
         more = Bounds.exactly(count * self.owners)
-        self._hold(self.encoded + found, self.slots + more, self.tokens + more)
-        self.parts += 1
+        found, parts = self.segments.row(count, start) * self.rows, self.parts + 1
+        encoded = self.encoded + found
+        if isinstance(self.segments, BytesByAge):
+            if self.aging is not None:
+                self.aging.encode(count, self.tail, self.seen, start)
+                encoded, parts = self.aging.bytes() * self.rows, len(self.aging.runs)
+            else:
+                encoded = self._grown_old(self.encoded) + found
+        self._hold(encoded, self.slots + more, self.tokens + more)
+        self.parts = parts
         self.coded = self.coded[0] + found.high, self.coded[1] + more.low
         self.tail -= count
         self.capacity = self.tail
+
+    def _grown_old(self, encoded: Bounds) -> Bounds:
+        """Bytes of segments of an eviction: how many have grown old depends on what it left of each age."""
+        return Bounds(min(encoded.low, int(self.segments.per_slot[0] * self.tokens.low)), encoded.high)
 
     def _hold(self, encoded: Bounds, slots: Bounds, tokens: Bounds) -> None:
         self.encoded, self.slots, self.tokens = encoded, slots, tokens
@@ -185,10 +208,13 @@ class LayerForecast:
         most = min(tokens.high, self.seen) if self.owners > 1 else tokens.high
         return Bounds(least, max(least, most)) * self.owners
 
-    def _fresh(self, old: Bounds, counts: tuple[int, ...] | None, *, alike: bool) -> tuple[Bounds, Bounds]:
-        """Bytes and slots of tokens that are encoded at once (`cut_lanes` and `Codec.encode`)."""
+    def _fresh(self, old: Bounds, counts: tuple[int, ...] | None, *, alike: bool, recent: int) -> tuple[Bounds, Bounds]:
+        """Bytes and slots of tokens that are encoded at once (`cut_lanes` and `Codec.encode_aged`)."""
         if old.high == 0:
             return NOTHING, NOTHING
+        if isinstance(self.segments, BytesByAge):
+            bytes_ = of_kept(self.segments, old, owners=self.owners, recent=recent, seen=self.seen)
+            return bytes_, slots_of_kept(self.segments, old, owners=self.owners)
         multiple, owners = self.codec.lane_multiple, self.owners
         if alike or owners == 1:
             each = hull(*(self.segments.row(tokens // owners, None) for tokens in (old.low, old.high)))
@@ -222,7 +248,7 @@ class LayerForecast:
         own_low, own_high, alone = self.segments.moved
         plain_low, plain_high = self.segments.per_slot
         multiple, owners = self.codec.lane_multiple, self.owners
-        parts = self.parts + int(fresh > 0)
+        parts = self.parts + (self.segments.kinds if fresh > 0 else 0)
         page = max(16, int(old.high / owners / 12))
         page = -(-page // multiple) * multiple
         # A part with few tokens has a page for each of them at most.

@@ -119,6 +119,11 @@ class SegmentBytes:
         return max(256, 2 * self.multiple)
 
     @property
+    def kinds(self) -> int:
+        """How many segments are made of tokens that an eviction encodes at once, at most."""
+        return 1
+
+    @property
     def multiple(self) -> int:
         """Tokens after which a codec may begin a new group or table."""
         return lcm(self.codec.lane_multiple, max(1, self.codec.block))

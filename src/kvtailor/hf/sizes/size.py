@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from kvtailor.calibration_file import calibrated
+from kvtailor.encode.composed.by_age import ByAge
 from kvtailor.encode.contract import Codec, CodecContext
 from kvtailor.errors import PlanError
 from kvtailor.hf.layers.of_cache import plan_misfits
+from kvtailor.hf.sizes.ages import BytesByAge
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, summed
 from kvtailor.hf.sizes.evictions import Evictions
 from kvtailor.hf.sizes.layer import LayerForecast, Whole
@@ -29,6 +31,7 @@ from kvtailor.types import Rotation
 
 if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
+    from kvtailor.hf.model.shapes.layer_shapes import LayerShape
     from kvtailor.plan import Plan
 
 __all__ = ["CacheSize", "forecast_size"]
@@ -317,12 +320,17 @@ def _units(
         each = codec.bytes_per_token(*sizes, element_size)
         key = repr(codec), each, len(group), shape.kv_heads, shape.q_heads, sizes, element_size
         if key not in known:
-            known[key] = SegmentBytes(
-                codec, len(group), shape.kv_heads, sizes, _DTYPES[element_size], shape.q_heads // shape.kv_heads
-            )
+            known[key] = _segments(codec, len(group), shape, sizes, _DTYPES[element_size])
         make = partial(_layer, plan, codec, known[key], rows, (shape.key_size + shape.value_size) * element_size)
         units.append(Unit(layers=tuple(group), make=make))
     return units
+
+
+def _segments(codec: Codec, layers: int, shape: LayerShape, sizes: tuple[int, int], dtype: torch.dtype) -> SegmentBytes:
+    """The bytes of what a codec stores, as it is on so many layers that are encoded together."""
+    if isinstance(codec, ByAge):
+        return BytesByAge(codec, [_segments(each, layers, shape, sizes, dtype) for each in codec.of])
+    return SegmentBytes(codec, layers, shape.kv_heads, sizes, dtype, shape.q_heads // shape.kv_heads)
 
 
 def _layer(

@@ -1,0 +1,1 @@
+"""Allocators that look at what the newest queries attend to."""

@@ -1,0 +1,1 @@
+"""Kinds of calibration that are statistics of queries."""

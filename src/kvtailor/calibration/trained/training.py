@@ -1,0 +1,127 @@
+"""Training of a network for each kv head of each layer, all at once, and how well it agrees with its teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.bench.measure.statistics import mean_difference
+from kvtailor.calibration.trained.teaching import Lessons
+from kvtailor.errors import KvtailorError
+
+__all__ = ["STEPS_TOLD", "Networks", "Predict", "agreement", "judged", "scales", "train"]
+
+Networks = dict[str, Tensor]
+Predict = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""From tokens (l, h, n, d + dv) and networks to what is predicted of each, (l, h, n)."""
+
+STEPS_TOLD = 50
+_RATE = 1e-3
+_AT_ONCE = 512
+_CLIPPED = 1.0
+_SHARE = 0.25
+
+
+def scales(lessons: Sequence[Lessons]) -> tuple[Tensor, Tensor]:
+    """(l, h, d + dv) mean and standard deviation of what a network reads."""
+    together = torch.cat([each.tokens for each in lessons], 2).float()
+    return together.mean(2), together.std(2).clamp_min(1e-3)
+
+
+def train(
+    lessons: Sequence[Lessons],
+    networks: Mapping[str, Tensor],
+    predict: Predict,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    middle: Tensor,
+    scale: Tensor,
+    steps: int,
+    state: int,
+    advance: Callable[[str], None] = lambda what: None,
+) -> Networks:
+    """The networks after so many steps of AdamW, 512 tokens each, with a rate that falls from 1e-3 as a cosine.
+
+    Args:
+        lessons: at least one.
+        networks: to begin with, each (l, h, ...).
+        predict: what they say.
+        loss: from what they say and what was found to one number.
+        middle, scale: (l, h, d + dv); the networks read tokens less the one, over the other.
+        steps: of the optimizer.
+        state: random state of the order.
+        advance: called after each `STEPS_TOLD` of them.
+
+    Raises:
+        KvtailorError: training ended with numbers that are none.
+    """
+    tokens, found = torch.cat([each.tokens for each in lessons], 2), torch.cat([each.found for each in lessons], 2)
+    learned = {name: tensor.clone().requires_grad_() for name, tensor in networks.items()}
+    descent = torch.optim.AdamW(learned.values(), lr=_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(descent, steps)
+    generator = torch.Generator().manual_seed(state)
+    with torch.enable_grad():
+        for step in range(1, steps + 1):
+            some = torch.randint(tokens.shape[2], (_AT_ONCE,), generator=generator)
+            read = (tokens[:, :, some].float() - middle[:, :, None]) / scale[:, :, None]
+            lost = loss(predict(read, learned), found[:, :, some])
+            descent.zero_grad()
+            lost.backward()
+            torch.nn.utils.clip_grad_norm_(learned.values(), _CLIPPED)
+            descent.step()
+            schedule.step()
+            if step % STEPS_TOLD == 0:
+                advance("training")
+    made = {name: tensor.detach().clone() for name, tensor in learned.items()}
+    if not all(bool(tensor.isfinite().all()) for tensor in made.values()):
+        raise KvtailorError("training ended with weights that are no numbers: give more text, or another random state")
+    return made
+
+
+def agreement(said: Tensor, found: Tensor) -> float:
+    """The share of each head's best quarter by `found` (l, h, n) that is in its best quarter by `said`, mean over all.
+
+    A random choice has a quarter.
+    """
+    count = max(1, round(_SHARE * found.shape[-1]))
+    ours, theirs = (torch.zeros_like(found).scatter(-1, of.topk(count, -1).indices, 1.0) for of in (said, found))
+    return float((ours * theirs).sum(-1).mean() / count)
+
+
+def judged(
+    held_out: Sequence[Lessons],
+    before: Networks,
+    made: Networks,
+    predict: Predict,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    teacher: str,
+) -> dict[str, Any]:
+    """Facts of a file: the loss on passages that were held out, before and after, and the agreement with the teacher.
+
+    Args:
+        held_out: at least one.
+        before: the networks that training began with.
+        made: those that it ended with.
+        predict, loss: see `train`.
+        teacher: name of the scorer that gave what was found.
+    """
+    said = [predict(each.tokens.float(), made) for each in held_out]
+    losses = {
+        when: sum(float(loss(predict(each.tokens.float(), networks), each.found)) for each in held_out) / len(held_out)
+        for when, networks in (("before", before), ("after", made))
+    }
+    agreed = [agreement(one, each.found) for one, each in zip(said, held_out, strict=True)]
+    more = mean_difference(agreed, [_SHARE] * len(agreed))
+    interval = "one passage"
+    if more.low is not None and more.high is not None:
+        interval = f"{100 * (_SHARE + more.low):.1f} to {100 * (_SHARE + more.high):.1f}"
+    return {
+        "verdict": (
+            f"keeps {100 * sum(agreed) / len(agreed):.1f} % ({interval}) of the quarter of tokens that {teacher} keeps "
+            f"in a head, on {len(held_out)} held-out passages; a random quarter has 25 %"
+        ),
+        "held_out": {"passages": len(held_out), "loss": losses, "agreement": agreed, "teacher": teacher},
+    }

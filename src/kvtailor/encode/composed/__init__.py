@@ -1,0 +1,1 @@
+"""Codecs that are made of several others."""

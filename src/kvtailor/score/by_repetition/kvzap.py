@@ -1,0 +1,111 @@
+"""KVzap: a small network predicts what KVzip+ would find, so that the context is read once.
+
+*Idea*: how much a later repetition will need a token shows in the token's own hidden state. A network of one hidden
+layer is trained on the model at hand to predict the logarithm of KVzip+'s score; it costs little, needs no queries,
+and works while decoding as well.
+
+*Paper*: "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning", arXiv 2601.07891; our `recent` = its sliding window,
+128.
+
+*Source*: reviews of the paper and of its models, and its code in kvpress (Apache-2.0): two linear maps with a GELU
+between them, mean squared error on the logarithm.
+
+*Departs*: the network reads what a cache still holds of the token in its own kv head, the key turned back by its
+position and the value, where the paper's reads the whole hidden state and gives the scores of all heads; so nothing
+besides the cache is to be remembered, heads may hold different tokens, and released KVzap files do not fit. The score
+is the sigmoid of the predicted logarithm, which is `kvzip_plus`'s own scale. The paper drops what lies below a fixed
+threshold; here a plan's budget decides, and `threshold` is a selector. Its linear form is not here.
+
+*Cost*: a file of 4 m (d + dv + 2) + 4 bytes for each kv head, m = 32 as `kvtailor calibrate` makes it; as many
+multiply-adds for each held token and kv head, and float32 scratch (n, d + dv) of one head at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from kvtailor.calibration_file import CalibratedMethod
+from kvtailor.score.by_repetition.own_token import own_token
+from kvtailor.score.contract import Scorer
+from kvtailor.types import Held, Needs
+
+__all__ = ["KVzap"]
+
+_HIDDEN = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVzap(CalibratedMethod, Scorer):
+    """Predicted KVzip+ scores.
+
+    Attributes:
+        file: of `kvtailor calibrate kvzap`.
+        recent: newest tokens that always stay.
+        sinks: first tokens of each row that always score highest; the paper has none.
+    """
+
+    recent: int = 128
+    sinks: int = 0
+    calibrates: ClassVar[str] = "kvzap"
+    per_head: ClassVar[tuple[str, ...]] = ("zap_hidden", "zap_hidden_bias", "zap_out", "zap_out_bias")
+    slack: ClassVar[int | None] = 32
+    splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = (
+        "it is calibrated head by head, and such a layer holds one latent for all heads"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recent < 0:
+            raise ValueError(f"kvzap: recent must be 0 or more tokens, found {self.recent}; the paper uses 128")
+        if self.sinks < 0:
+            raise ValueError(f"kvzap: sinks must be 0 or more tokens, found {self.sinks}; the paper has none")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(rotation=True)
+
+    def score(self, held: Held) -> Tensor:
+        """(b, h, n) float32 from 0 to 1; from 2 on for the sinks.
+
+        Raises:
+            ValueError: no network or no rotation was given.
+        """
+        if held.calibration is None or not set(self.per_head) <= set(held.calibration):
+            raise ValueError("kvzap scores by a trained network, but none was given; see `kvtailor calibrate kvzap`")
+        made = {name: held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head}
+        scores = torch.stack([self.logits(held, made, head).sigmoid() for head in range(held.keys.shape[1])], 1)
+        age = held.positions - held.first[:, None, None]
+        return torch.where(age < self.sinks, 2.0 + self.sinks - age, scores)
+
+    def logits(self, held: Held, made: dict[str, Tensor], head: int) -> Tensor:
+        """(b, n) float32 predicted logarithms of one kv head, by the networks `made` of its layer."""
+        hidden = gelu(own_token(held, head) @ made["zap_hidden"][head] + made["zap_hidden_bias"][head])
+        return hidden @ made["zap_out"][head] + made["zap_out_bias"][head]
+
+    def flops(self, *, tokens: int, group: int, size: int) -> int:
+        """n (4 d m + 6 m + 5 + 5 d): the network of m = 32 (a value taken as long as a key), its biases, GELU (3) and
+        sigmoid, and the turning back, 3 for each channel and its share of an angle's sine and cosine.
+        """
+        return tokens * (4 * size * _HIDDEN + 6 * _HIDDEN + 5 + 5 * size)
+
+    @classmethod
+    def example_calibration(
+        cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """See `example_for`."""
+        return cls.example_for(layers=layers, heads=heads, group=group, size=size, value_size=size, generator=generator)
+
+    @classmethod
+    def example_for(
+        cls, *, layers: int, heads: int, group: int, size: int, value_size: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Networks: hidden (layers, heads, d + dv, 32) and its bias, out (layers, heads, 32) and its bias."""
+        shapes = ((size + value_size, _HIDDEN), (_HIDDEN,), (_HIDDEN,), ())
+        drawn = (torch.randn(layers, heads, *shape, generator=generator) * 0.2 for shape in shapes)
+        return dict(zip(cls.per_head, drawn, strict=True))
