@@ -159,7 +159,8 @@ def test_a_set_that_there_is_not_is_a_fault(settings, told):
 
 def test_what_a_task_generates_is_what_its_kind_leaves_space_for():
     assert KINDS["memory"].extra == memory._DECODED
-    assert KINDS["needle"].extra == needle._ANSWER_TOKENS
+    assert KINDS["needle"].extra == needle.Needle.generates == needle.Needle.generated({"kind": "copy_span"})
+    assert needle.Needle.generated({"kind": "tool_call"}) == 96
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from kvtailor.cli.asked import (
 )
 from kvtailor.cli.machine_share import WAITING
 from kvtailor.cli.micro import BenchOrMicro
+from kvtailor.cli.suite_time import MEASURED, say_estimate, say_time_of
 from kvtailor.cli.torchrun import under_torchrun
 from kvtailor.cli.words.lines import say
 from kvtailor.cli.words.margins import margin_options, margins_of
@@ -72,6 +73,13 @@ OF_ONE_RUN = {
 )
 @click.option("--suite", help="All tables of a suite, by name or TOML file; 'list' says which there are.")
 @click.option("--table", "tables", multiple=True, help="Only this table of the suite; may be given again.")
+@click.option(
+    "--estimate",
+    is_flag=False,
+    flag_value=MEASURED,
+    metavar="[RATES]",
+    help="Only say how long --suite takes, from the model's shapes: on 'flops=4e14, bytes=3e12', or as measured here.",
+)
 @click.option(
     "--text",
     "texts",
@@ -143,8 +151,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     if options["suite"] and given:
         words = ", ".join(OF_ONE_RUN[name] for name in given)
         raise click.UsageError(f"{words} beside --suite: a suite says what runs; leave out one of them.")
-    if options["tables"] and not options["suite"]:
-        raise click.UsageError("--table without --suite: say which suite.")
+    for name, flag in (("tables", "--table"), ("estimate", "--estimate")):
+        if options[name] and not options["suite"]:
+            raise click.UsageError(f"{flag} without --suite: say which suite.")
+    if options["estimate"]:
+        say_estimate(options)
+        return
     if options["ray"] is not None and under_torchrun():
         raise click.UsageError(
             "--ray under torchrun: a sweep sends whole models to a cluster, and torchrun's processes share one; leave "
@@ -181,7 +193,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 check_flags(command)
 command.option_groups = {
-    "What is compared": ("model", "plans", "texts", "data", "suite", "tables"),
+    "What is compared": ("model", "plans", "texts", "data", "suite", "tables", "estimate"),
     "What is measured": ("tasks", *(name for name in OPTIONS if name not in chain.from_iterable(GROUPS.values()))),
     **GROUPS,
     "Where it runs": ("dtype", "device", "ray", "resources"),
@@ -241,19 +253,26 @@ def _suite(
     from kvtailor.bench.progress import watch, works_of
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.suite.pages import show_suite, suite_pages
+    from kvtailor.bench.suite.fitted import fit_shares, known_before, written
     from kvtailor.bench.suite.run import prepare
     from kvtailor.bench.suite.suite import read_suite, suites
 
-    suite = read_suite(options["suite"])
+    suite, kept = read_suite(options["suite"]), None
+    if options["out"] is not None:
+        kept = options["out"] / "suites" / f"{suite.name}.toml"
     with console.status(f"preparing {suite.name}"):
+        before = known_before(kept, subject.name) if kept is not None and not options["again"] else {}
+        suite = fit_shares(suite, subject, before)
         prepared = prepare(suite, subject, data=options["data"], only=options["tables"])
     for sentence in prepared.unavailable:
         console.print(f"not to be had here: {sentence}", style="yellow", markup=False)
-    if options["out"] is not None:
+    if kept is not None:
         # Beside the records and before them, so that the pages can be made from this folder alone, whatever happens.
-        kept = options["out"] / "suites" / f"{suite.name}.toml"
+        text = suites().get(options["suite"], Path(options["suite"])).read_text(encoding="utf-8")
+        text = written(suite, text, kept)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(suites().get(options["suite"], Path(options["suite"])).read_bytes())
+        kept.write_text(text, encoding="utf-8")
+    say_time_of(prepared, console)
     begun = datetime.now(UTC)
     with watch(*prepared.size, console, works_of(prepared.jobs)) as seen:
         records = prepared.run(

@@ -13,7 +13,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from kvtailor import demo
-from kvtailor.bench.data.synthetic.documents import ALL_TASKS, SPLITS, make_document
+from kvtailor.bench.data.synthetic.documents import SPLITS, TASKS, make_document
+from kvtailor.bench.data.synthetic.word_lists import LISTS
 from kvtailor.demo.corpus import read_corpus
 
 __all__ = ["WORDS", "generated", "main", "train"]
@@ -48,7 +49,7 @@ def train(texts: Iterator[str], vocabulary: int) -> Tokenizer:
 
 def generated(count: int) -> Iterator[str]:
     """``count`` generated documents of 2,000 characters, all tasks in turn, from training states."""
-    tasks = list(ALL_TASKS)
+    tasks = [*TASKS, *LISTS]
     for i in range(count):
         document = make_document(tasks[i % len(tasks)], state=SPLITS["train"].stop - 1 - i, split="train", length=2000)
         yield document.prompt + document.answer

@@ -1,11 +1,16 @@
 """Generated documents: determinism, disjoint splits, where the fact stands, lengths, and refusals in one sentence."""
 
+import hashlib
+import json
 import random
+import re
 
 import pytest
 
 from kvtailor.bench.data.synthetic.documents import ALL_TASKS, SPLITS, TASKS, make_document
+from kvtailor.bench.data.synthetic.plots import FURTHER
 from kvtailor.bench.data.synthetic.word_lists import LISTS
+from kvtailor.bench.data.texts import generated_text
 
 
 @pytest.mark.parametrize("task", ALL_TASKS)
@@ -85,7 +90,7 @@ def test_parts_make_up_the_answer(task):
     places = [document.answer.find(part) for part in document.parts]
     assert places and min(places) >= 0 and places == sorted(places)
     assert len(document.parts) == {"multi_value": 4, "multi_query": 4, "frequent_words": 3}.get(task, 1)
-    if task not in LISTS and task != "variables":
+    if task not in LISTS and task not in ("variables", "arithmetic"):
         assert all(part in document.context for part in document.parts)
 
 
@@ -164,3 +169,38 @@ def test_options_reach_the_tasks():
 def test_bad_arguments_say_what_was_found_and_what_to_do(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_document(arguments.pop("task"), **arguments)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("state", range(5))
+def test_a_chain_of_sums_has_the_value_that_a_plain_reading_gives(state, depth):
+    document = make_document("arithmetic", state=state, length=2500, depth=depth, links=3)
+    values = {}
+    for name, first, sign, second in re.findall(r"(\w+) = (\w+)(?: ([+-]) (\d+))?\.", document.context):
+        start = values[first] if sign else int(first)
+        values[name] = start + int(second) if sign == "+" else start - int(second) if sign else start
+    asked = document.question.rsplit("Answer: ", 1)[1].removesuffix(" =")
+    assert len(values) == 7 and document.answer == f" {values[asked]}"
+    assert f"{values[asked]}." not in document.context.split(" = ")
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_tool_call_is_json_under_the_id_that_is_asked(calls):
+    document = make_document("tool_call", state=3, length=3000, depth=0.6, calls=calls)
+    asked = document.question.rsplit("Answer: ", 1)[1]
+    assert document.context.count("Call ") == calls and f"{asked}{document.answer}" in document.context
+    call = json.loads(document.answer)
+    assert list(call) == ["tool", "arguments"] and {type(each) for each in call["arguments"].values()} == {
+        str,
+        int,
+        bool,
+    }
+    assert json.dumps(call) == document.answer.strip()
+
+
+def test_generated_text_has_none_of_the_further_kinds():
+    """What was calibrated on it, and every number on it, would be of another text."""
+    assert not set(FURTHER) & set(TASKS)
+    text = generated_text(60_000)
+    assert '"tool"' not in text and " + " not in text
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "22cb5918e1986378"

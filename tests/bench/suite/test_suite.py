@@ -27,10 +27,10 @@ POSITIONS = {
     "demo-draft": 4096,
     "random-llama": 131072,
 }
-WANTED = ("rankkv", "kv-plugin", "atskv", "pyramidkv", "mspeckv", "scoring", "standard")
+WANTED = ("rankkv", "kv-plugin", "atskv", "pyramidkv", "mspeckv", "scoring", "standard", "field", "reasoning")
 LONG = ("llama-7B-128K", "NousResearch/Yarn-Llama-2-7b-128k", "demo", "demo-draft")  # what mspeckv's lengths fit
 WIDE = (*LONG, "random-llama", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B")  # what scoring's lengths fit
-FITS = {"mspeckv": LONG, "scoring": WIDE}
+FITS = {"mspeckv": LONG, "scoring": WIDE, "field": WIDE}
 ALL = [(name, model) for name in WANTED for model in POSITIONS if model in FITS.get(name, POSITIONS)]
 
 SMALL = """

@@ -20,6 +20,11 @@
     columns = [{ label = "PPL", task = "ppl", value = "metrics.perplexity", digits = 2, scale = 1.0 }]
     rows = [{ Method = "snapkv", plan = "snapkv @ tokens={budget}" }]
 
+Tables without `columns` have those at the top of the file. A plan may have `share=0.25` as its budget: the largest
+`keep=` whose cache takes a quarter of the uncompressed bytes after as many tokens as the setting `context` says, which
+`bench.suite.fitted` finds for a model before a run and writes below `[fitted.MODEL]`. `[leaderboard]` asks for a page
+that ranks the rows of all tables at equal bytes; `bench.suite.leaderboard` has its keys.
+
 `{scorers}`, `{allocators}` and `{evicting}` (presets) are lists of all that are there, as `bench.suite.lists` finds
 them. A cell takes its keys from its column and its row (the row goes before): `plan`, `task`, `value`, and where it
 compares `shows` ("ratio", or "change" in per cent) and `against` (a plan; 'full' where it is not given). For `value`
@@ -29,6 +34,7 @@ of the cells that show it.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +44,8 @@ from typing import Any
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.resources import CellResources, read_resources
-from kvtailor.bench.suite.cells import Table, check_keys, tables_of
+from kvtailor.bench.suite.cells import Cell, Table, check_keys, tables_of
+from kvtailor.bench.suite.leaderboard import Leaderboard, read_leaderboard
 from kvtailor.bench.suite.lists import everything
 from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
 from kvtailor.plan import registry
@@ -49,7 +56,8 @@ __all__ = ["DEFAULT", "Suite", "SuiteError", "read_suite", "suites"]
 
 DEFAULT = "default"
 _HOME = Path(__file__).parents[2] / "suites"
-_KEYS = ("title", "report", "awaits", "settings", "tasks", "resources", "tables")
+_KEYS = ("title", "report", "awaits", "settings", "tasks", "resources", "columns", "tables", "leaderboard", "fitted")
+_SHARE = re.compile(r"\bshare=")
 
 
 class SuiteError(KvtailorError, ValueError):
@@ -75,6 +83,8 @@ class Suite:
         tasks: the tasks by name, as written.
         tables: the tables, as written.
         resources: of the cells, on a cluster.
+        leaderboard: how its rows are ranked; None: they are not.
+        fitted: by model, the plans that stand for those with `share=`.
     """
 
     name: str
@@ -85,6 +95,8 @@ class Suite:
     tasks: Mapping[str, Any]
     tables: Sequence[Any]
     resources: CellResources = field(default_factory=CellResources)
+    leaderboard: Leaderboard | None = None
+    fitted: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -97,8 +109,15 @@ class Suite:
         return {**everything(), **self.settings[DEFAULT], **self.settings[own]}
 
     def tables_for(self, model: str) -> list[Table]:
-        """The tables with all places filled for this model."""
-        return tables_of(self.tables, self.tasks, self.settings_of(model), self.awaits, [])
+        """The tables with all places filled for this model, and its own budgets in place of shares."""
+        known = self.fitted.get(model, {})
+        return _budgeted(tables_of(self.tables, self.tasks, self.settings_of(model), self.awaits, []), known)
+
+    def shares_of(self, model: str) -> list[str]:
+        """The plans with `share=` as the tables for this model write them, each once."""
+        tables = tables_of(self.tables, self.tasks, self.settings_of(model), self.awaits, [])
+        plans = (plan for each in _cells_of(tables) for plan in (each.plan, each.against) if plan is not None)
+        return [plan for plan in dict.fromkeys(plans) if _SHARE.search(plan)]
 
     def contestant(self, plan: str) -> Contestant:
         """The contestant of a plan; `missing` names what it awaits.
@@ -145,7 +164,9 @@ def read_suite(name_or_path: str | Path) -> Suite:
         awaits=tuple(map(str, _typed(raw, "awaits", list, [], faults))),
         settings=_settings(_typed(raw, "settings", dict, {}, faults), faults),
         tasks=_typed(raw, "tasks", dict, {}, faults),
-        tables=_typed(raw, "tables", list, [], faults),
+        tables=_with_columns(_typed(raw, "tables", list, [], faults), _typed(raw, "columns", list, [], faults)),
+        leaderboard=read_leaderboard(_typed(raw, "leaderboard", dict, {}, faults), faults),
+        fitted=_typed(raw, "fitted", dict, {}, faults),
         resources=read_resources(_typed(raw, "resources", dict, {}, faults), faults),
     )
     for key in ("title", "tasks", "tables"):
@@ -164,7 +185,7 @@ def _check(suite: Suite, faults: list[str]) -> None:
     plans: set[str] = set()
     for model in (DEFAULT, *suite.models):
         scope = suite.settings_of(model) if model != DEFAULT else {**everything(), **suite.settings[DEFAULT]}
-        tables = tables_of(suite.tables, suite.tasks, scope, suite.awaits, faults)
+        tables = _budgeted(tables_of(suite.tables, suite.tasks, scope, suite.awaits, faults), {})
         names = [table.name for table in tables]
         faults += [f"two tables have the name {name!r}: give each its own" for name in names if names.count(name) > 1]
         for table in tables:
@@ -173,7 +194,7 @@ def _check(suite: Suite, faults: list[str]) -> None:
                 for label in table.columns
                 if table.columns.count(label) > 1
             ]
-            for cell in (cell for row in table.rows for cell in row.cells):
+            for cell in _cells_of([table]):
                 plans |= {plan for plan in (cell.plan, cell.against) if plan is not None}
                 used |= {task.kind for task in cell.tasks}
     for plan in sorted(plans):
@@ -186,6 +207,30 @@ def _check(suite: Suite, faults: list[str]) -> None:
         f"awaits names {name!r}, which no plan and no task uses: take it out"
         for name in suite.awaits
         if name not in used and not _is_here(name)
+    ]
+
+
+def _with_columns(tables: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
+    """The tables, those without columns with the file's."""
+    return [{"columns": columns, **each} if columns and isinstance(each, dict) else each for each in tables]
+
+
+def _cells_of(tables: Iterable[Table]) -> Iterator[Cell]:
+    return (cell for table in tables for row in table.rows for cell in row.cells)
+
+
+def _budgeted(tables: Iterable[Table], known: Mapping[str, str]) -> list[Table]:
+    """The tables with the budgets that are known in place of shares; a share that was not fitted is of the tokens."""
+
+    def of(plan: str) -> str:
+        return known.get(plan) or _SHARE.sub("keep=", plan)
+
+    def cell_of(cell: Cell) -> Cell:
+        return replace(cell, plan=of(cell.plan), against=None if cell.against is None else of(cell.against))
+
+    return [
+        replace(table, rows=tuple(replace(row, cells=tuple(map(cell_of, row.cells))) for row in table.rows))
+        for table in tables
     ]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
     from kvtailor.bench.subject import Subject
 
-__all__ = ["AllAtOnce", "PlanByPlan", "Sample", "Scored", "Task", "Turns"]
+__all__ = ["AllAtOnce", "Demand", "PlanByPlan", "Sample", "Scored", "Task", "Turns"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,21 @@ class Scored:
     floor_seconds: float | None = None
     notes: Sequence[str] = ()
     held: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What scoring one plan on all samples feeds a model, for an estimate of its time.
+
+    Attributes:
+        prompts: how many prompts of so many tokens are read, each into a new cache.
+        following: tokens that are fed together after a prompt, over all prompts.
+        decoded: tokens that are fed one at a time after a prompt, over all prompts, at most.
+    """
+
+    prompts: Mapping[int, int]
+    following: int = 0
+    decoded: int = 0
 
 
 class Turns(Protocol):
@@ -174,6 +189,10 @@ class Task(ABC):
     def units(self, contestants: int) -> int:
         """Return how often `advance` is going to be called at most."""
         return self.steps() * (contestants + self.own_cache)
+
+    def demand(self) -> Demand | None:
+        """Return what scoring one plan feeds the model; None where that is not known before."""
+        return None
 
     @abstractmethod
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterable[Sample]:

@@ -13,7 +13,7 @@ document.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
@@ -26,13 +26,13 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.data.synthetic.documents import Document, make_document
 from kvtailor.bench.measure.cache_fields import tokens_read, weigh
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import CONTEXT, DOCUMENT_KINDS, STATE, STATES_APART, Metric, Option, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Answer", "Needle", "answer_document", "code_document"]
 
-_ANSWER_TOKENS = 32  # as `Needle.generates` declares
+_LONG_ANSWERS = {"tool_call": 96}
 _LONGER = 4
 
 
@@ -112,7 +112,7 @@ class Needle(PlanByPlan):
             listed=True,
             default="needle",
             help="Which documents, with ',' between: needle, passkey, key_value, multi_value, multi_query, variables, "
-            "characters, first_names, copy_span, common_words, frequent_words.",
+            "characters, first_names, copy_span, common_words, frequent_words, tool_call, arithmetic.",
         ),
     )
     question_outside: bool = setting(
@@ -129,11 +129,20 @@ class Needle(PlanByPlan):
                 "one of each"
             )
 
+    @classmethod
+    def generated(cls, settings: Mapping[str, object]) -> int:
+        return _LONG_ANSWERS.get(str(settings.get("kind")), cls.generates)
+
     def points(self) -> int:
         return len(self.lengths) * len(self.depths)
 
     def steps(self) -> int:
         return self.points() * self.documents
+
+    def demand(self) -> Demand:
+        each = len(self.depths) * self.documents
+        prompts = {length: each * self.lengths.count(length) for length in self.lengths}
+        return Demand(prompts=prompts, decoded=self.steps() * self.generated({"kind": self.kind}))
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
         grid = self._grid(subject)
@@ -195,12 +204,12 @@ class Needle(PlanByPlan):
         )
 
     def _grid(self, subject: Subject) -> dict[tuple[int, float], list[Document]]:
-        longest = max(self.lengths)
-        if subject.positions is not None and longest + _ANSWER_TOKENS > subject.positions:
+        longest, answer = max(self.lengths), self.generated({"kind": self.kind})
+        if subject.positions is not None and longest + answer > subject.positions:
             raise KvtailorError(
                 f"asked for documents of {longest} tokens, but {subject.name} has {subject.positions} positions "
                 "and an answer takes "
-                f"up to {_ANSWER_TOKENS}: ask for --needles {subject.positions - _ANSWER_TOKENS} or shorter"
+                f"up to {answer}: ask for --needles {subject.positions - answer} or shorter"
             )
         start = subject.start().numel()
         states = iter(range(self.state, self.state + len(self.lengths) * len(self.depths) * self.documents))

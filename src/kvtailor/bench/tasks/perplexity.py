@@ -31,13 +31,15 @@ from kvtailor.bench.checks.whole import WholeBudgets
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.cache_fields import weigh
 from kvtailor.bench.subject import Subject, Tokens, hash_of
-from kvtailor.bench.tasks.contract import PlanByPlan, Sample, Scored
+from kvtailor.bench.tasks.contract import Demand, PlanByPlan, Sample, Scored
 from kvtailor.bench.tasks.settings import CONTEXT, CONTINUATION, STATE, WINDOWS, Metric, Option, setting
 from kvtailor.errors import KvtailorError
 
 __all__ = ["Perplexity", "Window", "score_window", "scored_pieces", "whole_budgets"]
 
 _WHOLE_TARGETS = 16
+_CHECKED = 2
+"""Windows that the sanity checks of a plan read besides."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,15 @@ class Perplexity(PlanByPlan):
     def units(self, contestants: int) -> int:
         # The null plan is held against the model's own cache, which takes as many steps once more.
         return self.windows * (contestants + 1)
+
+    def demand(self) -> Demand:
+        tokens = self.continuation * (self.windows + _CHECKED)
+        one_by_one = self.chunk == 1
+        return Demand(
+            prompts={self.context: self.windows + _CHECKED},
+            following=0 if one_by_one else tokens,
+            decoded=tokens if one_by_one else 0,
+        )
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
         windows = self.cut(subject)

@@ -37,7 +37,7 @@ from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.measure.statistics import timings_of
 from kvtailor.bench.micro.timer import rounds_in_turns
 from kvtailor.bench.subject import Subject, hash_of
-from kvtailor.bench.tasks.contract import AllAtOnce, Sample, Scored, Turns
+from kvtailor.bench.tasks.contract import AllAtOnce, Demand, Sample, Scored, Turns
 from kvtailor.bench.tasks.settings import BATCHES, CONTEXTS, NEW_TOKENS, ROUNDS, Metric, Option, setting
 from kvtailor.errors import KvtailorError
 
@@ -118,6 +118,10 @@ class Speed(AllAtOnce):
 
     def steps(self) -> int:
         return self.patience * self.rounds + self.warmup + 1
+
+    def demand(self) -> Demand:
+        rounds = self.rounds + self.warmup + 1
+        return Demand(prompts={self.context: rounds * self.batch}, decoded=rounds * (self.tokens - 1))
 
     def samples(self, subject: Subject, contestants: Sequence[Contestant]) -> Iterator[Sample]:
         prompt = self._prompt(subject)

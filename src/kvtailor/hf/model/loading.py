@@ -21,10 +21,10 @@ from transformers.utils import logging
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model import embedded
 from kvtailor.hf.model.calibrated import UNTRAINED
-from kvtailor.hf.model.config import RANDOM, RANDOM_SHAPES, check_hub, is_local, source_of
+from kvtailor.hf.model.config import RANDOM, RANDOM_SHAPES, check_hub, config_of, is_local, source_of
 from kvtailor.hf.model.processes import ALONE, Processes
 
-__all__ = ["check_device", "load", "new_model", "random_model", "save", "wrap_tokenizer"]
+__all__ = ["check_device", "load", "load_bare", "new_model", "random_model", "save", "wrap_tokenizer"]
 
 
 def load(
@@ -75,6 +75,23 @@ def load(
     if device is not None and processes.size == 1:
         loaded = loaded.to(device)
     return loaded.eval(), tokenizer
+
+
+def load_bare(model: str, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return a model without its weights: its modules alone, on the device "meta", from its configuration.
+
+    Args:
+        model: as for `load`.
+        dtype: that the weights would have; None: that of the checkpoint's own config, else float32.
+
+    Raises:
+        KvtailorError: there is no such model.
+    """
+    config = config_of(model)
+    wanted = dtype or config.get_text_config(decoder=True).dtype or torch.float32
+    with torch.device("meta"):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    return made.eval()
 
 
 def _read(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtailor.errors import PlanError
 from kvtailor.hf.sizes.size import CacheSize, forecast_size
@@ -11,6 +11,7 @@ from kvtailor.plan.registry import name_of
 
 if TYPE_CHECKING:
     from kvtailor.hf.model.geometry import Geometry
+    from kvtailor.hf.sizes.segments import SegmentBytes
     from kvtailor.plan import Plan
 
 __all__ = ["largest_tokens", "least_size"]
@@ -25,6 +26,7 @@ def largest_tokens(
     batch: int = 1,
     element_size: int,
     new_tokens: int = 0,
+    known: dict[Any, SegmentBytes] | None = None,
 ) -> int | None:
     """Return the largest budget `tokens=` for which the whole cache surely fits, at most `context`.
 
@@ -39,6 +41,7 @@ def largest_tokens(
         batch: rows.
         element_size: bytes of an element of the cache's dtype.
         new_tokens: decoded one by one after the prompt.
+        known: see `forecast_size`; for several plans of one model.
 
     Returns:
         None where not even `tokens=1` fits.
@@ -50,8 +53,10 @@ def largest_tokens(
     if memory < 0:
         raise ValueError(f"asked for the largest budget in {memory} bytes: give 0 or more")
 
+    stored: dict[Any, SegmentBytes] = {} if known is None else known
+
     def fits(tokens: int) -> bool:
-        size = _with_tokens(plan, geometry, tokens, context, batch, element_size, new_tokens)
+        size = _with_tokens(plan, geometry, tokens, context, batch, element_size, new_tokens, stored)
         return size.high <= memory
 
     if not fits(1):
@@ -82,15 +87,28 @@ def least_size(
         PlanError: the plan evicts nothing, or the model refuses it.
         ValueError: see `forecast_size`.
     """
-    return _with_tokens(plan, geometry, 1, context, batch, element_size, new_tokens)
+    return _with_tokens(plan, geometry, 1, context, batch, element_size, new_tokens, {})
 
 
 def _with_tokens(
-    plan: Plan, geometry: Geometry, tokens: int, context: int, batch: int, element_size: int, new_tokens: int
+    plan: Plan,
+    geometry: Geometry,
+    tokens: int,
+    context: int,
+    batch: int,
+    element_size: int,
+    new_tokens: int,
+    known: dict[Any, SegmentBytes],
 ) -> CacheSize:
     if not plan.evicts:
         raise PlanError(str(plan), [f"it evicts nothing, so it has no budget to choose: {name_of(plan.encode)} alone"])
     budgeted = replace(plan, tokens=tokens, keep=None, bytes=None)
     return forecast_size(
-        budgeted, geometry, context=context, batch=batch, element_size=element_size, new_tokens=new_tokens
+        budgeted,
+        geometry,
+        context=context,
+        batch=batch,
+        element_size=element_size,
+        new_tokens=new_tokens,
+        known=known,
     )

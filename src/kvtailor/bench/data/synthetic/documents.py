@@ -21,7 +21,7 @@ from functools import partial
 
 from kvtailor.bench.data.synthetic import words
 from kvtailor.bench.data.synthetic.hidden_facts import Fact
-from kvtailor.bench.data.synthetic.plots import ALL_TASKS, TASKS, Plot
+from kvtailor.bench.data.synthetic.plots import ALL_TASKS, FURTHER, TASKS, Plot
 from kvtailor.bench.data.synthetic.word_lists import LISTS, WordList, shortest
 
 __all__ = ["ALL_TASKS", "Document", "Plot", "SPLITS", "TASKS", "make_document", "random_source"]
@@ -46,8 +46,9 @@ class Document:
         split: "evaluation", "calibration" or "train".
         depth: where in the context the fact was to stand, 0.0 (start) to 1.0 (end). Lists of words have no depth and
             ignore it.
-        meta: what the task adds; for tasks of `TASKS` also ``fact`` (the asked sentence), ``fact_at`` (its character
-            offset in the context) and ``depth_found`` (``fact_at`` over the last offset at which it could stand).
+        meta: what the task adds; for all but lists of words also ``fact`` (the asked sentence), ``fact_at`` (its
+            character offset in the context) and ``depth_found`` (``fact_at`` over the last offset at which it could
+            stand).
         parts: the things that the answer consists of, for recall in any order; the stripped answer if it is one.
     """
 
@@ -110,7 +111,8 @@ def make_document(
         **task_options: needle ``digits, distractors``; passkey ``digits``; key_value ``digits, prose, records`` (None
             or absent: as many lines as fit); characters ``people``; copy_span ``span, cue`` (words); variables
             ``hops, distractors, digits``; multi_value ``values, digits``; multi_query ``queries, distractors, digits``;
-            first_names ``people``; common_words ``common, times, others``; frequent_words ``asked, kinds``.
+            first_names ``people``; tool_call ``calls, digits``; arithmetic ``links, distractors``; common_words
+            ``common, times, others``; frequent_words ``asked, kinds``.
 
     Raises:
         ValueError: unknown task, split, option or state, depth outside of 0 to 1, empty filler, or a length that the
@@ -158,7 +160,7 @@ def make_document(
 
 def _plot(task: str, depth: float, options: Mapping[str, object], rng: random.Random, **more: object) -> Plot:
     try:
-        return TASKS[task](rng, depth, **{**options, **more})
+        return (TASKS.get(task) or FURTHER[task])(rng, depth, **{**options, **more})
     except TypeError as error:
         raise ValueError(f"asked for options {dict(options)} of task {task!r}: {error}; see make_document") from error
 

@@ -1,7 +1,8 @@
-"""Facts that generated documents hide and ask for: numbers under keys, people, first names, inscriptions, variables."""
+"""Facts that generated documents hide and ask for: numbers under keys, people, inscriptions, variables, tool calls."""
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from kvtailor.bench.data.synthetic import words
 
 __all__ = [
     "Fact",
+    "arithmetic_facts",
     "character_facts",
     "first_name_fact",
     "inscription_fact",
@@ -18,8 +20,11 @@ __all__ = [
     "number",
     "passkey_fact",
     "record_fact",
+    "tool_call_fact",
     "variable_facts",
 ]
+
+_DEEDS = ("open", "close", "find", "move", "paint", "count", "sell", "lock", "send", "print", "start", "check")
 
 
 @dataclass(frozen=True)
@@ -149,3 +154,37 @@ def variable_facts(rng: random.Random, roots: int, hops: int, asked: int, digits
     return values + [
         Fact(f"{new} = {old}.", question, walk + numbers[asked]) for old, new in zip(chain, chain[1:], strict=False)
     ]
+
+
+def arithmetic_facts(
+    rng: random.Random, roots: int, links: int, asked: int, smallest: int = 20, largest: int = 60
+) -> list[Fact]:
+    """``roots`` variables that hold numbers, then ``links`` that each add to or take from the one before, 2 to 9.
+
+    The chain starts at root ``asked``. The question names its last variable, and the answer is that one's value, which
+    stands nowhere in the text.
+    """
+    names = words.distinct(rng, roots + links)
+    numbers = [rng.randint(smallest, largest) for _ in range(roots)]
+    chain, value, steps = [names[asked], *names[roots:]], numbers[asked], []
+    for new, old in zip(chain[1:], chain, strict=False):
+        change = rng.randint(2, 9) * rng.choice((-1, 1))
+        value += change
+        steps.append(f"{new} = {old} {'+' if change > 0 else '-'} {abs(change)}.")
+    question = f"\nQuestion: What is the value of {chain[-1]}? Answer: {chain[-1]} ="
+    held = [f"{name} = {number}." for name, number in zip(names[:roots], numbers, strict=True)]
+    return [Fact(sentence, question, f" {value}") for sentence in (*held, *steps)]
+
+
+def tool_call_fact(rng: random.Random, digits: int = 4) -> Fact:
+    """A call of a made-up tool as JSON, under a made-up id; the question repeats the id, the answer is all of the JSON.
+
+    Its arguments are a text, a number of ``digits`` digits and a truth value, in an order that is drawn.
+    """
+    identity, tool = words.invented(rng), f"{rng.choice(_DEEDS)}_{rng.choice(words.NOUNS)}"
+    values = [rng.choice(words.NOUNS), int(number(rng, digits)), rng.random() < 0.5]
+    rng.shuffle(values)
+    keys = rng.sample(words.NOUNS, len(values))
+    call = json.dumps({"tool": tool, "arguments": dict(zip(keys, values, strict=True))})
+    stem = f"Call {identity}:"
+    return Fact(f"{stem} {call}", f"\nQuestion: What was call {identity}? Answer: {stem}", f" {call}")

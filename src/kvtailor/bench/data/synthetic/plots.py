@@ -10,7 +10,7 @@ from kvtailor.bench.data.synthetic import hidden_facts
 from kvtailor.bench.data.synthetic.hidden_facts import Fact
 from kvtailor.bench.data.synthetic.word_lists import LISTS
 
-__all__ = ["ALL_TASKS", "Plot", "TASKS"]
+__all__ = ["ALL_TASKS", "FURTHER", "Plot", "TASKS"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,20 @@ def _first_names(rng: random.Random, depth: float, *, people: int = 8) -> Plot:
     return Plot(list(by_name.values()), round(depth * (people - 1)), meta={"people": people})
 
 
+def _tool_call(rng: random.Random, depth: float, *, calls: int = 1, digits: int = 4) -> Plot:
+    by_id: dict[str, Fact] = {}
+    while len(by_id) < calls:
+        fact = hidden_facts.tool_call_fact(rng, digits)
+        by_id.setdefault(fact.question, fact)
+    return Plot(list(by_id.values()), round(depth * (calls - 1)), meta={"calls": calls})
+
+
+def _arithmetic(rng: random.Random, depth: float, *, links: int = 2, distractors: int = 3) -> Plot:
+    asked = round(depth * distractors)
+    facts = hidden_facts.arithmetic_facts(rng, distractors + 1, links, asked)
+    return Plot(facts, asked, meta={"links": links})
+
+
 TASKS: Mapping[str, Callable[..., Plot]] = {
     "needle": _needle,
     "passkey": _passkey,
@@ -102,7 +116,11 @@ TASKS: Mapping[str, Callable[..., Plot]] = {
     "multi_query": _multi_query,
     "first_names": _first_names,
 }
-"""Tasks that ask for facts, each of which stands at a depth."""
+"""Tasks that ask for facts, each of which stands at a depth. Generated text is made of these, one after the other, so
+that another one here would change every text, and what was calibrated on it."""
 
-ALL_TASKS: tuple[str, ...] = (*TASKS, *LISTS)
-"""Those, and the lists of words, whose answer is spread over the whole context."""
+FURTHER: Mapping[str, Callable[..., Plot]] = {"tool_call": _tool_call, "arithmetic": _arithmetic}
+"""More of that kind, which are no part of generated text; the embedded models were not trained on them."""
+
+ALL_TASKS: tuple[str, ...] = (*TASKS, *LISTS, *FURTHER)
+"""All of them, and the lists of words, whose answer is spread over the whole context."""

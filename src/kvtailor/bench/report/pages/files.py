@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from kvtailor.bench.measure.equivalence import Margins
 from kvtailor.bench.report import Summary, summarise
+from kvtailor.bench.report.pages.leaderboard import board_grid, leaderboard_page
 from kvtailor.bench.report.pages.long_table import long_table
 from kvtailor.bench.report.pages.page import page
 from kvtailor.bench.report.points import of_one_model
 from kvtailor.bench.report.suite.pages import SuitePages, suite_pages
+from kvtailor.bench.report.suite.ranking import rank
+from kvtailor.bench.report.suite.tables import provenance
 from kvtailor.bench.report.tables.costs import grids
 from kvtailor.bench.report.tables.grid import Grid, as_csv, as_latex, as_markdown, safe_markdown, visible
 from kvtailor.bench.report.tables.tables import latex, main_grid, quality_grid
@@ -28,7 +31,8 @@ def texts(
     """`report.html`, `report.md`: everything; `results.csv`: every number, a row each; `table.tex`: the main table.
 
     The tables over all points are `NAME.tex`: quality, and of speed, memory, capacity and fidelity those that were
-    measured. Tables of a suite are `suite-SUITE-TABLE.csv` and `.tex`.
+    measured. Tables of a suite are `suite-SUITE-TABLE.csv` and `.tex`; where it asks for a leaderboard, that is
+    `leaderboard-SUITE.html` and `.csv`.
 
     Args:
         records: of one run, or of a folder of runs.
@@ -40,7 +44,8 @@ def texts(
         ValueError: no records.
     """
     summary = summarise(records, margins, left_out)
-    filled = [pages for suite in suites if (pages := suite_pages(suite, records)) is not None]
+    made = [(suite, pages) for suite in suites if (pages := suite_pages(suite, records)) is not None]
+    filled = [pages for _, pages in made]
     found = {
         "report.html": page(records, filled, margins=margins, left_out=left_out),
         "report.md": markdown_page(records, summary, filled),
@@ -51,6 +56,11 @@ def texts(
         found[f"{grid.name}.tex"] = as_latex(grid) + "\n"
     for grid in (grid for pages in filled for grid in pages.grids):
         found |= {f"suite-{grid.name}.csv": as_csv(grid), f"suite-{grid.name}.tex": as_latex(grid) + "\n"}
+    for suite, _ in made:
+        ranking = rank(suite, records)
+        if ranking is not None:
+            found[f"leaderboard-{suite.name}.html"] = leaderboard_page(ranking, provenance(suite, records))
+            found[f"leaderboard-{suite.name}.csv"] = as_csv(board_grid(ranking))
     slash = r"\textbackslash{}"
     return {name: visible(text, slash if name.endswith(".tex") else "\\") for name, text in found.items()}
 

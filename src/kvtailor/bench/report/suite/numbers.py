@@ -13,7 +13,7 @@ from kvtailor.bench.measure.statistics import Estimate, geometric_mean, mean, me
 from kvtailor.bench.schema import Record
 from kvtailor.bench.suite.cells import Cell
 
-__all__ = ["measured", "point_of"]
+__all__ = ["SHARES", "documents_of", "measured", "paired_samples", "point_of"]
 
 SHARES = ("hit", "recall", "score")
 """Values that are right answers, or parts of them, where all of them are between 0 and a top."""
@@ -81,9 +81,34 @@ def _of_task(measure: str, records: Sequence[Record]) -> float | None:
 def _paired(
     name: str, ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]], shows: str
 ) -> Estimate | None:
-    """Mean difference over the samples of both, matched by task, point and text; None where one side has others.
+    """Mean difference over the samples of both; None where one side has others.
 
     A ratio is the geometric mean of the samples' ratios. Of times, what was disturbed on either side is left out.
+    """
+    samples = paired_samples(name, ours, theirs)
+    if samples is None:
+        return None
+    pairs = list(zip(*samples, strict=True))
+    if shows == "value":
+        top = _top(name, ours, [x for both in pairs for x in both])
+        if top is not None:
+            return _times(share_difference(*zip(*((a / top, b / top) for a, b in pairs), strict=True)), top)
+        return mean_difference(*zip(*pairs, strict=True), documents=documents_of(ours))
+    if not all(x > 0 for both in pairs for x in both):
+        return None
+    found = geometric_mean([mine / other for mine, other in pairs])
+    low, high = (None if end is None else end - (shows == "change") for end in (found.low, found.high))
+    return Estimate(found.value - (shows == "change"), low, high, found.count)
+
+
+def paired_samples(
+    name: str, ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]
+) -> tuple[list[float], list[float]] | None:
+    """The samples of two plans in the same order, matched by task, point and text; None where one side has others.
+
+    Args:
+        name: of the values.
+        ours, theirs: the records of each task under each plan. What was disturbed on either side is left out.
     """
     pairs: list[tuple[float, float]] = []
     for mine, other in zip(ours, theirs, strict=True):
@@ -99,17 +124,12 @@ def _paired(
             ]
     if not pairs or not all(math.isfinite(x) for both in pairs for x in both):
         return None
-    if shows == "value":
-        top = _top(name, ours, [x for both in pairs for x in both])
-        if top is not None:
-            return _times(share_difference(*zip(*((a / top, b / top) for a, b in pairs), strict=True)), top)
-        documents = ours[0][0].values.get("document", ()) if len(ours) == len(ours[0]) == 1 else ()
-        return mean_difference(*zip(*pairs, strict=True), documents=documents)
-    if not all(x > 0 for both in pairs for x in both):
-        return None
-    found = geometric_mean([mine / other for mine, other in pairs])
-    low, high = (None if end is None else end - (shows == "change") for end in (found.low, found.high))
-    return Estimate(found.value - (shows == "change"), low, high, found.count)
+    return [mine for mine, _ in pairs], [other for _, other in pairs]
+
+
+def documents_of(tasks: Sequence[Sequence[Record]]) -> Sequence[float]:
+    """The document of each sample, where one record has them all and says so."""
+    return tasks[0][0].values.get("document", ()) if len(tasks) == len(tasks[0]) == 1 else ()
 
 
 def _top(name: str, tasks: Sequence[Sequence[Record]], values: Sequence[float]) -> float | None:

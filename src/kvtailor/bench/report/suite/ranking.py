@@ -1,0 +1,353 @@
+"""Plans at equal bytes, from records alone: which budget each fits, what it lost, and who is shown to lose more.
+
+A plan stands at the smallest budget that its measured bytes fit. In a column the plan that loses least by its mean
+leads its budget. Another one is called worse only where a paired test of the same samples shows it, at 5 % over all
+ordered pairs of that budget and column together (Bonferroni), since the samples chose the leader. One that holds
+clearly fewer bytes than the leader is not called worse: bytes it does not use may be what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from kvtailor.bench.kinds import KINDS
+from kvtailor.bench.measure.equivalence import ERROR, losses_of, outcome
+from kvtailor.bench.measure.paired_hits import share, share_difference
+from kvtailor.bench.measure.statistics import Estimate, mean_difference
+from kvtailor.bench.report.suite.numbers import SHARES, documents_of, paired_samples, point_of
+from kvtailor.bench.report.suite.records import alike, by_task
+from kvtailor.bench.schema import Record
+from kvtailor.bench.suite.cells import Cell
+from kvtailor.bench.suite.leaderboard import Leaderboard
+from kvtailor.bench.suite.suite import Suite
+from kvtailor.presets import FULL
+
+__all__ = ["FEWER", "LEADS", "LEVEL", "WORSE", "Column", "Place", "Ranking", "Score", "rank"]
+
+LEADS, LEVEL, WORSE, FEWER = "leads", "level", "worse", "fewer bytes"
+_FEWER_BYTES = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One thing that plans are ranked by.
+
+    Attributes:
+        label: as the suite heads it.
+        name: of the values in records.
+        hits: whether they are right answers, or parts of them, from 0 to 1.
+        higher: whether more of it is better.
+        full: what 'full' has: its mean, for answers with an interval; None where it was not measured.
+        silent: why it says nothing of any plan, a sentence; None where it says something.
+    """
+
+    label: str
+    name: str
+    hits: bool
+    higher: bool
+    full: Estimate | None
+    silent: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One plan in one column.
+
+    Attributes:
+        mean: of its samples.
+        difference: to 'full', paired, with its 95 % interval.
+        standing: among the plans of its budget; None where the column says nothing, or for 'full'.
+        keys: of the records behind it.
+    """
+
+    mean: float
+    difference: Estimate
+    standing: str | None
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One plan.
+
+    Attributes:
+        family: the title of its table.
+        label: its name there.
+        plan: in one line.
+        plan_hash: of its records.
+        share: the most of the uncompressed bytes that any of its records holds; None where none was measured.
+        budget: the smallest that it fits; None for 'full', and where it fits none.
+        scores: by the label of the column; what was not measured is not there.
+        times: by the label of the column, the median over that of 'full' in the same run.
+        missing: why it was not measured; None where it was, or where no record says why.
+    """
+
+    family: str
+    label: str
+    plan: str
+    plan_hash: str
+    share: float | None
+    budget: float | None
+    scores: Mapping[str, Score] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)
+    missing: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """All plans of a suite.
+
+    Attributes:
+        board: what the suite asks for.
+        columns: those by which plans are ranked.
+        timed: labels of the columns of times.
+        full: the uncompressed cache.
+        places: the plans, each once.
+        last: the newest record, for what was measured where.
+    """
+
+    board: Leaderboard
+    columns: tuple[Column, ...]
+    timed: tuple[str, ...]
+    full: Place
+    places: tuple[Place, ...]
+    last: Record
+
+    def at(self, budget: float) -> list[Place]:
+        """The plans that stand at a budget, from many bytes to few."""
+        return sorted((each for each in self.places if each.budget == budget), key=lambda each: -(each.share or 0))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of the suite with the contestant behind it."""
+
+    family: str
+    label: str
+    plan: str
+    plan_hash: str
+    missing: tuple[str, ...]
+    cells: Mapping[str, Cell]
+
+
+def rank(suite: Suite, records: Sequence[Record], *, model: str | None = None) -> Ranking | None:
+    """The plans of a suite at equal bytes; None where it asks for no leaderboard.
+
+    Args:
+        suite: from `read_suite`.
+        records: of any runs.
+        model: name in the records; None: that of the latest record.
+
+    Raises:
+        KvtailorError: no record is of this suite's tasks and this model.
+    """
+    if suite.leaderboard is None:
+        return None
+    found = alike(suite, records, model)
+    of_task = by_task(found)
+    # Times are compared with those of 'full' in the same run, so each run's may stand.
+    timed = [r for r in found if r.error is None and r.timings]
+    rows = _rows(suite, found[-1].model)
+    full_hash = suite.contestant(FULL).hash
+    every = {label: cell for row in rows for label, cell in row.cells.items()}
+    ranked = {label: cell for label, cell in every.items() if cell.measure.startswith("paired.")}
+    columns = tuple(_column(suite.leaderboard, label, cell, of_task, full_hash) for label, cell in ranked.items())
+    places = [_place(suite.leaderboard, row, columns, of_task, timed, full_hash) for row in rows]
+    others = [each for each in places if each.plan_hash != full_hash]
+    own = next((each for each in places if each.plan_hash == full_hash), None)
+    if own is None:
+        row = _Row("", FULL, FULL, full_hash, (), every)
+        own = _place(suite.leaderboard, row, columns, of_task, timed, full_hash)
+    standing = _standings(suite.leaderboard, others, columns, ranked, of_task, rows)
+    return Ranking(
+        board=suite.leaderboard,
+        columns=columns,
+        timed=tuple(label for label, cell in every.items() if cell.measure.startswith("timings.")),
+        full=own,
+        places=tuple(standing),
+        last=found[-1],
+    )
+
+
+def _rows(suite: Suite, model: str) -> list[_Row]:
+    """The rows of all tables, each plan once, as it is named first and with the cells of all of its rows."""
+    found: dict[str, _Row] = {}
+    for table in suite.tables_for(model):
+        for row in table.rows:
+            cells = dict(zip(table.columns, row.cells, strict=True))
+            contestant = suite.contestant(row.cells[0].plan)
+            made = _Row(table.title, row.labels[0], row.cells[0].plan, contestant.hash, contestant.missing, cells)
+            first = found.setdefault(contestant.hash, made)
+            found[contestant.hash] = replace(first, cells={**cells, **first.cells})
+    return list(found.values())
+
+
+def _good(cell: Cell, plan_hash: str, of_task: Mapping[str, list[Record]]) -> list[list[Record]] | None:
+    """The records of a plan for each task of a column; None where a task has none."""
+    found = [
+        [r for r in of_task.get(str(asked), ()) if r.plan_hash == plan_hash and r.error is None] for asked in cell.tasks
+    ]
+    return found if all(found) else None
+
+
+def _column(
+    board: Leaderboard, label: str, cell: Cell, of_task: Mapping[str, list[Record]], full_hash: str
+) -> Column:  # fmt: skip
+    name = cell.measure.removeprefix("paired.")
+    records = _good(cell, full_hash, of_task)
+    values = [value for each in records or [] for record in each for value in record.values.get(name, ())]
+    told = KINDS[cell.tasks[0].kind].told if cell.tasks[0].kind in KINDS else ()
+    higher = any(metric.mean_of == name and metric.higher_is_better for metric in told)
+    hits = name in SHARES and all(0 <= value <= 1 for value in values)
+    shown = Column(label=label, name=name, hits=hits, higher=higher, full=None)
+    if not values:
+        return replace(shown, silent="'full' was not measured in it.")
+    if not hits:
+        return replace(shown, full=Estimate(fmean(values), None, None, len(values)))
+    right, silent = share(values), None
+    if right.value < board.least_right:
+        assert right.low is not None and right.high is not None
+        silent = (
+            f"It says nothing here: 'full' itself is right in {100 * right.value:.0f} % of {right.count} "
+            f"({100 * right.low:.0f} to {100 * right.high:.0f}), and {100 * board.least_right:.0f} % are asked for."
+        )
+    return replace(shown, full=right, silent=silent)
+
+
+def _place(
+    board: Leaderboard,
+    row: _Row,
+    columns: Sequence[Column],
+    of_task: Mapping[str, list[Record]],
+    timed: Sequence[Record],
+    full_hash: str,
+) -> Place:
+    scores, shares = {}, []
+    for column in columns:
+        if column.label not in row.cells:
+            continue
+        ours, theirs = (_good(row.cells[column.label], each, of_task) for each in (row.plan_hash, full_hash))
+        for record in (record for each in ours or [] for record in each):
+            if record.bytes_held and record.bytes_full:
+                shares.append(record.bytes_held / record.bytes_full)
+        score = _score(column, ours, theirs)
+        if score is not None:
+            scores[column.label] = score
+    most = max(shares, default=None)
+    errors = [r.error for each in of_task.values() for r in each if r.plan_hash == row.plan_hash and r.error]
+    missing = f"this kvtailor does not have {', '.join(row.missing)}" if row.missing else next(iter(errors), None)
+    return Place(
+        family=row.family,
+        label=row.label,
+        plan=row.plan,
+        plan_hash=row.plan_hash,
+        share=most,
+        budget=None if most is None or row.plan_hash == full_hash else board.budget_of(most),
+        scores=scores,
+        times=_times(row, timed, full_hash),
+        missing=missing,
+    )
+
+
+def _score(
+    column: Column, ours: list[list[Record]] | None, theirs: list[list[Record]] | None
+) -> Score | None:  # fmt: skip
+    """None where it was not measured on all that 'full' was measured on."""
+    if ours is None or theirs is None or _points(ours) != _points(theirs):
+        return None
+    samples = paired_samples(column.name, ours, theirs)
+    if samples is None:
+        return None
+    documents = documents_of(ours)
+    found = share_difference(*samples) if column.hits else mean_difference(*samples, documents=documents)
+    keys = tuple(record.key for each in ours for record in each)
+    return Score(mean=fmean(samples[0]), difference=found, standing=None, keys=keys)
+
+
+def _points(tasks: Sequence[Sequence[Record]]) -> list[set[tuple[str | None, str]]]:
+    return [{(record.text_hash, point_of(record)) for record in records} for records in tasks]
+
+
+def _times(row: _Row, timed: Sequence[Record], full_hash: str) -> dict[str, float]:
+    """Ratios to 'full', of the latest run that timed both."""
+    found: dict[str, float] = {}
+    for label, cell in row.cells.items():
+        name = cell.measure.removeprefix("timings.")
+        if name == cell.measure:
+            continue
+        asked = {str(each) for each in cell.tasks}
+        for record in (r for r in timed if r.plan_hash == row.plan_hash and str(r.asked) in asked):
+            other = next((r for r in timed if r.plan_hash == full_hash and r.run == record.run
+                          and r.asked == record.asked and point_of(r) == point_of(record)), None)  # fmt: skip
+            ours, theirs = (
+                None if each is None else each.timings.get(name, {}).get("median") for each in (record, other)
+            )
+            if ours and theirs:
+                found[label] = ours / theirs
+    return found
+
+
+def _standings(
+    board: Leaderboard,
+    places: Sequence[Place],
+    columns: Sequence[Column],
+    ranked: Mapping[str, Cell],
+    of_task: Mapping[str, list[Record]],
+    rows: Sequence[_Row],
+) -> list[Place]:
+    """The places with the standing of each score."""
+    cells = {row.plan_hash: row.cells for row in rows}
+    named: dict[tuple[str, str], str] = {}
+    for budget in board.budgets:
+        for column in columns:
+            here = [each for each in places if each.budget == budget and column.label in each.scores]
+            if column.silent is not None or not here:
+                continue
+            sign = -1 if column.higher else 1
+            leader = min(here, key=lambda each: (sign * each.scores[column.label].mean, each.share or 0))
+            if column.hits and not leader.scores[column.label].mean:
+                # No plan is right at all, so none leads.
+                continue
+            records = {
+                each.plan_hash: _good(cells[each.plan_hash][column.label], each.plan_hash, of_task) or []
+                for each in here
+            }
+            error = ERROR / max(1, len(here) * (len(here) - 1))
+            for each in here:
+                named[each.plan_hash, column.label] = (
+                    LEADS
+                    if each is leader
+                    else _against(column, each, leader, records[each.plan_hash], records[leader.plan_hash], error)
+                )
+    return [
+        _with_standings(each, {label: named.get((each.plan_hash, label)) for label in each.scores}) for each in places
+    ]
+
+
+def _against(
+    column: Column,
+    place: Place,
+    leader: Place,
+    ours: list[list[Record]],
+    theirs: list[list[Record]],
+    error: float,
+) -> str:
+    samples = paired_samples(column.name, ours, theirs)
+    if samples is None:
+        return LEVEL
+    losses = losses_of(
+        *samples,
+        lower_is_better=not column.higher,
+        documents=documents_of(ours),
+        top=1.0 if column.hits else None,
+    )
+    if not outcome(losses, 0.0, error).above:
+        return LEVEL
+    return FEWER if (place.share or 0) < _FEWER_BYTES * (leader.share or 0) else WORSE
+
+
+def _with_standings(place: Place, named: Mapping[str, str | None]) -> Place:
+    scores = {label: replace(score, standing=named[label]) for label, score in place.scores.items()}
+    return replace(place, scores=scores)
