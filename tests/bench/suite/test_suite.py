@@ -30,7 +30,7 @@ POSITIONS = {
 WANTED = ("rankkv", "kv-plugin", "atskv", "pyramidkv", "mspeckv", "scoring", "standard", "field", "reasoning")
 LONG = ("llama-7B-128K", "NousResearch/Yarn-Llama-2-7b-128k", "demo", "demo-draft")  # what mspeckv's lengths fit
 WIDE = (*LONG, "random-llama", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B")  # what scoring's lengths fit
-FITS = {"mspeckv": LONG, "scoring": WIDE, "field": WIDE}
+FITS = {"mspeckv": LONG, "scoring": WIDE, "field": WIDE, "reasoning": WIDE}
 ALL = [(name, model) for name in WANTED for model in POSITIONS if model in FITS.get(name, POSITIONS)]
 
 SMALL = """
