@@ -81,7 +81,8 @@ class Record:
         bytes_by_layer: `bytes_held` by layer of the model.
         bytes_resident: growth of the resident memory of a fresh process per cache that it holds.
         bytes_alive: growth of all tensors of this process by one more such cache where it was weighed, files left
-            out; see `bench.checks.probing`.
+            out, and the 8 bytes on the host for each token by which a plan that is read by `kvtailor.prefill`
+            recognises ids of another text (`hf.conversation`); see `bench.checks.probing`.
         bytes_peak: highest memory of that process during one prefill, above what it held before (weights, mostly);
             resident memory on the CPU, the allocator's on an accelerator.
         bytes_peak_decode: the same while it decodes after that prefill.

@@ -59,6 +59,11 @@ class Conversation:
         """How many of the tokens seen are known, from the first one on."""
         return self.known[-1].columns if self.known else 0
 
+    @property
+    def bytes(self) -> int:
+        """What these notes take on the host, 8 bytes for each token: they belong to no layer, and no ledger has them."""
+        return sum(each.untyped_storage().nbytes() for each in (self._trail, self.real) if each is not None)
+
     def append(self, ids: Tensor, real: Tensor | None, *, at: int) -> None:
         """Takes note of tokens that the cache has seen.
 

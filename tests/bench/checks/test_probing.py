@@ -212,3 +212,11 @@ def test_bytes_alive_are_of_the_moment_at_which_a_cache_was_weighed(whole, plan)
     _, mine = run(whole, contestants_of([plan]), [task], bandwidth=False)
     assert mine.error is None and mine.tokens_seen == 128 + 15 and mine.bytes_held < mine.bytes_full
     assert mine.bytes_alive == pytest.approx(mine.bytes_held, rel=0.02)
+
+
+def test_notes_of_the_ids_are_nothing_hidden(half):
+    """A plan that reads its context twice is shown the ids: 8 bytes a token, which is much beside a sixteenth."""
+    task = replace(TASK, context=1600, continuation=24, windows=1)
+    _, kept = run(half, contestants_of(["kvzip @ keep=0.03"]), [task], bandwidth=False)
+    assert kept.error is None and kept.bytes_alive is not None
+    assert kept.bytes_alive < kept.bytes_held + 8 * 1600 - 2**12

@@ -107,7 +107,7 @@ def probe(
         if not _can_be_emptied(cache):
             return {"rounding": rounding, "reads_held": None, "bytes_alive": None}
         gc.collect(0)
-        alive = _alive() - before
+        alive = _alive() - before - (cache.conversation.bytes if isinstance(cache, KvCache) else 0)
         if isinstance(cache, KvCache) and isinstance(cache.share, RankHeads):
             # The ledger of a record is that of all processes, and so is what is held against it.
             alive = sum(of_all(cache.share, alive))
