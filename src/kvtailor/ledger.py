@@ -1,8 +1,8 @@
 """Bytes that are read, never computed: the sum of the unique storages behind the tensors that a cache holds.
 
-A view of a large buffer is charged for the whole buffer, because that is what it keeps alive. Not listed are 8 bytes on
-the host for each token that `kvtailor.prefill` or `generate` has shown to the cache, by which it recognises ids of another
-text (`hf.conversation`): they belong to no layer.
+A view of a large buffer is charged for the whole buffer, because that is what it keeps alive. Not listed are 8 bytes
+on the host for each token that `kvtailor.prefill` or `generate` has shown to the cache, by which it recognises ids of
+another text (`hf.conversation`): they belong to no layer.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ command(sys.argv[2:])
 
 def test_its_options_are_those_of_the_command_line(toy):
     helped = child(BENCH, str(toy.parent), "--help").stdout
-    assert "--toy-prompts INTEGER" in helped and "Prompts of the toy at each point." in helped and ", toy," in helped
+    assert "--toy-prompts INTEGER" in helped and "Prompts of the toy at each point." in helped and "toy," in helped
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from kvtailor.bench.tasks.longcontext import LongContext
 from kvtailor.bench.tasks.memory import Memory
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.bench.tasks.perplexity import Perplexity
+from kvtailor.bench.tasks.reasoning import Reasoning
 from kvtailor.bench.tasks.speculation import Speculation
 from kvtailor.bench.tasks.speed import Speed
 from kvtailor.cluster.contract import Call, Shared
@@ -89,6 +90,7 @@ def made(name: str, data: Path) -> Task:
         "memory": lambda: Memory(context=64, caches=1),
         "capacity": lambda: Capacity(memory_bytes=2**40, context=64, step=64, reach=256),
         "speculation": lambda: Speculation(**text, context=32, tokens=3, rounds=1, warmup=0, draft="demo-draft"),
+        "reasoning": lambda: Reasoning(kind="walk", counts=(2,), prompt=200, chains=2),
         "longcontext": lambda: LongContext(benchmark="longbench", subset="passage_retrieval_en", data=data,
                                            max_tokens=200),
         "harness": lambda: Harness(task="arc_easy", data=folder(data, random.Random(0)), limit=3, outside=1),

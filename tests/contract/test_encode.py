@@ -265,6 +265,8 @@ def test_equal_values_stay_finite_and_what_they_were(codec: Codec) -> None:
             fixed = isinstance(inner, Gaussian | Higgs | MxFp4 | MxFp8)
             loses = codec.needs_rotation or isinstance(codec, LowRank) or fixed
             allowed = 0.5 if loses else 4 * torch.finfo(dtype).eps
+            # Of 16 points none is near two equal channels whose length is not kept.
+            allowed = 0.7 if isinstance(inner, Higgs) else allowed
             allowed = 1.0 if isinstance(codec, Channels) else allowed
             for found in encoded(codec, Layout(rows=1, heads=2, size=63, start=0), x, x).decode():
                 assert bool(found.isfinite().all())

@@ -147,7 +147,7 @@ def test_what_the_page_is_made_of_is_in_the_wheel():
     for folder, wanted in (
         ("fitting/page", {"page.js", "page.css"}),
         ("bench/report/pages/browser", {"base.css", "pareto.css", "report.css", "sorting.js", "chart.js", "choice.js",
-                                        "report.js"}),
+                                        "report.js", "leaderboard.js", "leaderboard.css"}),
     ):  # fmt: skip
         parts = [path for path in (package / folder).iterdir() if path.is_file() and path.suffix != ".py"]
         assert {path.name for path in parts} == wanted

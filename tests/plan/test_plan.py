@@ -109,7 +109,7 @@ def test_the_strategy_meets_every_stage_and_most_methods() -> None:
     """Else the round trip above could be one over defaults."""
     seen: set[str] = set()
 
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=400, deadline=None, database=None, derandomize=True)
     @given(plans())
     def look(plan: Plan) -> None:
         seen.update(registry.name_of(part) for part in plan.parts.values() if part is not None)

@@ -27,7 +27,7 @@ def faults_of(text: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("snapk @ tokens=99", "there is no method named 'snapk'; did you mean 'snapkv'?"),
+        ("snapk @ tokens=99", "there is no method named 'snapk'; did you mean 'snapkv' or 'capkv'?"),
         (
             "streamin @ tokens=99",
             "there is no method named 'streamin'; did you mean 'streaming' or 'streamingllm' or 'pyramid'?",

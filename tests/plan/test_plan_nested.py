@@ -188,7 +188,7 @@ def test_what_fits_as_it_is_stays_what_it_is() -> None:
     make("several", Several, {"of": ("uniform", "snapkv"), "ranked": "snapk", "note": 3}, faults)
     assert [fault.split(",")[0] for fault in faults] == [
         "several: of is snapkv",
-        "there is no method of score named 'snapk'; did you mean 'snapkv'?",
+        "there is no method of score named 'snapk'; did you mean 'snapkv' or 'capkv'?",
         "several: note is 3",
     ]
 

@@ -61,7 +61,7 @@ class Conversation:
 
     @property
     def bytes(self) -> int:
-        """What these notes take on the host, 8 bytes for each token: they belong to no layer, and no ledger has them."""
+        """What these notes take on the host, 8 bytes for each token: of no layer, and in no ledger."""
         return sum(each.untyped_storage().nbytes() for each in (self._trail, self.real) if each is not None)
 
     def append(self, ids: Tensor, real: Tensor | None, *, at: int) -> None:

@@ -76,7 +76,7 @@ class Matching(Merger):
     bound: float = 3.0
     fit: Fit = "both"
     weighted: ClassVar[bool] = True
-    examples: ClassVar[tuple[str, ...]] = ("matching", "matching(fit=values, spread=0)")
+    examples: ClassVar[tuple[str, ...]] = ("matching", "matching(spread=0, fit=values)")
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = "it changes values and not keys, and a latent is both at once"
     knows_softcap: ClassVar[bool] = True

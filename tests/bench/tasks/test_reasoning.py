@@ -65,7 +65,8 @@ def test_a_cache_that_forgets_its_beginning_loses_what_stood_there() -> None:
     full, short = bench(KnowingModel(), "short", caches={"short": DummyCache(keep=300)}, kind="working", counts=(6,))
     assert full.metrics["steps_right"] == 1.0 and short.metrics["steps_right"] < 1.0
     # What a record says of its cache is the end of the longest chain.
-    assert full.tokens_seen == short.tokens_seen and short.tokens_held == 300 and short.bytes_held < short.bytes_full
+    # A wrong answer may be shorter.
+    assert full.tokens_seen >= short.tokens_seen > 300 == short.tokens_held and short.bytes_held < short.bytes_full
     assert short.metrics["reached"] < 1.0 and short.metrics["cache_peak"] < full.metrics["cache_peak"]
     assert short.values["state"] == full.values["state"] and short.text_hash == full.text_hash
 

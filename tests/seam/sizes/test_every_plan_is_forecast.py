@@ -43,6 +43,7 @@ WIDE = {
         ("cake", "dynamickv", "entropy", "erank", "inverse", "shuffled"),
         "rows get unequal budgets in a layer, so a batch is stored in pages of at least 16 slots",
     ),
+    "simlayerkv": "which layers are lazy is known when the prompt has been read",
     "threshold": "it may keep any number of tokens up to the budget",
     **dict.fromkeys(("disk", "host"), "a header of 4096 bytes for each file, and one layer of few on its way"),
     "rocket": "the index over what is held is made while decoding, and depends on what heads hold",

@@ -96,7 +96,8 @@ struct Tables {
   int64_t wide_keys = padded(call.keys.size), wide_values = padded(call.values.size);
   bool fused_keys = keys_fused(call.keys), fused_values = values_fused(call.values);
   bool coarse_keys = keys_coarse(call.keys), short_values = values_short(call.values);
-  bool joined = !call.visible && !call.firsts && !call.kept && !(call.starts && call.log_weight) &&
+  // The same with `visible` as with `firsts`: a step and what it stands for must take the same blocks.
+  bool joined = !call.kept && !(call.starts && call.log_weight) &&
                 in_one_row(call.keys, call.slots, call.starts) && in_one_row(call.values, call.slots, call.starts);
   int32_t* key_place = (int32_t*)call.scratch;            // of each channel
   int32_t* key_channel = key_place + wide_keys;        // at each place
@@ -205,20 +206,19 @@ struct Piece {
     widen(side.scales, (const char*)table + at * (side.scales == FLOAT32 ? 4 : 2), size, to);
   }
 
-  // Whether any of the block's tokens is seen; `hidden` then is what their logits are to be raised by.
+  // Whether any of the block's tokens is seen; `hidden` then is what their logits are to be raised by. Slots past those of
+  // the lane are those of the lanes behind it.
   bool look(int64_t first, int64_t count) const {
-    if (call.firsts) {
-      const int64_t blind = call.firsts[lane] - first;
-      for (int64_t i = 0; i < call.queries * BLOCK; i++) hidden[i] = i % BLOCK < blind ? NOTHING : 0.f;
-      return blind < count;
-    }
-    if (!call.visible) return true;
+    if (!call.firsts && !call.visible) return true;
     bool any = false;
     for (int64_t i = 0; i < call.queries; i++) {
-      const uint8_t* sees = call.visible + lane * call.visible_lane + i * call.visible_query + first * call.visible_slot;
+      int64_t at = lane + first / call.slots, slot = first % call.slots;
       for (int64_t t = 0; t < count; t++) {
-        hidden[i * BLOCK + t] = sees[t * call.visible_slot] ? 0.f : NOTHING;
-        any |= sees[t * call.visible_slot] != 0;
+        const bool sees = call.firsts ? slot >= call.firsts[at]
+                                      : call.visible[at * call.visible_lane + i * call.visible_query + slot * call.visible_slot] != 0;
+        hidden[i * BLOCK + t] = sees ? 0.f : NOTHING;
+        any |= sees;
+        if (++slot == call.slots) slot = 0, at++;
       }
     }
     return any;
