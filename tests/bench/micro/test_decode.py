@@ -42,6 +42,7 @@ def test_it_runs_and_ends_with_json(small: None) -> None:
     assert "[2 of 2, 0:" in progress and told["machine"]["threads"] == torch.get_num_threads()
 
 
+@pytest.mark.long
 def test_a_prompt_has_the_most_memory_that_it_took(small: None) -> None:
     words = ["--dtype", "float32", "--contexts", "", "--prefill", "2048", "--prefill-rounds", "1", "--layers", "1"]
     told, said, _ = run(*words)

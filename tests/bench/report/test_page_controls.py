@@ -103,7 +103,7 @@ def best_that_fits(points, memory, wanted=lambda number: True):
     return min(fitting, key=lambda each: (each[2], each[1]))[0]
 
 
-@pytest.mark.parametrize("plans", [2, 8, 60])
+@pytest.mark.parametrize("plans", [2, 8, pytest.param(60, marks=pytest.mark.long)])
 def test_the_controls_do_what_they_are_for(tmp_path, plans):
     text = page(whole_run(plans=plans))
     points = drawn_of(text)

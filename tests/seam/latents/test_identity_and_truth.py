@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,17 @@ from tests.support.seam.latent_zoo import LATENT_FAMILIES, MIXED_FAMILIES, Laten
 from tests.support.seam.zoo import error, held_columns, prompts
 
 EVERY = (*LATENT_FAMILIES, *MIXED_FAMILIES)
+# Of these every test is quick; the others are of `make test-all`.
+FEW = ("deepseek_v2", "minicpm3", "longcat_flash")
+
+
+def few(cases: Iterable[Any]) -> list[Any]:
+    """Pairs of `crossed` that begin with a family; those of most families are long."""
+    return [
+        pytest.param(*case.values, marks=case.marks if case.values[0] in FEW else pytest.mark.long) for case in cases
+    ]
+
+
 EVICTING = (
     "streaming @ tokens=20",
     "snapkv(window=8) @ tokens=20",
@@ -38,7 +51,7 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize(("family", "mode"), crossed(EVERY, list(MODES)))
+@pytest.mark.parametrize(("family", "mode"), few(crossed(EVERY, list(MODES))))
 def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
     own, ours = build_latent(family), build_latent(family)
     ids, mask = prompts((40, 27, 33))
@@ -53,7 +66,7 @@ def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
     assert cache.ledger().full == own_bytes(theirs)
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", few(map(pytest.param, EVERY)))
 def test_turn_two_equals_one_shot(family: str) -> None:
     own, ours = build_latent(family), build_latent(family)
     ids, mask = prompts((30, 22))
@@ -66,7 +79,7 @@ def test_turn_two_equals_one_shot(family: str) -> None:
     assert max(error(a, b) for a, b in zip(found.logits, expected.logits, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize(("family", "plan"), crossed(EVERY, EVICTING))
+@pytest.mark.parametrize(("family", "plan"), few(crossed(EVERY, EVICTING)))
 @torch.no_grad()
 def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
     model, reference = build_latent(family), LatentReference(family)
@@ -89,7 +102,7 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
     assert dropped[0] > 0, "the plan evicted nothing, so this test has shown nothing"
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", few(map(pytest.param, EVERY)))
 @torch.no_grad()
 def test_the_reference_notices_what_is_wrong(family: str) -> None:
     """The yardstick can fail: other kept sets, all tokens, and another layer's set give other logits."""
@@ -108,7 +121,7 @@ def test_the_reference_notices_what_is_wrong(family: str) -> None:
         assert error(reference(token, mask, wrong), due) > 0.1
 
 
-@pytest.mark.parametrize(("family", "plan"), crossed(EVERY, list(CODECS)))
+@pytest.mark.parametrize(("family", "plan"), few(crossed(EVERY, list(CODECS))))
 @torch.no_grad()
 def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, plan: str) -> None:
     """After the prompt both go on with what was decoded: transformers' cache gets it in place of its latents."""
@@ -139,7 +152,8 @@ def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, 
 
 
 @pytest.mark.parametrize(
-    ("family", "plan"), crossed(EVERY, ["full", "snapkv(window=6) @ tokens=24", "kivi(bits=4, group=4, recent=8)"])
+    ("family", "plan"),
+    few(crossed(EVERY, ["full", "snapkv(window=6) @ tokens=24", "kivi(bits=4, group=4, recent=8)"])),
 )
 @torch.no_grad()
 def test_a_padded_batch_of_three_equals_each_alone(family: str, plan: str) -> None:

@@ -65,6 +65,7 @@ def test_a_saved_cache_goes_on_identically(family: str, plan: str, tmp_path: Pat
     assert error(found[1], expected[1]) < 1e-5
 
 
+@pytest.mark.long
 def test_a_saved_cache_goes_on_in_another_process(tmp_path: Path) -> None:
     model = build_latent("deepseek_v3")
     cache, mask = used(model, PLANS[4])

@@ -154,6 +154,7 @@ def test_a_saved_cache_goes_on_identically(family: str, plan: str, tmp_path: Pat
     assert torch.equal(found[0], expected[0]) and error(found[1], expected[1]) < 1e-5
 
 
+@pytest.mark.long
 def test_a_saved_cache_goes_on_in_another_process(tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     made = {family: saved(family, SAVED[1], tmp_path / f"{family}.safetensors") for family in SOFTMAX_FAMILIES}
