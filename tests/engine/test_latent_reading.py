@@ -215,7 +215,9 @@ class Fed:
         return found
 
 
-@pytest.mark.parametrize("expands", [False, True], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize(
+    "expands", [pytest.param(False, id="absorbed"), pytest.param(True, id="expanded", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", EXACT)
 def test_every_exact_plan_keeps_what_it_keeps_of_one_kv_head(name: str, expands: bool) -> None:
     latents, plain = Fed(EXACT[name], latents=True, expands=expands), Fed(EXACT[name], latents=False)
