@@ -44,7 +44,10 @@ ROUNDS = 3
 FIT_CONTEXT = 384
 FIT_WINDOWS = 40
 # A tour has no time for methods that read a prompt twice, or that fit levels to each token.
-FIT_WITHOUT = ("kvzip", "nuq", "minicache", "critical", "expected", "d2o", "dynamickv", "pairs")
+FIT_WITHOUT = (
+    "kvzip", "kvzip_plus", "nuq", "minicache", "critical", "expected", "d2o", "dynamickv", "pairs", "compactor",
+    "noncausal",
+)  # fmt: skip
 FIT_SHARE = 0.2
 # What to type next, each command on a line of its own that a terminal of 80 columns does not part.
 YOUR_TURN = (
