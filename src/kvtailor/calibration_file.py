@@ -26,7 +26,12 @@ from kvtailor.errors import CalibrationError
 from kvtailor.method import Method
 from kvtailor.ops.files import read_file, safetensors_metadata
 
-__all__ = ["CalibratedMethod", "Calibration", "Shapes", "calibrated", "how_to", "read", "shipped", "write"]
+__all__ = [
+    "HEAD_BY_HEAD", "CalibratedMethod", "Calibration", "Shapes", "calibrated", "how_to", "read", "shipped", "write",
+]  # fmt: skip
+
+HEAD_BY_HEAD = "it is calibrated head by head, and such a layer holds one latent for all heads"
+"""Why a method with tensors of each kv head is refused on latents: see `Method.latent_refusal`."""
 
 _FORMAT = "kvtailor-calibration-1"
 _HOME = Path(__file__).parent / "calibration" / "shipped"

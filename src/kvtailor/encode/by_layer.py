@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, CodecContext, Sides
 from kvtailor.encode.plain import Plain
+from kvtailor.encode.settings.agreement import check_agreement
 from kvtailor.types import Layout, Segment
 
 __all__ = ["ByLayer"]
@@ -173,15 +174,7 @@ class ByLayer(Codec):
         coding = self._coding
         if not coding:
             raise ValueError("by_layer: all layers have plain, so nothing would be encoded: write plain")
-        one = coding[0]
-        other = next((each for each in coding if (each.tail, each.block) != (one.tail, one.block)), None)
-        if other is not None:
-            raise ValueError(
-                f"by_layer: the layers must agree in the recent window and in the block, and {type(one).__name__} has "
-                f"{one.tail} and {one.block} tokens where {type(other).__name__} has {other.tail} and {other.block}: "
-                "give each the same `recent` and the same `block_size` (kivi's block is its `recent`, or its `group` "
-                "where that is 0)"
-            )
+        check_agreement("by_layer", "layers", coding)
 
 
 def _check(place: int, codec: object) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.attention.observed import observed_queries
-from kvtailor.ops.attention.votes import window_votes
+from kvtailor.ops.attention.votes import head_votes
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
 
@@ -69,26 +69,14 @@ class Finch(Scorer):
         Raises:
             ValueError: no queries were gathered.
         """
-        queries, columns = observed_queries(held, "finch scores by", self.window)
+        _, columns = observed_queries(held, "finch scores by", self.window)
         voters = held.held_by_first().float()
-        group = queries.shape[1] // held.keys.shape[1]
         scores = []
         for head in range(held.keys.shape[1]):
-            positions, valid = held.positions[:, head], held.valid[:, head]
             weights = voters
             if self.normalise:
-                weights = voters * _before(positions, valid, columns)
-            votes = window_votes(
-                queries[:, head * group : (head + 1) * group],
-                columns,
-                weights,
-                held.keys[:, head],
-                positions,
-                valid,
-                held.scaling,
-                None if held.log_weight is None else held.log_weight[:, head],
-                held.softmax_of(head),
-            )
+                weights = voters * _before(held.positions[:, head], held.valid[:, head], columns)
+            votes = head_votes(held, head, weights)
             scores.append(votes.mean(1) / voters.sum(-1, keepdim=True).clamp(min=1))
         return torch.stack(scores, 1)
 

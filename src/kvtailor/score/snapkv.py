@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.attention.observed import observed_queries
-from kvtailor.ops.attention.votes import window_votes
+from kvtailor.ops.attention.votes import head_votes
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
@@ -107,19 +107,7 @@ class SnapKV(Scorer):
 
     def _votes(self, held: Held, head: int, voters: Tensor) -> Tensor:
         """(b, n) float32: attention probability that the `voters` (b, w) give to the tokens of one kv head."""
-        assert held.queries is not None and held.query_columns is not None
-        group = held.queries.shape[1] // held.keys.shape[1]
-        votes = window_votes(
-            held.queries[:, head * group : (head + 1) * group],
-            held.query_columns,
-            voters,
-            held.keys[:, head],
-            held.positions[:, head],
-            held.valid[:, head],
-            held.scaling,
-            None if held.log_weight is None else held.log_weight[:, head],
-            held.softmax_of(head),
-        )
+        votes = head_votes(held, head, voters)
         if self.reduce == "max":
             return votes.amax(1)
         return votes.sum(1) if self.reduce == "sum" else votes.mean(1)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvtailor.encode.contract import Codec, CodecContext, Sides
 from kvtailor.encode.kivi import Kivi
+from kvtailor.encode.settings.agreement import check_agreement
 from kvtailor.ops.segments.aged import AgedSegment
 from kvtailor.ops.segments.coded import under
 from kvtailor.types import Layout, Segment
@@ -67,7 +68,7 @@ class ByAge(Codec):
             )
         for place, codec in enumerate(self.of):
             _check(place, codec)
-        self._check_agreement()
+        check_agreement("by_age", "codecs", self.of)
         whole = all(isinstance(age, int) and not isinstance(age, bool) for age in self.ages)
         if not whole or len(self.ages) != len(self.of) - 1 or list(self.ages) != sorted(set(self.ages)):
             raise ValueError(
@@ -199,17 +200,6 @@ class ByAge(Codec):
     def _level(self, age: int) -> int:
         """Which codec tokens of this age have."""
         return sum(age >= each for each in self.ages)
-
-    def _check_agreement(self) -> None:
-        one = self.of[0]
-        other = next((each for each in self.of if (each.tail, each.block) != (one.tail, one.block)), None)
-        if other is not None:
-            raise ValueError(
-                f"by_age: the codecs must agree in the recent window and in the block, and {type(one).__name__} has "
-                f"{one.tail} and {one.block} tokens where {type(other).__name__} has {other.tail} and {other.block}: "
-                "give each the same `recent` and the same `block_size` (kivi's block is its `recent`, or its `group` "
-                "where that is 0)"
-            )
 
 
 def _check(place: int, codec: object) -> None:

@@ -5,9 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtailor.types import PLAIN_SOFTMAX, Softmax
+from kvtailor.types import PLAIN_SOFTMAX, Held, Softmax
 
-__all__ = ["window_votes"]
+__all__ = ["head_votes", "window_votes"]
+
+
+def head_votes(held: Held, head: int, voters: Tensor) -> Tensor:
+    """`window_votes` (b, g, n) of the window that a layer observed, to the tokens of one of its kv heads."""
+    assert held.queries is not None and held.query_columns is not None
+    group = held.queries.shape[1] // held.keys.shape[1]
+    return window_votes(
+        held.queries[:, head * group : (head + 1) * group],
+        held.query_columns,
+        voters,
+        held.keys[:, head],
+        held.positions[:, head],
+        held.valid[:, head],
+        held.scaling,
+        None if held.log_weight is None else held.log_weight[:, head],
+        held.softmax_of(head),
+    )
 
 
 def window_votes(
@@ -26,7 +43,7 @@ def window_votes(
     Args:
         queries: (b, g, w, d) post-RoPE queries of the head's group.
         query_columns: (w,) int64 their columns.
-        voters: (b, w) bool: queries that count.
+        voters: (b, w): how often each query counts; bool: whether it does.
         keys: (b, n, d) post-RoPE keys.
         positions: (b, n) int64 columns of the keys.
         valid: (b, n) bool: a real token sits here.

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.grid_points import POINTS
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
+from kvtailor.ops.codes.unit_variance import of_unit_variance, scale_back
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types.late_checks import sent
@@ -78,21 +79,14 @@ class GridCodes(Coded):
         codes = torch.zeros((lanes, slots, packed_size(pairs, 2 * bits)), dtype=torch.uint8, device=states.device)
         scale = torch.zeros((lanes, slots, 1), dtype=states.dtype, device=states.device)
         for at in pieces(lanes, slots, pairs * len(grid), _PIECE):
-            part = states[at].float()
-            # The largest number first: the squares of large states overflow float32.
-            top = part.abs().amax(-1, keepdim=True)
-            top = torch.where(top > 0, top, 1.0)
-            part = part / top
-            norm = part.norm(dim=-1, keepdim=True)
-            unit = part * (math.sqrt(size) / torch.where(norm > 0, norm, 1.0))
+            unit, norm, top = of_unit_variance(states[at])
             second = torch.nn.functional.pad(unit[..., pairs:].flip(-1), (0, 2 * pairs - size))
             both = torch.stack([unit[..., :pairs], second], -1)
             found = (both @ towards).sub_(less).argmax(-1)
             points = _side_by_side(grid, found, size)
             made = points.norm(dim=-1, keepdim=True) if keep_norm else math.sqrt(size)
             codes[at] = pack(found.to(torch.uint8), 2 * bits)
-            # A vector of zeros has the scale 0.
-            scale[at] = (norm / made * top).clamp(max=torch.finfo(states.dtype).max).to(states.dtype)
+            scale[at] = scale_back(norm, top, made, states.dtype)
         return cls(bits=bits, size=size, codes=codes, scale=scale)
 
     def decode(self) -> Tensor:

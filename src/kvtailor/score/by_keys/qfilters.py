@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.calibration_file import CalibratedMethod
+from kvtailor.calibration_file import HEAD_BY_HEAD, CalibratedMethod
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
 
@@ -46,9 +46,7 @@ class QFilters(CalibratedMethod, Scorer):
     per_head: ClassVar[tuple[str, ...]] = ("filters",)
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it is calibrated head by head, and such a layer holds one latent for all heads"
-    )
+    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,10 +29,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.calibration_file import CalibratedMethod
-from kvtailor.score.by_repetition.own_token import own_token
+from kvtailor.score.by_repetition.own_token import ReadsOwnToken, own_token
 from kvtailor.score.contract import Scorer
-from kvtailor.types import Held, Needs
+from kvtailor.types import Held
 
 __all__ = ["FastKVzip"]
 
@@ -42,7 +41,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class FastKVzip(CalibratedMethod, Scorer):
+class FastKVzip(ReadsOwnToken, Scorer):
     """A gate's share of its own softmax.
 
     Attributes:
@@ -59,9 +58,7 @@ class FastKVzip(CalibratedMethod, Scorer):
     )  # fmt: skip
     slack: ClassVar[int | None] = 128
     splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it is calibrated head by head, and such a layer holds one latent for all heads"
-    )
+    without: ClassVar[str] = "fastkvzip scores by trained gates, but none were given; see `kvtailor calibrate`"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,24 +67,9 @@ class FastKVzip(CalibratedMethod, Scorer):
         if self.sinks < 0:
             raise ValueError(f"fastkvzip: sinks must be 0 or more tokens, found {self.sinks}; the paper's code has 4")
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(rotation=True)
-
-    def score(self, held: Held) -> Tensor:
-        """(b, h, n) float32 from 0 to 1; from 2 on for the sinks.
-
-        Raises:
-            ValueError: no gates or no rotation were given.
-        """
-        if held.calibration is None or not set(self.per_head) <= set(held.calibration):
-            raise ValueError("fastkvzip scores by trained gates, but none were given; see `kvtailor calibrate`")
-        made = {name: held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head}
-        heads = range(held.keys.shape[1])
-        own = ({name: tensor[head] for name, tensor in made.items()} for head in heads)
-        scores = torch.stack([gated(own_token(held, head), gate) for head, gate in zip(heads, own, strict=True)], 1)
-        age = held.positions - held.first[:, None, None]
-        return torch.where(age < self.sinks, 2.0 + self.sinks - age, scores)
+    def scores_of(self, held: Held, made: Mapping[str, Tensor], head: int) -> Tensor:
+        """See `ReadsOwnToken.scores_of`: `gated`."""
+        return gated(own_token(held, head), {name: tensor[head] for name, tensor in made.items()})
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """n (64 d (g + 1) + 112 (g + 1) + g (34 * 16 + 50) + 5 d): queries and keys (a value taken as long as a key),
@@ -96,13 +78,6 @@ class FastKVzip(CalibratedMethod, Scorer):
         """
         made = (group + 1) * _CHANNELS * (4 * size + 7)
         return tokens * (made + group * (2 * _CHANNELS * (_SINKS + 1) + 3 * _SINKS + 2) + 5 * size)
-
-    @classmethod
-    def example_calibration(
-        cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
-    ) -> dict[str, Tensor]:
-        """See `example_for`."""
-        return cls.example_for(layers=layers, heads=heads, group=group, size=size, value_size=size, generator=generator)
 
     @classmethod
     def example_for(

@@ -22,6 +22,7 @@ multiply-adds for each held token and kv head, and float32 scratch (n, d + dv) o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,10 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from kvtailor.calibration_file import CalibratedMethod
-from kvtailor.score.by_repetition.own_token import own_token
+from kvtailor.score.by_repetition.own_token import ReadsOwnToken, own_token
 from kvtailor.score.contract import Scorer
-from kvtailor.types import Held, Needs
+from kvtailor.types import Held
 
 __all__ = ["KVzap"]
 
@@ -40,7 +40,7 @@ _HIDDEN = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVzap(CalibratedMethod, Scorer):
+class KVzap(ReadsOwnToken, Scorer):
     """Predicted KVzip+ scores.
 
     Attributes:
@@ -55,9 +55,7 @@ class KVzap(CalibratedMethod, Scorer):
     per_head: ClassVar[tuple[str, ...]] = ("zap_hidden", "zap_hidden_bias", "zap_out", "zap_out_bias")
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
-    latent_refusal: ClassVar[str | None] = (
-        "it is calibrated head by head, and such a layer holds one latent for all heads"
-    )
+    without: ClassVar[str] = "kvzap scores by a trained network, but none was given; see `kvtailor calibrate kvzap`"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,40 +64,16 @@ class KVzap(CalibratedMethod, Scorer):
         if self.sinks < 0:
             raise ValueError(f"kvzap: sinks must be 0 or more tokens, found {self.sinks}; the paper has none")
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(rotation=True)
-
-    def score(self, held: Held) -> Tensor:
-        """(b, h, n) float32 from 0 to 1; from 2 on for the sinks.
-
-        Raises:
-            ValueError: no network or no rotation was given.
-        """
-        if held.calibration is None or not set(self.per_head) <= set(held.calibration):
-            raise ValueError("kvzap scores by a trained network, but none was given; see `kvtailor calibrate kvzap`")
-        made = {name: held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head}
-        scores = torch.stack([self.logits(held, made, head).sigmoid() for head in range(held.keys.shape[1])], 1)
-        age = held.positions - held.first[:, None, None]
-        return torch.where(age < self.sinks, 2.0 + self.sinks - age, scores)
-
-    def logits(self, held: Held, made: dict[str, Tensor], head: int) -> Tensor:
-        """(b, n) float32 predicted logarithms of one kv head, by the networks `made` of its layer."""
+    def scores_of(self, held: Held, made: Mapping[str, Tensor], head: int) -> Tensor:
+        """See `ReadsOwnToken.scores_of`: the sigmoid of a predicted logarithm."""
         hidden = gelu(own_token(held, head) @ made["zap_hidden"][head] + made["zap_hidden_bias"][head])
-        return hidden @ made["zap_out"][head] + made["zap_out_bias"][head]
+        return (hidden @ made["zap_out"][head] + made["zap_out_bias"][head]).sigmoid()
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """n (4 d m + 6 m + 5 + 5 d): the network of m = 32 (a value taken as long as a key), its biases, GELU (3) and
         sigmoid, and the turning back, 3 for each channel and its share of an angle's sine and cosine.
         """
         return tokens * (4 * size * _HIDDEN + 6 * _HIDDEN + 5 + 5 * size)
-
-    @classmethod
-    def example_calibration(
-        cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
-    ) -> dict[str, Tensor]:
-        """See `example_for`."""
-        return cls.example_for(layers=layers, heads=heads, group=group, size=size, value_size=size, generator=generator)
 
     @classmethod
     def example_for(

@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
+from kvtailor.calibration_file import HEAD_BY_HEAD, CalibratedMethod
 from kvtailor.ops.lanes.rotate import turn
-from kvtailor.types import Held
+from kvtailor.types import Held, Needs
 
-__all__ = ["own_token"]
+__all__ = ["ReadsOwnToken", "own_token"]
+
+
+class ReadsOwnToken(CalibratedMethod):
+    """Scores by trained tensors of each kv head, which read a token alone. Stands before `Scorer` among the bases.
+
+    Attributes:
+        recent: newest tokens that always stay. A field of the scorer.
+        sinks: first tokens of each row that always score highest. A field of the scorer.
+        without: what is said where no tensors were given.
+    """
+
+    recent: int
+    sinks: int
+    without: ClassVar[str]
+    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(rotation=True)
+
+    @abstractmethod
+    def scores_of(self, held: Held, made: Mapping[str, Tensor], head: int) -> Tensor:
+        """(b, n) float32 from 0 to 1 of one kv head, by the tensors `made` of all heads of its layer."""
+
+    def score(self, held: Held) -> Tensor:
+        """(b, h, n) float32 from 0 to 1; from 2 on for the sinks.
+
+        Raises:
+            ValueError: no tensors or no rotation were given.
+        """
+        if held.calibration is None or not set(self.per_head) <= set(held.calibration):
+            raise ValueError(self.without)
+        made = {name: held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head}
+        scores = torch.stack([self.scores_of(held, made, head) for head in range(held.keys.shape[1])], 1)
+        age = held.positions - held.first[:, None, None]
+        return torch.where(age < self.sinks, 2.0 + self.sinks - age, scores)
+
+    @classmethod
+    def example_calibration(
+        cls, *, layers: int, heads: int, group: int, size: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """See `example_for`."""
+        return cls.example_for(layers=layers, heads=heads, group=group, size=size, value_size=size, generator=generator)
 
 
 def own_token(held: Held, head: int) -> Tensor:
