@@ -37,7 +37,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # rows, heads, slots, d, dv
 SHAPES = [(1, 1, 1, 16, 16), (3, 5, 63, 24, 20), (2, 3, 128, 64, 64), (1, 2, 257, 33, 7)]
-EVERY = list(itertools.product(SHAPES, DTYPES))
+# And a model in double precision, as tests of exactness have it.
+EVERY = [*itertools.product(SHAPES, DTYPES), (SHAPES[1], torch.float64)]
 
 
 def uniform(shape: tuple[int, int, int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Layout, Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
+from kvtailor.ops.codes.unit_variance import scale_back, within
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types import Coordinates
@@ -92,8 +93,7 @@ class ResidualCodes(Coded):
             top = left.abs().amax(-1, keepdim=True)
             left = left / torch.where(top > 0, top, 1.0)
             signs[at] = pack((left @ onto >= 0).to(torch.uint8), 1)
-            norm = left.norm(dim=-1, keepdim=True) * top
-            rest[at] = norm.clamp(max=torch.finfo(states.dtype).max).to(states.dtype)
+            rest[at] = scale_back(left.norm(dim=-1, keepdim=True), top, 1.0, states.dtype)
         return cls(
             bits=bits - 1, size=size, state=state, codes=levels.codes, scale=levels.scale, signs=signs, rest=rest
         )
@@ -102,11 +102,11 @@ class ResidualCodes(Coded):
         spread = self.coordinates().matrix[0, :, self.size :]
         lanes, slots = self.codes.shape[:2]
         states = huge_pages.read_buffer(self.scale, (lanes, slots, self.size))
-        levels, most = self._levels, torch.finfo(states.dtype).max
+        levels = self._levels
         for at in pieces(lanes, slots, self.size, _PIECE):
             numbers = levels.numbers_at(at).add_(self._signs_at(at) @ spread.mT)
             # Signs may point beyond the largest number of a dtype.
-            states[at] = numbers.clamp_(-most, most).to(states.dtype)
+            states[at] = within(numbers, states.dtype)
         return states
 
     def stored(self) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["of_unit_variance", "scale_back"]
+__all__ = ["of_unit_variance", "scale_back", "within"]
 
 
 def of_unit_variance(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,4 +27,11 @@ def of_unit_variance(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def scale_back(norm: Tensor, top: Tensor, made: Tensor | float, dtype: torch.dtype) -> Tensor:
     """(..., 1): what gives vectors of the length `made` the length norm * top, in a cache's dtype; 0 for zeros."""
-    return (norm / made * top).clamp(max=torch.finfo(dtype).max).to(dtype)
+    return within(norm / made * top, dtype)
+
+
+def within(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 numbers in a cache's dtype; its largest in place of any beyond it."""
+    # Float64 has room for more than float32 can be asked to keep below.
+    most = min(torch.finfo(dtype).max, torch.finfo(numbers.dtype).max)
+    return numbers.clamp(-most, most).to(dtype)
