@@ -102,11 +102,11 @@ def promised(
     if bounds is not None:
         number = bounds.shape[-1]
         row = reduced.channels + reduced.low * (bounds.shape[1] // 2)
-        owner = torch.arange(row.shape[0], device=device)[:, None]
+        # Rows of (b * h * 2 d, c) are copied whole, where two indices are looked up number by number.
+        at = (torch.arange(row.shape[0], device=device)[:, None] * bounds.shape[1] + row).flatten()
+        chosen = bounds.flatten(0, 1).index_select(0, at).view(*row.shape, number).float()
         empty = torch.arange(number, device=device)[None] * size[:, None] >= covered[:, None]
-        of_chunks = softmax.cap_(torch.bmm(reduced.query, bounds[owner, row].float())).masked_fill(
-            empty[:, None], lowest
-        )
+        of_chunks = softmax.cap_(torch.bmm(reduced.query, chosen)).masked_fill(empty[:, None], lowest)
         logits = torch.cat([of_chunks, logits], 2)
     given = logits.softmax(-1) if sinks is None else torch.cat([logits, sinks], 2).softmax(-1)[..., :-1]
     received = given.mean(1)

@@ -93,6 +93,8 @@ def places_of(parts: Sequence[Segment], real: Tensor | None, device: torch.devic
 
 def rows_of(parts: Sequence[Segment], real: Tensor | None, device: torch.device) -> Rows:
     """What each owner holds in these parts; arguments as for `places_of`."""
+    if real is None and all(part.layout.owner is None and part.layout.lengths is None for part in parts):
+        return _side_by_side(parts, device)
     places, counts = places_of(parts, real, device)
     known = torch.stack([part.layout.counts() for part in parts]).sum(0).flatten() if real is None else None
     longest = int((counts if known is None else known).max()) if counts.numel() else 0
@@ -118,6 +120,43 @@ def rows_of(parts: Sequence[Segment], real: Tensor | None, device: torch.device)
     return rows
 
 
+def _side_by_side(parts: Sequence[Segment], device: torch.device) -> Rows:
+    """`rows_of` parts in which lane i is all of owner i's, and every slot is filled: they lie one behind the other."""
+    owners = parts[0].layout.rows * parts[0].layout.heads
+    columns, address, base = [], [], 0
+    for part in parts:
+        layout = part.layout
+        columns.append(layout.columns(device).expand(owners, layout.size))
+        address.append(torch.arange(base, base + owners * layout.size, device=device).view(owners, layout.size))
+        base += owners * layout.size
+    held = sum(part.layout.size for part in parts)
+    on_host = torch.full((owners,), held, dtype=torch.int64)
+    counts = on_host if device.type == "cpu" else torch.full((owners,), held, dtype=torch.int64, device=device)
+    return Rows(columns=torch.cat(columns, 1), address=torch.cat(address, 1), counts=counts, on_host=on_host)
+
+
+def _as_slots(states: Tensor) -> tuple[Tensor, int] | None:
+    """States (m, s, d) as rows (r, d) of one table, without a copy, and how many rows after one lane the next begins.
+
+    None where lanes do not begin a whole number of slots apart.
+    """
+    lanes, slots, size = states.shape
+    lane, slot, channel = states.stride()
+    if states.device.type != "cpu" or channel != 1 or slot < size or lane % slot or not lanes:
+        return None
+    apart = lane // slot
+    return states.as_strided(((lanes - 1) * apart + slots, size), (slot, 1)), apart
+
+
+def _at(states: Tensor, lane: Tensor, slot: Tensor) -> Tensor:
+    """States (m, s, d) at some slots, (*lane.shape, d): a copy."""
+    table = _as_slots(states)
+    if table is None:
+        return states[lane, slot]
+    # Whole rows are copied, where indices of two dimensions are looked up number by number.
+    return table[0].index_select(0, (lane * table[1] + slot).flatten()).view(*lane.shape, states.shape[-1])
+
+
 def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
     """States at some slots, a copy.
 
@@ -130,7 +169,7 @@ def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
     """
     if len(states) == 1:
         slots = states[0].shape[1]
-        return states[0][torch.div(address, slots, rounding_mode="floor"), address % slots]
+        return _at(states[0], torch.div(address, slots, rounding_mode="floor"), address % slots)
     out = states[0].new_empty((*address.shape, states[0].shape[-1]))
     base = 0
     for part in states:
@@ -143,8 +182,10 @@ def gather(states: Sequence[Tensor], address: Tensor) -> Tensor:
             out = torch.where(here[..., None], states_here, out)
             base += lanes * slots
             continue
-        at = address[here] - base
-        out[here] = part[torch.div(at, slots, rounding_mode="floor"), at % slots]
+        place = here.flatten().nonzero()[:, 0]
+        at = address.flatten()[place] - base
+        rows = _at(part, torch.div(at, slots, rounding_mode="floor"), at % slots)
+        out.view(-1, out.shape[-1]).index_copy_(0, place, rows)
         base += lanes * slots
     return out
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from kvtailor.calibration_file import HEAD_BY_HEAD
 from kvtailor.score.by_repetition.own_token import ReadsOwnToken, own_token
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held
@@ -55,6 +56,7 @@ class KVzap(ReadsOwnToken, Scorer):
     per_head: ClassVar[tuple[str, ...]] = ("zap_hidden", "zap_hidden_bias", "zap_out", "zap_out_bias")
     slack: ClassVar[int | None] = 32
     splits_heads: ClassVar[bool] = True
+    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
     without: ClassVar[str] = "kvzap scores by a trained network, but none was given; see `kvtailor calibrate kvzap`"
 
     def __post_init__(self) -> None:

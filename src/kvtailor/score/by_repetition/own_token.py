@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtailor.calibration_file import HEAD_BY_HEAD, CalibratedMethod
+from kvtailor.calibration_file import CalibratedMethod
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held, Needs
 
@@ -28,7 +28,6 @@ class ReadsOwnToken(CalibratedMethod):
     recent: int
     sinks: int
     without: ClassVar[str]
-    latent_refusal: ClassVar[str | None] = HEAD_BY_HEAD
 
     @property
     def needs(self) -> Needs:
