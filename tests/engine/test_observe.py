@@ -10,7 +10,7 @@ import kvtailor
 from kvtailor.engine.observe import observe
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held, Needs, Rotation
-from kvtailor.types.evidence import Evidence
+from kvtailor.types.evidence import Evidence, _strided
 
 
 @pytest.mark.parametrize("pieces", [(63,), (16, 16, 16, 15), (40, 1, 1, 21), (1,) * 63])
@@ -86,6 +86,37 @@ def test_a_sample_in_pieces_with_padding(pieces: tuple[int, ...], most: int) -> 
         assert found[found >= 0].tolist() == expected
         assert torch.equal(evidence.sampled[row][:, found >= 0], query[row][:, expected])
     assert evidence.sampled.shape[2] == most
+
+
+@pytest.mark.parametrize("pieces", [(63,), (16, 16, 16, 15), (40, *(1,) * 23)])
+@pytest.mark.parametrize("most", [1, 7, 16, 100])
+def test_a_sample_in_pieces_without_padding(pieces: tuple[int, ...], most: int) -> None:
+    query, evidence, first = torch.randn(2, 3, 63, 8), Evidence(), 0
+    for piece in query.split(pieces, 2):
+        before, held = evidence, None if evidence.sampled is None else evidence.sampled.clone()
+        evidence = observe(Needs(rows=most), evidence, piece, first, None)
+        assert before.sampled is None or torch.equal(before.sampled, held)
+        first += piece.shape[2]
+    expected = naive_sample(query[0], list(range(63)), most)
+    found = evidence.sampled_columns[0]
+    assert found[found >= 0].tolist() == expected and torch.equal(found, evidence.sampled_columns[1])
+    assert torch.equal(evidence.sampled[:, :, : len(expected)], query[:, :, expected])
+    assert not evidence.sampled[:, :, len(expected) :].any()
+
+
+@pytest.mark.parametrize("fewer", [1, 3, 8, 40])
+def test_fewer_of_a_sample_are_what_fewer_would_have_been_sampled(fewer: int) -> None:
+    query, pads = torch.randn(3, 2, 63, 8), (0, 30, 62)
+    real = torch.arange(63) >= torch.tensor(pads)[:, None]
+    whole, less = (observe(Needs(rows=most), Evidence(), query, 0, None, real=real) for most in (16, fewer))
+    found, columns = _strided(whole.sampled, whole.sampled_columns, fewer)
+    for row, pad in enumerate(pads):
+        expected = naive_sample(query[row], list(range(pad, 63)), min(fewer, 16))
+        there = columns[row] >= 0
+        assert columns[row][there].tolist() == expected
+        assert torch.equal(found[row][:, there], query[row][:, expected]) and not found[row][:, ~there].any()
+    if fewer <= 16:
+        assert torch.equal(columns, less.sampled_columns) and torch.equal(found, less.sampled)
 
 
 @pytest.mark.parametrize("pieces", [(600,), (300, 300), (599, 1), (7,) * 85 + (5,)])

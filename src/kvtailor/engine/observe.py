@@ -65,19 +65,15 @@ def observe(
             raise ValueError("the scorer needs attention mass, and the attention gave none")
         old = [*evidence.mass, *[None] * len(mass)]
         evidence = replace(evidence, mass=tuple(_add(was, now) for was, now in zip(old, mass, strict=False)))
-    if needs.rows or needs.moments:
-        columns = torch.arange(query.shape[2], device=query.device) + first_column
-        ages = _ages(columns, real, query.shape[0])
-        if needs.rows:
-            evidence = _sampled(needs.rows, evidence, query, columns, ages, real)
-        if needs.moments:
-            if rotation is None:
-                raise ValueError("the plan needs queries before their rotation, and the layer knows no rotation")
-            evidence = _with_moments(needs.moments_skip, evidence, query, columns, ages, rotation)
-            for more, first in others:
-                theirs = torch.arange(more.shape[2], device=more.device) + first
-                aged = _ages(theirs, real, more.shape[0])
-                evidence = _with_moments(needs.moments_skip, evidence, more, theirs, aged, rotation)
+    if needs.rows:
+        evidence = _sampled(needs.rows, evidence, query, first_column, real)
+    if needs.moments:
+        if rotation is None:
+            raise ValueError("the plan needs queries before their rotation, and the layer knows no rotation")
+        for more, first in [(query, first_column), *others]:
+            columns = torch.arange(more.shape[2], device=more.device) + first
+            ages = _ages(columns, real, more.shape[0])
+            evidence = _with_moments(needs.moments_skip, evidence, more, columns, ages, rotation)
     return evidence
 
 
@@ -125,32 +121,54 @@ def _ages(columns: Tensor, real: Tensor | None, rows: int) -> Tensor:
     return counted[:, columns].masked_fill(~real.to(columns.device)[:, columns], -1)
 
 
-def _sampled(
-    most: int, evidence: Evidence, query: Tensor, columns: Tensor, ages: Tensor, real: Tensor | None
-) -> Evidence:
+def _sampled(most: int, evidence: Evidence, query: Tensor, first_column: int, real: Tensor | None) -> Evidence:
     """Every s-th real query of each row, s the least power of two that leaves at most `most`.
 
-    Which queries stay follows from how many were seen alone, so pieces and padding change nothing.
+    Which queries stay follows from how many were seen alone, so pieces and padding change nothing. The host waits for
+    no number of the device: how many tokens of a padded row are real is known there alone.
     """
-    b, q, _, d = query.shape
-    sampled = query.new_zeros((b, q, most, d))
-    chosen = columns.new_full((b, most), -1)
-    for row in range(b):
-        seen = int(ages[row].max()) + 1
-        stride = 1
-        while -(-seen // stride) > most:
-            stride *= 2
-        kept, kept_columns = query.new_empty((q, 0, d)), columns.new_empty(0)
-        if evidence.sampled is not None and evidence.sampled_columns is not None:
-            old = evidence.sampled_columns[row]
-            age = _ages(old.clamp(min=0), None if real is None else real[row : row + 1], 1)[0]
-            stays = (old >= 0) & (age % stride == 0)
-            kept, kept_columns = evidence.sampled[row][:, stays], old[stays]
-        joins = (ages[row] >= 0) & (ages[row] % stride == 0)
-        kept = torch.cat([kept, query[row][:, joins]], 1)
-        kept_columns = torch.cat([kept_columns, columns[joins]])
-        sampled[row, :, : kept.shape[1]], chosen[row, : kept.shape[1]] = kept, kept_columns
+    b, q, t, d = query.shape
+    device, end, held, old = query.device, first_column + t, evidence.sampled, evidence.sampled_columns
+    columns = torch.arange(first_column, end, device=device)
+    stride: int | Tensor
+    if real is None:
+        stride = _stride(end, most)
+        joins = -first_column % stride < t
+        if held is not None and not joins and stride == _stride(first_column, most):
+            return evidence
+        every, ages = columns.expand(b, -1), columns.expand(b, -1)
+        before = old
+    else:
+        # (b, end) how many real tokens came before each, -1 for padding.
+        aged = real.to(device).cumsum(-1).sub_(1).masked_fill_(~real.to(device), -1)
+        seen, stride = aged.amax(-1, keepdim=True) + 1, torch.ones((b, 1), dtype=torch.int64, device=device)
+        for _ in range(_stride(end, most).bit_length() - 1):
+            stride = torch.where(seen > most * stride, 2 * stride, stride)
+        every, ages = columns.expand(b, -1), aged[:, first_column:]
+        before = None if old is None else aged.gather(1, old.clamp(min=0)).masked_fill(old < 0, -1)
+    if held is not None and old is not None and before is not None:
+        every, ages = torch.cat([old, every], 1), torch.cat([before, ages], 1)
+    # Of those held and those that came, (b, m + t) in time order, the places of the ones that stay come first.
+    stays = (ages >= 0) & (ages % stride == 0)
+    place = torch.argsort((~stays).to(torch.uint8), dim=1, stable=True)[:, :most]
+    here = stays.gather(1, place)
+    sampled, chosen = query.new_zeros((b, q, most, d)), columns.new_full((b, most), -1)
+    count, older = place.shape[1], every.shape[1] - t
+    found = query.gather(2, (place - older).clamp(min=0)[:, None, :, None].expand(b, q, count, d))
+    if held is not None and older:
+        kept = held.gather(2, place.clamp(max=older - 1)[:, None, :, None].expand(b, q, count, d))
+        found = torch.where((place < older)[:, None, :, None], kept, found)
+    sampled[:, :, :count] = found.masked_fill(~here[:, None, :, None], 0)
+    chosen[:, :count] = every.gather(1, place).masked_fill(~here, -1)
     return replace(evidence, sampled=sampled.detach(), sampled_columns=chosen)
+
+
+def _stride(seen: int, most: int) -> int:
+    """The least power of two s of which at most `most` multiples are below `seen`."""
+    stride = 1
+    while seen > most * stride:
+        stride *= 2
+    return stride
 
 
 def _with_moments(

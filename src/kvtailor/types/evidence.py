@@ -374,14 +374,12 @@ def _strided(queries: Tensor, columns: Tensor, most: int) -> tuple[Tensor | None
         return None, None
     if columns.shape[1] <= most:
         return queries, columns
-    fewer, theirs = queries[:, :, :most].clone(), columns[:, :most].clone()
-    for row, count in enumerate((columns >= 0).sum(-1).tolist()):
-        stride = 1
-        while -(-count // stride) > most:
-            # As strides double in a sample.
-            stride *= 2
-        kept = -(-count // stride)
-        fewer[row, :, :kept] = queries[row, :, :count:stride]
-        theirs[row, :kept] = columns[row, :count:stride]
-        fewer[row, :, kept:], theirs[row, kept:] = 0.0, -1
-    return fewer, theirs
+    counts = (columns >= 0).sum(-1, keepdim=True)
+    # As strides double in a sample. The host waits for no number of the device.
+    stride = torch.ones_like(counts)
+    for _ in range((-(-columns.shape[1] // most) - 1).bit_length()):
+        stride = torch.where(counts > most * stride, 2 * stride, stride)
+    place = torch.arange(most, device=columns.device) * stride
+    here, place = place < counts, place.clamp(max=columns.shape[1] - 1)
+    fewer = queries.gather(2, place[:, None, :, None].expand(*queries.shape[:2], most, queries.shape[3]))
+    return fewer.masked_fill(~here[:, None, :, None], 0.0), columns.gather(1, place).masked_fill(~here, -1)
