@@ -18,6 +18,7 @@ from kvtailor.engine.saving.regroup_heads import HeadsOf, regroup
 from kvtailor.errors import CacheFileError, KvtailorError, PlanError
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.conversation import Conversation, Known
+from kvtailor.hf.graphs.obstacles import check_processes
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.states import StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
@@ -37,7 +38,7 @@ __all__ = ["load_cache"]
 _MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
+def load_cache(path: str | os.PathLike[str], model: Any, *, graphs: bool = False) -> KvCache:
     """A cache that was saved, for the same model, in this or another process. It goes on exactly where it stopped.
 
     Every checksum is compared, all layouts are checked, and the model must have the weights, the dtype and the
@@ -50,12 +51,18 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
     Args:
         path: of a file, or of a folder of several processes, that `KvCache.save` wrote.
         model: the model that the cache was made for.
+        graphs: replay decoded tokens as a CUDA graph from here on, see `kvtailor.cache_for`; whether the cache that was
+            saved did so does not matter.
 
     Raises:
         CacheFileError: the file is damaged or no saved cache, or the model is another one.
+        UnsupportedModel: steps of this model and plan cannot be recorded where `graphs` is set.
+        CacheMisuse: `graphs` is set, and several processes share the model.
     """
     name = os.fspath(path)
     share = share_of(model, Geometry.of(model.config))
+    if graphs:
+        check_processes(share)
     with agreed(share, CacheFileError):
         files = [_read(shard) for shard in _needed(shards_of(Path(path)), share, model)]
         _check_same(name, files)
@@ -72,6 +79,9 @@ def load_cache(path: str | os.PathLike[str], model: Any) -> KvCache:
     if cache.plan.hash != about["plan_hash"]:
         raise CacheFileError(f"{name!r} was saved under the plan {about['plan']!r}, which means something else now")
     _check_model(name, files[0], cache, model)
+    if graphs:
+        # Made anew, so that steps that cannot be recorded are refused in those words: nothing is wrong with the file.
+        cache = cache_for(model, about["plan"], graphs=True)
     with agreed(share, CacheFileError):
         try:
             if len(files) == 1 and files[0].shard.ranks == share.ranks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +85,44 @@ def test_so_with_every_family(family: str) -> None:
     assert torch.equal(*texts)
     assert replayed.replays.replayed > 20
     alike(plain, replayed)
+
+
+def test_a_session_replays_in_every_cache(tapes: list[Tape]) -> None:
+    model, (ids, mask) = build("llama"), prompts((21, 9, 4))
+    own = model.forward
+    with kvtailor.session(model, KIVI) as plain, kvtailor.session(model, KIVI, graphs=True) as replayed:
+        for _ in range(2):
+            texts = [each.generate(ids, attention_mask=mask, **TOLD) for each in (plain, replayed)]
+            assert torch.equal(*texts)
+            assert replayed.last.replays.replayed > 20 and plain.last.replays is None
+            alike(plain.last, replayed.last)
+    plain.last = replayed.last = None
+    assert model.forward == own
+    with pytest.raises(UnsupportedModel, match="chooses anew"), kvtailor.session(model, "quest", graphs=True):
+        pass
+    assert model.forward == own
+
+
+def test_a_loaded_cache_replays_what_follows(tmp_path: Path) -> None:
+    model, (ids, mask) = build("llama"), prompts((21, 9, 4))
+    plain, replayed = both(model, KIVI)
+    texts = [model.generate(ids, attention_mask=mask, past_key_values=each, **TOLD) for each in (plain, replayed)]
+    loaded = []
+    for number, each in enumerate((plain, replayed)):
+        each.save(tmp_path / str(number))
+        # Whether the saved cache was one that replays does not matter.
+        loaded.append([kvtailor.load_cache(tmp_path / str(number), model, graphs=graphs) for graphs in (False, True)])
+    turn = torch.cat([texts[0], ids], 1)
+    mask = torch.cat([mask, mask.new_ones(turn.shape[0], turn.shape[1] - ids.shape[1])], 1)
+    every = [plain, *loaded[0], *loaded[1]]
+    found = [model.generate(turn, attention_mask=mask, past_key_values=each, **TOLD) for each in every]
+    assert all(torch.equal(each, found[0]) for each in found)
+    for going_on, replaying in loaded:
+        assert going_on.replays is None and replaying.replays.replayed > 20
+        alike(plain, replaying)
+    kvtailor.cache_for(model, "quest").save(tmp_path / "quest")
+    with pytest.raises(UnsupportedModel, match="chooses anew"):
+        kvtailor.load_cache(tmp_path / "quest", model, graphs=True)
 
 
 def test_full_says_what_transformers_own_cache_says() -> None:

@@ -27,17 +27,17 @@ class Session:
     Attributes:
         model: the model.
         plan: the plan of every cache that this session makes.
-        tokenizer: see `session`.
+        tokenizer, graphs: see `session`.
         last: the newest cache, for its ledger; None before the first.
     """
 
-    def __init__(self, model: Any, plan: Plan, tokenizer: Any = None):
-        self.model, self.plan, self.tokenizer = model, plan, tokenizer
+    def __init__(self, model: Any, plan: Plan, tokenizer: Any = None, *, graphs: bool = False):
+        self.model, self.plan, self.tokenizer, self.graphs = model, plan, tokenizer, graphs
         self.last: KvCache | None = None
 
     def cache(self) -> KvCache:
         """A new, empty cache under the plan."""
-        self.last = cache_for(self.model, self.plan)
+        self.last = cache_for(self.model, self.plan, graphs=self.graphs)
         return self.last
 
     def prefill(
@@ -142,7 +142,7 @@ def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> 
 
 
 @contextmanager
-def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Session]:
+def session(model: Any, plan: str | Plan, tokenizer: Any = None, *, graphs: bool = False) -> Iterator[Session]:
     """A model under a plan; its own attention comes back at the end.
 
     The plan acts on the session's caches. What `model.generate` does without one of them is not compressed, and a
@@ -158,9 +158,11 @@ def session(model: Any, plan: str | Plan, tokenizer: Any = None) -> Iterator[Ses
         model: a transformers decoder-only model.
         plan: one line or a `Plan`.
         tokenizer: of the model; makes the instruction for plans that read the context twice, see `kvtailor.prefill`.
+        graphs: every cache of the session replays decoded tokens as a CUDA graph, see `kvtailor.cache_for`. What cannot
+            be recorded is refused as the session begins.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
-    opened = Session(model, parsed, tokenizer)
+    opened = Session(model, parsed, tokenizer, graphs=graphs)
     config = model.config.get_text_config(decoder=True)
     with attention_restored(model, NAME):
         first = opened.cache()
