@@ -36,6 +36,7 @@ from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import read_all, read_lanes
 from kvtailor.ops.attention.votes import window_votes
 from kvtailor.ops.lanes.chunks import chunk_bounds, promised
+from kvtailor.ops.lanes.indexed_on_host import indexed_on_host, note_index
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
 from kvtailor.ops.lanes.topk import keep_top
@@ -220,15 +221,17 @@ class Rocket(Attention):
             capacity = known
         else:
             capacity = kept["capacity"]
-        # On the CPU, as the sizes of what follows are.
-        chunk = self._sizes(capacity.cpu(), keys[0].shape[-1])[0]
+        # As the sizes of what follows are.
+        capacity = capacity.cpu()
+        chunk = self._sizes(capacity, keys[0].shape[-1])[0]
         chunk = torch.where(chunk > 1, chunk, 0).repeat_interleave(heads)
-        if not bool((chunk > 0).any()) or rows.columns.shape[1] <= self.tokens // 2:
-            return kept
-        without = sent(chunk == 0, rows.columns.device)[:, None]
-        columns = rows.columns.masked_fill(~rows.valid() | without, -1).to(torch.int32)
-        bounds = chunk_bounds(keys, rows, chunk)
-        return {**kept, "columns": columns.unflatten(0, (batch, heads)), "bounds": bounds.unflatten(0, (batch, heads))}
+        if bool((chunk > 0).any()) and rows.columns.shape[1] > self.tokens // 2:
+            without = sent(chunk == 0, rows.columns.device)[:, None]
+            columns = rows.columns.masked_fill(~rows.valid() | without, -1).to(torch.int32)
+            kept["columns"] = columns.unflatten(0, (batch, heads))
+            kept["bounds"] = chunk_bounds(keys, rows, chunk).unflatten(0, (batch, heads))
+        note_index(kept, rows.on_host, capacity, chunk)
+        return kept
 
     def _attend_some(self, request: AttentionRequest, carry: Mapping[str, Tensor]) -> Attended:
         query, parts, visible, scaling = request.query, request.parts, request.visible, request.scaling
@@ -276,11 +279,16 @@ class Rocket(Attention):
     ) -> tuple[Mapping[str, Tensor], Tensor, int]:
         """Return the carry with bounds of what is held, its capacity on the CPU, and the most tokens without bounds.
 
-        All that is asked of the device for it is read in one transfer, unless bounds have to be made anew.
+        Where the host does not know all of it (rows with padding, a turn's choice, carries that were copied), what is
+        asked of the device is read in one transfer, unless bounds have to be made anew.
         """
         b, heads, share = len(carry["capacity"]), request.parts[0].layout.heads, request.context.share
 
         def asked(carry: Mapping[str, Tensor]) -> tuple[Tensor, bool, Tensor]:
+            known = indexed_on_host(carry)
+            if known is not None and rows.on_host is not None:
+                loose = rows.on_host - torch.tensor(known.covered)
+                return torch.tensor(known.capacity), bool((loose >= 0).all()), loose
             loose = rows.counts - (_covered(carry).to(rows.counts.device) if "bounds" in carry else 0)
             numbers = torch.cat([carry["capacity"], _is_of(carry, rows).view(1), loose]).cpu()
             return numbers[:b], bool(numbers[b]), numbers[b + 1 :]
