@@ -66,6 +66,20 @@ def test_the_score_adds_what_the_heads_have_in_common() -> None:
         assert bool((scores[row, :, 60:] >= 2).all()) and bool((scores[row, :, pad] > scores[row, :, 62]).all())
 
 
+@torch.no_grad()
+def test_what_is_found_is_the_mean_of_each_query_heads_highest() -> None:
+    """One piece and no instruction: the model's own attention when it is fed the same tokens again."""
+    model, plain, ids = build("llama"), build("llama", attention="eager"), prompts((37,))[0]
+    cache = kvtailor.prefill(model, "kvcompose @ keep=0.5, slack=64", ids)
+    attentions = plain(torch.cat([ids, ids], 1), output_attentions=True).attentions
+    for state, given in zip(cache.engine.states, attentions, strict=True):
+        for head in range(2):
+            for token in range(37):
+                highest = [max(given[0, q, 37 + i, token].item() for i in range(37)) for q in (2 * head, 2 * head + 1)]
+                found = float(state.observed.reconstruction[0, head, token])
+                assert found == pytest.approx(sum(highest) / 2, rel=1e-4, abs=1e-7)
+
+
 def test_in_a_model_heads_of_a_layer_hold_equally_many() -> None:
     ids, mask = prompts((60, 41, 12))
     cache = kvtailor.prefill(build("llama"), "kvcompose(chunk=17) + composite @ keep=0.4", ids, mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -155,34 +156,40 @@ def test_other_families_give_their_gradients(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4_shared", "qwen3_next"])
 def test_models_of_other_layers_get_no_cache(family: str) -> None:
-    with pytest.raises(PlanError, match="gradients through the whole model .* windows or states of their own, or read"):
+    with pytest.raises(PlanError, match="through the whole model, and layers .* of their own, or read"):
         kvtailor.cache_for(build(family), "kvgrad @ tokens=20")
 
 
-def test_a_model_without_gradients_is_refused_before_anything_is_fed() -> None:
-    """As quantised layers do whose product has no backward."""
+@pytest.mark.parametrize("part", ["mlp.down_proj", "self_attn.q_proj", "mlp.act_fn"])
+def test_a_module_that_lets_no_gradient_through_is_refused_before_anything_is_fed(part: str) -> None:
+    """As a quantised layer does whose product has no backward: the rest of the gradient would be taken for all."""
     model, (ids, _) = build("llama"), prompts((40,))
-    projection = model.model.layers[-1].mlp.down_proj
-    projection.register_forward_hook(lambda module, given, output: output.detach())
-    model.model.layers[-1].self_attn.o_proj.register_forward_hook(lambda module, given, output: output.detach())
-    block = model.model.layers[-1]
-    block.register_forward_hook(
-        lambda module, given, output: (
-            (output[0].detach(), *output[1:]) if isinstance(output, tuple) else output.detach()
-        )
-    )
+    module = model.get_submodule(f"model.layers.1.{part}")
+    module.register_forward_hook(lambda module, given, output: output.detach())
     cache = kvtailor.cache_for(model, "kvgrad @ tokens=20")
-    with pytest.raises(CacheMisuse, match="gives none: its forward with gradients fails"):
+    with pytest.raises(CacheMisuse, match=rf"gives none: model.layers.1.{part} \(.*\) let none through"):
+        kvtailor.prefill(model, cache, ids)
+    assert cache.seen == 0
+
+
+def test_numbers_that_overflow_are_refused_before_anything_is_fed() -> None:
+    model, (ids, _) = build("llama"), prompts((40,))
+    model.model.layers[-1].mlp.down_proj.weight.data *= 1e30
+    cache = kvtailor.cache_for(model, "kvgrad @ tokens=20")
+    with pytest.raises(CacheMisuse, match="gives none: they are no finite numbers"):
         kvtailor.prefill(model, cache, ids)
     assert cache.seen == 0
 
 
 def test_a_session_does_not_take_it_for_another_cache() -> None:
-    """A session raises where the model reads a cache that is not its own."""
+    """A session warns of forwards over the model's own cache."""
     model, (ids, _) = build("llama"), prompts((40,))
-    with kvtailor.session(model, "kvgrad(chunk=17) @ tokens=20") as session:
-        session.generate(ids, max_new_tokens=2, do_sample=False)
-        assert session.last is not None and session.last.held().double().mean() < 24
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with kvtailor.session(model, "kvgrad(chunk=17) @ tokens=20") as session:
+            session.generate(ids, max_new_tokens=2, do_sample=False)
+            assert session.last is not None and session.last.held().double().mean() < 24
+    assert not [each for each in told if "forwards inside kvtailor.session" in str(each.message)]
 
 
 @pytest.mark.parametrize("name", ["chunk", "lead", "sinks"])

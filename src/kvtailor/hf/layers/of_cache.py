@@ -87,7 +87,7 @@ def plan_misfits(plan: Plan, geometry: Geometry) -> list[str]:
         others = [layer for layer, shape in enumerate(geometry.shapes) if not shape.compressed or shape.states]
         if others:
             found.append(
-                f"it needs gradients through the whole model behind what the cache holds, and layers "
+                f"its repetition is weighed by gradients through the whole model, and layers "
                 f"{', '.join(map(str, others))} of this {geometry.model_type} have windows or states of their own, or "
                 "read the keys of others: take kvzip_plus, which needs none"
             )

@@ -39,7 +39,9 @@ class _Beside(DynamicLayer):
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
+        sides = ((self.keys, key_states), (self.values, value_states))
+        keys, values = (torch.cat([held.to(new.dtype), new], -2) for held, new in sides)
+        return keys, values
 
 
 def check_gradients(model: Any, cache: KvCache, ids: Tensor) -> None:
@@ -53,14 +55,18 @@ def check_gradients(model: Any, cache: KvCache, ids: Tensor) -> None:
     Raises:
         CacheMisuse: no finite gradient comes back, or modules are not shown.
     """
+    ending: list[str] = []
     try:
         few = ids[:1, :_PROBED]
-        found = _gradients(model, cache.geometry, few, torch.ones_like(few))
+        with _watched(model, ending):
+            found = _gradients(model, cache.geometry, few, torch.ones_like(few))
         finite = all(bool(each.isfinite().all()) for each in found)
     except KvtailorError:
         raise
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise CacheMisuse(_refused(cache, f"its forward with gradients fails ({error})")) from error
+    if ending:
+        raise CacheMisuse(_refused(cache, f"{', '.join(ending[:3])} let none through"))
     if not finite:
         raise CacheMisuse(_refused(cache, "they are no finite numbers"))
 
@@ -139,6 +145,33 @@ def _gradients(
         wanted = [taps[layer] for layer in geometry.compressed]
         gradients = torch.autograd.grad(objective, wanted)
     return [each.detach().float().norm(dim=-1) for each in gradients]
+
+
+@contextmanager
+def _watched(model: Any, ending: list[str]) -> Iterator[None]:
+    """While it is open, modules that get something with a gradient and give only numbers without one are named.
+
+    Such a module, as of quantised weights without a backward, would leave a gradient that is a part of the true one.
+    """
+
+    def look(name: str, module: torch.nn.Module, given: Any, named: Any, output: Any) -> None:
+        came = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
+        gone = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
+        gone = [each for each in gone if each.is_floating_point()]
+        if gone and any(each.requires_grad for each in came) and not any(each.requires_grad for each in gone):
+            ending.append(f"{name} ({type(module).__name__})")
+
+    # Angles are made for states, and not of them.
+    hooks = [
+        module.register_forward_hook(partial(look, name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name and "rotary" not in type(module).__name__.lower()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _block(model: Any, name: str) -> torch.nn.Module | None:
