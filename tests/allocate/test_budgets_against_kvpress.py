@@ -22,6 +22,9 @@ POOLED = (
     Pairing(case="kvzip all layers c2048", plan="kvzip(sinks=4) + pooled(floor=0)"),
     Pairing(case="kvzip all layers c100", plan="kvzip(sinks=4, chunk=100) + pooled(floor=0)"),
     Pairing(case="kvzip per layer c2048", plan="kvzip(sinks=4) + adakv(floor=0)"),
+    Pairing(case="lukv expected", plan="expected(sinks=4, epsilon=0.02) + lukv"),
+    Pairing(case="kvcompose layers", plan="kvcompose + composite"),
+    Pairing(case="kvcompose heads", plan="kvcompose + pooled(floor=0)"),
     # Two heads that keep all 200 tokens, two that keep 4 sinks and 16 recent tokens.
     Pairing(case="duo half", plan="position(sinks=4) + table(weights=[[200, 20], [200, 20]])", tokens={0: 110}),
     # kvpress's line runs from 120 to 40 tokens with the window inside, ours from 112 to 32 and the window on top.
@@ -32,6 +35,10 @@ POOLED = (
 @each_pairing(*POOLED)
 def test_the_same_tokens_stay(pairing: Pairing) -> None:
     pairing.check_kept()
+
+
+def test_the_scores_of_kvcompose_rank_as_theirs() -> None:
+    Pairing(case="kvcompose layers", plan="kvcompose + composite").check_order()
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Released Q-filters and DuoAttention patterns: tiny files of their formats, read, and what they are refused for."""
+"""What other projects released: tiny files of their formats, read, and what they are refused for."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -62,6 +63,21 @@ def test_a_pattern_is_cut_to_0_and_1_and_serves_its_model_alone(tmp_path: Path) 
     kvtailor.cache_for(SUBJECT.model, plan)
     with pytest.raises(CalibrationError, match="other weights of the same shapes"):
         kvtailor.cache_for(tiny(state=1).model, plan)
+
+
+def test_a_curve_has_ratios_first_and_ours_last(tmp_path: Path) -> None:
+    theirs = np.sort(np.random.default_rng(0).random((99, 3, 2)), axis=0)
+    np.save(tmp_path / "ea.npy", theirs)
+    made = import_released("lukv", SUBJECT, tmp_path / "ea.npy", out=tmp_path / "l.safetensors")
+    for ratio, layer, head in ((0, 0, 1), (49, 2, 0), (98, 1, 1)):
+        assert float(made.tensors["pruned"][layer, head, ratio]) == pytest.approx(theirs[ratio, layer, head])
+    kvtailor.cache_for(SUBJECT.model, f"expected + lukv(file='{tmp_path / 'l.safetensors'}') @ tokens=12")
+    np.save(tmp_path / "short.npy", theirs[:98])
+    np.save(tmp_path / "wide.npy", theirs[:, :, :1])
+    (tmp_path / "none.npy").write_bytes(b"zzz")
+    for name, sentence in (("short", "has shares from 0 to 1"), ("wide", "1 kv heads"), ("none", "no NumPy array")):
+        with pytest.raises(CalibrationError, match=sentence):
+            import_released("lukv", SUBJECT, tmp_path / f"{name}.npy", out=tmp_path / "o.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ PLANS = {
     "erank": "snapkv(window=8) + erank(static=true) @ tokens=24",
     "triattention": "triattention @ tokens=24",
     "lowrank": "snapkv(window=8) + lowrank @ tokens=24",
+    "lukv": "expected(epsilon=0.02) + lukv @ tokens=24",
 }
 # A file of these is larger than all others together, and nothing is shipped that a user can train in a minute.
 NOT_SHIPPED = {"kvzap", "fastkvzip", "expected"}

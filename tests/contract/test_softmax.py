@@ -47,7 +47,7 @@ STAGES = {
 ATTENTIONS = methods_of(kvtailor.attend, Attention)
 # Whatever the model's softmax, these give the same for the same evidence: mass and repetition are made by the engine
 # (tests/seam/softmax), and products before a softmax are not changed by it.
-INDIFFERENT = {"H2O", "KVzip", "KVzipPlus", "Retrieval", "Channels"}
+INDIFFERENT = {"H2O", "KVCompose", "KVzip", "KVzipPlus", "Retrieval", "Channels"}
 # They look at a key beside its logits, or at queries of the whole text. Each has a test of its own, below or apart.
 BY_KEYS_TOO = {"ATSKV", "AsymKV", "RKV", "RMS"}
 # They measure whole attention rows, of which a token with the sink's logit would be a part; likewise.

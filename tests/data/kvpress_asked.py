@@ -187,6 +187,29 @@ CASES = [
         for layerwise, chunk in ((False, 2048), (True, 2048), (False, 100))
     ),
     around(
+        "lukv expected",
+        "LUKVPress",
+        "two-layers",
+        60,
+        100,
+        press=inner("ExpectedAttentionPress", epsilon=0.02),
+        sink=4,
+        window=0,
+    ),
+    *(
+        Asked(
+            name=f"kvcompose {'layers' if structured else 'heads'}",
+            press="KVComposePress",
+            geometry="two-layers",
+            tokens=(60,),
+            ratio=0.7,
+            settings={"structured": structured},
+            scores=structured,
+            given={"instruction": 5},
+        )
+        for structured in (True, False)
+    ),
+    around(
         "dms knorm", "DMSPress", "three-heads", 0, press=inner("KnormPress"), threshold=-5.0, sliding_window_size=16
     ),
     Asked(

@@ -19,7 +19,19 @@ from typing import Any
 import kvpress
 import torch
 from tests.data.kvpress_asked import CASES, PYRAMIDS, Asked
-from tests.support.kvpress_recipe import GEOMETRIES, Geometry, filters, head_scores, hidden_states, numbers, weights
+from tests.support.kvpress_recipe import (
+    GEOMETRIES,
+    WHOLE,
+    Geometry,
+    curve,
+    filters,
+    head_scores,
+    hidden_states,
+    numbers,
+    weights,
+    whole_ids,
+    whole_weight,
+)
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -101,7 +113,7 @@ def made(press: str, settings: Mapping[str, Any], ratio: float) -> Any:
     inner = settings.pop("press", None)
     if inner is not None:
         settings["press"] = made(inner["press"], inner["settings"], ratio)
-    elif press != "DuoAttentionPress":
+    if press == "LUKVPress" or (inner is None and press != "DuoAttentionPress"):
         settings["compression_ratio"] = ratio
     return getattr(kvpress, press)(**settings)
 
@@ -168,6 +180,77 @@ def kvzip(
     return torch.stack([left_by_mask(layer.module, layer.keys.shape[:3]) for layer in layers]), scores
 
 
+def kvcompose(
+    press: Any, asked: Asked, model: LlamaForCausalLM, layers: list[Layer], nudged: bool
+) -> tuple[Tensor, Tensor]:
+    """(l, b, h, n) kept and scores, from hidden states of the recipe as in `kvzip`."""
+    geometry = GEOMETRIES[asked.geometry]
+    n = geometry.tokens
+    press._register_model(model)
+    press.register_context_ids(torch.zeros(1, n, dtype=torch.int64))
+    for index, layer in enumerate(layers):
+        cache = DynamicCache()
+        for each in range(index + 1):
+            cache.update(layer.keys, layer.values, each)
+        hidden = entering(geometry, index, nudged, asked.given["instruction"] + n, "repeat.0")
+        again = run(model, index, hidden, cache, start=n)
+        press.forward_hook(again.module, [], again.kwargs, [None, again.attentions])
+    press.prepare_important_masks()
+    kept = torch.stack([torch.stack(heads) for heads in press.important_mask_per_kv_head])
+    return kept[:, None], press.scores[:, None]
+
+
+def whole_model(nudged: bool) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=WHOLE.width,
+        intermediate_size=96,
+        num_hidden_layers=WHOLE.layers,
+        num_attention_heads=WHOLE.query_heads,
+        num_key_value_heads=WHOLE.heads,
+        head_dim=WHOLE.size,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        weight = whole_weight(name, *parameter.shape)
+        parameter.data.copy_(weight * (1 + numbers("nudge", *weight.shape, step=NUDGE / 42)) if nudged else weight)
+    for layer in model.model.layers:
+        layer.self_attn.rotary_emb = model.model.rotary_emb
+    return model
+
+
+def kvgrad(chunk: int, nudged: bool) -> tuple[Tensor, Tensor]:
+    """(l, 1, h, n) kept and scores of KVgrad in a whole model, which repeats its context in pieces of `chunk`."""
+    model, (ids, words) = whole_model(nudged), whole_ids()
+    n, cache = len(ids), DynamicCache()
+    with torch.no_grad():
+        model(ids[None], past_key_values=cache)
+    press = kvpress.KVgradPress(compression_ratio=0.7, chunk_size=chunk)
+    press._context_ids, press._cache = ids[None], cache
+    pieces = [
+        (ids[None, at : at + chunk], torch.cat([words, ids[max(0, at - 8) : at], ids[at : at + chunk]])[None])
+        for at in range(0, n, chunk)
+    ]
+
+    def prepare(*_: Any) -> list[tuple[Tensor, Tensor]]:
+        press.score_val = torch.zeros(WHOLE.layers, 1, WHOLE.heads, n)
+        return pieces
+
+    press.prepare = prepare
+    press._perform_kvzip_compression(model, None)
+    shape = torch.Size((1, WHOLE.heads, n))
+    return torch.stack([left_by_mask(layer.self_attn, shape) for layer in model.model.layers]), press.score_val
+
+
+def graded(chunk: int) -> dict[str, Any]:
+    kept, scores = kvgrad(chunk, nudged=False)
+    assert torch.equal(kept, kvgrad(chunk, nudged=True)[0]), chunk
+    return {"press": "KVgradPress", "chunk": chunk, "kept": indices(kept), "scores": rounded(scores)}
+
+
 def duo(press: Any, geometry: Geometry, model: LlamaForCausalLM, asked: Asked) -> None:
     """Gives the press head scores in the place of the pattern file that it would download."""
     pattern = (asked.given["sinks"], asked.given["recents"], head_scores(geometry).double().numpy())
@@ -194,6 +277,10 @@ def pressed(asked: Asked, tokens: int, nudged: bool) -> tuple[Tensor, Tensor | N
     press = made(asked.press, asked.settings, ratio)
     if asked.press == "KVzipPress":
         return *kvzip(press, asked, model, layers, nudged), None
+    if asked.press == "KVComposePress":
+        return *kvcompose(press, asked, model, layers, nudged), None
+    if asked.press == "LUKVPress":
+        press._budget_curves = curve(geometry).numpy()
     if asked.press == "DuoAttentionPress":
         duo(press, geometry, model, asked)
     elif asked.press == "QFilterPress":
@@ -260,6 +347,7 @@ def main() -> None:
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     for key, entries in (
         ("pyramid_budgets", [pyramid_budgets(*asked) for asked in PYRAMIDS]),
+        ("whole_model", [graded(chunk) for chunk in (40, 20)]),
         ("cases", [record(asked) for asked in CASES]),
     ):
         each = ",\n ".join(json.dumps(entry, separators=(",", ":")) for entry in entries)

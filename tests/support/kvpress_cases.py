@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.kvpress_recipe import GEOMETRIES, Geometry, States, filters, hidden_states, states, weights
+from tests.support.kvpress_recipe import GEOMETRIES, Geometry, States, curve, filters, hidden_states, states, weights
 from tests.support.segments_of import Padded
 from torch import Tensor
 
@@ -98,11 +98,14 @@ def probabilities(queries: Tensor, keys: Tensor, scaling: float, start: int = 0)
 def repeated(geometry: Geometry, layer: int, needs: Needs) -> Tensor | None:
     """What a plan's repetition of the context finds; None where it asks for none."""
     asked = needs.reconstruction
-    return reconstruction(geometry, layer, chunk=asked.chunk, sinks=asked.sinks) if asked else None
+    if not asked:
+        return None
+    return reconstruction(geometry, layer, chunk=asked.chunk, sinks=asked.sinks, mean_group=asked.mean_group)
 
 
-def reconstruction(geometry: Geometry, layer: int, *, chunk: int, sinks: int = 4) -> Tensor:
-    """(b, h, n) float32: the most attention that a query of the repetition gives to each token of the context.
+def reconstruction(geometry: Geometry, layer: int, *, chunk: int, sinks: int = 4, mean_group: bool = False) -> Tensor:
+    """(b, h, n) float32: the most attention that a query of the repetition gives to each token of the context; with
+    `mean_group` that of each query head, averaged over the group.
 
     The context is repeated in pieces of `chunk` tokens; the queries of a piece see the sinks, the piece and each other.
     """
@@ -115,7 +118,8 @@ def reconstruction(geometry: Geometry, layer: int, *, chunk: int, sinks: int = 4
         again = states(geometry, layer, start=n, hidden=hidden)
         keys = torch.cat([states_of(geometry, layer).keys[:, :, shown], again.keys], 2)
         given = probabilities(again.queries, keys, geometry.scaling, start=len(shown))
-        found.append(given[..., len(shown) - len(piece) : len(shown)].amax((2, 3)))
+        most = given[..., len(shown) - len(piece) : len(shown)].amax(3)
+        found.append(most.mean(2) if mean_group else most.amax(2))
     return torch.cat(found, -1).float()
 
 
@@ -178,6 +182,9 @@ def held_of_case(geometry: Geometry, layer: int, needs: Needs, tokens: int) -> H
 def left(plan: Plan, geometry: Geometry) -> Tensor:
     """(l, b, h, n) bool: what a cache of this plan holds after the prompt; as every cache of ours does it."""
     engine = Engine(plan, geometry.layers)
+    if (geometry.layers, geometry.heads) == (2, 2):
+        # As a file for the allocator would have it.
+        engine.eviction.calibration = {"pruned": curve(geometry).permute(1, 2, 0)}
     visible = Padded(new_tokens=geometry.tokens, first_column=0)
     for layer, state in enumerate(engine.states):
         of_layer = states_of(geometry, layer)

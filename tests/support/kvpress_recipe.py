@@ -125,6 +125,32 @@ def filters(geometry: Geometry) -> Tensor:
     return numbers(f"{geometry.name}.filters", geometry.layers, geometry.heads, geometry.size, step=1 / 64)
 
 
+def curve(geometry: Geometry) -> Tensor:
+    """(99, l, h) float64 share of its tokens that each kv head drops where 1 to 99 percent of all go, for two heads a
+    layer: some drop more than that, others less.
+    """
+    apart = torch.tensor([-0.5, 0.25, 0.0, 0.25], dtype=torch.float64).view(2, 2)[: geometry.layers]
+    gone = torch.arange(1, 100, dtype=torch.float64)[:, None, None] / 100
+    return gone + torch.minimum(gone, 1 - gone) * apart
+
+
+WHOLE = Geometry(name="whole", query_heads=4, heads=2, tokens=40, layers=3, width=64)
+"""A whole model, for what needs gradients through it: its weights are `whole_weight`, its vocabulary 50 words."""
+
+
+def whole_weight(name: str, *shape: int) -> Tensor:
+    """A parameter of that model by its name in transformers' Llama: norms near one, projections, embeddings."""
+    if len(shape) == 1:
+        return 1 + numbers(f"whole.{name}", *shape, step=1 / 512)
+    return numbers(f"whole.{name}", *shape, step=1 / 64 if "embed" in name else 1 / 256)
+
+
+def whole_ids() -> tuple[Tensor, Tensor]:
+    """(n,) int64 tokens of a context, and (3,) of an instruction to repeat it."""
+    drawn = numbers("whole.ids", WHOLE.tokens + 3, step=1.0).long() % 50
+    return drawn[:-3], drawn[-3:]
+
+
 def head_scores(geometry: Geometry) -> Tensor:
     """(l, h) how much each kv head is worth keeping whole, all different, from 0 to 1."""
     order = numbers(f"{geometry.name}.heads", geometry.layers * geometry.heads, step=1.0).argsort().argsort()

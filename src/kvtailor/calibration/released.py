@@ -1,10 +1,11 @@
-"""Files of other projects as calibrations: released Q-filters and DuoAttention's patterns.
+"""Files of other projects as calibrations: released Q-filters, DuoAttention's patterns, LU-KV's curves.
 
 Q-filters (`nthngdy/*_qfilt` on the hub, arXiv 2503.02812) are one safetensors file with the tensor `q_filters`,
 (layers, kv heads, d), and keys are scored there by minus their projection: the sign is turned here. A pattern of
 DuoAttention (arXiv 2410.10819) is `full_attention_heads.tsv`, a line for each layer and in it a number for each kv
 head, separated by tabs and cut to 0 to 1 where it is used; `config.json` beside it has the sizes that its streaming
-heads were trained with. Both formats are as kvpress (Apache-2.0) reads them.
+heads were trained with. A curve of LU-KV (arXiv 2602.08585) is one NumPy array (99, layers, kv heads): the share that
+each head drops where 1 to 99 percent of all tokens go. All formats are as kvpress (Apache-2.0) reads them.
 
 Nothing in such a file says which weights it was made from: that is the caller's word. What text it was measured on is
 not known either, so the bench cannot refuse to judge it by that text, and the file's verdict says so.
@@ -12,6 +13,7 @@ not known either, so the bench cannot refuse to judge it by that text, and the f
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -20,11 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from kvtailor.allocate.by_gain.lukv import RATIOS
 from kvtailor.bench.data.overlap import written
 from kvtailor.calibration.run import head_of, subject_of
 from kvtailor.calibration_file import Calibration, read, write
@@ -63,7 +67,9 @@ def import_released(
     target, path = Path(out).expanduser(), Path(source).expanduser()
     if target.exists() and not again:
         raise CalibrationError(f"{target} is there already: give another file, or ask for it again (again, --again)")
-    path = path / {"qfilters": _FILTERS, "duo": _PATTERN}[kind] if path.is_dir() else path
+    if path.is_dir():
+        # A curve has a name of its own for each model and score.
+        path = path / {"qfilters": _FILTERS, "duo": _PATTERN}.get(kind, "")
     try:
         content = read_file(str(path), f"{kind}: released")
     except ValueError as error:
@@ -71,7 +77,7 @@ def import_released(
     name, found = RELEASED[kind](content.data, path)
     subject = subject_of(model)
     geometry = Geometry.of(subject.model.config)
-    wanted = (geometry.layers, geometry.kv_heads, geometry.head_dim)[: found.ndim]
+    wanted = (geometry.layers, geometry.kv_heads, RATIOS if kind == "lukv" else geometry.head_dim)[: found.ndim]
     if tuple(found.shape) != wanted:
         raise CalibrationError(
             f"{path} is for a model of {_told(tuple(found.shape))}, and {subject.name} has {_told(wanted)}: give the "
@@ -117,7 +123,25 @@ def _gates(data: bytes, path: Path) -> tuple[str, Tensor]:
     return "gates", torch.tensor(rows).clamp(0, 1)
 
 
-RELEASED: dict[str, Callable[[bytes, Path], tuple[str, Tensor]]] = {"qfilters": _filters, "duo": _gates}
+def _curve(data: bytes, path: Path) -> tuple[str, Tensor]:
+    """Shares that go (layers, h, 99), from 0 to 1."""
+    try:
+        found = torch.from_numpy(np.asarray(np.load(io.BytesIO(data), allow_pickle=False), dtype=np.float32))
+    except (ValueError, TypeError, EOFError, OSError) as error:
+        raise CalibrationError(f"{path} is damaged or no NumPy array of numbers ({error}): fetch it again") from error
+    if found.ndim != 3 or found.shape[0] != RATIOS or not bool(((found >= 0) & (found <= 1)).all()):
+        raise CalibrationError(
+            f"{path} holds an array of {tuple(found.shape)}, and a curve of LU-KV has shares from 0 to 1 of "
+            f"({RATIOS}, layers, kv heads)"
+        )
+    return "pruned", found.permute(1, 2, 0).contiguous()
+
+
+RELEASED: dict[str, Callable[[bytes, Path], tuple[str, Tensor]]] = {
+    "qfilters": _filters,
+    "duo": _gates,
+    "lukv": _curve,
+}
 """For each kind what reads a released file: the name of its tensor here, and the tensor by layer of the model."""
 
 
@@ -134,4 +158,4 @@ def _beside(path: Path) -> dict[str, Any]:
 
 
 def _told(shape: tuple[int, ...]) -> str:
-    return " x ".join(f"{size} {what}" for size, what in zip(shape, ("layers", "kv heads", "channels"), strict=False))
+    return " x ".join(f"{size} {what}" for size, what in zip(shape, ("layers", "kv heads", "numbers"), strict=False))

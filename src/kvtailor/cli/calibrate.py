@@ -36,8 +36,8 @@ __all__ = ["command"]
 @click.option(
     "--released",
     type=click.Path(exists=True, path_type=Path),
-    help="Take what another project released for the model: Q-filters' model.safetensors, or DuoAttention's "
-    "full_attention_heads.tsv.",
+    help="Take what another project released for the model: Q-filters' model.safetensors, DuoAttention's "
+    "full_attention_heads.tsv, or a curve of LU-KV (.npy).",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.  [must be given]")
 @click.option("--again", is_flag=True, help="Replace a file that is there.")

@@ -34,6 +34,7 @@ __all__ = [
     "counting_plain_forwards",
     "expect",
     "register",
+    "uncounted",
     "ungraded",
 ]
 
@@ -74,6 +75,17 @@ def counting_plain_forwards(config: Any, layer: int) -> Iterator[PlainForwards]:
         yield found
     finally:
         _COUNTED[:] = [each for each in _COUNTED if each is not found]
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Forwards within it are kvtailor's own, and no user's, whatever cache they read."""
+    before = _COUNTED[:]
+    _COUNTED.clear()
+    try:
+        yield
+    finally:
+        _COUNTED[:] = before
 
 
 class _Expected(threading.local):

@@ -17,6 +17,8 @@ from kvtailor.calibration.contract import Job
 from kvtailor.calibration.passages import cut
 from kvtailor.calibration.trained.fastkvzip import FastKVzip as Gates
 from kvtailor.calibration.trained.kvzap import KVzap as Networks
+from kvtailor.calibration.trained.kvzap import ridge
+from kvtailor.calibration.trained.teaching import Lessons
 from kvtailor.calibration.trained.training import agreement
 from kvtailor.errors import CalibrationError, KvtailorError
 from kvtailor.score.by_repetition.fastkvzip import FastKVzip
@@ -76,10 +78,19 @@ def gated_by_hand(read: list[float], made: dict[str, torch.Tensor], head: int) -
     return sum(shares) / 2
 
 
+def zapped_linearly(read: list[float], made: dict[str, torch.Tensor], head: int) -> float:
+    total = sum(each * float(made["zap_linear"][head, i]) for i, each in enumerate(read))
+    return 1 / (1 + math.exp(-total - float(made["zap_linear_bias"][head])))
+
+
 @pytest.mark.parametrize(
     ("scorer", "by_hand"),
-    [(KVzap(recent=3, sinks=2), zapped), (FastKVzip(recent=3, sinks=2), gated_by_hand)],
-    ids=["kvzap", "fastkvzip"],
+    [
+        (KVzap(recent=3, sinks=2), zapped),
+        (KVzap(recent=3, sinks=2, linear=True), zapped_linearly),
+        (FastKVzip(recent=3, sinks=2), gated_by_hand),
+    ],
+    ids=["kvzap", "kvzap linear", "fastkvzip"],
 )
 def test_equals_a_plain_loop(scorer, by_hand) -> None:
     held = held_by(scorer, rows(63, 40, 5))
@@ -107,6 +118,32 @@ def test_refuses_what_makes_no_sense_and_a_missing_network(kind) -> None:
         kind().score(held)
 
 
+def test_the_linear_form_is_ridge_regression() -> None:
+    """As least squares over the tokens and one more row for each channel, the constant left out of the penalty."""
+    generator = torch.Generator().manual_seed(6)
+    lessons = [
+        Lessons(torch.randn(2, 3, n, 5, generator=generator).half(), torch.rand(2, 3, n, generator=generator))
+        for n in (20, 11)
+    ]
+    made = ridge(lessons)
+    for layer, head in ((0, 0), (1, 2)):
+        tokens = torch.cat([each.tokens[layer, head].double() for each in lessons])
+        wanted = torch.cat([each.found[layer, head].double() for each in lessons]).log()
+        rows = torch.cat([torch.cat([tokens, torch.ones(31, 1)], 1), torch.cat([torch.eye(5), torch.zeros(5, 1)], 1)])
+        solved = torch.linalg.lstsq(rows.double(), torch.cat([wanted, torch.zeros(5)])[:, None].double()).solution[:, 0]
+        torch.testing.assert_close(made["zap_linear"][layer, head], solved[:5].float(), rtol=1e-4, atol=1e-5)
+        assert float(made["zap_linear_bias"][layer, head]) == pytest.approx(float(solved[5]), rel=1e-4)
+
+
+def test_a_file_of_before_has_no_linear_form() -> None:
+    held = held_by(KVzap(), rows(9))
+    old = {name: tensor for name, tensor in held.calibration.items() if "linear" not in name}
+    object.__setattr__(held, "calibration", old)
+    assert KVzap().score(held).shape == (1, 3, 9)
+    with pytest.raises(ValueError, match="files of before lack"):
+        KVzap(linear=True).score(held)
+
+
 def test_agreement_by_hand() -> None:
     found = torch.tensor([[[8.0, 7, 6, 5, 4, 3, 2, 1]]])
     assert agreement(found, found) == 1.0
@@ -130,6 +167,9 @@ def test_training_lowers_the_loss_and_agrees_with_the_teacher(maker, kind: str, 
     assert facts["loss"]["after"] < facts["loss"]["before"]
     assert min(facts["agreement"]) > 0.3, facts["agreement"]
     assert f"quarter of tokens that {teacher} keeps" in made.facts["verdict"]
+    if kind == "kvzap":
+        assert "the linear form keeps" in made.facts["verdict"]
+        assert made.facts["linear"]["loss"]["after"] < made.facts["linear"]["loss"]["before"]
 
 
 @pytest.mark.parametrize("kind", ["kvzap", "fastkvzip"])

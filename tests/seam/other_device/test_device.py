@@ -321,6 +321,25 @@ def test_gradients() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
 
 
+@pytest.mark.long
+def test_a_plan_that_takes_gradients() -> None:
+    """In a process of its own, likewise: the same tokens stay as on the CPU."""
+    script = (
+        "import torch, kvtailor\n"
+        "from tests.support.other_device.backend import move_model, register\n"
+        "from tests.support.seam.zoo import build, held_columns, prompts\n"
+        "register()\n"
+        "found = []\n"
+        "for device in ('gpu:0', 'cpu'):\n"
+        "    ids, mask = (each.to(device) for each in prompts((70, 41)))\n"
+        "    model = move_model(build('llama'), device)\n"
+        "    cache = kvtailor.prefill(model, 'kvgrad(chunk=17) + pooled @ tokens=20', ids, mask)\n"
+        "    found.append(held_columns(cache))\n"
+        "assert all(torch.equal(each.cpu(), found[1][layer]) for layer, each in found[0].items())\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
+
+
 def test_two_threads_are_counted_and_counts_nest() -> None:
     x = made()
     with count_syncs() as outer:

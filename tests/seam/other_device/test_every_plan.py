@@ -21,7 +21,7 @@ from tests.seam.test_modes import PLANS
 from tests.support.every_plan import every_plan, first_of_each_method
 from tests.support.other_device.backend import move_model
 from tests.support.other_device.decoding import decoded
-from tests.support.other_device.ready import device_and_calibrations
+from tests.support.other_device.ready import GRADED, device_and_calibrations
 from tests.support.seam.zoo import build
 
 FAMILIES = ("llama", "gpt_neox", "gemma3")
@@ -46,8 +46,13 @@ def pairs() -> dict[str, str]:
     return found | {case: plan for case, plan in alone.items() if case not in (*both[0], *both[1])}
 
 
-DEFAULT = pairs()
-CASES = {**DEFAULT, **every_plan(), **{f"together: {plan}": plan for plan in PLANS}}
+# What takes gradients is in test_device.py, in a process of its own.
+DEFAULT = {case: plan for case, plan in pairs().items() if GRADED not in plan}
+CASES = {
+    **DEFAULT,
+    **{case: plan for case, plan in every_plan().items() if GRADED not in plan},
+    **{f"together: {plan}": plan for plan in PLANS},
+}
 
 
 def refused(family: str, plan: str) -> str | None:

@@ -36,11 +36,11 @@ NARROW = 1.05
 # Methods of plans whose bounds are further apart in these tiny models, and why.
 WIDE = {
     **dict.fromkeys(
-        ("adakv", "pooled", "duo", "coverage", "table"),
+        ("adakv", "pooled", "duo", "coverage", "table", "lukv"),
         "heads of unequal length are stored in pages of at least 16 slots, a third of these budgets",
     ),
     **dict.fromkeys(
-        ("cake", "dynamickv", "entropy", "erank", "inverse", "shuffled"),
+        ("cake", "dynamickv", "entropy", "erank", "inverse", "shuffled", "composite"),
         "rows get unequal budgets in a layer, so a batch is stored in pages of at least 16 slots",
     ),
     "simlayerkv": "which layers are lazy is known when the prompt has been read",

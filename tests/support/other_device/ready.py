@@ -14,7 +14,10 @@ from tests.support.seam.zoo import build
 
 from kvtailor.store.host import Host
 
-__all__ = ["device_and_calibrations"]
+__all__ = ["GRADED", "device_and_calibrations"]
+
+GRADED = "kvgrad"
+"""A method that takes gradients: torch's autograd serves the devices that exist when it first runs in a process."""
 
 
 @contextmanager

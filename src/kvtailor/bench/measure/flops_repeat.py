@@ -28,7 +28,9 @@ def repetition_flops(
 
     A pass of t new tokens after n is a prefill of n + t less one of n. Then, for each layer that sees all, each query
     head and each new token, 2 d + 4 for every sink, token of the piece and earlier new token: its logit, and its
-    softmax (less the maximum, exponential, sum, division); the highest probability is chosen for nothing.
+    softmax (less the maximum, exponential, sum, division); the highest probability is chosen for nothing. Where a plan
+    takes gradients, each pass is run once more and then backward: as much again for what multiplies weights, whose own
+    gradients are not taken, and twice as much for attention, which has two factors.
     """
     engine = getattr(cache, "engine", None)
     how = None if engine is None else engine.needs.reconstruction
@@ -47,6 +49,8 @@ def repetition_flops(
             if s.kv_heads
         )
         total += 2 * (weights.body * t + weights.head) + attention
+        if how.graded:
+            total += 2 * (2 * weights.body * t + weights.head) + 3 * attention
         looked_at = (2 * t * known + twice_pairs(t, None)) // 2
         total += len(geometry.compressed) * geometry.q_heads * looked_at * (2 * geometry.head_dim + 4)
     return rows * total

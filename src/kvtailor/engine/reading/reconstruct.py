@@ -3,8 +3,8 @@
 The pass is a forward over the whole cache, with new tokens that are not kept. Each of the piece's tokens is told the
 highest attention probability that any of the new tokens, in any query head of the group, gives it. That probability is
 a softmax over the row's sinks, the piece and the new tokens alone, so that its cost does not grow with the context.
-Where the pass has lengths, each probability counts times the length of the token's value as the layer's output
-projection maps it for that query head, over the length of the new token's hidden state.
+Where the pass has weights, each probability counts times the length of the token's value as the layer's output
+projection maps it for that query head, and times the weight of the new token.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ __all__ = ["ReconstructionPass"]
 
 # Elements of the float32 logits at a time: 16 MiB.
 _SCRATCH = 1 << 22
-# A hidden state of zeros, as padding may have, has a logarithm all the same.
-_LEAST = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +39,17 @@ class ReconstructionPass:
         sinks: for each row (s,) int64 on the CPU: columns of its first tokens.
         real: (b, t) bool: this new token is one, and not padding.
         queries: see `Repetition.queries`.
-        lengths: gives, for a compressed layer, (b, t) float32 lengths of the hidden states from which its new queries
-            were made; None where probabilities count as they are.
+        mean_group: see `Repetition.mean_group`.
+        log_weights: gives, for a compressed layer, (b, t) float32 logarithms of the weights of its new queries; None
+            where probabilities count as they are.
     """
 
     columns: Sequence[Tensor]
     sinks: Sequence[Tensor]
     real: Tensor
     queries: int = 0
-    lengths: Callable[[int], Tensor] | None = None
+    mean_group: bool = False
+    log_weights: Callable[[int], Tensor] | None = None
 
     def attend(
         self, state: LayerState, passing: PlainSegment, query: Tensor, visible: Visibility, scaling: float
@@ -99,9 +99,9 @@ class ReconstructionPass:
 
     def _weights(self, row: int, state: LayerState, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Logarithms of the lengths of what a piece's values (h, k, dv) become, (h, g, k), and of the new tokens'
-        hidden states, (t,); None without lengths.
+        weights, (t,); None without weights.
         """
-        if self.lengths is None:
+        if self.log_weights is None:
             return None
         assert state.model.output is not None
         projections = state.model.output().float().unflatten(0, (state.heads, -1))
@@ -112,7 +112,7 @@ class ReconstructionPass:
                 some = values[head, first : first + step].float()
                 for number, projection in enumerate(group):
                     found[head, number, first : first + step] = (some @ projection).norm(dim=-1)
-        return found.log(), self.lengths(state.index)[row].to(found.device).clamp_min(_LEAST).log()
+        return found.log(), self.log_weights(state.index)[row].to(found.device)
 
     def _looked_at(
         self,
@@ -138,7 +138,7 @@ class ReconstructionPass:
         own = torch.arange(keys.shape[1] - new, keys.shape[1], device=device)
         shared = keys[:, torch.cat([before, own])].float().transpose(1, 2)
         grouped, real = query.unflatten(0, (heads, -1)), self.real[row].to(device)
-        best = torch.full((heads, piece.numel()), -torch.inf, device=device)
+        best = torch.full((heads, grouped.shape[1], piece.numel()), -torch.inf, device=device)
         step = max(1, _SCRATCH // (query.shape[0] * shared.shape[-1]))
         for first in range(0, new, step):
             some = grouped[:, :, first : first + step].float() * scaling
@@ -152,7 +152,7 @@ class ReconstructionPass:
                 total = torch.logaddexp(total, softmax.sinks.view(heads, -1, 1, 1).expand_as(total))
             given = logits[..., before.numel() - piece.numel() : before.numel()] - total
             if weights is not None:
-                given = given + weights[0][:, :, None] - weights[1][first : first + step, None]
+                given = given + weights[0][:, :, None] + weights[1][first : first + step, None]
             given = given.masked_fill_(~real[first : first + step, None], -torch.inf)
-            best = torch.maximum(best, given.amax((1, 2)))
-        return best.exp()
+            best = torch.maximum(best, given.amax(2))
+        return best.exp().mean(1) if self.mean_group else best.amax(1).exp()

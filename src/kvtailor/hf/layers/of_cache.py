@@ -82,6 +82,15 @@ def plan_misfits(plan: Plan, geometry: Geometry) -> list[str]:
         found += plan.latent_misfits()
     if not geometry.alike and len({shape.token_elements for shape in geometry.compressed_shapes}) > 1:
         found += _unequal_layers(plan, geometry)
+    repeated = plan.needs.reconstruction
+    if repeated is not None and repeated.graded:
+        others = [layer for layer, shape in enumerate(geometry.shapes) if not shape.compressed or shape.states]
+        if others:
+            found.append(
+                f"its repetition is weighed by gradients through the whole model, and layers "
+                f"{', '.join(map(str, others))} of this {geometry.model_type} have windows or states of their own, or "
+                "read the keys of others: take kvzip_plus, which needs none"
+            )
     if plan.bytes is not None and geometry.state_bytes(1) is None:
         found.append(
             f"bytes= covers the whole cache, and how many bytes the states of this {geometry.model_type} take is not "

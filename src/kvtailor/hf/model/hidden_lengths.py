@@ -1,4 +1,4 @@
-"""How long the hidden states are that a layer's attention gets, while the model runs.
+"""How long the hidden states are that a layer's attention gets, while the model runs: what divides its queries' share.
 
 A hook before each attention module reads its input and changes nothing. It is there for as long as the context is open.
 """
@@ -19,10 +19,14 @@ from kvtailor.hf.model.modules import modules_by_layer
 
 __all__ = ["hidden_lengths"]
 
+# A hidden state of zeros, as padding may have, has a logarithm all the same.
+_LEAST = 1e-30
+
 
 @contextmanager
 def hidden_lengths(model: Any, geometry: Geometry) -> Iterator[Callable[[int], Tensor]]:
-    """While it is open, (b, t) float32 lengths of the hidden states that the newest forward gave a compressed layer.
+    """While it is open, (b, t) float32 logarithms of one over the length of the hidden states that the newest forward
+    gave a compressed layer.
 
     Raises:
         UnsupportedModel: the model does not show the module of a layer, or, when the lengths are asked for, that module
@@ -60,6 +64,6 @@ def _measure(
 ) -> None:
     hidden = named.get("hidden_states", given[0] if given else None)
     if isinstance(hidden, Tensor) and hidden.ndim == 3:
-        found[index] = hidden.detach().float().norm(dim=-1)
+        found[index] = -hidden.detach().float().norm(dim=-1).clamp_min(_LEAST).log()
     else:
         found.pop(index, None)

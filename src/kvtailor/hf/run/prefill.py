@@ -6,8 +6,8 @@ What a question-agnostic cache is made with: the document is prefilled once, and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.hidden_lengths import hidden_lengths
+from kvtailor.hf.run.gradients import check_gradients, log_gradients
 from kvtailor.plan import Plan
 from kvtailor.types import Repetition
 from kvtailor.types.late_checks import sent
@@ -125,7 +126,7 @@ def read(
 ) -> Tensor:
     """Logits (b, n, V) of the context, or (b, 1, V) with `last_only`; see `prefill`."""
     before, device = cache.seen, input_device(model)
-    _check(cache, input_ids, attention_mask, chunk)
+    _check(model, cache, input_ids, attention_mask, chunk)
     inputs = {name: value for name, value in (inputs or {}).items() if value is not None}
     _check_images(model, cache, input_ids, chunk, inputs)
     ids = input_ids.to(device)
@@ -150,14 +151,14 @@ def read(
                     logits = logits[-1:]
             for piece, new in passes:
                 restore = states_kept(cache.layers)
-                weighted = twice is not None and twice.weighted
+                seen = _joined(mask, piece.real, before + ids.shape[1])
                 with (
-                    hidden_lengths(model, cache.geometry) if weighted else nullcontext() as lengths,
-                    engine.switch.reconstructing(replace(piece, lengths=lengths)),
+                    _weights(model, cache, piece, new, seen) as log_weights,
+                    engine.switch.reconstructing(replace(piece, log_weights=log_weights)),
                 ):
                     # A model whose last layers read the keys of others feeds them the tokens with logits alone.
                     keep = 0 if cache.geometry.readers else 1
-                    fed(model, cache, new, _joined(mask, piece.real, before + ids.shape[1]), keep=keep)
+                    fed(model, cache, new, seen, keep=keep)
                 restore()
         if hold:
             rows, tokens = ids.shape
@@ -221,10 +222,29 @@ def repetitions(
         lengths = sent(torch.tensor([row.numel() for row in new]), ids.device)
         real = torch.arange(together.shape[1], device=ids.device) < lengths[:, None]
         sinks = [row[: how.sinks] for row in columns]
-        yield ReconstructionPass(columns=pieces, sinks=sinks, real=real, queries=how.queries), together
+        found = ReconstructionPass(
+            columns=pieces, sinks=sinks, real=real, queries=how.queries, mean_group=how.mean_group
+        )
+        yield found, together
 
 
-def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) -> None:
+@contextmanager
+def _weights(
+    model: Any, cache: KvCache, piece: ReconstructionPass, new: Tensor, seen: Tensor | None
+) -> Iterator[Callable[[int], Tensor] | None]:
+    """While it is open, what `ReconstructionPass.log_weights` asks for; None where the plan weighs nothing."""
+    how = cache.engine.needs.reconstruction
+    if how is None or not how.weighted:
+        yield None
+    elif how.graded:
+        found = log_gradients(model, cache, new, piece.real, {} if seen is None else _placed(model, cache, new, seen))
+        yield found.__getitem__
+    else:
+        with hidden_lengths(model, cache.geometry) as lengths:
+            yield lengths
+
+
+def _check(model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) -> None:
     if ids.ndim != 2 or not ids.shape[1]:
         raise CacheMisuse(f"prefill takes token ids (b, n), n at least 1, and got {tuple(ids.shape)}")
     if chunk is not None and chunk < 1:
@@ -248,6 +268,8 @@ def _check(cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) 
             f"{cache.plan} weighs what a repetition attends to by the layer's output projection, and in this "
             f"{cache.geometry.model_type} several layers read one layer's keys and values: take kvzip, which does not"
         )
+    if how is not None and how.graded:
+        check_gradients(model, cache, ids.to(input_device(model)))
     if cache.engine.needs.reconstruction and cache.seen:
         raise CacheMisuse(
             f"{cache.plan} reads its context twice, and this cache holds one already, compressed: give the whole "
@@ -301,6 +323,19 @@ def _joined(mask: Tensor | None, real: Tensor, columns: int) -> Tensor | None:
     return torch.cat([before, real], 1).to(torch.int64)
 
 
+def _placed(model: Any, cache: KvCache, ids: Tensor, mask: Tensor, *, by_model: bool = False) -> dict[str, Tensor]:
+    """What tells a model of padding: the mask, and positions where it takes them.
+
+    `by_model`: it computes positions by itself, as models with positions of three axes do with images.
+    """
+    options = {"attention_mask": mask}
+    if not by_model and "position_ids" in inspect.signature(model.forward).parameters:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = positions + _FIRST_POSITION.get(model.config.model_type, 0)
+        options["position_ids"] = cache.guard.rope.shift(positions)
+    return options
+
+
 def fed(
     model: Any,
     cache: KvCache,
@@ -318,12 +353,6 @@ def fed(
     options |= inputs or {}
     cache.guard.rope.put()
     if mask is not None:
-        options["attention_mask"] = mask
-        # A model with positions of three axes computes those of images by itself.
-        by_model = bool(inputs) and cache.guard.rope.kept
-        if not by_model and "position_ids" in inspect.signature(model.forward).parameters:
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            positions = positions + _FIRST_POSITION.get(model.config.model_type, 0)
-            options["position_ids"] = cache.guard.rope.shift(positions)
+        options |= _placed(model, cache, ids, mask, by_model=bool(inputs) and cache.guard.rope.kept)
     logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
     return logits

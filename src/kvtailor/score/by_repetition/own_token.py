@@ -33,6 +33,11 @@ class ReadsOwnToken(CalibratedMethod):
     def needs(self) -> Needs:
         return Needs(rotation=True)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Which tensors of the file these arguments need."""
+        return self.per_head
+
     @abstractmethod
     def scores_of(self, held: Held, made: Mapping[str, Tensor], head: int) -> Tensor:
         """(b, n) float32 from 0 to 1 of one kv head, by the tensors `made` of all heads of its layer."""
@@ -43,9 +48,9 @@ class ReadsOwnToken(CalibratedMethod):
         Raises:
             ValueError: no tensors or no rotation were given.
         """
-        if held.calibration is None or not set(self.per_head) <= set(held.calibration):
+        if held.calibration is None or not set(self.reads) <= set(held.calibration):
             raise ValueError(self.without)
-        made = {name: held.calibration[name].to(held.keys.device, torch.float32) for name in self.per_head}
+        made = {name: held.calibration[name].to(held.keys.device, torch.float32) for name in self.reads}
         scores = torch.stack([self.scores_of(held, made, head) for head in range(held.keys.shape[1])], 1)
         age = held.positions - held.first[:, None, None]
         return torch.where(age < self.sinks, 2.0 + self.sinks - age, scores)
