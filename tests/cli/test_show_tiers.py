@@ -33,6 +33,19 @@ def test_a_step_is_the_longer_of_link_and_computing() -> None:
     assert shown("full")["forecast"] is None
 
 
+def test_what_packing_saves_is_not_guessed() -> None:
+    asked = ["--model", "demo", "--tokens", "1000", "--link", "1M", "--step-ms", "8"]
+    plain, packed = (shown(f"kivi(bits=4) + disk{pack}", *asked)["forecast"] for pack in ("", "(pack=deflate)"))
+    assert packed["bytes_moved"] == plain["bytes_moved"] == plain["bytes_on_link"] and packed["bytes_on_link"] is None
+    unknown = ("link_seconds", "step_seconds", "best_resident", "best_step_seconds")
+    assert all(packed[name] is None and plain[name] is not None for name in unknown)
+    said = CliRunner().invoke(main, ["show", "kivi(bits=4) + disk(pack=deflate)", *asked]).output
+    assert "packs its files, and how small they get depends on what the tokens are" in said
+    assert "no time is predicted" in said and "the link alone takes" not in said
+    here = shown("kivi(bits=4) + disk(on_device_layers=99, pack=deflate)", *asked)["forecast"]
+    assert here["bytes_on_link"] == 0 and here["step_seconds"] == pytest.approx(0.008)
+
+
 @pytest.mark.parametrize("words", [["--tokens", "5"], ["--tokens", "5", "--model", "demo", "--link", "much"]])
 def test_what_is_missing_is_said(words: list[str]) -> None:
     done = CliRunner().invoke(main, ["show", "full", *words])
