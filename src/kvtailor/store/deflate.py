@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import zlib
 
-import torch
+import numpy
 from torch import Tensor
 
 __all__ = ["deflated", "inflated"]
 
-# The fastest: of what a demo cache holds, level 6 leaves 0 to 3.5 % less and takes 1.3 to 5 times as long.
+# The fastest: of what a cache of `demo` holds, level 6 leaves 0.2 to 3.5 % less and takes 1.1 to 4.8 times as long.
 _LEVEL = 1
 _RAW, _MEMORY = -15, 9
 
@@ -37,8 +37,8 @@ def inflated(data: Tensor, piece: Tensor, element_size: int) -> bool:
         return False
     if more or len(found) != piece.numel() or not coder.eof or coder.unused_data:
         return False
-    planes = torch.frombuffer(bytearray(found), dtype=torch.uint8)
-    piece.view(-1, element_size).copy_(planes.view(element_size, -1).t())
+    planes = numpy.frombuffer(found, numpy.uint8).reshape(element_size, -1)
+    numpy.copyto(piece.numpy().reshape(-1, element_size), planes.T)
     return True
 
 
