@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+import kvtailor
 from kvtailor.cli import main
 
 
@@ -42,6 +44,11 @@ def test_what_packing_saves_is_not_guessed() -> None:
     said = CliRunner().invoke(main, ["show", "kivi(bits=4) + disk(pack=deflate)", *asked]).output
     assert "packs its files, and how small they get depends on what the tokens are" in said
     assert "no time is predicted" in said and "the link alone takes" not in said
+    model, _ = kvtailor.load_model("demo")[:2]
+    ids = torch.full((1, 1000), 77)
+    for pack in ("", "(pack=deflate)"):
+        size = shown(f"kivi(bits=4) + disk{pack}", *asked)["size"]
+        assert size["low"] <= kvtailor.prefill(model, f"kivi(bits=4) + disk{pack}", ids).ledger().total <= size["high"]
     here = shown("kivi(bits=4) + disk(on_device_layers=99, pack=deflate)", *asked)["forecast"]
     assert here["bytes_on_link"] == 0 and here["step_seconds"] == pytest.approx(0.008)
 
