@@ -71,7 +71,7 @@ class Components:
 
     Attributes:
         mean: (groups, w) float32.
-        directions: (groups, w, w) float32, the largest variance first.
+        directions: (groups, w, w) as the file has them, the largest variance first.
         distortion: (ceil(w / 8), 9) of eight components and 0 to 8 bits, over all groups.
     """
 
@@ -266,13 +266,16 @@ class Kvtc(ByGroups, Projecting, CalibratedMethod, Codec):
             raise ValueError("kvtc: no calibration was given; call for_layer first, with the tensors of a file")
         if key not in self._found:
             name = "unrotated" if side == "keys" and context.unrotated else side
-            of_layer = {part: each[context.layer].cpu() for part, each in context.calibration.items()}
-            kind = "alone" if joined == 1 else "together"
+            kind, width = "alone" if joined == 1 else "together", joined * size
+            mean, directions, distortion = (
+                context.calibration[f"{name}_{part}"][context.layer].cpu()
+                for part in ("mean", f"{kind}_directions", f"{kind}_distortion")
+            )
             with torch.inference_mode(False):
                 found = Components(
-                    mean=of_layer[f"{name}_mean"].float().reshape(heads // joined, joined * size),
-                    directions=of_layer[f"{name}_{kind}_directions"].float().view(-1, joined * size, joined * size),
-                    distortion=of_layer[f"{name}_{kind}_distortion"].double(),
+                    mean=mean.float().reshape(heads // joined, width),
+                    directions=directions.view(-1, width, width),
+                    distortion=distortion.double(),
                 )
             self._found[key] = _one_of_equals(found)
         return self._found[key]
@@ -303,7 +306,9 @@ def _basis(components: Components, bits: tuple[int, ...], joined: int) -> Basis:
     with torch.inference_mode(False):
         width = components.directions.shape[-1]
         stays = torch.tensor(bits).repeat_interleave(torch.tensor(unit_sizes(width))) > 0
-        return Basis(directions=components.directions[..., stays].contiguous(), mean=components.mean, joined=joined)
+        return Basis(
+            directions=components.directions[..., stays].float().contiguous(), mean=components.mean, joined=joined
+        )
 
 
 @lru_cache(maxsize=512)
