@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from tests.support.calibrated import tiny
+from tests.support.calibrated import tiny, write_file
+from tests.support.seam.zoo import build
 from tests.support.segments_of import encoded
 from torch import Tensor
 
@@ -166,6 +167,24 @@ def test_a_calibration_has_the_components_of_the_states_and_their_errors(tmp_pat
             squared += (rounded - part).square().sum(0).view(-1, 8).sum(1)
         assert torch.allclose(errors[:, 2], squared / 240, rtol=1e-3)
         assert (errors[:, 1:-1] > errors[:, 2:]).all()
+
+
+def test_a_file_says_the_bytes_beforehand_to_the_byte(tmp_path) -> None:
+    heads, size, path = 4, 16, tmp_path / "k.safetensors"
+    model = build("llama")
+    tensors = Kvtc.example_calibration(
+        layers=3, heads=2, group=2, size=size, generator=torch.Generator().manual_seed(1)
+    )
+    codec = Kvtc(file=write_file(path, "kvtc", tensors, model), bits=2.5)
+    each = [
+        codec.for_layer(CodecContext(layer=layer, layers=3, heads=2, calibration=tensors)).bytes_per_token(
+            size, size, 2
+        )
+        for layer in range(3)
+    ]
+    assert codec.mean_bytes_per_token(3, size, size, 2, heads=2) == pytest.approx(sum(each) / 3, rel=1e-12)
+    # For other heads the file says nothing, and the most that is allowed is told.
+    assert codec.mean_bytes_per_token(3, size, size, 2, heads=heads) == 2.5 * 2 * size / 8 > max(each)
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,16 @@ class Kvtc(ByGroups, Projecting, CalibratedMethod, Codec):
 
     @property
     def _has_components(self) -> bool:
-        return self.basis == "random" or (self._context is not None and self._context.calibration is not None)
+        return self.basis == "random" or self._measured is not None
+
+    @property
+    def _measured(self) -> Mapping[str, Tensor] | None:
+        """The calibration that the layer was given, or else the plan's own file where it is for as many of each."""
+        context, own = self._context, self._calibration
+        if context is None or context.calibration is not None or own is None:
+            return None if context is None else context.calibration
+        fits = (own.shapes.layers, own.shapes.kv_heads) == (context.layers, context.heads)
+        return own.tensors if fits else None
 
     def _budget(self, side: str) -> float:
         return (self.key_bits if side == "keys" else self.value_bits) or self.bits
@@ -262,13 +271,14 @@ class Kvtc(ByGroups, Projecting, CalibratedMethod, Codec):
         if self.basis == "random":
             drawn = 2 * (0 if context is None else context.layer) + (side == "values")
             return _drawn(heads // joined, joined, joined * size, drawn)
-        if context is None or context.calibration is None:
+        measured = self._measured
+        if context is None or measured is None:
             raise ValueError("kvtc: no calibration was given; call for_layer first, with the tensors of a file")
         if key not in self._found:
             name = "unrotated" if side == "keys" and context.unrotated else side
             kind, width = "alone" if joined == 1 else "together", joined * size
             mean, directions, distortion = (
-                context.calibration[f"{name}_{part}"][context.layer].cpu()
+                measured[f"{name}_{part}"][context.layer].cpu()
                 for part in ("mean", f"{kind}_directions", f"{kind}_distortion")
             )
             with torch.inference_mode(False):
