@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+import kvtailor
 from kvtailor.cli import main
 
 
@@ -31,6 +33,24 @@ def test_a_step_is_the_longer_of_link_and_computing() -> None:
     here = shown("kivi(bits=4) + device", *asked)["forecast"]
     assert here["step_seconds"] == here["best_step_seconds"] == pytest.approx(0.008) and here["bytes_moved"] == 0
     assert shown("full")["forecast"] is None
+
+
+def test_what_packing_saves_is_not_guessed() -> None:
+    asked = ["--model", "demo", "--tokens", "1000", "--link", "1M", "--step-ms", "8"]
+    plain, packed = (shown(f"kivi(bits=4) + disk{pack}", *asked)["forecast"] for pack in ("", "(pack=deflate)"))
+    assert packed["bytes_moved"] == plain["bytes_moved"] == plain["bytes_on_link"] and packed["bytes_on_link"] is None
+    unknown = ("link_seconds", "step_seconds", "best_resident", "best_step_seconds")
+    assert all(packed[name] is None and plain[name] is not None for name in unknown)
+    said = CliRunner().invoke(main, ["show", "kivi(bits=4) + disk(pack=deflate)", *asked]).output
+    assert "packs its files, and how small they get depends on what the tokens are" in said
+    assert "no time is predicted" in said and "the link alone takes" not in said
+    model, _ = kvtailor.load_model("demo")[:2]
+    ids = torch.full((1, 1000), 77)
+    for pack in ("", "(pack=deflate)"):
+        size = shown(f"kivi(bits=4) + disk{pack}", *asked)["size"]
+        assert size["low"] <= kvtailor.prefill(model, f"kivi(bits=4) + disk{pack}", ids).ledger().total <= size["high"]
+    here = shown("kivi(bits=4) + disk(on_device_layers=99, pack=deflate)", *asked)["forecast"]
+    assert here["bytes_on_link"] == 0 and here["step_seconds"] == pytest.approx(0.008)
 
 
 @pytest.mark.parametrize("words", [["--tokens", "5"], ["--tokens", "5", "--model", "demo", "--link", "much"]])

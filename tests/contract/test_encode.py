@@ -21,7 +21,7 @@ from kvtailor.encode.gaussian import Gaussian
 from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.plain import Plain
-from kvtailor.encode.subspace.lowrank import LowRank
+from kvtailor.encode.settings.projecting import Projecting
 from kvtailor.errors import CacheMisuse
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Rotation, Segment
@@ -264,7 +264,7 @@ def test_equal_values_stay_finite_and_what_they_were(codec: Codec) -> None:
             # levels, or scales, that are fixed beforehand have none for them.
             inner = codec.of if isinstance(codec, Hadamard) else codec
             fixed = isinstance(inner, Gaussian | Higgs | MxFp4 | MxFp8)
-            loses = codec.needs_rotation or isinstance(codec, LowRank) or fixed
+            loses = codec.needs_rotation or isinstance(codec, Projecting) or fixed
             allowed = 0.5 if loses else 4 * torch.finfo(dtype).eps
             # Of 16 points none is near two equal channels whose length is not kept.
             allowed = 0.7 if isinstance(inner, Higgs) else allowed

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import re
 import resource
 import shutil
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.errors import TierError
+from kvtailor.store.deflate import inflated
 from kvtailor.store.offload.folder import Folder
 from kvtailor.store.segment_file import SegmentFile
 
@@ -51,6 +54,44 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     needed = sum(t.numel() * t.element_size() for t in apart.values())
     assert file.size() == file.header_bytes + file.packing.size == file.header_bytes + file.packing.padding + needed
     assert file.header_bytes % 4096 == 0
+
+
+def header_of(file: SegmentFile) -> dict[str, object]:
+    data = file.path.read_bytes()
+    return json.loads(data[16 : 16 + int.from_bytes(data[8:12], "little")])
+
+
+def test_a_deflated_file_has_the_bytes_that_it_says(tmp_path: Path) -> None:
+    """Each tensor as the formula of DEFLATE has it, or as it is; exact lengths; one CRC-32 of what lies there."""
+    noise = torch.randint(0, 256, (999,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    alike = (torch.arange(3000, dtype=torch.float32) / 7).to(torch.bfloat16).view(3, 1000)
+    tensors = {**TENSORS, "again": TENSORS["a"], "noise": noise, "alike": alike}
+    folder = Folder(tmp_path)
+    file, plain = SegmentFile(folder, tensors, deflate=True), SegmentFile(folder, tensors)
+    found = file.packing.views(file.read())
+    assert found.keys() == tensors.keys()
+    assert all(found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in tensors.items())
+    header, data = header_of(file), file.path.read_bytes()
+    lengths = header["deflate"]["lengths"]
+    assert sum(lengths) == header["deflate"]["size"] == file.stored_bytes == len(data) - file.header_bytes
+    assert file.size() == len(data) < plain.size() and "deflate" not in header_of(plain)
+    assert int(header["crc32"], 16) == zlib.crc32(data[file.header_bytes :])
+    # In the order of the tensors: "again" lies where "a" does, and "empty" nowhere.
+    of = dict(zip([name for name in tensors if name not in ("again", "empty")], lengths, strict=True))
+    end = len(data) - of["alike"]
+    assert of["noise"] == 999 and data[end - 999 : end] == bytes(noise.tolist()), "no smaller, so as it is"
+    low_high = zlib.decompressobj(-15).decompress(data[end:])
+    raw = alike.view(torch.uint8).flatten()
+    assert low_high == bytes(raw[::2].tolist()) + bytes(raw[1::2].tolist()) and of["alike"] < raw.numel()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", zlib.compress(bytes(64))[2:-4] + b"x", zlib.compress(bytes(65))[2:-4]])
+def test_bytes_that_are_not_what_was_deflated_are_told_apart(data: bytes) -> None:
+    """Whatever a checksum says: too few, too many, no such bytes, and more behind them."""
+    piece = torch.zeros(64, dtype=torch.uint8)
+    assert not inflated(torch.tensor(list(data), dtype=torch.uint8), piece, 1)
+    whole = torch.tensor(list(zlib.compress(bytes(range(64)))[2:-4]), dtype=torch.uint8)
+    assert inflated(whole, piece, 1) and piece.tolist() == list(range(64))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="no count of what the storage gave")
@@ -98,10 +139,11 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("deflate", [False, True], ids=["plain", "deflated"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_file_is_refused_by_name(fault: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_by_name(fault: str, deflate: bool, tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    file, other = SegmentFile(folder, TENSORS), SegmentFile(folder, TENSORS)
+    file, other = (SegmentFile(folder, TENSORS, deflate=deflate) for _ in range(2))
     spoil, message = FAULTS[fault]
     spoil(file, other)
     with pytest.raises(TierError, match=f"{re.escape(str(file.path))}.*({message}).*made again from its prompt"):
@@ -141,11 +183,12 @@ def test_a_write_that_fails_leaves_nothing(
     assert SegmentFile(folder, TENSORS).path.name == "00000003.segment"
 
 
-def test_short_writes_and_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deflate", [False, True], ids=["plain", "deflated"])
+def test_short_writes_and_reads_go_on(deflate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:100], offset))
     monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:99]], offset))
-    file = SegmentFile(Folder(tmp_path), TENSORS)
+    file = SegmentFile(Folder(tmp_path), TENSORS, deflate=deflate)
     found = file.packing.views(file.read())
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 

@@ -27,9 +27,9 @@ from kvtailor.ops.lanes.rotate import turn
 from kvtailor.presets import FULL
 from kvtailor.types import Rotation
 
-__all__ = ["LowRank", "squared_gradients"]
+__all__ = ["SIDES", "LowRank", "Sums", "rotations", "squared_gradients"]
 
-_SIDES = ("keys", "unrotated", "values")
+SIDES = ("keys", "unrotated", "values")
 _PROJECTIONS = {"keys": ("k_proj", "key"), "values": ("v_proj", "value")}
 
 
@@ -44,26 +44,19 @@ class LowRank(Calibrator):
 
     def measure(self, job: Job) -> Made:
         """Mean, deviation and correlation for each of keys, unrotated (keys) and values; fisher_keys, fisher_values."""
-        cache = cache_for(job.subject.model, FULL)
-        modules, geometry = modules_by_layer(job.subject.model), cache.geometry
-        rotations: list[Rotation | None] = []
-        for layer in geometry.compressed:
-            try:
-                kind = geometry.shapes[layer].kind
-                rotations.append(rotation_of(job.subject.model, modules[layer], kind, geometry.shapes[layer].key_size))
-            except UnsupportedModel:
-                rotations.append(None)
-        sums = _Sums(rotations=rotations)
+        model = job.subject.model
+        modules, geometry = modules_by_layer(model), cache_for(model, FULL).geometry
+        sums = Sums(rotations=rotations(model))
         with torch.inference_mode():
             for passage in job.passages:
                 cache = cache_for(job.subject.model, FULL)
                 with watched(cache, sums.add):
                     job.subject.forward(passage.ids[None], cache, last_only=True)
                 job.advance("states")
-        moments = [sums.moments(side) for side in _SIDES]
+        moments = [sums.moments(side) for side in SIDES]
         tensors = {
             f"{side}_{name}": torch.stack([getattr(each, name) for each in of_side])
-            for side, of_side in zip(_SIDES, moments, strict=True)
+            for side, of_side in zip(SIDES, moments, strict=True)
             for name in ("mean", "deviation", "correlation")
         }
         if job.subject.stock_attention is not None:
@@ -73,9 +66,23 @@ class LowRank(Calibrator):
             tensors[f"fisher_{side}"] = squares.sqrt().float()
         shares = {
             f"{side}_energy_of_half_by_layer": [_half(each) for each in of_side]
-            for side, of_side in zip(_SIDES, moments, strict=True)
+            for side, of_side in zip(SIDES, moments, strict=True)
         }
-        return Made(tensors=tensors, facts={**shares, "rotary": all(each is not None for each in rotations)})
+        return Made(tensors=tensors, facts={**shares, "rotary": all(each is not None for each in sums.rotations)})
+
+
+def rotations(model: Any) -> list[Rotation | None]:
+    """The rotary embedding of each compressed layer; None where it has none that can be turned back."""
+    modules, geometry = modules_by_layer(model), cache_for(model, FULL).geometry
+    found: list[Rotation | None] = []
+    for layer in geometry.compressed:
+        try:
+            found.append(
+                rotation_of(model, modules[layer], geometry.shapes[layer].kind, geometry.shapes[layer].key_size)
+            )
+        except UnsupportedModel:
+            found.append(None)
+    return found
 
 
 def squared_gradients(
@@ -140,7 +147,7 @@ def _half(moments: Moments) -> float:
 
 
 @dataclass
-class _Sums:
+class Sums:
     """Over all tokens so far, by layer and side: (h * c, h * c) and (h, c) float64."""
 
     rotations: list[Rotation | None]
@@ -148,12 +155,17 @@ class _Sums:
     first: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     tokens: int = 0
 
-    def add(self, states: LayerStates) -> None:
+    def sides(self, states: LayerStates) -> Iterator[tuple[str, Tensor]]:
+        """Keys (h, n, d) as they are and turned back, and values (h, n, dv), by name."""
         rotation, count = self.rotations[states.layer], states.keys.shape[1]
         back = -torch.arange(count, device=states.keys.device)
-        unrotated = states.keys if rotation is None else turn(states.keys, back, rotation)
-        self.tokens += count if states.layer == 0 else 0
-        for side, each in zip(_SIDES, (states.keys, unrotated, states.values), strict=True):
+        yield "keys", states.keys
+        yield "unrotated", states.keys if rotation is None else turn(states.keys, back, rotation)
+        yield "values", states.values
+
+    def add(self, states: LayerStates) -> None:
+        self.tokens += states.keys.shape[1] if states.layer == 0 else 0
+        for side, each in self.sides(states):
             wide = each.double().transpose(0, 1).flatten(1)
             if not bool(wide.isfinite().all()):
                 raise KvtailorError("the model's keys or values have NaN or infinity: calibrate it in another dtype")

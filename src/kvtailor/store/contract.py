@@ -32,8 +32,8 @@ class Traffic:
     Attributes:
         hits: readings of a layer (or of layers that are encoded together) all of whose segments were resident.
         misses: readings for which something had to come from the tier.
-        bytes_read: that came from the tier.
-        bytes_written: that went there.
+        bytes_read: that came from the tier, as many as lie there.
+        bytes_written: that went there, likewise.
         seconds_waited: that the computation waited for what came.
     """
 
@@ -153,6 +153,11 @@ class Placement(Method, ABC):
     def block(self) -> int:
         """Tokens that leave a full-precision tail together where the plan names no codec (0: they stay)."""
         return 0
+
+    @property
+    def makes_smaller(self) -> bool:
+        """Whether what lies elsewhere takes fewer bytes than its codec's, as many as its content lets it."""
+        return False
 
     @property
     def is_memory(self) -> bool:

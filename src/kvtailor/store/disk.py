@@ -7,8 +7,10 @@ spread evenly over the layers, so that each layer that must come has its neighbo
 *Source* kvtailor's own; the offloading cache of TriForce (arXiv 2404.11912) reads ahead in this way from host memory.
 *Departs* Segments travel as they are encoded and are written once. The resident set is fixed, where the offloading
 caches of others evict the least recently used layer, which on a cyclic scan is always the one that is needed next.
+Entropy coding (`pack=deflate`) is the last step of `staniszewski2025kvtc` (arXiv 2511.01815); here any codec has it.
 *Cost* On the device: the resident layers, the one that is read, the next one, tails and layouts. Each forward reads
 what is not resident: a step takes at least these bytes over the disk's rate. Other rows (beams) are written anew.
+`pack=deflate` writes fewer bytes, and takes the time of inflating them at each reading (docs/tiers.md).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -40,7 +42,11 @@ class _File(Stored):
 
     @property
     def overhead(self) -> int:
-        return self.file.header_bytes + self.packing.padding
+        return self.file.header_bytes + self.travels - self.packing.size + self.packing.padding
+
+    @property
+    def travels(self) -> int:
+        return self.file.stored_bytes
 
     def entry(self) -> tuple[Mapping[str, Tensor], int]:
         return {}, self.file.size()
@@ -62,8 +68,8 @@ class _Files(Tier):
 
     name = "disk"
 
-    def __init__(self, root: Path):
-        self.root = root
+    def __init__(self, root: Path, *, deflate: bool = False):
+        self.root, self.makes_smaller = root, deflate
         self._begin()
 
     def _begin(self) -> None:
@@ -82,7 +88,7 @@ class _Files(Tier):
         self._follow_fork()
         if self._folder is None:
             self._folder = Folder(self.root)
-        return _File(SegmentFile(self._folder, tensors, about))
+        return _File(SegmentFile(self._folder, tensors, about, deflate=self.makes_smaller))
 
     def fetch(self, stored: Sequence[Stored]) -> Arrival:
         self._follow_fork()
@@ -114,6 +120,8 @@ class Disk(Tiered, Placement):
         device_bytes: what the cache may take on the device; one that needs more raises `TierError`.
         disk_bytes: what segments may take on the disk, likewise.
         block: tokens that leave a full-precision tail together where the plan names no codec.
+        pack: "deflate" makes files smaller without loss, as far as what is in them allows; None: they have the bytes as
+            they are.
     """
 
     folder: str | None = None
@@ -124,17 +132,24 @@ class Disk(Tiered, Placement):
     device_bytes: int | str | None = None
     disk_bytes: int | str | None = None
     block: int = 128
+    pack: Literal["deflate"] | None = None
     examples: ClassVar[tuple[str, ...]] = (
         "disk",
         "disk(on_device_layers=1, resident_layers=1)",
         "disk(resident_bytes=4096, policy=mru)",
+        "disk(pack=deflate)",
     )
+    added: ClassVar[tuple[str, ...]] = ("pack",)
     splits_heads: ClassVar[bool] = True
     latent_refusal: ClassVar[str | None] = None
+
+    @property
+    def makes_smaller(self) -> bool:
+        return self.pack is not None
 
     def open(self, groups: Sequence[Sequence[int]]) -> OffloadStore:
         """Remove what dead processes left; the folder is made when the first segment leaves the device."""
         own = Path(tempfile.gettempdir()) / f"kvtailor-{os.getuid()}"
         root = own if self.folder is None else Path(os.path.expanduser(self.folder)).absolute()
         sweep(root)
-        return self.open_store(_Files(root), groups)
+        return self.open_store(_Files(root, deflate=self.makes_smaller), groups)

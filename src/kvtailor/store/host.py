@@ -44,6 +44,10 @@ class _Pinned(Stored):
     def overhead(self) -> int:
         return self.packing.padding
 
+    @property
+    def travels(self) -> int:
+        return self.packing.size
+
     def entry(self) -> tuple[Mapping[str, Tensor], int]:
         return {"run": self.run}, 0
 

@@ -4,6 +4,10 @@ The file is `KVTSEG01`, the header's length and CRC-32 (little-endian, 4 bytes e
 name, dtype, shape and first byte of each tensor, the size and CRC-32 of what follows, and what the writer adds), zeros
 up to a multiple of 4096 bytes, and the tensors. It is written under another name, synced, and renamed.
 
+Where tensors are deflated (`store/deflate.py`), each place lies right behind the one before, coded or, where that would
+make it no smaller, as it is; the header then also has the length of each in the file and of all. The CRC-32 is of what
+lies in the file.
+
 Its bytes shall not stay in memory a second time, so the kernel drops them from its page cache (`POSIX_FADV_DONTNEED`)
 after writing and after each reading.
 """
@@ -16,7 +20,7 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +30,7 @@ from torch import Tensor
 from kvtailor.errors import TierError
 from kvtailor.ops.cpu.checksum import crc32
 from kvtailor.ops.segments.packed import Packing
+from kvtailor.store.deflate import deflated, inflated
 from kvtailor.store.offload.folder import PARTIAL, Folder
 from kvtailor.store.written import free_space, sync_folder, write_all
 
@@ -33,6 +38,7 @@ __all__ = ["SegmentFile"]
 
 _MAGIC = b"KVTSEG01"
 _PAGE = 4096
+_Place = tuple[int, int, int, int]
 
 
 class SegmentFile:
@@ -42,29 +48,35 @@ class SegmentFile:
         folder: where it is made.
         tensors: by name.
         about: what else the header has, JSON-able.
+        deflate: tensors are made smaller without loss.
 
     Attributes:
         path: of the file.
-        packing: where each tensor lies behind the header.
+        packing: where each tensor lies in what is read; without `deflate` also behind the header.
         header_bytes: in front of them.
+        stored_bytes: behind the header.
 
     Raises:
         TierError: it cannot be written, and is not there.
     """
 
-    def __init__(self, folder: Folder, tensors: Mapping[str, Tensor], about: object = None):
+    def __init__(self, folder: Folder, tensors: Mapping[str, Tensor], about: object = None, *, deflate: bool = False):
         self._folder = folder
         self.path, self.packing = folder.next_file(), Packing.of(tensors)
         self._id = secrets.token_hex(16)
+        self.stored_bytes = self.packing.size
+        # (first byte in the run, bytes there, bytes of an element, bytes in the file) of each place that is deflated
+        # by itself. The header is as long as its longest numbers make it, and is written last.
+        self._places = _places(self.packing) if deflate else None
         self.header_bytes = len(self._header(about, 0))
-        partial = self.path.with_suffix(PARTIAL)
+        partial, most = self.path.with_suffix(PARTIAL), " at most" if deflate else ""
         try:
             self._checksum, self._header_checksum = self._write(partial, tensors, about)
             os.replace(partial, self.path)
             sync_folder(self.path.parent)
         except OSError as error:
             raise TierError(
-                f"disk: cannot write {str(self.path)!r}, {self.header_bytes + self.packing.size} bytes: "
+                f"disk: cannot write {str(self.path)!r}, {self.header_bytes + self.packing.size} bytes{most}: "
                 f"{error.strerror or error}{free_space(folder.path)}; nothing that was held is lost. Free some space, "
                 "name another disk with disk(folder=...), or hold less"
             ) from error
@@ -95,25 +107,46 @@ class SegmentFile:
             self._refuse(f"cannot be opened: {error.strerror}", error)
         try:
             size = self.packing.size
-            found, written = os.fstat(file).st_size, self.header_bytes + size
+            found, written = os.fstat(file).st_size, self.header_bytes + self.stored_bytes
             if found != written:
                 self._refuse(f"has {found} bytes and was written with {written}")
             self._check_header(os.pread(file, self.header_bytes, 0))
             run = torch.empty(size, dtype=torch.uint8) if buffer is None else buffer(size)
-            view, done = run.numpy().data, 0
-            while done < size:
-                step = os.preadv(file, [view[done:]], self.header_bytes + done)
-                if step == 0:
-                    self._refuse(f"ends after {done} of {size} bytes of tensors")
-                done += step
+            if self._places is None:
+                self._fill(file, run, 0)
+                checksum, whole = crc32(run), True
+            else:
+                checksum, whole = self._inflate(file, run, self._places)
             _drop_from_page_cache(file)
         except OSError as error:
             self._refuse(f"cannot be read: {error.strerror}", error)
         finally:
             os.close(file)
-        if crc32(run) != self._checksum:
+        if checksum != self._checksum:
             self._refuse("is damaged: its tensors do not have the checksum that they were written with")
+        if not whole:
+            self._refuse("is damaged: its tensors cannot be inflated to what they were")
         return run
+
+    def _fill(self, file: int, part: Tensor, offset: int) -> None:
+        """Read bytes from `offset` behind the header on until a part (n,) uint8 is full."""
+        view, done = part.numpy().data, 0
+        while done < len(view):
+            step = os.preadv(file, [view[done:]], self.header_bytes + offset + done)
+            if step == 0:
+                self._refuse(f"ends after {offset + done} of {self.stored_bytes} bytes of tensors")
+            done += step
+
+    def _inflate(self, file: int, run: Tensor, places: Sequence[_Place]) -> tuple[int, bool]:
+        """The checksum of what was read, and whether all of it could be inflated into the run."""
+        checksum, offset, whole = 0, 0, True
+        for start, size, element_size, stored in places:
+            piece = run[start : start + size]
+            part = piece if stored == size else torch.empty(stored, dtype=torch.uint8)
+            self._fill(file, part, offset)
+            checksum, offset = crc32(part, checksum), offset + stored
+            whole = whole and (part is piece or inflated(part, piece, element_size))
+        return checksum, whole
 
     def _check_header(self, header: bytes) -> None:
         if header[:8] != _MAGIC:
@@ -129,6 +162,9 @@ class SegmentFile:
             for name, (first, dtype, shape) in self.packing.places.items()
         }
         content = {"id": self._id, "tensors": named, "size": self.packing.size, "crc32": f"{checksum:08x}"}
+        if self._places is not None:
+            lengths = [stored for *_, stored in self._places]
+            content |= {"deflate": {"lengths": lengths, "size": sum(lengths)}}
         text = json.dumps({**content, "about": about}).encode()
         start = _MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little")
         return (start + text).ljust(-(-(len(start) + len(text)) // _PAGE) * _PAGE, b"\0")
@@ -139,14 +175,18 @@ class SegmentFile:
         try:
             checksum = end = 0
             for start, piece in self.packing.pieces(tensors):
-                gap = bytes(start - end)
                 piece = piece.cpu()
+                if self._places is not None:
+                    checksum, end = self._deflate(file, piece, start, checksum, end)
+                    continue
+                gap = bytes(start - end)
                 data = piece.numpy().data
                 checksum = crc32(piece, zlib.crc32(gap, checksum))
                 write_all(file, memoryview(gap), self.header_bytes + end)
                 write_all(file, data, self.header_bytes + start)
                 end = start + len(data)
-            header = self._header(about, checksum)
+            self.stored_bytes = end
+            header = self._header(about, checksum).ljust(self.header_bytes, b"\0")
             write_all(file, memoryview(header), 0)
             os.fsync(file)
             _drop_from_page_cache(file)
@@ -154,11 +194,32 @@ class SegmentFile:
             os.close(file)
         return checksum, zlib.crc32(header)
 
+    def _deflate(self, file: int, piece: Tensor, start: int, checksum: int, end: int) -> tuple[int, int]:
+        """Write a place behind `end`, and take down its length; the checksum and the end with it."""
+        assert self._places is not None
+        at = next(i for i, place in enumerate(self._places) if place[0] == start)
+        _, size, element_size, _ = self._places[at]
+        coded = deflated(piece, element_size)
+        data = piece.numpy().data if coded is None else memoryview(coded)
+        self._places[at] = start, size, element_size, len(data)
+        write_all(file, data, self.header_bytes + end)
+        return zlib.crc32(data, checksum), end + len(data)
+
     def _refuse(self, found: str, error: BaseException | None = None) -> NoReturn:
         raise TierError(
             f"disk: {str(self.path)!r}, which this cache wrote, {found}; what it held is lost, so the cache must be "
             "made again from its prompt"
         ) from error
+
+
+def _places(packing: Packing) -> list[_Place]:
+    """Each place of a packing once, ascending, as long in the file as it is."""
+    found = {
+        start: (start, torch.Size(shape).numel() * dtype.itemsize, dtype.itemsize)
+        for start, dtype, shape in packing.places.values()
+        if torch.Size(shape).numel()
+    }
+    return [(start, size, element_size, size) for start, size, element_size in sorted(found.values())]
 
 
 def _drop_from_page_cache(file: int) -> None:

@@ -21,6 +21,8 @@ PLANS = (
     "kvplugin(rank=12, bits=8, only=values, block_size=8)",
     "orthogonal(rank=20, block_size=8)",
     "snapkv(window=6) + adakv + lowrank(rank=0.75, heads=0, block_size=8) @ tokens=24",
+    "unrotated(of=kvtc(bits=5.0, group=8, recent=8, block_size=8))",
+    "snapkv(window=6) + adakv + kvtc(bits=5.0, group=8, recent=0, block_size=8) @ tokens=24",
 )
 FAMILIES = ("llama", "gpt_neox")
 

@@ -66,6 +66,28 @@ def test_logits_are_those_of_the_resident_cache(plan: str, disk: str, tmp_path: 
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("plan", ["plain(block_size=16)", "kivi(bits=2, group=8, recent=8)"])
+def test_packed_files_give_the_same_logits_and_are_counted_as_they_lie_there(plan: str, tmp_path: Path) -> None:
+    model = build("llama")
+    # The same few tokens again and again, so that there is something to gain.
+    ids, mask = (each[:, :8].repeat(1, 6) for each in prompts((8, 8, 8)))
+    forced = prompts((12,) * 3, state=3)[0]
+    made = {}
+    for pack in ("", "pack=deflate"):
+        logits, cache = decoded(model, ids, mask, on_disk(plan, tmp_path / f"on{pack}", pack), steps=12, forced=forced)
+        made[pack] = logits, cache, cache.ledger(), cache.traffic()
+    (plain, _, loose, before), (packed, cache, ledger, traffic) = made.values()
+    assert torch.equal(packed, plain)
+    files = [path.stat().st_size for path in (tmp_path / "onpack=deflate").rglob("*.segment")]
+    assert ledger.total == ledger.closed_form and ledger.by_tier["disk"] == sum(files) < loose.by_tier["disk"]
+    assert ledger.by_tier["device"] == loose.by_tier["device"]
+    # Headers are whole pages.
+    assert sum(size // 4096 * 4096 for size in files) + traffic.bytes_written >= sum(files) - 4096 * len(files)
+    assert traffic.bytes_written < before.bytes_written and traffic.bytes_read < before.bytes_read
+    assert (traffic.hits, traffic.misses) == (before.hits, before.misses)
+
+
+@torch.no_grad()
 def test_full_leaves_in_blocks(tmp_path: Path) -> None:
     model = build("gpt_neox")
     ids, mask = prompts((48, 31))
@@ -227,6 +249,9 @@ def test_a_context_above_the_limit_runs_where_the_resident_one_refuses(tmp_path:
         fed(on_disk("full", tmp_path, f"block=16, device_bytes={most // 20}"))
     with pytest.raises(TierError, match=r"disk: \d+ bytes more would make \d+ there.*disk_bytes=100000"):
         fed(on_disk("full", tmp_path, "block=16, disk_bytes=100000"))
+    # Packed, a bundle is weighed by what it takes, once that is known; it does not stay there.
+    with pytest.raises(TierError, match=r"disk: \d+ bytes more would make \d+ there.*disk_bytes=100000"):
+        fed(on_disk("full", tmp_path, "block=16, disk_bytes=100000, pack=deflate"))
 
 
 @torch.no_grad()

@@ -31,7 +31,8 @@ def forecast(
         cost: closed-form bytes of a token, see `show`.
         held: of one row of the prompt; what is in full precision never leaves the device.
         rows: of the batch, all as long.
-        rate: bytes per second of the link; None: not known, and neither is any time of it.
+        rate: bytes per second of the link; None: not known, and neither is any time of it. Where the placement packs
+            what it moves, the bytes on the link are not known before, and no time is.
         step_seconds: that the model takes for a step if everything is resident; None: not known.
     """
     from kvtailor.store.offload.transfer_model import forecast_transfers
@@ -47,12 +48,16 @@ def forecast(
         "tokens": held.tokens_seen,
         "bytes_resident": held.bytes * rows - moved,
         "bytes_moved": moved,
+        "bytes_on_link": moved,
         "link_seconds": None if rate is None else moved / rate,
         "compute_seconds": step_seconds,
         "step_seconds": None,
         "best_resident": None,
         "best_step_seconds": None,
     }
+    if moved and plan.store.makes_smaller:
+        # How much smaller depends on what the tokens are, and inflating takes a time of its own.
+        return found | {"bytes_on_link": None, "link_seconds": None}
     if rate is None or step_seconds is None:
         return found
     compute = [step_seconds * len(group) / layers for group in groups]
@@ -72,6 +77,8 @@ def say_forecast(found: dict[str, Any]) -> None:
         return
     stay, come = byte_text(found["bytes_resident"]), byte_text(found["bytes_moved"])
     say(f"  {stay} of keys and values stay on the device, {come} come in each step")
+    if found["bytes_on_link"] is None:
+        say("  packed, they are fewer on the link; how many is known once they are written, so no time is predicted")
     link, compute = found["link_seconds"], found["compute_seconds"]
     if link is not None:
         say(f"  the link alone takes {1e3 * link:.2f} ms for them, at the rate that you gave")

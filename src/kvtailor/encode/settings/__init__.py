@@ -1,1 +1,1 @@
-"""Settings that several codecs have, what follows of them, and how they are checked."""
+"""What several codecs have in common: settings and how they are checked, and the projection of joined heads."""

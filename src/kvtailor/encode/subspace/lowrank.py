@@ -18,7 +18,6 @@ inside the weights.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -27,30 +26,26 @@ import torch
 from torch import Tensor
 
 from kvtailor.calibration_file import CalibratedMethod
-from kvtailor.encode.contract import Codec, CodecContext, Sides, refuse_non_finite
+from kvtailor.encode.contract import Codec, CodecContext, Sides
+from kvtailor.encode.settings.projecting import Projecting
 from kvtailor.method import renamed
-from kvtailor.ops.attention.joined import group_layout, hold_the_same, members, together
-from kvtailor.ops.codes.quant import largest_divisor
 from kvtailor.ops.codes.subspace import (
     Basis,
     Moments,
-    on_device,
-    part_of_heads,
     principal,
     random_directions,
     rank_of,
     split_ranks,
 )
 from kvtailor.ops.segments.coded import alone
-from kvtailor.ops.segments.latents import LatentSegment, inner_state
-from kvtailor.types import ALL_HEADS, HeadShare, Layout, PlainSegment, Segment
+from kvtailor.types import Layout, PlainSegment, Segment
 
 __all__ = ["LowRank"]
 
 
 @renamed(residual="recent")
 @dataclass(frozen=True, kw_only=True)
-class LowRank(CalibratedMethod, Codec):
+class LowRank(Projecting, CalibratedMethod, Codec):
     """Projection on the directions of most energy.
 
     Attributes:
@@ -125,16 +120,6 @@ class LowRank(CalibratedMethod, Codec):
     def wants_calibration(self) -> bool:
         return self.basis == "calibrated"
 
-    def split_refusal(self, *, heads: int, ranks: int) -> str | None:
-        """Groups of heads that neither fit into a process nor are made of whole processes."""
-        group = self._group(heads * ranks)
-        if group % heads == 0 or heads % group == 0:
-            return None
-        return (
-            f"lowrank: it projects {group} kv heads together, and each of the {ranks} processes holds {heads}: neither "
-            "divides the other; give another `heads`, or another number of processes"
-        )
-
     @property
     def coordinates(self) -> Codec | None:
         """The codec of the coordinates."""
@@ -158,67 +143,23 @@ class LowRank(CalibratedMethod, Codec):
             super().one_sided(side, asked)
         return replace(self, of=of, only=side if self.only in ("both", side) else self.only)
 
-    def for_layer(self, context: CodecContext) -> LowRank:
-        made = copy.copy(self)
-        object.__setattr__(made, "_context", context)
-        return made
-
-    def segment_type(self) -> type[LatentSegment]:
-        return LatentSegment
-
-    def encode(self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None = None) -> LatentSegment:
-        """Keys (m, s, d) and values (m, s, dv), projected.
-
-        Raises:
-            CacheMisuse: NaN or infinity.
-            ValueError: there is no calibration.
-        """
-        refuse_non_finite("lowrank", keys, values, "which would be in every direction")
-        # `here` of the `joined` heads of a group are this process's; the others lie in those beside it.
-        joined = self._joined(layout.heads)
-        here = min(joined, layout.heads)
-        lanes = members(layout, here) if here > 1 else None
-        if here > 1 and not hold_the_same(layout, lanes):
-            joined, lanes = 1, None
-        own = layout if lanes is None else group_layout(layout, lanes)
-        bases = self._bases(joined, layout.heads, keys.shape[-1], values.shape[-1], keys.device)
-        latents = []
-        for side, states, basis in zip(("keys", "values"), (keys, values), bases, strict=True):
-            wide = states if lanes is None else together(states, lanes)
-            if basis is None:
-                latents.append(wide[..., :0])
-            elif basis.apart == 1:
-                latents.append(basis.latents(wide, own.owner))
-            else:
-                latents.append(self._latents_of_group(side, wide, own.owner, basis, layout.heads))
+    def store_latents(
+        self, layout: Layout, keys: Tensor, values: Tensor, first: Tensor | None, *, joined: int, sizes: tuple[int, int]
+    ) -> Segment:
         codec = self._of_layer()
-        inner: Segment = PlainSegment(layout=own, keys=alone(latents[0]), values=alone(latents[1]))
-        if codec is not None:
-            inner = codec.encode(own, latents[0], latents[1], first)
-        whole = None if self.only == "both" else alone(keys if self.only == "values" else values)
-        return LatentSegment(layout=layout, inner=inner, keys_basis=bases[0], values_basis=bases[1], whole=whole)
+        if codec is None:
+            return PlainSegment(layout=layout, keys=alone(keys), values=alone(values))
+        return codec.encode(layout, keys, values, first)
 
-    def restore(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> LatentSegment:
-        joined, apart = int(str(fields["joined"])), int(str(fields["apart"]))
-        lanes = members(layout, joined) if joined > 1 else None
-        own = layout if lanes is None else group_layout(layout, lanes)
-        own_fields, own_tensors = inner_state(fields, tensors)
+    def restore_latents(self, layout: Layout, fields: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Segment:
         codec = self._of_layer()
-        restore = PlainSegment.from_state if codec is None else codec.restore
-        inner, whole = restore(own, own_fields, own_tensors), tensors.get("whole")
-        key_size, value_size = (int(str(fields[name])) for name in ("key_size", "value_size"))
-        device = next(iter(tensors.values())).device
-        keys, values = self._bases(joined * apart, layout.heads, key_size, value_size, device)
-        # The heads of a group went apart, and each has the group's latents for itself.
-        keys, values = (None if each is None else each if each.joined == joined else each.by_head()
-                        for each in (keys, values))  # fmt: skip
-        return LatentSegment(layout=layout, inner=inner, keys_basis=keys, values_basis=values, whole=whole)
+        return (PlainSegment.from_state if codec is None else codec.restore)(layout, fields, tensors)
 
     def bytes_per_token(self, key_size: int, value_size: int, element_size: int) -> float:
         """A group's latents, shared by its heads, and the side that stays as it is."""
         heads, codec = self._known_heads, self._of_layer()
         joined = self._joined(heads)
-        ranks = self._ranks(joined, heads, key_size, value_size)
+        ranks = self.ranks_of(joined, heads, key_size, value_size)
         latents = sum(ranks) * element_size if codec is None else codec.bytes_per_token(*ranks, element_size)
         whole = {"both": 0, "keys": value_size, "values": key_size}[self.only]
         return latents / joined + whole * element_size
@@ -237,7 +178,7 @@ class LowRank(CalibratedMethod, Codec):
         What fewer coordinates than channels save of the products is not taken off.
         """
         joined, sizes = self._joined(self._known_heads), (key_size, value_size)
-        ranks = self._ranks(joined, self._known_heads, key_size, value_size)
+        ranks = self.ranks_of(joined, self._known_heads, key_size, value_size)
         own = sum(
             2 * queries * size * rank + 2 * queries * tokens * max(0, rank - size)
             for size, rank in zip(sizes, ranks, strict=True)
@@ -278,39 +219,7 @@ class LowRank(CalibratedMethod, Codec):
         codec = self._latents
         return codec if codec is None or self._context is None else codec.for_layer(self._context)
 
-    def _group(self, heads: int) -> int:
-        """Heads of a group, as the plan has it, of so many of a layer."""
-        return heads if self.heads == 0 else largest_divisor(heads, self.heads)
-
-    @property
-    def _share(self) -> HeadShare:
-        return ALL_HEADS if self._context is None else self._context.share
-
-    def _joined(self, heads: int) -> int:
-        """Heads of a group that are projected together, of this process's `heads` and those of others."""
-        return 1 if self._context is not None and self._context.evicts else self._group(self._share.total(heads))
-
-    def _latents_of_group(self, side: str, wide: Tensor, owner: Tensor | None, own: Basis, heads: int) -> Tensor:
-        """(m', s, r) of a group that several processes hold, which is all heads of each of them.
-
-        All of them take the same product of all of the group's states, as one process would: parts of it that were
-        added up would be rounded otherwise, and coded otherwise.
-
-        Args:
-            side: "keys" or "values".
-            wide: (m', s, w) the states of this process's heads.
-            owner: see `Basis.latents`.
-            own: the part of the basis that belongs to these heads.
-            heads: how many they are.
-        """
-        share, near = self._share, own.apart
-        first, width = share.rank // near * near, wide.shape[-1]
-        states = share.gather(wide, 2)[..., first * width : (first + near) * width]
-        whole = self._basis(side, own.rank, heads * near, share.total(heads), width // heads)
-        group = part_of_heads(whole, first * heads, heads * near)
-        return on_device(group, wide.device).latents(states, owner)
-
-    def _ranks(self, joined: int, heads: int, key_size: int, value_size: int) -> tuple[int, int]:
+    def ranks_of(self, joined: int, heads: int, key_size: int, value_size: int) -> tuple[int, int]:
         """Directions of so many joined heads' keys and values on this layer, 0 for a side that is not projected."""
         context, parts = self._context, self._group(self._share.total(heads)) // joined
         sizes = (0 if self.only == "values" else key_size, 0 if self.only == "keys" else value_size)
@@ -322,23 +231,7 @@ class LowRank(CalibratedMethod, Codec):
         split = split_ranks(weights, torch.tensor(ranks), torch.tensor(widths))[:, context.layer].tolist()
         return split[0], split[1]
 
-    def _bases(
-        self, joined: int, heads: int, key_size: int, value_size: int, device: torch.device
-    ) -> tuple[Basis | None, Basis | None]:
-        sizes, ranks = (key_size, value_size), self._ranks(joined, heads, key_size, value_size)
-        keys, values = (
-            None if rank == 0 else on_device(self._own_basis(side, rank, joined, heads, size), device)
-            for side, rank, size in zip(("keys", "values"), ranks, sizes, strict=True)
-        )
-        return keys, values
-
-    def _own_basis(self, side: str, rank: int, joined: int, heads: int, size: int) -> Basis:
-        """What the basis of all heads is for this process's `heads`."""
-        share = self._share
-        whole = self._basis(side, rank, joined, share.total(heads), size)
-        return whole if share.ranks == 1 else part_of_heads(whole, share.first(heads), heads)
-
-    def _basis(self, side: str, rank: int, joined: int, heads: int, size: int) -> Basis:
+    def basis_of(self, side: str, rank: int, joined: int, heads: int, size: int) -> Basis:
         """The basis of a layer with so many kv heads in all."""
         context = self._context
         if self.basis == "random":
@@ -355,14 +248,10 @@ class LowRank(CalibratedMethod, Codec):
     def _flops(self, name: str, tokens: int, key_size: int, value_size: int, sides: tuple[str, ...]) -> int | None:
         heads = self._known_heads
         joined = self._joined(heads)
-        ranks = self._ranks(joined, heads, key_size, value_size)
+        ranks = self.ranks_of(joined, heads, key_size, value_size)
         turned = zip(("keys", "values"), (key_size, value_size), ranks, strict=True)
         own = sum(2 * tokens * size * rank for side, size, rank in turned if side in sides)
         if self._latents is None:
             return own
         inner: int | None = getattr(self._latents, name)(tokens=tokens, key_size=ranks[0], value_size=ranks[1])
         return None if inner is None else own + -(-inner // joined)
-
-    @property
-    def _known_heads(self) -> int:
-        return (self._context.heads if self._context is not None else None) or max(1, self.heads)

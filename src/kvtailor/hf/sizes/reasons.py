@@ -56,6 +56,8 @@ def reasons_of(plan: Plan, evictions: Evictions | None, held: Holding, stages: M
             f"{name_of(plan.store)} holds copies on the device of what is on its way or stays there, and a header for "
             "each file"
         )
+    if plan.store.makes_smaller:
+        found.append(f"{name_of(plan.store)} packs its files, and how small they get depends on what the tokens are")
     if not found:
         found.append("which tokens stay depends on the text, and some of them are stored otherwise than others")
     return tuple(found)

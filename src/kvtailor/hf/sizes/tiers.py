@@ -1,4 +1,7 @@
-"""What a plan with another tier holds beside the segments themselves: headers, padding, and copies on the device."""
+"""What a plan with another tier holds beside the segments themselves: headers, padding, and copies on the device.
+
+Where the tier packs what it holds, that is less than nothing at the least.
+"""
 
 from __future__ import annotations
 
@@ -40,4 +43,6 @@ def tier_bytes(plan: Plan, units: Sequence[Unit], held: Sequence[Holding], rows:
         staying -= {unit for unit, group in enumerate(groups) if group[-1] < plan.store.on_device_layers}
     copies = sum(most[unit] for unit in staying) + max(most, default=0)
     padding = 64 * 16 * files
-    return Bounds(0, files * _HEADER + padding), Bounds(0, min(copies, sum(most)) + padding)
+    # How much smaller a packed file is depends on what the tokens are.
+    least = -summed(encoded).low if plan.store.makes_smaller else 0
+    return Bounds(least, files * _HEADER + padding), Bounds(0, min(copies, sum(most)) + padding)

@@ -22,13 +22,17 @@ class Stored(Protocol):
 
     Attributes:
         packing: where its tensors lie in what arrives.
-        overhead: bytes that it takes beyond those tensors.
+        overhead: bytes that it takes beyond those tensors; below 0 where they are packed into fewer.
+        travels: bytes that it takes to bring them.
     """
 
     packing: Packing
 
     @property
     def overhead(self) -> int: ...
+
+    @property
+    def travels(self) -> int: ...
 
     def entry(self) -> tuple[Mapping[str, Tensor], int]:
         """Tensors that it keeps alive, and bytes that are no tensors, as they are now."""
@@ -44,9 +48,15 @@ class Arrival(Protocol):
 
 
 class Tier(ABC):
-    """Where bundles go. `name` is what the ledger calls it."""
+    """Where bundles go.
+
+    Attributes:
+        name: what the ledger calls it.
+        makes_smaller: what a bundle takes there is known only once it is there; no more than its tensors.
+    """
 
     name: str
+    makes_smaller: bool = False
 
     @abstractmethod
     def store(self, tensors: Mapping[str, Tensor], about: object) -> Stored:

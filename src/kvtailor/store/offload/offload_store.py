@@ -195,7 +195,7 @@ class TieredStore(OffloadStore):
                 here[bundle] = OnDevice({}, run.to(bundle.device), bundle.stored.packing)
 
     def _fetch(self, bundles: Sequence[Bundle]) -> Arrival:
-        self._count(bytes_read=sum(bundle.stored_size for bundle in bundles))
+        self._count(bytes_read=sum(bundle.stored.travels for bundle in bundles if bundle.stored is not None))
         return self.tier.fetch([bundle.stored for bundle in bundles if bundle.stored is not None])
 
     def _settle(self, unit: int | None) -> None:
@@ -216,15 +216,27 @@ class TieredStore(OffloadStore):
         if bundle.stored is not None:
             return
         there = [b for unit in self._held for b in self._bundles(unit) if b.stored is not None]
-        taken = sum(b.form for b in there)
-        if self.most is not None and taken + bundle.form > self.most:
-            raise TierError(
-                f"{self.tier.name}: {bundle.form} bytes more would make {taken + bundle.form} there, and the plan "
-                f"allows {self.tier.name}_bytes={self.most}; allow more, or hold less"
-            )
+        taken = sum(self._taken(b) for b in there)
+        if not self.tier.makes_smaller:
+            self._refuse_above(taken, bundle.form)
         about = [{"codec": codec, "fields": fields} for codec, fields in bundle.described]
-        bundle.stored = self.tier.store(here.tensors(), about)
-        self._count(bytes_written=bundle.form)
+        stored = self.tier.store(here.tensors(), about)
+        if self.tier.makes_smaller:
+            # What it takes is known only now. Where that is too much, it goes from there again, and stays here.
+            self._refuse_above(taken, stored.travels)
+        bundle.stored = stored
+        self._count(bytes_written=self._taken(bundle))
+
+    def _taken(self, bundle: Bundle) -> int:
+        """Bytes that the tensors of a bundle take on the tier."""
+        return bundle.stored.travels if self.tier.makes_smaller and bundle.stored is not None else bundle.form
+
+    def _refuse_above(self, taken: int, more: int) -> None:
+        if self.most is not None and taken + more > self.most:
+            raise TierError(
+                f"{self.tier.name}: {more} bytes more would make {taken + more} there, and the plan allows "
+                f"{self.tier.name}_bytes={self.most}; allow more, or hold less"
+            )
 
     def _count(self, **more: float) -> None:
         now = self._traffic.as_dict()
