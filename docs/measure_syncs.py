@@ -3,7 +3,7 @@
     python docs/measure_syncs.py
 
 No GPU is needed: models run on the device of `tests/support/other_device`, which counts. The counts are the same at
-every run and on every machine. Two minutes of one core.
+every run and on every machine. Five minutes of one quiet core.
 """
 
 from __future__ import annotations
