@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.quant import largest_divisor
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import built, load
@@ -41,6 +42,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
     "tokens4x8": lambda states: TokenCodes.of(states, 4, 8),
     **{f"channels{bits}": partial(ChannelCodes.of, bits=bits, group=32) for bits in (2, 3, 4, 8)},
     **{f"levels{bits}": partial(GaussianCodes.of, bits=bits, keep_norm=bits % 2 == 0) for bits in (1, 2, 3, 4, 5, 8)},
+    **{f"grid{bits}": partial(GridCodes.of, bits=bits, keep_norm=bits % 2 == 0) for bits in (2, 3, 4)},
     "nvfp4": partial(NvCodes.of, block=16, group=32),
     "nvfp4x8": partial(NvCodes.of, block=8, group=3),
     "mxfp4": partial(MxCodes.of, element="e2m1", block=32),

@@ -14,6 +14,7 @@ from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_vari
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
 from kvtailor.ops.codes.floats import NvCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, unsuited
@@ -88,7 +89,8 @@ def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str, shap
 
 @every_variant
 @pytest.mark.parametrize(
-    "layout", ["plain", "vector8", "tokens4", "channels2", "channels4x5", "levels4", "nvfp4", "nvfp4x8", "mxfp4"]
+    "layout",
+    ["plain", "vector8", "tokens4", "channels2", "channels4x5", "levels4", "grid2", "nvfp4", "nvfp4x8", "mxfp4"],
 )
 def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(library: Library, layout: str) -> None:
     """Runs of 32 tokens end with a page of 64, runs of 5 and of 3 do not."""
@@ -151,6 +153,17 @@ def test_moved_floats_use_the_scale_of_their_run(library: Library, size: int) ->
         keys, values = keys.regather(lane, slot), values.regather(lane, slot)
         assert keys.row is not None
         assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), 2e-5)
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("size", [1, 7, 33, 63, 65, 129])
+def test_the_last_of_an_odd_number_of_channels_has_no_second(library: Library, dtype: torch.dtype, size: int) -> None:
+    for bits in (2, 3, 4):
+        keys, values = (GridCodes.of(x, bits, keep_norm=True) for x in states_of(size, dtype, 3, 63, size))
+        query = torch.randn(3, 3, 2, size)
+        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        assert same(found, truth(query, keys, values), 1e-5), bits
 
 
 @every_variant
@@ -310,5 +323,6 @@ def test_what_is_unsuited_is_said() -> None:
     states = torch.randn(1, 8, 16)
     plain = Whole(states=states)
     assert unsuited(plain, TokenCodes.symmetric(states, 4)) is None
+    assert unsuited(GridCodes.of(states, 3, keep_norm=True), plain) is None
     assert "FloatCodes" in str(unsuited(plain, FloatCodes.of(states, 8)))
     assert "float64" in str(unsuited(plain, Whole(states=states.double())))

@@ -75,6 +75,10 @@ bool values_short(const Side& side) {
 
 // Where channel c comes to lie when the side's tokens are read as they are; `placed`: in the order of words.h.
 int64_t place(const Side& side, bool placed, int64_t c) {
+  if (side.kind == GRID_CODES) {
+    const int64_t pairs = codes_of(side), second = c >= pairs, pair = second ? side.size - 1 - c : c;
+    return placed ? second * pairs + place_of_code(side, pair) : 2 * pair + second;
+  }
   if (placed) return place_of_code(side, c);
   if (side.kind != BFLOAT16 || side.size % (2 * W)) return c;
   return c / (2 * W) * (2 * W) + BF16::place((int)(c % (2 * W)));
@@ -112,7 +116,7 @@ struct Tables {
 
   // Scaled queries, the same times scales, their sums; logits; hidden columns; decoded tokens; scales.
   int64_t each() const {
-    const int64_t queries = call.rows * (2 * wide_keys + 1), logits = (call.rows + call.queries) * BLOCK;
+    const int64_t queries = call.rows * 2 * wide_keys + padded(call.rows), logits = (call.rows + call.queries) * BLOCK;
     const int64_t of_keys = 4 * wide_keys + (1 + groups_of(call.keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(call.values) + W);
     return queries + logits + (TILE + 3) * widest() + of_keys + of_values + W;
   }
@@ -129,7 +133,7 @@ struct Tables {
   }
 
   static void fill_lanes(const Side& side, int32_t* lanes) {
-    const int64_t kinds = 8 / side.bits, bytes = side.size / kinds, words = W / folds(side);
+    const int64_t kinds = 8 / side.bits, bytes = codes_of(side) / kinds, words = W / folds(side);
     const int64_t group = groups_of(side) > 1 ? side.group : side.size;
     for (int64_t v = 0; v * 4 * words < bytes; v++)
       for (int64_t kind = 0; kind < kinds; kind++)
@@ -180,7 +184,7 @@ struct Piece {
 
   Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
     query = scratch, folded = query + rows * tables.wide_keys, sums_at = folded + rows * tables.wide_keys;
-    logits_at = sums_at + rows, hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
+    logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
     value_scales = key_scales + 4 * tables.wide_keys + (1 + groups_of(call.keys)) * BLOCK + W;
     const int64_t size = call.keys.size;
@@ -327,7 +331,7 @@ struct Piece {
   void logits_by_level(int64_t first, int64_t count) const {
     const Side& keys = call.keys;
     scales_of_levels(keys, lane, call.slots, first, count, key_scales);
-    const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), groups_of(keys), 0, false};
+    const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), tables_of(keys), groups_of(keys), 0, false};
     with_levels(keys, [&](auto codes) {
       in_rows(rows, [&](auto some, int64_t r) {
         const Rows mine{query + r * tables.wide_keys, tables.wide_keys, false};
@@ -357,7 +361,7 @@ struct Piece {
     const Side& values = call.values;
     scales_of_levels(values, lane, call.slots, first, count, value_scales);
     if (scales_apart(values)) times_scales(value_scales, count);
-    const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), groups_of(values), 0, false};
+    const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), tables_of(values), groups_of(values), 0, false};
     with_levels(values, [&](auto codes) {
       weighted<decltype(codes)>(logits_at, BLOCK, rows, data(values, first), values.slot_bytes, count, found, out,
                                 tables.wide_values);
@@ -379,7 +383,7 @@ struct Piece {
     const float zero = (float)((1 << (values.bits - 1)) - 1);
     const bool uniform = groups == 1 || (groups <= MOST_GROUPS && values.group % sizeof(U) == 0);
     const bool coarse = uniform && values.scales != FLOAT32;
-    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, nullptr, groups, zero, coarse};
+    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, nullptr, 1, groups, zero, coarse};
     with_codes(values, [&](auto codes) {
       weighted<decltype(codes)>(logits_at, BLOCK, rows, from, values.slot_bytes, count, found, out, tables.wide_values);
     });
@@ -634,6 +638,9 @@ int32_t kvtailor_levels() { return 1; }
 
 // Whether codes of levels may have a scale for each block of channels: a library from older sources has no such function.
 int32_t kvtailor_blocks() { return 1; }
+
+// Whether codes of pairs of channels are read: a library from older sources has no such function.
+int32_t kvtailor_grids() { return 1; }
 
 // Whether `starts` is read: a library from older sources has no such function.
 int32_t kvtailor_pages() { return 1; }

@@ -11,19 +11,20 @@ from torch import Tensor
 
 from kvtailor.ops.codes.floats import ELEMENTS, MxCodes, NvCodes, levels_of
 from kvtailor.ops.codes.gaussian import GaussianCodes, padded_levels
+from kvtailor.ops.codes.grids import GridCodes, tables_of
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
 from kvtailor.ops.segments.coded import Coded, Whole
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "side_of", "threads_for", "unsuited"]
 
-_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS = 3, 4, 5, 6
+_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS, _GRID_CODES = 3, 4, 5, 6, 7
 # Types of the scales of `_BLOCK_LEVELS`, see layouts.h.
 _E4M3, _E8M0 = 3, 4
 # By how many bits a byte's exponent and mantissa lie below those of a float32.
 _SHIFTS = {"e2m1": 0, "e4m3": 20, "e5m2": 21}
 _OLDER = "the C++ kernels were built from sources that knew no {}: build them again"
-_READ = Whole | TokenCodes | ChannelCodes | GaussianCodes | MxCodes | NvCodes
+_READ = Whole | TokenCodes | ChannelCodes | GaussianCodes | GridCodes | MxCodes | NvCodes
 # The same numbers as in attention.cpp, where a step parts its calls itself.
 # Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
 _LEAST = 256
@@ -45,6 +46,10 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
             dtype, device = side.scale.dtype, side.scale.device
             if not _knows("kvtailor_levels"):
                 return _OLDER.format("codes of levels")
+        elif isinstance(side, GridCodes):
+            dtype, device = side.scale.dtype, side.scale.device
+            if not _knows("kvtailor_grids"):
+                return _OLDER.format("codes of pairs of channels")
         elif isinstance(side, MxCodes | NvCodes):
             dtype, device = getattr(torch, side.dtype), side.codes.device
             if not _knows("kvtailor_blocks"):
@@ -226,25 +231,25 @@ def side_of(side: Coded, held: list[Tensor], made: list[Any]) -> Side:
             kind=kind,
             size=states.shape[2],
         )
-    assert isinstance(side, TokenCodes | ChannelCodes | GaussianCodes | MxCodes | NvCodes)
+    assert isinstance(side, TokenCodes | ChannelCodes | GaussianCodes | GridCodes | MxCodes | NvCodes)
     codes = side.codes if side.codes.stride(-1) == 1 else side.codes.contiguous()
     lane, slot, _ = codes.stride()
     if isinstance(side, MxCodes | NvCodes):
         held.append(codes)
         return _blocks_of(side, codes, held, made)
-    if isinstance(side, GaussianCodes):
-        dtype = side.scale.dtype
+    if isinstance(side, GaussianCodes | GridCodes):
+        dtype, grid = side.scale.dtype, isinstance(side, GridCodes)
         held.append(codes)
         return Side(
             data=codes.data_ptr(),
             step=_pointer(side.scale, dtype, held),
             # Kept for as long as the process runs.
-            low=padded_levels(side.bits).data_ptr(),
+            low=(tables_of if grid else padded_levels)(side.bits).data_ptr(),
             lane_bytes=lane,
             slot_bytes=slot,
-            kind=_LEVEL_CODES,
+            kind=_GRID_CODES if grid else _LEVEL_CODES,
             scales=DTYPES[dtype],
-            bits=side.bits,
+            bits=2 * side.bits if grid else side.bits,
             size=side.size,
         )
     dtype = side.step.dtype

@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6 };
+enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6, GRID_CODES = 7 };
 
 // Types of the scales of BLOCK_LEVELS: 8-bit floats without a sign, and powers of two.
 enum { E4M3 = 3, E8M0 = 4 };
@@ -12,7 +12,8 @@ enum { E4M3 = 3, E8M0 = 4 };
 struct Side {
   const void* data;    // states (m, s, c), or codes (m, s, bytes) as ops.quant packs them
   const void* step;    // tables of codes, of the type `scales`: (m, s, c / group) or (m, runs, c) or (rows, c)
-  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1. LEVEL_CODES: float levels, W or more
+  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1. LEVEL_CODES: float levels, W or more.
+                       // GRID_CODES: float points (2^bits, 2), behind them all first numbers and all second ones
   const int32_t* row;  // (m, s) row of the tables of each token; null: slot i is in run i / group
   int64_t lane_bytes, slot_bytes;
   int64_t kind, scales, bits, size, group, runs;
@@ -29,7 +30,14 @@ struct Blocks {
 
 static inline bool has_levels(const Side& side) { return side.kind >= LEVEL_CODES; }
 
+// Codes that a token has. Those of a grid stand for two channels each, i and size - 1 - i; of an odd size the last for one.
+static inline int64_t codes_of(const Side& side) { return side.kind == GRID_CODES ? (side.size + 1) / 2 : side.size; }
+
+static inline int64_t tables_of(const Side& side) { return side.kind == GRID_CODES ? 2 : 1; }
+
+// Levels; of a grid those of first numbers, and behind them those of second ones.
 static inline const float* levels_of(const Side& side) {
+  if (side.kind == GRID_CODES) return (const float*)side.low + ((int64_t)2 << side.bits);
   return side.kind == LEVEL_CODES ? (const float*)side.low : ((const Blocks*)side.low)->levels;
 }
 
@@ -57,21 +65,33 @@ static inline void widen(int64_t type, const void* from, int64_t size, float* to
   else widen_as<F16>(from, size, to);
 }
 
+typedef uint64_t Pair __attribute__((vector_size(16)));
+
+// As many codes as T has bytes at once, the last of which may be those before once more: `count` is at least that.
+template <class T>
+static inline void unpack_as(const uint8_t* bytes, int64_t count, int down, int shift, uint64_t mask, uint8_t* to) {
+  for (int64_t j = 0; j < count; j += (int64_t)sizeof(T)) {
+    const int64_t at = j + (int64_t)sizeof(T) < count ? j : count - (int64_t)sizeof(T);
+    const T before = shift ? load<T>(to + at) : T{};
+    store(to + at, before | ((load<T>(bytes + at) >> down) & (T{} + mask * 0x0101010101010101u)) << shift);
+  }
+}
+
 // Codes of one token from the planes of ops.quant.pack.
 static inline void unpack(const uint8_t* bytes, int64_t bits, int64_t size, uint8_t* codes) {
   int shift = 0;
   for (int width = 8; width; width /= 2) {
     if (!(bits & width)) continue;
     const int64_t run = (size * width + 7) / 8;
-    const uint8_t mask = (uint8_t)((1 << width) - 1);
+    const uint64_t mask = (1u << width) - 1;
     for (int64_t first = 0, i = 0; first < size; first += run, i++) {
       const int64_t count = size - first < run ? size - first : run;
       const int down = (int)i * width;
       uint8_t* to = codes + first;
-      if (shift == 0)
-        for (int64_t j = 0; j < count; j++) to[j] = (uint8_t)((bytes[j] >> down) & mask);
+      if (count >= 16) unpack_as<Pair>(bytes, count, down, shift, mask, to);
+      else if (count >= 8) unpack_as<uint64_t>(bytes, count, down, shift, mask, to);
       else
-        for (int64_t j = 0; j < count; j++) to[j] |= (uint8_t)(((bytes[j] >> down) & mask) << shift);
+        for (int64_t j = 0; j < count; j++) to[j] = (uint8_t)((shift ? to[j] : 0) | ((bytes[j] >> down) & mask) << shift);
     }
     bytes += run;
     shift += width;
@@ -109,7 +129,7 @@ static inline void of_high_bits(const uint8_t* from, int64_t count, int shift, f
 [[maybe_unused]] static SMALL_CODE void scales_of_levels(const Side& side, int64_t lane, int64_t slots, int64_t first,
                                                          int64_t count, float* to) {
   const int64_t groups = groups_of(side), at = (lane * slots + first) * groups;
-  if (side.kind == LEVEL_CODES) {
+  if (side.kind != BLOCK_LEVELS) {
     widen(side.scales, (const char*)side.step + at * (side.scales == FLOAT32 ? 4 : 2), count, to);
     return;
   }
@@ -150,9 +170,20 @@ static inline void by_level(const Side& side, const uint8_t* codes, const float*
   }
 }
 
+// Floats of a token's codes by a table of points, times a scale: both numbers of each point side by side.
+static inline void by_point(const Side& side, const uint8_t* codes, float scale, float* to) {
+  typedef float Two __attribute__((vector_size(16)));
+  typedef double Points __attribute__((vector_size(16)));
+  const double* points = (const double*)side.low;  // a point each
+  const int64_t pairs = codes_of(side);
+  int64_t i = 0;
+  for (; i + 2 <= pairs; i += 2) store(to + 2 * i, (Two)Points{points[codes[i]], points[codes[i + 1]]} * scale);
+  if (i < pairs) to[2 * i] = load<Two>(points + codes[i])[0] * scale;
+}
+
 // Tokens first..first + count of a lane, which lie at `from`, as floats, a token every `padded` floats, zeros behind its
-// channels. `scratch`: 2 * padded floats and padded bytes.
-static inline void decode(const Side& side, const char* from, int64_t lane, int64_t slots, int64_t first, int64_t count,
+// channels; those of a grid in the order of its points. `scratch`: 2 * padded floats and padded bytes.
+[[maybe_unused]] static APART void decode(const Side& side, const char* from, int64_t lane, int64_t slots, int64_t first, int64_t count,
                           int64_t padded, float* to, float* scratch) {
   uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
   int64_t known = -1;
@@ -163,11 +194,12 @@ static inline void decode(const Side& side, const char* from, int64_t lane, int6
       continue;
     }
     const uint8_t* mine = (const uint8_t*)from;
-    if (side.bits != 8) unpack(mine, side.bits, side.size, codes), mine = codes;
+    if (side.bits != 8) unpack(mine, side.bits, codes_of(side), codes), mine = codes;
     if (side.kind != CHANNEL_CODES) {
       if (has_levels(side)) {
         scales_of_levels(side, lane, slots, first + i, 1, scratch);
-        by_level(side, mine, scratch, to);
+        if (side.kind == GRID_CODES) by_point(side, mine, *scratch, to);
+        else by_level(side, mine, scratch, to);
       } else {
         by_token(side, mine, lane * slots + first + i, to);
       }
