@@ -10,11 +10,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, exact, needs_built, states_of
+from tests.ops.cpu.coded_layouts import (
+    COARSE,
+    LAYOUTS,
+    every_dtype,
+    every_variant,
+    exact,
+    needs_built,
+    states_of,
+    width_of,
+)
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
 from kvtailor.ops.codes.floats import NvCodes
 from kvtailor.ops.codes.grids import GridCodes
+from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, unsuited
@@ -45,7 +55,7 @@ def every_size(layout: str, dtype: torch.dtype) -> list[tuple]:
     made = []
     for index, (b, h, g, t, s, d) in enumerate(SIZES if dtype == torch.bfloat16 else SIZES[1:4]):
         keys, values = (LAYOUTS[layout](states) for states in states_of(index, dtype, b * h, s, d))
-        query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
+        query = torch.randn((b * h, g, t, width_of(keys)), generator=torch.Generator().manual_seed(9))
         made.append((query, keys, values, truth(query, keys, values)))
     return made
 
@@ -90,7 +100,19 @@ def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str, shap
 @every_variant
 @pytest.mark.parametrize(
     "layout",
-    ["plain", "vector8", "tokens4", "channels2", "channels4x5", "levels4", "grid2", "nvfp4", "nvfp4x8", "mxfp4"],
+    [
+        "plain",
+        "vector8",
+        "tokens4",
+        "channels2",
+        "channels4x5",
+        "levels4",
+        "grid2",
+        "signs3",
+        "nvfp4",
+        "nvfp4x8",
+        "mxfp4",
+    ],
 )
 def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(library: Library, layout: str) -> None:
     """Runs of 32 tokens end with a page of 64, runs of 5 and of 3 do not."""
@@ -164,6 +186,57 @@ def test_the_last_of_an_odd_number_of_channels_has_no_second(library: Library, d
         query = torch.randn(3, 3, 2, size)
         found = attend_coded(query, keys, values, scaling=0.1, using=library)
         assert same(found, truth(query, keys, values), 1e-5), bits
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("size", [1, 7, 33, 63, 65, 129])
+def test_signs_of_any_number_of_channels(library: Library, dtype: torch.dtype, size: int) -> None:
+    for bits, state in ((2, 0), (3, 1)):
+        keys, values = (ResidualCodes.of(x, bits, state, keep_norm=False) for x in states_of(size, dtype, 3, 63, size))
+        query = torch.randn(3, 3, 2, 2 * size) / 3
+        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        assert same(found, truth(query, keys, values), 1e-5), bits
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["plain", "tokens4", "levels4", "grid2", "signs3", "nvfp4"])
+def test_sums_fade_when_later_tokens_weigh_more(library: Library, layout: str) -> None:
+    """A piece of several blocks, each of which has higher logits than those before."""
+    keys, values = states_of(15, torch.float32, 1, 4200, 128)
+    keys = keys.abs() * torch.linspace(0.1, 1, 4200)[:, None]
+    coded = LAYOUTS[layout](keys), LAYOUTS[layout](values)
+    query = torch.rand(1, 3, 1, width_of(coded[0]))
+    query[..., 128:] = 0
+    assert same(attend_coded(query, *coded, scaling=0.1, using=library), truth(query, *coded))
+
+
+@every_variant
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_signs_with_others_bytes_between_them(library: Library, rows: int) -> None:
+    """And what is no number in a query, or beside signs, stays in its row and lane."""
+    keys, values = (ResidualCodes.of(x, 3, 0, keep_norm=True) for x in states_of(13, torch.bfloat16, 2, 200, 72))
+    spread = []
+    for side in (keys, values):
+        buffer = torch.randint(0, 256, (2, 210, side.signs.shape[2] + 24), dtype=torch.uint8)
+        buffer[:, 3:203, 8:-16] = side.signs
+        spread.append(replace(side, signs=buffer[:, 3:203, 8:-16]))
+    query = torch.randn(2, rows, 1, 144) / 3
+    attend = partial(attend_coded, scaling=0.1, using=library)
+    assert all(map(torch.equal, attend(query, *spread), attend(query, keys, values)))
+    # Lanes of one owner, which are read as one where they lie one behind the other.
+    owner = torch.zeros(2, dtype=torch.int64)
+    alone, usual = (attend(query[:1], *sides, owner=owner) for sides in (spread, (keys, values)))
+    assert same(alone, (usual[0].double(), usual[1].double()))
+    query[0, rows - 1, 0, 99] = torch.nan
+    out, lse = attend_coded(query, keys, values, scaling=0.1, using=library)
+    assert out[0, rows - 1].isnan().all() and lse[0, rows - 1].isnan().all()
+    assert out[0, : rows - 1].isfinite().all() and out[1].isfinite().all()
+    query[0, rows - 1, 0, 99] = 0
+    rest = values.rest.clone()
+    rest[1, 7] = torch.inf
+    out, _ = attend_coded(query, keys, replace(values, rest=rest), scaling=0.1, using=library)
+    assert not out[1, :, :, 72:].isfinite().any() and out[1, :, :, :72].isfinite().all() and out[0].isfinite().all()
 
 
 @every_variant
@@ -314,7 +387,10 @@ def test_any_shape(library: Library, data: st.DataObject) -> None:
         LAYOUTS[of_values](states_of(seed, dtype, h, s, dv)[1]),
     )
     state = torch.Generator().manual_seed(seed)
-    query, visible = torch.randn((h, g, t, d), generator=state), torch.rand((h, t, s), generator=state) < 0.8
+    query, visible = (
+        torch.randn((h, g, t, width_of(keys)), generator=state),
+        torch.rand((h, t, s), generator=state) < 0.8,
+    )
     found = attend_coded(query, keys, values, scaling=0.1, visible=visible, using=library)
     assert same(found, truth(query, keys, values, visible), 1e-5 if dtype == torch.float32 else COARSE)
 

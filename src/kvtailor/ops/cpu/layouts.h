@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6, GRID_CODES = 7 };
+enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6, GRID_CODES = 7, SIGNED_LEVELS = 8 };
 
 // Types of the scales of BLOCK_LEVELS: 8-bit floats without a sign, and powers of two.
 enum { E4M3 = 3, E8M0 = 4 };
@@ -27,6 +27,24 @@ struct Blocks {
   int64_t span;         // slots of such a run
   int64_t shift;        // of 8-bit floats: bits by which theirs become those of a float; 0: levels are looked up
 };
+
+// What `low` of SIGNED_LEVELS points to. Such a state has half of its numbers as LEVEL_CODES, and behind them the signs of
+// as many more, times a number for each token. attention.py writes it as five whole numbers.
+struct Signs {
+  const float* levels;
+  const uint8_t* signs;  // (m, s, bytes) codes of one bit: 1 is positive
+  const void* rest;      // (m, s), of the type `scales`
+  int64_t lane_bytes, slot_bytes;
+};
+
+static inline int64_t halves_of(const Side& side) { return side.kind == SIGNED_LEVELS ? 2 : 1; }
+
+// The side without its signs.
+static inline Side without_signs(const Side& side) {
+  Side levels = side;
+  if (side.kind == SIGNED_LEVELS) levels.kind = LEVEL_CODES, levels.low = ((const Signs*)side.low)->levels, levels.size /= 2;
+  return levels;
+}
 
 static inline bool has_levels(const Side& side) { return side.kind >= LEVEL_CODES; }
 
