@@ -23,6 +23,7 @@ from tests.ops.cpu.coded_layouts import (
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
 from kvtailor.ops.codes.floats import NvCodes
+from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
@@ -200,6 +201,30 @@ def test_signs_of_any_number_of_channels(library: Library, dtype: torch.dtype, s
 
 
 @every_variant
+@pytest.mark.parametrize("layout", ["levels4", "nvfp4", "nvfp4x8", "mxfp4"])
+def test_levels_of_tokens_that_fill_vectors(library: Library, layout: str) -> None:
+    slots = itertools.cycle([301, 1, 129, 256, 63, 128])
+    for size, rows in itertools.product([128, 256, 384], [1, 2, 3, 4]):
+        keys, values = (LAYOUTS[layout](x) for x in states_of(size + rows, torch.bfloat16, 2, next(slots), size))
+        query = torch.randn(2, rows, 1, size)
+        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        assert same(found, truth(query, keys, values), COARSE), (size, rows)
+
+
+@every_variant
+@pytest.mark.parametrize("code", [0, 255])
+def test_no_sum_of_the_largest_levels_overflows(library: Library, code: int) -> None:
+    for size in (128, 256, 512):
+        states = torch.zeros(1, 300, size, dtype=torch.bfloat16)
+        side = GaussianCodes.of(states, 4, keep_norm=True)
+        side = replace(side, codes=torch.full_like(side.codes, code), scale=torch.ones_like(side.scale))
+        for rows in (1, 2, 4):
+            query = torch.ones(1, rows, 1, size) / size
+            found = attend_coded(query, side, side, scaling=0.1, using=library)
+            assert same(found, truth(query, side, side), COARSE), (size, rows)
+
+
+@every_variant
 @pytest.mark.parametrize("layout", ["plain", "tokens4", "levels4", "grid2", "signs3", "nvfp4"])
 def test_sums_fade_when_later_tokens_weigh_more(library: Library, layout: str) -> None:
     """A piece of several blocks, each of which has higher logits than those before."""
@@ -215,17 +240,17 @@ def test_sums_fade_when_later_tokens_weigh_more(library: Library, layout: str) -
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_signs_with_others_bytes_between_them(library: Library, rows: int) -> None:
     """And what is no number in a query, or beside signs, stays in its row and lane."""
-    keys, values = (ResidualCodes.of(x, 3, 0, keep_norm=True) for x in states_of(13, torch.bfloat16, 2, 200, 72))
+    keys, values = (ResidualCodes.of(x, 3, 0, keep_norm=True) for x in states_of(13, torch.bfloat16, 24, 40, 72))
     spread = []
     for side in (keys, values):
-        buffer = torch.randint(0, 256, (2, 210, side.signs.shape[2] + 24), dtype=torch.uint8)
-        buffer[:, 3:203, 8:-16] = side.signs
-        spread.append(replace(side, signs=buffer[:, 3:203, 8:-16]))
-    query = torch.randn(2, rows, 1, 144) / 3
+        buffer = torch.randint(0, 256, (24, 50, side.signs.shape[2] + 24), dtype=torch.uint8)
+        buffer[:, 3:43, 8:-16] = side.signs
+        spread.append(replace(side, signs=buffer[:, 3:43, 8:-16]))
+    query = torch.randn(24, rows, 1, 144) / 3
     attend = partial(attend_coded, scaling=0.1, using=library)
     assert all(map(torch.equal, attend(query, *spread), attend(query, keys, values)))
     # Lanes of one owner, which are read as one where they lie one behind the other.
-    owner = torch.zeros(2, dtype=torch.int64)
+    owner = torch.zeros(24, dtype=torch.int64)
     alone, usual = (attend(query[:1], *sides, owner=owner) for sides in (spread, (keys, values)))
     assert same(alone, (usual[0].double(), usual[1].double()))
     query[0, rows - 1, 0, 99] = torch.nan

@@ -54,10 +54,21 @@ bool values_fused(const Side& side) {
   return whole_words(side) && side.kind != CHANNEL_CODES && (groups == 1 || (groups <= W && side.group % 4 == 0));
 }
 
+// Whether codes are levels that may be whole numbers: of a cache of 16 bits, whose tokens fill vectors.
+bool levels_coarse(const Side& side) {
+#if defined(__AVX512VNNI__)
+  if (!keys_fused(side) || side.kind == GRID_CODES || folds(side) != 1) return false;
+  return side.kind == BLOCK_LEVELS ? ((const Blocks*)side.low)->coarse : side.scales != FLOAT32;
+#else
+  return false;
+#endif
+}
+
 // Whether keys' logits are taken in integers: where the cache has 16 bits, so that 16 bits of a query are enough.
 bool keys_coarse(const Side& side) {
 #if defined(__AVX512VNNI__)
-  if (!keys_fused(side) || has_levels(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
+  if (has_levels(side)) return levels_coarse(side) && groups_of(side) <= W && side.size <= MOST_SHORT / 2;
+  if (!keys_fused(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
   return in_short_tokens(side) || folds(side) == 1;
 #else
   return false;
@@ -145,7 +156,7 @@ struct Tables {
       for (int64_t c = 0; c < values.size; c++)
         value_place[values.size + c] = (int32_t)(wide_values + place_of_sign(values.size, c));
     if (placed_values) fill_lanes(values, scale_lanes);
-    if (placed_keys && has_levels(keys)) fill_lanes(keys, key_lanes);
+    if (fused_keys && has_levels(keys)) fill_lanes(keys, key_lanes);
   }
 
   static void fill_lanes(const Side& side, int32_t* lanes) {
@@ -383,7 +394,7 @@ struct Piece {
   void logits_by_level(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
     scales_of_levels(keys, lane, call.slots, first, count, key_scales);
-    const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), tables_of(keys), groups_of(keys), 0, false};
+    const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), tables_of(keys), groups_of(keys), 0, tables.coarse_keys};
     with_levels(keys, [&](auto codes) {
       in_rows(rows, [&](auto some, int64_t r) {
         const Rows mine{query + r * tables.wide_keys, tables.wide_keys, false};
@@ -412,8 +423,9 @@ struct Piece {
   void sum_levels(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
     scales_of_levels(values, lane, call.slots, first, count, value_scales);
-    if (scales_apart(values)) times_scales(value_scales, count);
-    const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), tables_of(values), groups_of(values), 0, false};
+    const bool coarse = levels_coarse(values) && values.kind == LEVEL_CODES;
+    if (scales_apart(values) && !coarse) times_scales(value_scales, count);
+    const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), tables_of(values), groups_of(values), 0, coarse};
     with_levels(values, [&](auto codes) {
       weighted<decltype(codes)>(logits_at, BLOCK, rows, data(values, first), values.slot_bytes, count, found, out,
                                 tables.wide_values);

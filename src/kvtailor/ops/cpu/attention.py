@@ -286,7 +286,7 @@ def _blocks_of(side: MxCodes | NvCodes, codes: Tensor, held: list[Tensor], made:
     """A side whose codes are levels with a scale for each block of channels."""
     lane, slot, _ = codes.stride()
     # Kept for as long as the process runs.
-    blocks = [levels_of(side.element).data_ptr(), 0, 0, _SHIFTS[side.element]]
+    blocks = [levels_of(side.element).data_ptr(), 0, 0, _SHIFTS[side.element], int(side.dtype != "float32")]
     found = Side(
         data=codes.data_ptr(),
         step=_pointer(side.scales, torch.uint8, held),
@@ -303,7 +303,7 @@ def _blocks_of(side: MxCodes | NvCodes, codes: Tensor, held: list[Tensor], made:
         found.runs = side.tensor_scale.shape[1] if side.row is None else 0
         if side.row is not None:
             found.row = _pointer(side.row, torch.int32, held)
-    # `Blocks` of layouts.h: two addresses and two numbers.
+    # `Blocks` of layouts.h: two addresses and three numbers.
     made.append((ctypes.c_int64 * len(blocks))(*blocks))
     found.low = ctypes.addressof(made[-1])
     return found

@@ -36,6 +36,10 @@ inline void products_of(Rows rows, const char* codes, int64_t stride, int64_t co
 template <class C, int R>
 void level_products(Rows rows, const char* codes, int64_t stride, int64_t count, const Scales& scales, float* to,
                     int64_t apart) {
+#if defined(__AVX512VNNI__)
+  if constexpr (C::BYTES == sizeof(U))
+    if (scales.coarse) return short_level_products<C, R>(rows, codes, stride, count, scales, to, apart);
+#endif
   constexpr int T = W / R;
   const int64_t channels = rows.size / scales.tables;
   for (int64_t first = 0; first < count; first += T) {
@@ -151,6 +155,8 @@ void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t s
 #if defined(__AVX512VNNI__)
   if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2 && !C::LEVELS)
     if (scales.coarse) return short_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
+  if constexpr (C::BYTES == sizeof(U) && C::LEVELS && !C::OF_BLOCKS)
+    if (scales.coarse) return short_level_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #endif
   const char* next = codes + VALUES_AHEAD;
   if constexpr (C::LEVELS) {

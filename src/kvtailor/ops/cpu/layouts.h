@@ -3,7 +3,10 @@
 
 #include "vectors.h"
 
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6, GRID_CODES = 7, SIGNED_LEVELS = 8 };
+enum Kind {
+  FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6,
+  GRID_CODES = 7, SIGNED_LEVELS = 8
+};
 
 // Types of the scales of BLOCK_LEVELS: 8-bit floats without a sign, and powers of two.
 enum { E4M3 = 3, E8M0 = 4 };
@@ -12,7 +15,7 @@ enum { E4M3 = 3, E8M0 = 4 };
 struct Side {
   const void* data;    // states (m, s, c), or codes (m, s, bytes) as ops.quant packs them
   const void* step;    // tables of codes, of the type `scales`: (m, s, c / group) or (m, runs, c) or (rows, c)
-  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1. LEVEL_CODES: float levels, W or more.
+  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1. LEVEL_CODES: see padded_levels.
                        // GRID_CODES: float points (2^bits, 2), behind them all first numbers and all second ones
   const int32_t* row;  // (m, s) row of the tables of each token; null: slot i is in run i / group
   int64_t lane_bytes, slot_bytes;
@@ -20,12 +23,13 @@ struct Side {
 };
 
 // What `low` of BLOCK_LEVELS points to: codes of levels with a scale for each `group` channels of a token. attention.py
-// writes it as four whole numbers, so that `Side` stays what older libraries know.
+// writes it as five whole numbers, so that `Side` stays what older libraries know.
 struct Blocks {
   const float* levels;  // 2^bits
   const float* outer;   // (m, runs) or (rows): what the scales of a run of tokens are multiplied by; null: nothing
   int64_t span;         // slots of such a run
   int64_t shift;        // of 8-bit floats: bits by which theirs become those of a float; 0: levels are looked up
+  int64_t coarse;       // the cache has 16 bits
 };
 
 // What `low` of SIGNED_LEVELS points to. Such a state has half of its numbers as LEVEL_CODES, and behind them the signs of
@@ -77,7 +81,7 @@ template <class T> static inline void widen_as(const void* from, int64_t size, f
   for (; c < size; c++) to[c] = T::one((const char*)from + c * T::BYTES);
 }
 
-static inline void widen(int64_t type, const void* from, int64_t size, float* to) {
+[[maybe_unused]] static APART PLAIN_LOOPS void widen(int64_t type, const void* from, int64_t size, float* to) {
   if (type == FLOAT32) widen_as<F32>(from, size, to);
   else if (type == BFLOAT16) widen_as<BF16>(from, size, to);
   else widen_as<F16>(from, size, to);
@@ -132,7 +136,8 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
 }
 
 // Bytes as the high bits of floats below their sign, times a power of two, times a number.
-static inline void of_high_bits(const uint8_t* from, int64_t count, int shift, float unit, float times, float* to) {
+[[maybe_unused]] static APART PLAIN_LOOPS void of_high_bits(const uint8_t* from, int64_t count, int shift, float unit,
+                                                            float times, float* to) {
   int64_t i = 0;
   for (; i + W <= count; i += W) store(to + i, (F)(ints_of(from + i) << shift) * unit * times);
   for (; i < count; i++) {
@@ -201,8 +206,9 @@ static inline void by_point(const Side& side, const uint8_t* codes, float scale,
 
 // Tokens first..first + count of a lane, which lie at `from`, as floats, a token every `padded` floats, zeros behind its
 // channels; those of a grid in the order of its points. `scratch`: 2 * padded floats and padded bytes.
-[[maybe_unused]] static APART void decode(const Side& side, const char* from, int64_t lane, int64_t slots, int64_t first, int64_t count,
-                          int64_t padded, float* to, float* scratch) {
+[[maybe_unused]] static APART PLAIN_LOOPS void decode(const Side& side, const char* from, int64_t lane, int64_t slots,
+                                                      int64_t first, int64_t count, int64_t padded, float* to,
+                                                      float* scratch) {
   uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
   int64_t known = -1;
   for (int64_t i = 0; i < count; i++, from += side.slot_bytes, to += padded) {

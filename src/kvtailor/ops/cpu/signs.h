@@ -44,8 +44,8 @@ template <class Each> static inline void rows_by_four(int64_t rows, Each each) {
 
 // Adds to `to` (R, BLOCK) the products of the queries (R, wide) with the signs of `count` tokens, times `rest` of each.
 template <int R>
-APART void sign_products(const float* query, int64_t wide, const uint8_t* signs, int64_t stride, int64_t bytes,
-                         int64_t count, const float* rest, float* to, int64_t apart) {
+APART PLAIN_LOOPS void sign_products(const float* query, int64_t wide, const uint8_t* signs, int64_t stride,
+                                     int64_t bytes, int64_t count, const float* rest, float* to, int64_t apart) {
   constexpr int T = W / R;
   const int64_t vectors = (8 * bytes + W - 1) / W;
   float total[R];
@@ -77,8 +77,8 @@ APART void sign_products(const float* query, int64_t wide, const uint8_t* signs,
 // Adds the signs of `count` tokens, times `rest` of each and the rows' weights (R, apart), to `out` (R, wide). Weights
 // and `rest` are 0 behind `count` up to whole vectors.
 template <int R>
-APART void sign_sums(const float* weights, int64_t apart, const float* rest, const uint8_t* signs, int64_t stride,
-                     int64_t bytes, int64_t count, float* out, int64_t wide) {
+APART PLAIN_LOOPS void sign_sums(const float* weights, int64_t apart, const float* rest, const uint8_t* signs,
+                                 int64_t stride, int64_t bytes, int64_t count, float* out, int64_t wide) {
   constexpr int M = W / R > 4 ? 4 : W / R;
   const int64_t vectors = (8 * bytes + W - 1) / W;
   float total[R];
