@@ -1,6 +1,8 @@
 """Levels of the normal distribution: their closed form, their distortion, bytes, and what they refuse."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from kvtailor.encode.gaussian import Gaussian
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import CacheMisuse
-from kvtailor.ops.codes.gaussian import GaussianCodes, gaussian_levels
+from kvtailor.ops import cpu
+from kvtailor.ops.codes.gaussian import MOST_WHOLE, GaussianCodes, gaussian_levels, padded_levels
 from kvtailor.ops.codes.hadamard import mixed, unmixed
 from kvtailor.plan import Plan
 from kvtailor.types import Layout
@@ -36,6 +39,18 @@ def test_levels_are_those_of_the_published_table(bits):
     found = gaussian_levels(bits)
     assert found.shape == (2**bits,) and torch.equal(found, -found.flip(0))
     assert found[2 ** (bits - 1) :].tolist() == pytest.approx(LEVELS[bits], rel=1e-3)
+
+
+def test_whole_levels_are_those_of_four_bits_and_as_large_as_the_kernels_allow():
+    """16 for keys and 16 for values, and what one of either is worth, behind the levels."""
+    levels, rest = padded_levels(4).split([16, 34])
+    for i, most in enumerate(MOST_WHOLE):
+        whole, unit = rest[16 * i : 16 * i + 16], rest[32 + i]
+        assert most / 2 <= whole.max() <= most and torch.equal(whole, whole.round())
+        assert (whole * unit - levels).abs().max() <= 0.51 * unit
+    header = (Path(cpu.__file__).parent / "integers.h").read_text()
+    known = [int(re.search(rf"MOST_OF_{side} = (\d+)", header)[1]) for side in ("KEYS", "VALUES")]
+    assert known == list(MOST_WHOLE)
 
 
 @pytest.mark.parametrize("bits", DISTORTION)

@@ -5,6 +5,8 @@ import torch
 from tests.encode.test_lowrank import told
 from tests.support.segments_of import Padded, states, uneven
 
+from kvtailor.encode.gaussian import Gaussian
+from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard, HadamardSegment
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.minicache import MiniCache
@@ -24,6 +26,11 @@ ROWS, HEADS, GROUP, SIZE = 2, 4, 3, 8
 CODECS = {
     "hadamard": Hadamard(of=Vector(bits=4, symmetric=False)),
     "hadamard keys": Hadamard(of=Kivi(bits=4, group=8), only="keys"),
+    "projected": Hadamard(of=Gaussian(bits=3, qjl="both"), signs=0),
+    "projected keys": Gaussian(bits=2, qjl="keys"),
+    "projected values": Hadamard(of=Gaussian(bits=4, qjl="values"), only="values", signs=1),
+    "grid": Hadamard(of=Higgs(bits=2), signs=0),
+    "grid keys": Hadamard(of=Higgs(bits=4, only="keys"), only="keys"),
     "hadamard values": Hadamard(of=Vector(bits=8), only="values"),
     "twice": Hadamard(of=Hadamard(of=Vector(bits=8), only="keys")),
     "single heads": LowRank(rank=0.5),

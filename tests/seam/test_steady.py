@@ -32,7 +32,9 @@ SHORT = (
     "lowrank(rank=0.5, heads=2, basis=random, block_size=64, of=hadamard(of=vector(bits=8)))",
     "h2o(recent=6) + hadamard(of=vector(bits=8)) @ tokens=40, slack=12", "nvfp4(group=8, block_size=16)",
     "h2o(recent=6) + nvfp4(group=8, recent=16) @ tokens=40, slack=12", "hadamard(of=mxfp4(block_size=16), signs=0)",
-    "snapkv(window=6) + adakv + mxfp8(block_size=16) @ tokens=24",
+    "snapkv(window=6) + adakv + mxfp8(block_size=16) @ tokens=24", "hadamard(of=higgs(bits=2, block_size=16), signs=0)",
+    "hadamard(of=gaussian(bits=3, qjl=both, block_size=16), signs=0)",
+    "h2o(recent=6) + higgs(bits=3, recent=16) @ tokens=40, slack=12",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 

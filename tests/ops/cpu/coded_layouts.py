@@ -13,12 +13,14 @@ from torch import Tensor
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.quant import largest_divisor
+from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import built, load
 from kvtailor.ops.segments.coded import Coded, Whole
 
-__all__ = ["COARSE", "LAYOUTS", "every_dtype", "every_variant", "exact", "needs_built", "states_of"]
+__all__ = ["COARSE", "LAYOUTS", "every_dtype", "every_variant", "exact", "needs_built", "states_of", "width_of"]
 
 _LOADED = [each for each in map(load, built().values()) if each is not None]
 every_variant = pytest.mark.parametrize("library", _LOADED, ids=lambda each: each.variant)
@@ -41,6 +43,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
     "tokens4x8": lambda states: TokenCodes.of(states, 4, 8),
     **{f"channels{bits}": partial(ChannelCodes.of, bits=bits, group=32) for bits in (2, 3, 4, 8)},
     **{f"levels{bits}": partial(GaussianCodes.of, bits=bits, keep_norm=bits % 2 == 0) for bits in (1, 2, 3, 4, 5, 8)},
+    **{f"grid{bits}": partial(GridCodes.of, bits=bits, keep_norm=bits % 2 == 0) for bits in (2, 3, 4)},
+    **{f"signs{bits}": partial(ResidualCodes.of, bits=bits, state=1, keep_norm=bits % 2 == 0) for bits in (2, 3, 5)},
     "nvfp4": partial(NvCodes.of, block=16, group=32),
     "nvfp4x8": partial(NvCodes.of, block=8, group=3),
     "mxfp4": partial(MxCodes.of, element="e2m1", block=32),
@@ -57,10 +61,15 @@ def states_of(seed: int, dtype: torch.dtype, lanes: int, slots: int, size: int) 
 
 
 def exact(side: Coded) -> Tensor:
-    """What the side stands for, in float64: the tables widened before they are used."""
+    """What the side stands for in its own coordinates, in float64: the tables widened before they are used."""
     if isinstance(side, Whole):
         return side.states.double()
     wide: dict[str, Any] = {name: x.double() for name, x in side.tensors().items() if x.is_floating_point()}
     if isinstance(side, MxCodes | NvCodes):
         wide["dtype"] = "float64"
-    return replace(side, **wide).decode()
+    return replace(side, **wide).stored()
+
+
+def width_of(side: Coded) -> int:
+    """Numbers of a query for what is stored."""
+    return exact(side).shape[-1]

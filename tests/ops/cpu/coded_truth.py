@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from tests.ops.cpu.coded_layouts import LAYOUTS, exact, states_of
+from tests.ops.cpu.coded_layouts import LAYOUTS, exact, states_of, width_of
 from torch import Tensor
 
 from kvtailor.ops.attention.definition import reference
@@ -46,7 +46,7 @@ def merges_ragged_lanes(attend: Callable[..., tuple[Tensor, ...]], layout: str, 
     pages, lengths = [3, 0, 1, 5], torch.tensor([64, 64, 7, 1, 64, 64, 64, 64, 33], dtype=torch.int32)
     owner = torch.repeat_interleave(torch.arange(4), torch.tensor(pages))
     keys, values = (LAYOUTS[layout](states) for states in states_of(4, torch.bfloat16, 9, 64, 32))
-    query = torch.randn(4, 3, 2, 32)
+    query = torch.randn(4, 3, 2, width_of(keys))
     if isinstance(keys, Whole) and isinstance(values, Whole):
         for lane, length in enumerate(lengths.tolist()):
             keys.states[lane, length:] = values.states[lane, length:] = torch.nan

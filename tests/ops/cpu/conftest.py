@@ -1,4 +1,4 @@
-"""Thread counts for kernels that share their work."""
+"""Thread counts for kernels that share their work, and memory that nobody wrote."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from kvtailor.ops.cpu import attention
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -15,3 +17,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not written is NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(attention.torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(torch.nan))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_variant, exact, needs_built, states_of
+from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_variant, exact, needs_built, states_of, width_of
 from torch import Tensor
 
 from kvtailor.ops import dispatch
@@ -135,7 +135,8 @@ def test_any_shape(library: Library, data: st.DataObject) -> None:
     seed = draw(st.integers(0, 10**6))
     keys, values = (LAYOUTS[layout](states) for states in states_of(seed, torch.float32, owners, slots, size))
     state = torch.Generator().manual_seed(seed)
-    query, counts = torch.randn((owners, group, new, size), generator=state), torch.rand((owners, new), generator=state)
+    query = torch.randn((owners, group, new, width_of(keys)), generator=state)
+    counts = torch.rand((owners, new), generator=state)
     visible = torch.rand((owners, new, slots), generator=state) < draw(st.sampled_from([0.01, 0.8]))
     _, lse, kept = attend_keeping(query, keys, values, scaling=0.1, visible=visible, using=library)
     assert close(kept.mass(lse, counts), truth(query, exact(keys), counts, visible), 1e-5)

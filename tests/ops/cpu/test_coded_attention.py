@@ -10,17 +10,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, exact, needs_built, states_of
+from tests.ops.cpu.coded_layouts import (
+    COARSE,
+    LAYOUTS,
+    every_dtype,
+    every_variant,
+    exact,
+    needs_built,
+    states_of,
+    width_of,
+)
 from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 
 from kvtailor.ops.codes.floats import NvCodes
+from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, FloatCodes, TokenCodes
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, unsuited
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.segments.coded import Whole
 
-pytestmark = needs_built
+pytestmark = [needs_built, pytest.mark.usefixtures("poisoned")]
 # (b, h, g, t, s, d): 63 slots, odd heads, sizes that no vector divides, several blocks and pieces.
 SIZES = [
     (1, 2, 4, 1, 63, 128),
@@ -31,20 +41,13 @@ SIZES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written is NaN."""
-    empty = torch.empty
-    monkeypatch.setattr(attention.torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(torch.nan))
-
-
 @lru_cache(maxsize=2)
 def every_size(layout: str, dtype: torch.dtype) -> list[tuple]:
     """Query, coded keys and values, and the truth: for all variants, which follow each other."""
     made = []
     for index, (b, h, g, t, s, d) in enumerate(SIZES if dtype == torch.bfloat16 else SIZES[1:4]):
         keys, values = (LAYOUTS[layout](states) for states in states_of(index, dtype, b * h, s, d))
-        query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
+        query = torch.randn((b * h, g, t, width_of(keys)), generator=torch.Generator().manual_seed(9))
         made.append((query, keys, values, truth(query, keys, values)))
     return made
 
@@ -88,7 +91,20 @@ def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str, shap
 
 @every_variant
 @pytest.mark.parametrize(
-    "layout", ["plain", "vector8", "tokens4", "channels2", "channels4x5", "levels4", "nvfp4", "nvfp4x8", "mxfp4"]
+    "layout",
+    [
+        "plain",
+        "vector8",
+        "tokens4",
+        "channels2",
+        "channels4x5",
+        "levels4",
+        "grid2",
+        "signs3",
+        "nvfp4",
+        "nvfp4x8",
+        "mxfp4",
+    ],
 )
 def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(library: Library, layout: str) -> None:
     """Runs of 32 tokens end with a page of 64, runs of 5 and of 3 do not."""
@@ -151,6 +167,18 @@ def test_moved_floats_use_the_scale_of_their_run(library: Library, size: int) ->
         keys, values = keys.regather(lane, slot), values.regather(lane, slot)
         assert keys.row is not None
         assert same(attend_coded(query, keys, values, scaling=0.1, using=library), truth(query, keys, values), 2e-5)
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["plain", "tokens4", "levels4", "grid2", "signs3", "nvfp4"])
+def test_sums_fade_when_later_tokens_weigh_more(library: Library, layout: str) -> None:
+    """A piece of several blocks, each of which has higher logits than those before."""
+    keys, values = states_of(15, torch.float32, 1, 4200, 128)
+    keys = keys.abs() * torch.linspace(0.1, 1, 4200)[:, None]
+    coded = LAYOUTS[layout](keys), LAYOUTS[layout](values)
+    query = torch.rand(1, 3, 1, width_of(coded[0]))
+    query[..., 128:] = 0
+    assert same(attend_coded(query, *coded, scaling=0.1, using=library), truth(query, *coded))
 
 
 @every_variant
@@ -301,7 +329,10 @@ def test_any_shape(library: Library, data: st.DataObject) -> None:
         LAYOUTS[of_values](states_of(seed, dtype, h, s, dv)[1]),
     )
     state = torch.Generator().manual_seed(seed)
-    query, visible = torch.randn((h, g, t, d), generator=state), torch.rand((h, t, s), generator=state) < 0.8
+    query, visible = (
+        torch.randn((h, g, t, width_of(keys)), generator=state),
+        torch.rand((h, t, s), generator=state) < 0.8,
+    )
     found = attend_coded(query, keys, values, scaling=0.1, visible=visible, using=library)
     assert same(found, truth(query, keys, values, visible), 1e-5 if dtype == torch.float32 else COARSE)
 
@@ -310,5 +341,6 @@ def test_what_is_unsuited_is_said() -> None:
     states = torch.randn(1, 8, 16)
     plain = Whole(states=states)
     assert unsuited(plain, TokenCodes.symmetric(states, 4)) is None
+    assert unsuited(GridCodes.of(states, 3, keep_norm=True), plain) is None
     assert "FloatCodes" in str(unsuited(plain, FloatCodes.of(states, 8)))
     assert "float64" in str(unsuited(plain, Whole(states=states.double())))

@@ -16,11 +16,13 @@ from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types.late_checks import sent
 
-__all__ = ["GaussianCodes", "gaussian_levels", "padded_levels"]
+__all__ = ["MOST_WHOLE", "GaussianCodes", "gaussian_levels", "padded_levels"]
 
 # Elements that are worked on at once.
 _PIECE = 1 << 20
 _ROUNDS = 10_000
+# Of keys and of values: as `MOST_OF_KEYS` and `MOST_OF_VALUES` in integers.h.
+MOST_WHOLE = (8191, 4096)
 
 
 @cache
@@ -56,10 +58,28 @@ def _levels_on(bits: int, device: torch.device) -> Tensor:
 
 @cache
 def padded_levels(bits: int) -> Tensor:
-    """Return the levels on the CPU, and zeros behind them until there are 16: a register of any width can load them."""
+    """Return the levels on the CPU, and zeros behind them until there are 16: a register of any width can load them.
+
+    Behind 16 levels come the same twice as whole numbers, for keys and for values, and what one of either is worth.
+    """
     with torch.inference_mode(False):
         levels = gaussian_levels(bits)
-        return torch.cat([levels, levels.new_zeros(max(0, 16 - levels.shape[0]))])
+        padded = torch.cat([levels, levels.new_zeros(max(0, 16 - levels.shape[0]))])
+        if bits != 4:
+            return padded
+        whole = [_whole(levels, most) for most in MOST_WHOLE]
+        return torch.cat([padded, *(each for each, _ in whole), torch.tensor([unit for _, unit in whole])])
+
+
+def _whole(levels: Tensor, most: int) -> tuple[Tensor, float]:
+    """The levels as whole numbers of at most `most`, and what one of them is worth: with the least squared error."""
+    exact = levels.double()
+    borders = torch.special.ndtr((exact[1:] + exact[:-1]) / 2)
+    share = torch.diff(borders, prepend=borders.new_zeros(1), append=borders.new_ones(1))
+    units = exact.max() / torch.arange(most // 2, most + 1, dtype=torch.float64)[:, None]
+    errors = ((exact / units).round() * units - exact).square() @ share
+    unit = units[errors.argmin(), 0]
+    return (exact / unit).round().float(), float(unit)
 
 
 @dataclass(frozen=True, kw_only=True)

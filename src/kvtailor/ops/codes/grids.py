@@ -19,7 +19,7 @@ from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.types.late_checks import sent
 
-__all__ = ["GridCodes", "grid_of", "pairs_of"]
+__all__ = ["GridCodes", "grid_of", "pairs_of", "tables_of"]
 
 # Elements that are worked on at once.
 _PIECE = 1 << 20
@@ -30,6 +30,14 @@ def grid_of(bits: int) -> Tensor:
     """Return the points (4^bits, 2) float32 of a grid of so many bits for each number, on the CPU."""
     with torch.inference_mode(False):
         return torch.tensor([float(each) for each in POINTS[4**bits].split()]).view(-1, 2)
+
+
+@cache
+def tables_of(bits: int) -> Tensor:
+    """Return `grid_of` as one run of float32, and behind it all first numbers of its points and all second ones."""
+    grid = grid_of(bits)
+    with torch.inference_mode(False):
+        return torch.cat([grid.flatten(), grid.mT.flatten()])
 
 
 @cache

@@ -6,6 +6,7 @@
 #include "codes.h"
 #include "numbers.h"
 #include "plain.h"
+#include "signs.h"
 #include "threads.h"
 
 #if defined(__AVX512VNNI__)
@@ -53,10 +54,21 @@ bool values_fused(const Side& side) {
   return whole_words(side) && side.kind != CHANNEL_CODES && (groups == 1 || (groups <= W && side.group % 4 == 0));
 }
 
+// Whether codes are levels that may be whole numbers: of a cache of 16 bits, whose tokens fill vectors.
+bool levels_coarse(const Side& side) {
+#if defined(__AVX512VNNI__)
+  if (!keys_fused(side) || side.kind == GRID_CODES || folds(side) != 1) return false;
+  return side.kind == BLOCK_LEVELS ? ((const Blocks*)side.low)->coarse : side.scales != FLOAT32;
+#else
+  return false;
+#endif
+}
+
 // Whether keys' logits are taken in integers: where the cache has 16 bits, so that 16 bits of a query are enough.
 bool keys_coarse(const Side& side) {
 #if defined(__AVX512VNNI__)
-  if (!keys_fused(side) || has_levels(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
+  if (has_levels(side)) return levels_coarse(side) && groups_of(side) <= W && side.size <= MOST_SHORT / 2;
+  if (!keys_fused(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
   return in_short_tokens(side) || folds(side) == 1;
 #else
   return false;
@@ -75,6 +87,10 @@ bool values_short(const Side& side) {
 
 // Where channel c comes to lie when the side's tokens are read as they are; `placed`: in the order of words.h.
 int64_t place(const Side& side, bool placed, int64_t c) {
+  if (side.kind == GRID_CODES) {
+    const int64_t pairs = codes_of(side), second = c >= pairs, pair = second ? side.size - 1 - c : c;
+    return placed ? second * pairs + place_of_code(side, pair) : 2 * pair + second;
+  }
   if (placed) return place_of_code(side, c);
   if (side.kind != BFLOAT16 || side.size % (2 * W)) return c;
   return c / (2 * W) * (2 * W) + BF16::place((int)(c % (2 * W)));
@@ -84,52 +100,67 @@ int64_t place(const Side& side, bool placed, int64_t c) {
 bool in_one_row(const Side& side, int64_t slots, bool starts) {
   if (starts) return true;
   if (side.lane_bytes != slots * side.slot_bytes) return false;
+  if (side.kind == SIGNED_LEVELS) {
+    const Signs& own = *(const Signs*)side.low;
+    return own.lane_bytes == slots * own.slot_bytes;
+  }
   if (side.kind == CHANNEL_CODES) return side.row || side.runs * side.group == slots;
   if (side.kind != BLOCK_LEVELS) return true;
   const Blocks& blocks = *(const Blocks*)side.low;
   return !blocks.outer || side.row || side.runs * blocks.span == slots;
 }
 
+// Floats that a row of a side has, those of signs behind the others' of all rows.
+int64_t room_of(const Side& side) { return halves_of(side) * padded(without_signs(side).size); }
+
 // What all pieces of a call know, and how much scratch each thread has.
 struct Tables {
   const Call& call;
-  int64_t wide_keys = padded(call.keys.size), wide_values = padded(call.values.size);
-  bool fused_keys = keys_fused(call.keys), fused_values = values_fused(call.values);
-  bool coarse_keys = keys_coarse(call.keys), short_values = values_short(call.values);
+  Side keys = without_signs(call.keys), values = without_signs(call.values);
+  int64_t wide_keys = padded(keys.size), wide_values = padded(values.size);
+  int64_t all_keys = room_of(call.keys), all_values = room_of(call.values);  // with those of signs
+  bool signed_keys = all_keys > wide_keys, signed_values = all_values > wide_values;
+  bool fused_keys = keys_fused(keys), fused_values = values_fused(values);
+  bool coarse_keys = keys_coarse(keys), short_values = values_short(values);
   // The same with `visible` as with `firsts`: a step and what it stands for must take the same blocks.
   bool joined = !call.kept && !(call.starts && call.log_weight) &&
                 in_one_row(call.keys, call.slots, call.starts) && in_one_row(call.values, call.slots, call.starts);
   int32_t* key_place = (int32_t*)call.scratch;            // of each channel
-  int32_t* key_channel = key_place + wide_keys;        // at each place
+  int32_t* key_channel = key_place + all_keys;        // at each place
   int32_t* value_place = key_channel + wide_keys;
-  int32_t* scale_lanes = value_place + wide_values;    // see Scales
+  int32_t* scale_lanes = value_place + all_values;    // see Scales
   int32_t* key_lanes = scale_lanes + wide_values + W;  // the same of keys
   float* scratches = (float*)(key_lanes + wide_keys + W);
 
-  int64_t own() const { return 3 * wide_keys + 2 * wide_values + 2 * W; }
+  int64_t own() const { return all_keys + 2 * wide_keys + all_values + wide_values + 2 * W; }
 
   int64_t widest() const { return wide_keys > wide_values ? wide_keys : wide_values; }
 
   // Scaled queries, the same times scales, their sums; logits; hidden columns; decoded tokens; scales.
   int64_t each() const {
-    const int64_t queries = call.rows * (2 * wide_keys + 1), logits = (call.rows + call.queries) * BLOCK;
-    const int64_t of_keys = 4 * wide_keys + (1 + groups_of(call.keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(call.values) + W);
+    const int64_t queries = call.rows * (all_keys + wide_keys) + padded(call.rows), logits = (call.rows + call.queries) * BLOCK;
+    const int64_t of_keys = 4 * wide_keys + (1 + groups_of(keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(values) + W);
     return queries + logits + (TILE + 3) * widest() + of_keys + of_values + W;
   }
 
-  void fill() const {
+  SMALL_CODE void fill() const {
     const bool placed_keys = fused_keys && !coarse_keys, placed_values = fused_values && !short_values;
     for (int64_t c = 0; c < wide_keys; c++) key_channel[c] = 0;
     for (int64_t c = 0; c < wide_keys; c++)
-      key_channel[key_place[c] = (int32_t)(c < call.keys.size ? place(call.keys, placed_keys, c) : c)] = (int32_t)c;
-    for (int64_t c = 0; c < call.values.size; c++)
-      value_place[c] = (int32_t)place(call.values, placed_values, c);
-    if (placed_values) fill_lanes(call.values, scale_lanes);
-    if (placed_keys && has_levels(call.keys)) fill_lanes(call.keys, key_lanes);
+      key_channel[key_place[c] = (int32_t)(c < keys.size ? place(keys, placed_keys, c) : c)] = (int32_t)c;
+    for (int64_t c = 0; c < values.size; c++)
+      value_place[c] = (int32_t)place(values, placed_values, c);
+    if (signed_keys)
+      for (int64_t c = 0; c < keys.size; c++) key_place[keys.size + c] = (int32_t)(wide_keys + place_of_sign(keys.size, c));
+    if (signed_values)
+      for (int64_t c = 0; c < values.size; c++)
+        value_place[values.size + c] = (int32_t)(wide_values + place_of_sign(values.size, c));
+    if (placed_values) fill_lanes(values, scale_lanes);
+    if (fused_keys && has_levels(keys)) fill_lanes(keys, key_lanes);
   }
 
   static void fill_lanes(const Side& side, int32_t* lanes) {
-    const int64_t kinds = 8 / side.bits, bytes = side.size / kinds, words = W / folds(side);
+    const int64_t kinds = 8 / side.bits, bytes = codes_of(side) / kinds, words = W / folds(side);
     const int64_t group = groups_of(side) > 1 ? side.group : side.size;
     for (int64_t v = 0; v * 4 * words < bytes; v++)
       for (int64_t kind = 0; kind < kinds; kind++)
@@ -139,7 +170,8 @@ struct Tables {
 };
 
 // Logits become weights relative to the highest so far; what was found before is scaled to it.
-void soften(float* logits, int64_t count, float* top, float* total, float* out, int64_t size) {
+// `out` has so many runs of `size` numbers, `apart` from one another.
+void soften(float* logits, int64_t count, float* top, float* total, float* out, int64_t size, int64_t runs, int64_t apart) {
   const int64_t wide = padded(count);
   for (int64_t t = count; t < wide; t++) logits[t] = NOTHING;
   F high = all(NOTHING);
@@ -148,7 +180,8 @@ void soften(float* logits, int64_t count, float* top, float* total, float* out, 
   if (now > *top) {
     const float fade = *top == NOTHING ? 0.f : exponential(all(*top - now))[0];
     *total *= fade;
-    for (int64_t c = 0; c < size; c += W) store(out + c, load<F>(out + c) * fade);
+    for (int64_t i = 0; i < runs; i++, out += apart)
+      for (int64_t c = 0; c < size; c += W) store(out + c, load<F>(out + c) * fade);
     *top = now;
   }
   const float shift = *top == NOTHING ? 0.f : *top;
@@ -179,19 +212,22 @@ struct Piece {
   float *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales;
 
   Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
-    query = scratch, folded = query + rows * tables.wide_keys, sums_at = folded + rows * tables.wide_keys;
-    logits_at = sums_at + rows, hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
+    query = scratch, folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
+    logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
-    value_scales = key_scales + 4 * tables.wide_keys + (1 + groups_of(call.keys)) * BLOCK + W;
-    const int64_t size = call.keys.size;
+    value_scales = key_scales + 4 * tables.wide_keys + (1 + groups_of(tables.keys)) * BLOCK + W;
+    const int64_t size = call.keys.size, wide = tables.wide_keys;
     const float* from = call.query + (call.owner ? call.owner[lane] : lane) * rows * size;
     for (int64_t r = 0; r < rows; r++, from += size) {
-      float* mine = query + r * tables.wide_keys;
+      float *mine = query + r * wide, *of_signs = query + (rows + r - 1) * wide;
       sums_at[r] = 0;
-      for (int64_t c = size; c < tables.wide_keys; c++) mine[c] = 0;
+      for (int64_t c = tables.keys.size; c < wide; c++) mine[c] = 0;
+      if (tables.signed_keys)
+        for (int64_t c = wide; c < 2 * wide; c++) of_signs[c] = 0;
       for (int64_t c = 0; c < size; c++) {
         const float scaled = from[c] * (float)call.scaling;
-        mine[tables.key_place[c]] = scaled;
+        const int64_t at = tables.key_place[c];
+        (at < wide ? mine : of_signs)[at] = scaled;
         sums_at[r] += scaled;
       }
     }
@@ -258,11 +294,42 @@ struct Piece {
     }
   }
 
+  const uint8_t* signs_at(const Side& side, int64_t first) const {
+    const Signs& own = *(const Signs*)side.low;
+    return own.signs + lane * own.lane_bytes + first * own.slot_bytes;
+  }
+
+  // What signs of a run of tokens are multiplied by, and zeros behind.
+  void rest_of(const Side& side, int64_t first, int64_t count, float* to) const {
+    for (int64_t t = 0; t < BLOCK; t++) to[t] = 0;
+    widen_table(side, ((const Signs*)side.low)->rest, lane * call.slots + first, count, to);
+  }
+
+  void add_products_of_signs(int64_t first, int64_t count) const {
+    const Side& keys = call.keys;
+    const int64_t wide = tables.wide_keys, stride = ((const Signs*)keys.low)->slot_bytes, bytes = (tables.keys.size + 7) / 8;
+    rest_of(keys, first, count, key_scales);
+    rows_by_four(rows, [&](auto some, int64_t r) {
+      sign_products<decltype(some)::ROWS>(query + (rows + r) * wide, wide, signs_at(keys, first), stride, bytes, count,
+                                          key_scales, logits_at + r * BLOCK, BLOCK);
+    });
+  }
+
+  void add_sums_of_signs(int64_t first, int64_t count, float* out) const {
+    const Side& values = call.values;
+    const int64_t wide = tables.wide_values, stride = ((const Signs*)values.low)->slot_bytes;
+    rest_of(values, first, count, value_scales);
+    rows_by_four(rows, [&](auto some, int64_t r) {
+      sign_sums<decltype(some)::ROWS>(logits_at + r * BLOCK, BLOCK, value_scales, signs_at(values, first), stride,
+                                      (tables.values.size + 7) / 8, count, out + r * wide, wide);
+    });
+  }
+
   // Takes products with keys whose tokens are short; false where they are not.
   bool short_products(const float* asked, int64_t first, int64_t count, float* to) const {
 #if defined(__AVX512VNNI__)
-    if (tables.coarse_keys && in_short_tokens(call.keys)) {
-      products_of_short_tokens(asked, rows, call.keys, data(call.keys, first), count, to);
+    if (tables.coarse_keys && in_short_tokens(tables.keys)) {
+      products_of_short_tokens(asked, rows, tables.keys, data(tables.keys, first), count, to);
       return true;
     }
 #endif
@@ -271,7 +338,7 @@ struct Piece {
 
   // Scales of a run of tokens go into the queries, minima into what is added to its logits.
   void logits_by_run(int64_t first, int64_t count) const {
-    const Side& keys = call.keys;
+    const Side& keys = tables.keys;
     const int64_t wide = tables.wide_keys;
     float *natural = key_scales, *step = natural + wide, *low = step + wide;
     for (int64_t t = first; t < first + count;) {
@@ -308,7 +375,7 @@ struct Piece {
   }
 
   void logits_by_token(int64_t first, int64_t count) const {
-    const Side& keys = call.keys;
+    const Side& keys = tables.keys;
     if (!short_products(query, first, count, logits_at))
       with_codes(keys, [&](auto codes) {
         const Rows mine{query, tables.wide_keys, tables.coarse_keys};
@@ -325,9 +392,9 @@ struct Piece {
   }
 
   void logits_by_level(int64_t first, int64_t count) const {
-    const Side& keys = call.keys;
+    const Side& keys = tables.keys;
     scales_of_levels(keys, lane, call.slots, first, count, key_scales);
-    const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), groups_of(keys), 0, false};
+    const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), tables_of(keys), groups_of(keys), 0, tables.coarse_keys};
     with_levels(keys, [&](auto codes) {
       in_rows(rows, [&](auto some, int64_t r) {
         const Rows mine{query + r * tables.wide_keys, tables.wide_keys, false};
@@ -348,16 +415,17 @@ struct Piece {
   }
 
   void logits_of_codes(int64_t first, int64_t count) const {
-    if (call.keys.kind == CHANNEL_CODES) logits_by_run(first, count);
-    else if (has_levels(call.keys)) logits_by_level(first, count);
+    if (tables.keys.kind == CHANNEL_CODES) logits_by_run(first, count);
+    else if (has_levels(tables.keys)) logits_by_level(first, count);
     else logits_by_token(first, count);
   }
 
   void sum_levels(int64_t first, int64_t count, float* out) const {
-    const Side& values = call.values;
+    const Side& values = tables.values;
     scales_of_levels(values, lane, call.slots, first, count, value_scales);
-    if (scales_apart(values)) times_scales(value_scales, count);
-    const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), groups_of(values), 0, false};
+    const bool coarse = levels_coarse(values) && values.kind == LEVEL_CODES;
+    if (scales_apart(values) && !coarse) times_scales(value_scales, count);
+    const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), tables_of(values), groups_of(values), 0, coarse};
     with_levels(values, [&](auto codes) {
       weighted<decltype(codes)>(logits_at, BLOCK, rows, data(values, first), values.slot_bytes, count, found, out,
                                 tables.wide_values);
@@ -365,7 +433,7 @@ struct Piece {
   }
 
   void sum_codes(int64_t first, int64_t count, float* out) const {
-    const Side& values = call.values;
+    const Side& values = tables.values;
     if (has_levels(values)) return sum_levels(first, count, out);
     const int64_t groups = groups_of(values), at = (lane * call.slots + first) * groups;
     float *step = value_scales, *low = step + BLOCK * groups + W;
@@ -379,7 +447,7 @@ struct Piece {
     const float zero = (float)((1 << (values.bits - 1)) - 1);
     const bool uniform = groups == 1 || (groups <= MOST_GROUPS && values.group % sizeof(U) == 0);
     const bool coarse = uniform && values.scales != FLOAT32;
-    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, nullptr, groups, zero, coarse};
+    const Scales found{step, values.low ? low : nullptr, tables.scale_lanes, nullptr, 1, groups, zero, coarse};
     with_codes(values, [&](auto codes) {
       weighted<decltype(codes)>(logits_at, BLOCK, rows, from, values.slot_bytes, count, found, out, tables.wide_values);
     });
@@ -397,16 +465,18 @@ struct Piece {
     const int64_t wide = tables.wide_keys, width = tables.wide_values;
     if (tables.fused_keys) logits_of_codes(first, count);
     else
-      over(call.keys, wide, first, count, [&](auto type, const char* keys, int64_t stride, int64_t at, int64_t n) {
+      over(tables.keys, wide, first, count, [&](auto type, const char* keys, int64_t stride, int64_t at, int64_t n) {
         logits<decltype(type)>(query, rows, wide, keys, stride, n, logits_at + at);
       });
+    if (tables.signed_keys) add_products_of_signs(first, count);
     if (call.softcap > 0) cap(count);
     raise(first, count);
     for (int64_t r = 0; r < rows; r++)
-      soften(logits_at + r * BLOCK, count, tops + r, totals + r, out + r * width, width);
+      soften(logits_at + r * BLOCK, count, tops + r, totals + r, out + r * width, width, halves_of(call.values), rows * width);
     if (call.kept) keep(first, count, tops);
+    if (tables.signed_values) add_sums_of_signs(first, count, out + rows * width);
     if (tables.fused_values) return sum_codes(first, count, out);
-    over(call.values, width, first, count, [&](auto type, const char* values, int64_t stride, int64_t at, int64_t n) {
+    over(tables.values, width, first, count, [&](auto type, const char* values, int64_t stride, int64_t at, int64_t n) {
       mix<decltype(type)>(logits_at + at, rows, values, stride, n, out, width);
     });
   }
@@ -418,7 +488,7 @@ int64_t filled_of(const Call& call, int64_t lane) { return call.lengths ? call.l
 
 // What a piece has found so far: nothing.
 float* found_nothing(const Call& call, const Tables& tables, int64_t index) {
-  float* tops = call.found + index * call.rows * (2 + tables.wide_values);
+  float* tops = call.found + index * call.rows * (2 + tables.all_values);
   for (int64_t r = 0; r < call.rows; r++) tops[r] = NOTHING, tops[call.rows + r] = 0;
   return tops;
 }
@@ -439,7 +509,7 @@ bool follows(const Call& call, int64_t lane, int64_t next) {
 void lanes_of_owner(const Call& call, const Tables& tables, int64_t begin, int64_t end, float* scratch) {
   float *tops = found_nothing(call, tables, begin), *out = tops + 2 * call.rows;
   for (int64_t i = begin + 1; i < end; i++) found_nothing(call, tables, i);
-  for (int64_t i = 0; i < call.rows * tables.wide_values; i++) out[i] = 0;
+  for (int64_t i = 0; i < call.rows * tables.all_values; i++) out[i] = 0;
   Piece work(call, tables, begin, scratch);
   for (int64_t lane = begin; lane < end;) {
     int64_t next = lane + 1, filled = filled_of(call, lane);
@@ -455,7 +525,7 @@ void chunk_of_lane(const Call& call, const Tables& tables, int64_t index, float*
   const int64_t lane = index / chunks(call), first = index % chunks(call) * call.chunk, filled = filled_of(call, lane);
   const int64_t end = first + call.chunk < filled ? first + call.chunk : filled;
   float *tops = found_nothing(call, tables, index), *out = tops + 2 * call.rows;
-  for (int64_t i = 0; i < call.rows * tables.wide_values; i++) out[i] = 0;
+  for (int64_t i = 0; i < call.rows * tables.all_values; i++) out[i] = 0;
   if (first < end) read_slots(Piece(call, tables, lane, scratch), first, end, tops);
 }
 
@@ -496,7 +566,7 @@ SMALL_CODE void bounds_of(const Call& call, const Tables& tables, int64_t index,
 }
 
 void merge(const Call& call, const Tables& tables, int64_t owner, int64_t first, int64_t last) {
-  const int64_t rows = call.rows, size = call.values.size, each = rows * (2 + tables.wide_values);
+  const int64_t rows = call.rows, size = call.values.size, wide = tables.wide_values, each = rows * (2 + tables.all_values);
   for (int64_t r = 0; r < rows; r++) {
     float top = NOTHING, total = 0;
     for (int64_t i = first; i < last; i++) top = call.found[i * each + r] > top ? call.found[i * each + r] : top;
@@ -507,8 +577,11 @@ void merge(const Call& call, const Tables& tables, int64_t owner, int64_t first,
       if (tops[rows + r] == 0) continue;
       const float share = exponential(all(tops[r] - top))[0];
       total += share * tops[rows + r];
-      const float* mine = tops + 2 * rows + r * tables.wide_values;
-      for (int64_t c = 0; c < size; c++) out[c] += share * mine[tables.value_place[c]];
+      const float *mine = tops + 2 * rows + r * wide, *of_signs = mine + (rows - 1) * wide;
+      for (int64_t c = 0; c < size; c++) {
+        const int64_t at = tables.value_place[c];
+        out[c] += share * (at < wide ? mine : of_signs)[at];
+      }
     }
     // Not `total > 0`: where something was no number, so are these.
     call.lse[owner * rows + r] = total == 0 ? NOTHING : top + __builtin_logf(total);
@@ -586,7 +659,7 @@ int64_t kvtailor_scratch(const Call* call) {
 }
 
 int64_t kvtailor_found(const Call* call) {
-  return call->lanes * chunks(*call) * call->rows * (2 + padded(call->values.size));
+  return call->lanes * chunks(*call) * call->rows * (2 + room_of(call->values));
 }
 
 int32_t kvtailor_attend(const Call* call) { return attend(*call); }
@@ -621,7 +694,7 @@ int32_t kvtailor_map(const Map* map, const float* from, const float* lse, float*
 
 // Floats of `found` that are enough for a part of a step however many slots it has.
 int64_t kvtailor_found_of_any(const Call* call, int64_t threads) {
-  return (PIECES * threads + call->lanes) * call->rows * (2 + padded(call->values.size));
+  return (PIECES * threads + call->lanes) * call->rows * (2 + room_of(call->values));
 }
 
 int64_t kvtailor_kept(const Call* call) { return call->lanes * call->rows * (call->slots + blocks(*call)); }
@@ -634,6 +707,12 @@ int32_t kvtailor_levels() { return 1; }
 
 // Whether codes of levels may have a scale for each block of channels: a library from older sources has no such function.
 int32_t kvtailor_blocks() { return 1; }
+
+// Whether codes of pairs of channels are read: a library from older sources has no such function.
+int32_t kvtailor_grids() { return 1; }
+
+// Whether signs beside levels are read: a library from older sources has no such function.
+int32_t kvtailor_signs() { return 1; }
 
 // Whether `starts` is read: a library from older sources has no such function.
 int32_t kvtailor_pages() { return 1; }

@@ -11,19 +11,22 @@ from torch import Tensor
 
 from kvtailor.ops.codes.floats import ELEMENTS, MxCodes, NvCodes, levels_of
 from kvtailor.ops.codes.gaussian import GaussianCodes, padded_levels
+from kvtailor.ops.codes.grids import GridCodes, tables_of
+from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
 from kvtailor.ops.segments.coded import Coded, Whole
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "side_of", "threads_for", "unsuited"]
 
-_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS = 3, 4, 5, 6
+_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS, _GRID_CODES, _SIGNED_LEVELS = 3, 4, 5, 6, 7, 8
 # Types of the scales of `_BLOCK_LEVELS`, see layouts.h.
 _E4M3, _E8M0 = 3, 4
 # By how many bits a byte's exponent and mantissa lie below those of a float32.
 _SHIFTS = {"e2m1": 0, "e4m3": 20, "e5m2": 21}
 _OLDER = "the C++ kernels were built from sources that knew no {}: build them again"
-_READ = Whole | TokenCodes | ChannelCodes | GaussianCodes | MxCodes | NvCodes
+_CODES = TokenCodes | ChannelCodes | GaussianCodes | GridCodes | ResidualCodes | MxCodes | NvCodes
+_READ = Whole | _CODES
 # The same numbers as in attention.cpp, where a step parts its calls itself.
 # Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
 _LEAST = 256
@@ -45,6 +48,14 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
             dtype, device = side.scale.dtype, side.scale.device
             if not _knows("kvtailor_levels"):
                 return _OLDER.format("codes of levels")
+        elif isinstance(side, GridCodes):
+            dtype, device = side.scale.dtype, side.scale.device
+            if not _knows("kvtailor_grids"):
+                return _OLDER.format("codes of pairs of channels")
+        elif isinstance(side, ResidualCodes):
+            dtype, device = side.scale.dtype, side.scale.device
+            if not _knows("kvtailor_signs"):
+                return _OLDER.format("signs beside levels")
         elif isinstance(side, MxCodes | NvCodes):
             dtype, device = getattr(torch, side.dtype), side.codes.device
             if not _knows("kvtailor_blocks"):
@@ -226,25 +237,28 @@ def side_of(side: Coded, held: list[Tensor], made: list[Any]) -> Side:
             kind=kind,
             size=states.shape[2],
         )
-    assert isinstance(side, TokenCodes | ChannelCodes | GaussianCodes | MxCodes | NvCodes)
+    assert isinstance(side, _CODES)
     codes = side.codes if side.codes.stride(-1) == 1 else side.codes.contiguous()
     lane, slot, _ = codes.stride()
     if isinstance(side, MxCodes | NvCodes):
         held.append(codes)
         return _blocks_of(side, codes, held, made)
-    if isinstance(side, GaussianCodes):
-        dtype = side.scale.dtype
+    if isinstance(side, ResidualCodes):
+        held.append(codes)
+        return _signs_of(side, codes, held, made)
+    if isinstance(side, GaussianCodes | GridCodes):
+        dtype, grid = side.scale.dtype, isinstance(side, GridCodes)
         held.append(codes)
         return Side(
             data=codes.data_ptr(),
             step=_pointer(side.scale, dtype, held),
             # Kept for as long as the process runs.
-            low=padded_levels(side.bits).data_ptr(),
+            low=(tables_of if grid else padded_levels)(side.bits).data_ptr(),
             lane_bytes=lane,
             slot_bytes=slot,
-            kind=_LEVEL_CODES,
+            kind=_GRID_CODES if grid else _LEVEL_CODES,
             scales=DTYPES[dtype],
-            bits=side.bits,
+            bits=2 * side.bits if grid else side.bits,
             size=side.size,
         )
     dtype = side.step.dtype
@@ -272,7 +286,7 @@ def _blocks_of(side: MxCodes | NvCodes, codes: Tensor, held: list[Tensor], made:
     """A side whose codes are levels with a scale for each block of channels."""
     lane, slot, _ = codes.stride()
     # Kept for as long as the process runs.
-    blocks = [levels_of(side.element).data_ptr(), 0, 0, _SHIFTS[side.element]]
+    blocks = [levels_of(side.element).data_ptr(), 0, 0, _SHIFTS[side.element], int(side.dtype != "float32")]
     found = Side(
         data=codes.data_ptr(),
         step=_pointer(side.scales, torch.uint8, held),
@@ -289,10 +303,32 @@ def _blocks_of(side: MxCodes | NvCodes, codes: Tensor, held: list[Tensor], made:
         found.runs = side.tensor_scale.shape[1] if side.row is None else 0
         if side.row is not None:
             found.row = _pointer(side.row, torch.int32, held)
-    # `Blocks` of layouts.h: two addresses and two numbers.
+    # `Blocks` of layouts.h: two addresses and three numbers.
     made.append((ctypes.c_int64 * len(blocks))(*blocks))
     found.low = ctypes.addressof(made[-1])
     return found
+
+
+def _signs_of(side: ResidualCodes, codes: Tensor, held: list[Tensor], made: list[Any]) -> Side:
+    """A side of levels, and behind them signs: of twice as many numbers as channels."""
+    dtype = side.scale.dtype
+    signs = side.signs if side.signs.stride(-1) == 1 else side.signs.contiguous()
+    held.append(signs)
+    # `Signs` of layouts.h: three addresses and two numbers. Levels are kept for as long as the process runs.
+    levels, rest = padded_levels(side.bits).data_ptr(), _pointer(side.rest, dtype, held)
+    made.append((ctypes.c_int64 * 5)(levels, signs.data_ptr(), rest, *signs.stride()[:2]))
+    lane, slot, _ = codes.stride()
+    return Side(
+        data=codes.data_ptr(),
+        step=_pointer(side.scale, dtype, held),
+        low=ctypes.addressof(made[-1]),
+        lane_bytes=lane,
+        slot_bytes=slot,
+        kind=_SIGNED_LEVELS,
+        scales=DTYPES[dtype],
+        bits=side.bits,
+        size=2 * side.size,
+    )
 
 
 def _pointer(tensor: Tensor, dtype: torch.dtype, held: list[Tensor]) -> int:

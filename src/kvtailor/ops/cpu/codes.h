@@ -36,33 +36,40 @@ inline void products_of(Rows rows, const char* codes, int64_t stride, int64_t co
 template <class C, int R>
 void level_products(Rows rows, const char* codes, int64_t stride, int64_t count, const Scales& scales, float* to,
                     int64_t apart) {
+#if defined(__AVX512VNNI__)
+  if constexpr (C::BYTES == sizeof(U))
+    if (scales.coarse) return short_level_products<C, R>(rows, codes, stride, count, scales, to, apart);
+#endif
   constexpr int T = W / R;
+  const int64_t channels = rows.size / scales.tables;
   for (int64_t first = 0; first < count; first += T) {
     F sum_of[W];
     for (int i = 0; i < T; i++) {
       const int64_t t = first + i < count ? first + i : count - 1;
-      const char* token = codes + t * stride;
-      const int32_t* lanes = scales.lanes;
-      const float* query = rows.query;
+      const float *query = rows.query, *levels = scales.levels;
       F all_kinds[R]{};
-      for (int64_t c = 0; c < rows.size; c += C::N * W, token += C::BYTES, lanes += C::KINDS * W, query += C::N * W) {
-        const U words = C::words(token);
-        soon(token);
-        F mine[R][C::KINDS]{};
-        UNROLLED for (int k = 0; k < C::N; k++) {
-          const F value = C::at(words, k, scales.levels);
-          UNROLLED for (int r = 0; r < R; r++) mine[r][k % C::KINDS] += load<F>(query + r * rows.size + k * W) * value;
-        }
-        F step[C::KINDS];
-        if constexpr (C::OF_BLOCKS) {
-          const F steps = load<F>(scales.step + t * scales.groups);
-          UNROLLED for (int i = 0; i < C::KINDS; i++) step[i] = picked(steps, load<I>(lanes + i * W));
-        }
-        UNROLLED for (int r = 0; r < R; r++)
-          UNROLLED for (int i = 0; i < C::KINDS; i++) {
-            if constexpr (C::OF_BLOCKS) all_kinds[r] += mine[r][i] * step[i];
-            else all_kinds[r] += mine[r][i];
+      for (int64_t table = 0; table < scales.tables; table++, levels += 16) {
+        const char* token = codes + t * stride;
+        const int32_t* lanes = scales.lanes;
+        for (int64_t c = 0; c < channels; c += C::N * W, token += C::BYTES, lanes += C::KINDS * W, query += C::N * W) {
+          const U words = C::words(token);
+          soon(token);
+          F mine[R][C::KINDS]{};
+          UNROLLED for (int k = 0; k < C::N; k++) {
+            const F value = C::at(words, k, levels);
+            UNROLLED for (int r = 0; r < R; r++) mine[r][k % C::KINDS] += load<F>(query + r * rows.size + k * W) * value;
           }
+          F step[C::KINDS];
+          if constexpr (C::OF_BLOCKS) {
+            const F steps = load<F>(scales.step + t * scales.groups);
+            UNROLLED for (int i = 0; i < C::KINDS; i++) step[i] = picked(steps, load<I>(lanes + i * W));
+          }
+          UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int i = 0; i < C::KINDS; i++) {
+              if constexpr (C::OF_BLOCKS) all_kinds[r] += mine[r][i] * step[i];
+              else all_kinds[r] += mine[r][i];
+            }
+        }
       }
       UNROLLED for (int r = 0; r < R; r++) sum_of[r * T + i] = all_kinds[r];
     }
@@ -73,8 +80,9 @@ void level_products(Rows rows, const char* codes, int64_t stride, int64_t count,
   }
 }
 
+// Apart, since it is called from two places.
 template <class C, int R>
-inline void products_rows(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
+APART void products_rows(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
 #if defined(__AVX512VNNI__)
   if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2)
     if (rows.coarse) {
@@ -147,8 +155,18 @@ void sums_rows(const float* weights, int64_t apart, const char* codes, int64_t s
 #if defined(__AVX512VNNI__)
   if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2 && !C::LEVELS)
     if (scales.coarse) return short_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
+  if constexpr (C::BYTES == sizeof(U) && C::LEVELS && !C::OF_BLOCKS)
+    if (scales.coarse) return short_level_sums<C, R>(weights, apart, codes, stride, count, scales, out, size);
 #endif
   const char* next = codes + VALUES_AHEAD;
+  if constexpr (C::LEVELS) {
+    Scales mine = scales;
+    const int64_t channels = size / scales.tables;
+    for (int64_t table = 0; table < scales.tables; table++, mine.levels += 16, out += channels)
+      for (int64_t c = 0, v = 0; c < channels; c += C::N * W, v++)
+        sums_from<C, R>(weights, apart, codes + v * C::BYTES, stride, count, mine, scales.lanes + v * C::KINDS * W, next, out + c, size);
+    return;
+  }
   for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++)
     sums_from<C, R>(weights, apart, codes + v * C::BYTES, stride, count, scales, scales.lanes + v * C::KINDS * W, next, out + c, size);
 }

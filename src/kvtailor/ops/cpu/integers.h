@@ -138,6 +138,71 @@ inline void byte_products(Rows row, const char* codes, int64_t stride, int64_t c
   }
 }
 
+// Whole numbers in place of levels: those of E2M1 twice as large, those of a bell as they stand behind the levels (see
+// padded_levels in gaussian.py).
+enum Whole { DOUBLED = 0, OF_KEYS = 1, OF_VALUES = 2 };
+
+// Each twice, so that a permutation of 16-bit lanes may see a bit too many. Gives what a whole number is worth.
+APART float whole_levels(const float* levels, Whole which, int16_t* to) {
+  for (int i = 0; i < 32; i++) to[i] = (int16_t)(which == DOUBLED ? 2 * levels[i % 16] : levels[16 * which + i % 16]);
+  return which == DOUBLED ? 0.5f : levels[47 + which];
+}
+
+// The most that whole levels of a bell are (MOST_WHOLE in gaussian.py). Queries have 16 bits, and fewer where lanes hold
+// more than 8 products, those of 128 channels.
+constexpr int64_t MOST_OF_KEYS = 8191;
+
+// As `level_products`, of queries in the order of their channels.
+template <class C, int R>
+APART PLAIN_LOOPS void short_level_products(Rows rows, const char* codes, int64_t stride, int64_t count,
+                                            const Scales& scales, float* to, int64_t apart) {
+  constexpr int T = W / R, HALF = C::N / 2, KINDS = C::OF_BLOCKS ? C::KINDS : 1;
+  alignas(64) int32_t asked[R * MOST_SHORT / 2];
+  alignas(64) int16_t levels[2 * W];
+  float scale[R];
+  const int64_t half = rows.size / 2, most = C::OF_BLOCKS ? 32767 : 0x7fffffff / (MOST_OF_KEYS * rows.size / W);
+  const float unit = whole_levels(scales.levels, C::OF_BLOCKS ? DOUBLED : OF_KEYS, levels);
+  for (int r = 0; r < R; r++)
+    scale[r] = unit * shorten(rows.query + r * rows.size, rows.size, C::KINDS, most < 32767 ? most : 32767, asked + r * half);
+  const __m512i table = load<__m512i>(levels);
+  for (int64_t first = 0; first < count; first += T) {
+    F sum_of[W];
+    for (int i = 0; i < T; i++) {
+      const int64_t t = first + i < count ? first + i : count - 1;
+      const char* token = codes + t * stride;
+      const int32_t *query = asked, *lanes = scales.lanes;
+      __m512i mine[R][KINDS]{};
+      F found[R]{};
+      for (int64_t c = 0; c < half; c += HALF * W, query += HALF * W, token += C::BYTES, lanes += C::KINDS * W) {
+        const U words = C::words(token);
+        soon(token);
+        UNROLLED for (int k = 0; k < HALF; k++) {
+          const __m512i both = _mm512_permutexvar_epi16((__m512i)(words >> (k * 4)), table);
+          UNROLLED for (int r = 0; r < R; r++)
+            mine[r][k % KINDS] = _mm512_dpwssd_epi32(mine[r][k % KINDS], both, _mm512_loadu_si512(query + r * half + k * W));
+        }
+        if constexpr (C::OF_BLOCKS) {
+          const F steps = load<F>(scales.step + t * scales.groups);
+          UNROLLED for (int kind = 0; kind < KINDS; kind++) {
+            const F step = picked(steps, load<I>(lanes + kind * W));
+            UNROLLED for (int r = 0; r < R; r++) {
+              found[r] += __builtin_convertvector((I)mine[r][kind], F) * step;
+              mine[r][kind] = __m512i{};
+            }
+          }
+        }
+      }
+      UNROLLED for (int r = 0; r < R; r++)
+        sum_of[r * T + i] = C::OF_BLOCKS ? found[r] : __builtin_convertvector((I)mine[r][0], F);
+    }
+    float all_of[W];
+    store(all_of, sums(sum_of));
+    const int64_t filled = count - first < T ? count - first : T;
+    UNROLLED for (int r = 0; r < R; r++)
+      for (int64_t i = 0; i < filled; i++) to[r * apart + first + i] = all_of[r * T + i] * scale[r];
+  }
+}
+
 // Weighted sums of codes: a lane takes the same channel of two tokens. A row's weights, times the steps of their tokens,
 // become 15 bits of their own scale for each block, so that no sum over a block can overflow.
 struct Weights {
@@ -145,7 +210,9 @@ struct Weights {
   float scale, base;  // a sum of codes times `scale`, plus `base`, is the sum of values
 
   // `step` and `low` by token; low null: codes are symmetric around `zero`, from which rounding is counted in any case.
-  APART void fill(const float* weights, const float* step, const float* low, float zero, int64_t count) {
+  // Numbers add up to at most `room`.
+  APART void fill(const float* weights, const float* step, const float* low, float zero, int64_t count,
+                  float room = 1e9f) {
     float stepped[BLOCK];
     F top{}, total{}, lows{};
     for (int64_t t = 0; t < count; t += W) {
@@ -155,14 +222,15 @@ struct Weights {
       top = larger(x, top), total += x;
       if (low) lows += inside ? weight * load<F>(low + t) + x * zero : F{};
     }
-    const float high = highest(top), up = high > 0 ? (float)MOST_CUT / high : 0.f, whole = sum(total);
+    const float high = highest(top), whole = sum(total), least = whole / room * (float)MOST_CUT;
+    const float most = high > least ? high : least, up = high > 0 ? (float)MOST_CUT / most : 0.f;
     U numbers{};
     for (int64_t t = 0; t < count; t += W) {
       const __m512i rounded = _mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(stepped + t) * up));
       _mm256_store_si256((__m256i*)(of_tokens + t), _mm512_maskz_cvtepi32_epi16(0xffff, rounded));
       numbers += (U)rounded;
     }
-    scale = high / (float)MOST_CUT + (whole - whole);
+    scale = most / (float)MOST_CUT + (whole - whole);
     base = sum(lows) - zero * scale * sum(__builtin_convertvector((I)numbers, F));
   }
 };
@@ -180,7 +248,7 @@ APART void of_group(const float* from, int64_t groups, int64_t group, int64_t co
 
 template <class C, int R, int M, int FIRST>
 inline void short_sums_of(const Weights* const* of, const char* codes, int64_t stride, int64_t count,
-                          const char*& next, float* out, int64_t size) {
+                          const char*& next, float* out, int64_t size, const int16_t* levels = nullptr) {
   constexpr int HALF = C::N / 2, KINDS = C::KINDS;
   constexpr uint32_t MASK = (1u << C::BITS_OF) - 1;
   __m512i sum_of[R][M];
@@ -192,7 +260,9 @@ inline void short_sums_of(const Weights* const* of, const char* codes, int64_t s
     const U low = (a & 0xffff) | (b << 16), high = (a >> 16) | (b & 0xffff0000u);
     UNROLLED for (int i = 0; i < M; i++) {
       const int k = FIRST + i;
-      const U both = ((k < HALF ? low : high) >> (k % HALF * C::BITS_OF)) & (MASK | MASK << 16);
+      U both = (k < HALF ? low : high) >> (k % HALF * C::BITS_OF);
+      if constexpr (C::LEVELS) both = (U)_mm512_permutexvar_epi16((__m512i)both, _mm512_load_si512(levels));
+      else both &= MASK | MASK << 16;
       UNROLLED for (int r = 0; r < R; r++) {
         int32_t pair;
         memcpy(&pair, of[r * KINDS + k % KINDS]->of_tokens + t, 4);
@@ -228,5 +298,34 @@ void short_sums(const float* weights, int64_t apart, const char* codes, int64_t 
     constexpr int M = C::N < W / R ? C::N : W / R;
     short_sums_of<C, R, M, 0>(of, codes, stride, count, next, out + c, size);
     if constexpr (M < C::N) short_sums_of<C, R, M, M>(of, codes, stride, count, next, out + c, size);
+  }
+}
+
+// Whole levels of values, and tokens at once: so many numbers of 16 bits, or fewer, that no sum can overflow.
+constexpr int64_t MOST_OF_VALUES = 4096, SHORT_RUN = 128;
+constexpr float ROOM = (float)(0x7fffffff / MOST_OF_VALUES - SHORT_RUN);
+
+// Adds levels times the tokens' scales and weights.
+template <class C, int R>
+APART PLAIN_LOOPS void short_level_sums(const float* weights, int64_t apart, const char* codes, int64_t stride,
+                                        int64_t count, const Scales& scales, float* out, int64_t size) {
+  alignas(64) int16_t levels[2 * W];
+  const float unit = whole_levels(scales.levels, OF_VALUES, levels);
+  const char* next = codes + VALUES_AHEAD;
+  for (int64_t first = 0; first < count; first += SHORT_RUN, codes += SHORT_RUN * stride) {
+    Weights all_of[R];
+    const Weights* of[R * C::KINDS];
+    const int64_t some = count - first < SHORT_RUN ? count - first : SHORT_RUN;
+    for (int r = 0; r < R; r++) {
+      all_of[r].fill(weights + r * apart + first, scales.step + first, nullptr, 0, some, ROOM);
+      all_of[r].scale *= unit;
+      for (int kind = 0; kind < C::KINDS; kind++) of[r * C::KINDS + kind] = all_of + r;
+    }
+    for (int64_t c = 0, v = 0; c < size; c += C::N * W, v++) {
+      constexpr int M = C::N < W / R ? C::N : W / R;
+      const char* from = codes + v * C::BYTES;
+      short_sums_of<C, R, M, 0>(of, from, stride, some, next, out + c, size, levels);
+      if constexpr (M < C::N) short_sums_of<C, R, M, M>(of, from, stride, some, next, out + c, size, levels);
+    }
   }
 }

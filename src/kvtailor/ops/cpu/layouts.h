@@ -3,7 +3,10 @@
 
 #include "vectors.h"
 
-enum Kind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6 };
+enum Kind {
+  FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6,
+  GRID_CODES = 7, SIGNED_LEVELS = 8
+};
 
 // Types of the scales of BLOCK_LEVELS: 8-bit floats without a sign, and powers of two.
 enum { E4M3 = 3, E8M0 = 4 };
@@ -12,24 +15,51 @@ enum { E4M3 = 3, E8M0 = 4 };
 struct Side {
   const void* data;    // states (m, s, c), or codes (m, s, bytes) as ops.quant packs them
   const void* step;    // tables of codes, of the type `scales`: (m, s, c / group) or (m, runs, c) or (rows, c)
-  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1. LEVEL_CODES: float levels, W or more
+  const void* low;     // as step; null: codes are symmetric around 2^(bits - 1) - 1. LEVEL_CODES: see padded_levels.
+                       // GRID_CODES: float points (2^bits, 2), behind them all first numbers and all second ones
   const int32_t* row;  // (m, s) row of the tables of each token; null: slot i is in run i / group
   int64_t lane_bytes, slot_bytes;
   int64_t kind, scales, bits, size, group, runs;
 };
 
 // What `low` of BLOCK_LEVELS points to: codes of levels with a scale for each `group` channels of a token. attention.py
-// writes it as four whole numbers, so that `Side` stays what older libraries know.
+// writes it as five whole numbers, so that `Side` stays what older libraries know.
 struct Blocks {
   const float* levels;  // 2^bits
   const float* outer;   // (m, runs) or (rows): what the scales of a run of tokens are multiplied by; null: nothing
   int64_t span;         // slots of such a run
   int64_t shift;        // of 8-bit floats: bits by which theirs become those of a float; 0: levels are looked up
+  int64_t coarse;       // the cache has 16 bits
 };
+
+// What `low` of SIGNED_LEVELS points to. Such a state has half of its numbers as LEVEL_CODES, and behind them the signs of
+// as many more, times a number for each token. attention.py writes it as five whole numbers.
+struct Signs {
+  const float* levels;
+  const uint8_t* signs;  // (m, s, bytes) codes of one bit: 1 is positive
+  const void* rest;      // (m, s), of the type `scales`
+  int64_t lane_bytes, slot_bytes;
+};
+
+static inline int64_t halves_of(const Side& side) { return side.kind == SIGNED_LEVELS ? 2 : 1; }
+
+// The side without its signs.
+static inline Side without_signs(const Side& side) {
+  Side levels = side;
+  if (side.kind == SIGNED_LEVELS) levels.kind = LEVEL_CODES, levels.low = ((const Signs*)side.low)->levels, levels.size /= 2;
+  return levels;
+}
 
 static inline bool has_levels(const Side& side) { return side.kind >= LEVEL_CODES; }
 
+// Codes that a token has. Those of a grid stand for two channels each, i and size - 1 - i; of an odd size the last for one.
+static inline int64_t codes_of(const Side& side) { return side.kind == GRID_CODES ? (side.size + 1) / 2 : side.size; }
+
+static inline int64_t tables_of(const Side& side) { return side.kind == GRID_CODES ? 2 : 1; }
+
+// Levels; of a grid those of first numbers, and behind them those of second ones.
 static inline const float* levels_of(const Side& side) {
+  if (side.kind == GRID_CODES) return (const float*)side.low + ((int64_t)2 << side.bits);
   return side.kind == LEVEL_CODES ? (const float*)side.low : ((const Blocks*)side.low)->levels;
 }
 
@@ -51,10 +81,22 @@ template <class T> static inline void widen_as(const void* from, int64_t size, f
   for (; c < size; c++) to[c] = T::one((const char*)from + c * T::BYTES);
 }
 
-static inline void widen(int64_t type, const void* from, int64_t size, float* to) {
+[[maybe_unused]] static APART PLAIN_LOOPS void widen(int64_t type, const void* from, int64_t size, float* to) {
   if (type == FLOAT32) widen_as<F32>(from, size, to);
   else if (type == BFLOAT16) widen_as<BF16>(from, size, to);
   else widen_as<F16>(from, size, to);
+}
+
+typedef uint64_t Pair __attribute__((vector_size(16)));
+
+// As many codes as T has bytes at once, the last of which may be those before once more: `count` is at least that.
+template <class T>
+static inline void unpack_as(const uint8_t* bytes, int64_t count, int down, int shift, uint64_t mask, uint8_t* to) {
+  for (int64_t j = 0; j < count; j += (int64_t)sizeof(T)) {
+    const int64_t at = j + (int64_t)sizeof(T) < count ? j : count - (int64_t)sizeof(T);
+    const T before = shift ? load<T>(to + at) : T{};
+    store(to + at, before | ((load<T>(bytes + at) >> down) & (T{} + mask * 0x0101010101010101u)) << shift);
+  }
 }
 
 // Codes of one token from the planes of ops.quant.pack.
@@ -63,15 +105,15 @@ static inline void unpack(const uint8_t* bytes, int64_t bits, int64_t size, uint
   for (int width = 8; width; width /= 2) {
     if (!(bits & width)) continue;
     const int64_t run = (size * width + 7) / 8;
-    const uint8_t mask = (uint8_t)((1 << width) - 1);
+    const uint64_t mask = (1u << width) - 1;
     for (int64_t first = 0, i = 0; first < size; first += run, i++) {
       const int64_t count = size - first < run ? size - first : run;
       const int down = (int)i * width;
       uint8_t* to = codes + first;
-      if (shift == 0)
-        for (int64_t j = 0; j < count; j++) to[j] = (uint8_t)((bytes[j] >> down) & mask);
+      if (count >= 16) unpack_as<Pair>(bytes, count, down, shift, mask, to);
+      else if (count >= 8) unpack_as<uint64_t>(bytes, count, down, shift, mask, to);
       else
-        for (int64_t j = 0; j < count; j++) to[j] |= (uint8_t)(((bytes[j] >> down) & mask) << shift);
+        for (int64_t j = 0; j < count; j++) to[j] = (uint8_t)((shift ? to[j] : 0) | ((bytes[j] >> down) & mask) << shift);
     }
     bytes += run;
     shift += width;
@@ -94,7 +136,8 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
 }
 
 // Bytes as the high bits of floats below their sign, times a power of two, times a number.
-static inline void of_high_bits(const uint8_t* from, int64_t count, int shift, float unit, float times, float* to) {
+[[maybe_unused]] static APART PLAIN_LOOPS void of_high_bits(const uint8_t* from, int64_t count, int shift, float unit,
+                                                            float times, float* to) {
   int64_t i = 0;
   for (; i + W <= count; i += W) store(to + i, (F)(ints_of(from + i) << shift) * unit * times);
   for (; i < count; i++) {
@@ -109,7 +152,7 @@ static inline void of_high_bits(const uint8_t* from, int64_t count, int shift, f
 [[maybe_unused]] static SMALL_CODE void scales_of_levels(const Side& side, int64_t lane, int64_t slots, int64_t first,
                                                          int64_t count, float* to) {
   const int64_t groups = groups_of(side), at = (lane * slots + first) * groups;
-  if (side.kind == LEVEL_CODES) {
+  if (side.kind != BLOCK_LEVELS) {
     widen(side.scales, (const char*)side.step + at * (side.scales == FLOAT32 ? 4 : 2), count, to);
     return;
   }
@@ -150,10 +193,22 @@ static inline void by_level(const Side& side, const uint8_t* codes, const float*
   }
 }
 
+// Floats of a token's codes by a table of points, times a scale: both numbers of each point side by side.
+static inline void by_point(const Side& side, const uint8_t* codes, float scale, float* to) {
+  typedef float Two __attribute__((vector_size(16)));
+  typedef double Points __attribute__((vector_size(16)));
+  const double* points = (const double*)side.low;  // a point each
+  const int64_t pairs = codes_of(side);
+  int64_t i = 0;
+  for (; i + 2 <= pairs; i += 2) store(to + 2 * i, (Two)Points{points[codes[i]], points[codes[i + 1]]} * scale);
+  if (i < pairs) to[2 * i] = load<Two>(points + codes[i])[0] * scale;
+}
+
 // Tokens first..first + count of a lane, which lie at `from`, as floats, a token every `padded` floats, zeros behind its
-// channels. `scratch`: 2 * padded floats and padded bytes.
-static inline void decode(const Side& side, const char* from, int64_t lane, int64_t slots, int64_t first, int64_t count,
-                          int64_t padded, float* to, float* scratch) {
+// channels; those of a grid in the order of its points. `scratch`: 2 * padded floats and padded bytes.
+[[maybe_unused]] static APART PLAIN_LOOPS void decode(const Side& side, const char* from, int64_t lane, int64_t slots,
+                                                      int64_t first, int64_t count, int64_t padded, float* to,
+                                                      float* scratch) {
   uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
   int64_t known = -1;
   for (int64_t i = 0; i < count; i++, from += side.slot_bytes, to += padded) {
@@ -163,11 +218,12 @@ static inline void decode(const Side& side, const char* from, int64_t lane, int6
       continue;
     }
     const uint8_t* mine = (const uint8_t*)from;
-    if (side.bits != 8) unpack(mine, side.bits, side.size, codes), mine = codes;
+    if (side.bits != 8) unpack(mine, side.bits, codes_of(side), codes), mine = codes;
     if (side.kind != CHANNEL_CODES) {
       if (has_levels(side)) {
         scales_of_levels(side, lane, slots, first + i, 1, scratch);
-        by_level(side, mine, scratch, to);
+        if (side.kind == GRID_CODES) by_point(side, mine, *scratch, to);
+        else by_level(side, mine, scratch, to);
       } else {
         by_token(side, mine, lane * slots + first + i, to);
       }

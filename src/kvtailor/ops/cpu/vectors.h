@@ -41,6 +41,12 @@ template <class Each> static inline void in_rows(int64_t rows, Each each) {
 
 // Large, and called too seldom for copies of it to be worth their bytes.
 #define APART __attribute__((noinline))
+// Vectors are written out, and loops over what is left of them are not worth other copies.
+#if defined(__clang__)
+#define PLAIN_LOOPS
+#else
+#define PLAIN_LOOPS __attribute__((optimize("no-tree-loop-vectorize")))
+#endif
 // Called once a token: its bytes matter more than its time.
 #if defined(__clang__)
 #define SMALL_CODE __attribute__((noinline, minsize))

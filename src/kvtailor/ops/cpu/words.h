@@ -26,6 +26,7 @@ struct Scales {
   const float *step, *low;  // (tokens, groups), and W floats of scratch behind; low null: codes are symmetric
   const int32_t* lanes;     // (vectors of words, KINDS, W)
   const float* levels;      // what codes stand for, where not for themselves
+  int64_t tables;           // of levels: a code of a grid stands for a channel by each of two
   int64_t groups;
   float zero;
   bool coarse;  // the cache has 16 bits, and lanes that hold one kind of code use one scale
@@ -83,27 +84,28 @@ template <int FOLD, bool BLOCKS> struct LevelCodes : Codes<4, FOLD> {
 
 // Whether vectors pick levels for the codes of a side as they lie; else they are decoded.
 static inline bool picks_levels(const Side& side) {
-  return W >= 8 && has_levels(side) && side.bits == 4 && side.size >= 4 * W && groups_of(side) <= W;
+  if (side.kind == GRID_CODES && side.size % 2) return false;
+  return W >= 8 && has_levels(side) && side.bits == 4 && codes_of(side) >= 4 * W && groups_of(side) <= W;
 }
 
 // The bytes of a token's codes where one plane holds them all and vectors of words divide them; else 0.
 static inline int64_t whole_words(const Side& side) {
-  const int64_t bytes = side.size * side.bits / 8;
+  const int64_t codes = codes_of(side), bytes = codes * side.bits / 8;
   if (side.kind <= FLOAT16 || (has_levels(side) ? !picks_levels(side) : side.row != nullptr)) return 0;
   if (side.bits != 2 && side.bits != 4 && side.bits != 8) return 0;
-  if (side.size * side.bits % 8 || side.size % (2 * W)) return 0;
+  if (codes * side.bits % 8 || codes % (2 * W)) return 0;
   const int64_t full = (int64_t)sizeof(U), most = most_folds(side.bits);
   return bytes % full == 0 || (bytes * 2 == full && most >= 2) || (bytes * 4 == full && most >= 4) ? bytes : 0;
 }
 
 static inline int64_t folds(const Side& side) {
-  const int64_t bytes = side.size * side.bits / 8;
+  const int64_t bytes = codes_of(side) * side.bits / 8;
   return bytes < (int64_t)sizeof(U) ? (int64_t)sizeof(U) / bytes : 1;
 }
 
 // Where channel c comes to lie in the vectors of a token.
 static inline int64_t place_of_code(const Side& side, int64_t c) {
-  const int64_t bits = side.bits, bytes = side.size * bits / 8, fold = folds(side), n = 32 / (bits * fold);
+  const int64_t bits = side.bits, bytes = codes_of(side) * bits / 8, fold = folds(side), n = 32 / (bits * fold);
   const int64_t sub = c / bytes, byte = c % bytes, words = W / fold;
   const int64_t vector = byte / (4 * words), word = byte % (4 * words) / 4;
   const int64_t code = byte % 4 * (8 / bits) + sub;

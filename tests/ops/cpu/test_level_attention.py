@@ -1,0 +1,94 @@
+"""Attention over codes that stand for levels, for points of a grid, and over signs beside them: what only they have."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, needs_built, states_of
+from tests.ops.cpu.coded_truth import same, truth
+
+from kvtailor.ops.codes.gaussian import GaussianCodes
+from kvtailor.ops.codes.grids import GridCodes
+from kvtailor.ops.codes.residual import ResidualCodes
+from kvtailor.ops.cpu.attention import attend_coded
+from kvtailor.ops.cpu.library import Library
+
+pytestmark = [needs_built, pytest.mark.usefixtures("poisoned")]
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("size", [1, 7, 33, 63, 65, 129])
+def test_the_last_of_an_odd_number_of_channels_has_no_second(library: Library, dtype: torch.dtype, size: int) -> None:
+    for bits in (2, 3, 4):
+        keys, values = (GridCodes.of(x, bits, keep_norm=True) for x in states_of(size, dtype, 3, 63, size))
+        query = torch.randn(3, 3, 2, size)
+        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        assert same(found, truth(query, keys, values), 1e-5), bits
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("size", [1, 7, 33, 63, 65, 129])
+def test_signs_of_any_number_of_channels(library: Library, dtype: torch.dtype, size: int) -> None:
+    for bits, state in ((2, 0), (3, 1)):
+        keys, values = (ResidualCodes.of(x, bits, state, keep_norm=False) for x in states_of(size, dtype, 3, 63, size))
+        query = torch.randn(3, 3, 2, 2 * size) / 3
+        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        assert same(found, truth(query, keys, values), 1e-5), bits
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["levels4", "nvfp4", "nvfp4x8", "mxfp4"])
+def test_levels_of_tokens_that_fill_vectors(library: Library, layout: str) -> None:
+    slots = itertools.cycle([301, 1, 129, 256, 63, 128])
+    for size, rows in itertools.product([128, 256, 384], [1, 2, 3, 4]):
+        keys, values = (LAYOUTS[layout](x) for x in states_of(size + rows, torch.bfloat16, 2, next(slots), size))
+        query = torch.randn(2, rows, 1, size)
+        found = attend_coded(query, keys, values, scaling=0.1, using=library)
+        assert same(found, truth(query, keys, values), COARSE), (size, rows)
+
+
+@every_variant
+@pytest.mark.parametrize("code", [0, 255])
+def test_no_sum_of_the_largest_levels_overflows(library: Library, code: int) -> None:
+    for size in (128, 256, 512):
+        states = torch.zeros(1, 300, size, dtype=torch.bfloat16)
+        side = GaussianCodes.of(states, 4, keep_norm=True)
+        side = replace(side, codes=torch.full_like(side.codes, code), scale=torch.ones_like(side.scale))
+        for rows in (1, 2, 4):
+            query = torch.ones(1, rows, 1, size) / size
+            found = attend_coded(query, side, side, scaling=0.1, using=library)
+            assert same(found, truth(query, side, side), COARSE), (size, rows)
+
+
+@every_variant
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_signs_with_others_bytes_between_them(library: Library, rows: int) -> None:
+    """And what is no number in a query, or beside signs, stays in its row and lane."""
+    keys, values = (ResidualCodes.of(x, 3, 0, keep_norm=True) for x in states_of(13, torch.bfloat16, 24, 40, 72))
+    spread = []
+    for side in (keys, values):
+        buffer = torch.randint(0, 256, (24, 50, side.signs.shape[2] + 24), dtype=torch.uint8)
+        buffer[:, 3:43, 8:-16] = side.signs
+        spread.append(replace(side, signs=buffer[:, 3:43, 8:-16]))
+    query = torch.randn(24, rows, 1, 144) / 3
+    attend = partial(attend_coded, scaling=0.1, using=library)
+    assert all(map(torch.equal, attend(query, *spread), attend(query, keys, values)))
+    # Lanes of one owner, which are read as one where they lie one behind the other.
+    owner = torch.zeros(24, dtype=torch.int64)
+    alone, usual = (attend(query[:1], *sides, owner=owner) for sides in (spread, (keys, values)))
+    assert same(alone, (usual[0].double(), usual[1].double()))
+    query[0, rows - 1, 0, 99] = torch.nan
+    out, lse = attend_coded(query, keys, values, scaling=0.1, using=library)
+    assert out[0, rows - 1].isnan().all() and lse[0, rows - 1].isnan().all()
+    assert out[0, : rows - 1].isfinite().all() and out[1].isfinite().all()
+    query[0, rows - 1, 0, 99] = 0
+    rest = values.rest.clone()
+    rest[1, 7] = torch.inf
+    out, _ = attend_coded(query, keys, replace(values, rest=rest), scaling=0.1, using=library)
+    assert not out[1, :, :, 72:].isfinite().any() and out[1, :, :, :72].isfinite().all() and out[0].isfinite().all()
