@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtailor.ops.codes import sides
+from kvtailor.ops.codes import nonuniform, sides
+from kvtailor.ops.codes.nonuniform import coded_by_levels
 from kvtailor.ops.codes.quant import dequantise, unpack
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.lanes import rotate
 from kvtailor.ops.lanes.pieces import pieces
+from kvtailor.types import Rotation
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
@@ -44,3 +47,42 @@ def test_codes_are_decoded_alike(dtype: torch.dtype, bits: int, piece: int, monk
             token = TokenCodes.symmetric(states, bits)
             centred = dequantise(unpack(token.codes, bits, 24), token.step, None, -1, zero=2 ** (bits - 1) - 1)
             assert torch.equal(token.decode(), centred)
+
+
+@pytest.mark.parametrize("piece", [1, 700, 3000])
+@pytest.mark.parametrize("by_channel", [True, False])
+@pytest.mark.parametrize("slots", [63, 64, 97])
+def test_levels_are_decoded_alike(by_channel: bool, slots: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference takes every number by itself: what its run's level, reach and least say."""
+    generator = torch.Generator().manual_seed(slots)
+    states = torch.randn(3, slots, 24, generator=generator).to(torch.bfloat16)
+    side = coded_by_levels(states, 3, 16, 0.01, by_channel=by_channel)
+    monkeypatch.setattr(nonuniform, "_PIECE", piece)
+    found, codes = side.decode(), unpack(side.codes, 3, 24)
+    aside = iter(zip(side.channels.tolist(), side.exact, strict=True))
+    expected = torch.empty_like(found)
+    for lane in range(3):
+        for slot in range(slots):
+            run = slot // 16
+            at = (lane, run) if by_channel else (lane, slot)
+            low, reach = (x[at].expand(24) for x in (side.low, side.reach))
+            expected[lane, slot] = torch.addcmul(low, side.levels[lane, run][codes[lane, slot].long()], reach)
+            for _ in range(int(side.counts[lane, slot])):
+                channel, exact = next(aside)
+                expected[lane, slot, channel] = exact
+    assert torch.equal(found, expected)
+    lane, slot = torch.randint(3, (2, 40), generator=generator), torch.randint(slots, (2, 40), generator=generator)
+    assert torch.equal(side.regather(lane, slot).decode(), expected[lane, slot])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("size", [16, 21])
+def test_states_are_turned_alike(size: int, lanes: int, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions of all lanes or of each, and channels behind those that turn."""
+    rotation = Rotation(frequencies=10.0 ** -torch.arange(8), interleaved=interleaved)
+    states, positions = torch.randn(3, 63, size).to(torch.bfloat16), torch.randint(5000, (lanes, 63))
+    whole = rotate.turn(states, positions, rotation)
+    for piece in (1, 100, 999):
+        monkeypatch.setattr(rotate, "_PIECE", piece)
+        assert torch.equal(rotate.turn(states, positions, rotation), whole)

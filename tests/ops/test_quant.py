@@ -97,6 +97,20 @@ def test_packing_round_trips_at_the_size_it_says(bits: int, size: int) -> None:
     assert torch.equal(unpack(packed[:, [4, 0]], bits, size), codes[:, [4, 0]])
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 5])
+def test_codes_that_begin_anywhere_in_memory_are_unpacked_alike(bits: int) -> None:
+    """Eight at a time, from any byte on, of rows side by side or apart, and of none."""
+    codes = torch.randint(0, 2**bits, (3, 5, 192), generator=torch.Generator().manual_seed(bits)).to(torch.uint8)
+    packed = pack(codes, bits)
+    for first in (0, 1, 7, 8):
+        buffer = torch.full((packed.numel() + 8,), 255, dtype=torch.uint8)
+        there = buffer[first : first + packed.numel()].view(packed.shape).copy_(packed)
+        assert torch.equal(unpack(there, bits, 192), codes)
+        assert torch.equal(unpack(there[1:2, 2:3], bits, 192), codes[1:2, 2:3])
+    assert torch.equal(unpack(packed[:, ::2], bits, 192), codes[:, ::2])
+    assert unpack(packed[:, :0], bits, 192).shape == (3, 0, 192)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_every_code_has_its_own_bits(bits: int) -> None:
     size = 2 * (8 // bits)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvtailor.ops import huge_pages
 from kvtailor.ops.codes.quant import pack, packed_size, unpack
+from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.ops.segments.coded import TimeGrouped
 
 __all__ = ["ChannelLevels", "LevelCodes", "TokenLevels", "aside", "coded_by_levels", "fit_levels", "index_bytes"]
@@ -22,8 +23,10 @@ __all__ = ["ChannelLevels", "LevelCodes", "TokenLevels", "aside", "coded_by_leve
 _POINTS = 257
 _TINY = 1e-6
 _ROUNDS = 16
-# Elements that are worked on at once: their 64-bit indices take 4 MiB.
+# Elements that are worked on at once while coding: their 64-bit indices take 4 MiB.
 _AT_ONCE = 1 << 19
+# And while decoding.
+_PIECE = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +64,18 @@ class LevelCodes(TimeGrouped):
         lanes, slots = self.codes.shape[:2]
         states = huge_pages.read_buffer(self.low, (lanes, slots, self.size))
         each = 2**self.bits
-        for first, end in _pieces(lanes, slots * self.size):
-            row = self._rows_of_tokens(first, end)
-            index = unpack(self.codes[first:end], self.bits, self.size).to(torch.int32) + (row * each)[..., None]
+        for lane, slot in pieces(lanes, slots, self.size, _PIECE, multiple=self.group):
+            row = self._rows_of_tokens(lane, slot)
+            index = unpack(self.codes[lane, slot], self.bits, self.size).to(torch.int32) + (row * each)[..., None]
             level = self.levels.view(-1).index_select(0, index.view(-1)).view(index.shape)
-            torch.addcmul(
-                self._of_tokens_in("low", first, end, row),
-                level,
-                self._of_tokens_in("reach", first, end, row),
-                out=states[first:end],
-            )
+            out = states[lane, slot]
+            if self.row is None and self._whole_runs(slot):
+                # (m', runs, tokens, c): a run's numbers are not copied for each of its tokens.
+                level, out = (x.unflatten(1, (-1, self.group)) for x in (level, out))
+                low, reach = (self._of_runs(name, lane, slot) for name in ("low", "reach"))
+            else:
+                low, reach = (self._of_tokens_in(name, lane, slot, row) for name in ("low", "reach"))
+            torch.addcmul(low, level, reach, out=out)
         # With its size, which is on the host in the shape of what is kept aside.
         token = torch.repeat_interleave(self.counts.flatten().to(torch.int64), output_size=self.channels.shape[0])
         states.view(-1, self.size)[token, self.channels.to(torch.int64)] = self.exact
@@ -86,18 +91,30 @@ class LevelCodes(TimeGrouped):
         tokens = lanes * slots * (packed_size(self.size, self.bits) + index_bytes(self.size))
         return tokens + tables + kept + self.index_bytes(lanes, slots)
 
-    def _rows_of_tokens(self, first: int, end: int) -> Tensor:
-        """(end - first, s) int32 row of each token in tables (rows, ...)."""
+    def _rows_of_tokens(self, lane: slice, slot: slice) -> Tensor:
+        """(m', s') int32 row of each token in tables (rows, ...)."""
         if self.row is not None:
-            return self.row[first:end]
-        groups, slots = self.levels.shape[1], self.codes.shape[1]
-        device = self.codes.device
-        group = torch.div(torch.arange(slots, device=device, dtype=torch.int32), self.group, rounding_mode="floor")
-        return torch.arange(first, end, device=device, dtype=torch.int32)[:, None] * groups + group
+            return self.row[lane, slot]
+        groups, device = self.levels.shape[1], self.codes.device
+        places = torch.arange(slot.start, slot.stop, device=device, dtype=torch.int32)
+        group = torch.div(places, self.group, rounding_mode="floor")
+        return torch.arange(lane.start, lane.stop, device=device, dtype=torch.int32)[:, None] * groups + group
 
-    def _of_tokens_in(self, name: str, first: int, end: int, row: Tensor) -> Tensor:
+    def _of_tokens_in(self, name: str, lane: slice, slot: slice, row: Tensor) -> Tensor:
         table: Tensor = getattr(self, name)
-        return table.view(-1, table.shape[-1])[row] if name in self.shared else table[first:end]
+        return table.view(-1, table.shape[-1])[row] if name in self.shared else table[lane, slot]
+
+    def _whole_runs(self, slot: slice) -> bool:
+        return not any(end % self.group for end in (slot.start, slot.stop))
+
+    def _of_runs(self, name: str, lane: slice, slot: slice) -> Tensor:
+        """(m', runs, 1 or tokens, c or 1)."""
+        table: Tensor = getattr(self, name)
+        if name in self.shared:
+            found = table[lane, slot.start // self.group : slot.stop // self.group, None]
+        else:
+            found = table[lane, slot].unflatten(1, (-1, self.group))
+        return found
 
     def _aside_of(self, token: Tensor) -> dict[str, Any]:
         """What is kept aside of the tokens (m', s') int64 lane * s + slot."""
