@@ -5,6 +5,7 @@ import torch
 from tests.encode.test_lowrank import told
 from tests.support.segments_of import Padded, states, uneven
 
+from kvtailor.encode.channels import Channels, KeptChannels
 from kvtailor.encode.gaussian import Gaussian
 from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard, HadamardSegment
@@ -44,6 +45,8 @@ CODECS = {
     "random coded": Orthogonal(rank=12, of=Vector(bits=4)),
     "rotated coordinates": LowRank(rank=0.5, heads=0, of=Hadamard(of=Vector(bits=8)), centred=True),
     "hadamard of all heads": Hadamard(of=LowRank(rank=0.5)),
+    "channels": Channels(),
+    "rotated channels": Hadamard(of=Channels(), only="keys"),
 }
 
 
@@ -98,6 +101,7 @@ def undecoded(monkeypatch):
     for kind in (HadamardSegment, LatentSegment):
         monkeypatch.setattr(kind, "view", refuse)
         monkeypatch.setattr(kind, "decode", refuse)
+    monkeypatch.setattr(KeptChannels, "decode", refuse)
     return monkeypatch
 
 
@@ -109,7 +113,7 @@ def test_equals_what_decoded_states_give(name, new, padded, monkeypatch):
     same(*both(monkeypatch, found, new=new, padded=padded))
 
 
-@pytest.mark.parametrize("name", ["hadamard", "single heads", "one basis", "values alone"])
+@pytest.mark.parametrize("name", ["hadamard", "single heads", "one basis", "values alone", "channels"])
 def test_ragged_heads(name, monkeypatch):
     same(*both(monkeypatch, held(CODECS[name], ragged=True)))
 
@@ -118,10 +122,10 @@ def test_ragged_heads(name, monkeypatch):
 def test_nothing_is_decoded(name, undecoded):
     part, tail = held(CODECS[name])
     own = stored_sides(part)
+    assert own is not None
+    own = own.in_numbers() if isinstance(own.keys, KeptChannels) else own
     query = states((ROWS, HEADS * GROUP, 1, SIZE), 9)
-    assert own is not None and dispatch.coded_attention(
-        own.asked(query.view(ROWS * HEADS, GROUP, 1, SIZE)), own.keys, own.values
-    )
+    assert dispatch.coded_attention(own.asked(query.view(ROWS * HEADS, GROUP, 1, SIZE)), own.keys, own.values)
     read_all(query, [part, tail], Padded(new_tokens=1, first_column=75), 0.2)
 
 

@@ -7,8 +7,9 @@ that are stored, and count as 0. Values stay as they are.
 recent = its recent tokens.
 *Source* The paper; kvtailor's own code.
 *Departs* A group's query heads count together, as one longer window. Decoded tokens are encoded too, each block with
-channels of its own, where the paper leaves them as they are. Keys are read with zeros in place, where the paper drops
-the query's channels. Channels are ranked by products before any cap on logits.
+channels of its own, where the paper leaves them as they are. Where heads hold other tokens, or tokens have moved, keys
+are read with zeros in place; else the query's channels are dropped, as in the paper. Channels are ranked by products
+before any cap on logits.
 *Cost* keep of the keys' bytes, so (1 + keep) / 2 of the cache, and 1 byte for each channel that stays and 128 tokens;
 `window` queries of each query head.
 """
@@ -27,7 +28,7 @@ from kvtailor.encode.contract import Codec, refuse_non_finite
 from kvtailor.encode.settings.by_blocks import ByBlocks
 from kvtailor.method import renamed
 from kvtailor.ops.segments.coded import PairSegment, TimeGrouped, Whole, alone
-from kvtailor.types import Layout, Needs
+from kvtailor.types import Coordinates, Layout, Needs
 
 __all__ = ["Channels", "ChannelsSegment", "KeptChannels"]
 
@@ -53,6 +54,17 @@ class KeptChannels(TimeGrouped):
         kept = self.kept[:, :1] if self.row is None else self.per_token("kept")
         whole = self.states.new_zeros((*self.states.shape[:2], self.size))
         return whole.scatter_(2, kept.to(torch.int64).expand_as(self.states), self.states)
+
+    def stored(self) -> Tensor:
+        return self.states if self.row is None else self.decode()
+
+    def coordinates(self) -> Coordinates | None:
+        """Where each lane's channels are among all. It is made anew: kept, it would take more than the channels."""
+        if self.row is not None:
+            return None
+        lanes, _, count = self.kept.shape
+        matrix = torch.zeros((lanes, self.size, count), device=self.kept.device)
+        return Coordinates(matrix=matrix.scatter_(1, self.kept[:, :1].to(torch.int64), 1.0))
 
     def closed_form_bytes(self, lanes: int, slots: int) -> int:
         count = self.states.shape[-1]

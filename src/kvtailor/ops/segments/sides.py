@@ -103,7 +103,11 @@ def stored_sides(part: Segment) -> StoredSides | None:
         if type(part).view is not Segment.view:
             return None
         found = StoredSides(layout=part.layout, keys=part.keys, values=part.values)
-        return _within(found, part.keys.coordinates(), part.values.coordinates())
+        own = part.keys.coordinates(), part.values.coordinates()
+        if part.layout.owner is not None and any(each is not None and each.matrix.shape[0] > 1 for each in own):
+            # A map of each lane maps the queries of no kv head where lanes are pages of heads.
+            return None
+        return _within(found, *own)
     if isinstance(part, AroundSegment):
         inner = None if type(part).coordinates is AroundSegment.coordinates else stored_sides(part.inner)
         if inner is None or inner.joined != 1:
