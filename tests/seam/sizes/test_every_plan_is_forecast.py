@@ -112,7 +112,9 @@ def cases() -> list[Any]:
     for place, case in enumerate(CASES):
         for at, family in enumerate(FAMILIES):
             for turn, setting in enumerate(SETTINGS):
-                here = case in DEFAULT and place % len(FAMILIES) == at and place % len(SETTINGS) == turn
+                # Its linear layers are slow on a CPU: the default run has short prompts of it.
+                mine = (1, 3)[place // len(FAMILIES) % 2] if family == "qwen3_next" else place % len(SETTINGS)
+                here = case in DEFAULT and place % len(FAMILIES) == at and mine == turn
                 marks = () if here else pytest.mark.long
                 found.append(pytest.param(family, case, setting, marks=marks, id=f"{family} {case} {setting[:3]}"))
     return found
