@@ -4,7 +4,8 @@
     python docs/write_verdicts.py FOLDER
 
 What stands between `<!-- measured: PLAN -->` and `<!-- /measured -->` is made anew: PLAN is a row's name in the suite,
-at all budgets that it was measured at, or `the run` for what was measured where. A plan without records says so.
+at all budgets that it was measured at, `the run` for what was measured where, or `ONE / OTHER` for the differences of
+two plans on the same samples, at each budget at which both stand. A plan without records says so.
 """
 
 from __future__ import annotations
@@ -12,24 +13,28 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from kvtailor.bench.checks import check_records  # noqa: E402
+from kvtailor.bench.measure.paired_hits import share_difference  # noqa: E402
+from kvtailor.bench.measure.statistics import mean_difference  # noqa: E402
+from kvtailor.bench.report.suite.numbers import documents_of, paired_samples  # noqa: E402
 from kvtailor.bench.report.suite.ranking import FEWER, LEADS, LEVEL, WORSE, Column, Place, Ranking, rank  # noqa: E402
 from kvtailor.bench.report.suite.tables import provenance  # noqa: E402
 from kvtailor.bench.report.tables.grid import interval  # noqa: E402
-from kvtailor.bench.schema import latest, read_records  # noqa: E402
-from kvtailor.bench.suite.suite import Suite, read_suite  # noqa: E402
+from kvtailor.bench.schema import Record, latest, read_records  # noqa: E402
+from kvtailor.bench.suite.suite import read_suite  # noqa: E402
 
 __all__ = ["PAGE", "RUN", "names_in", "written"]
 
 PAGE = ROOT / "docs" / "verdicts.md"
 SUITE = "field"
 RUN = "the run"
+AND = " / "
 _BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- /measured -->)", re.DOTALL)
 _WIDTH = 118
 _WORDS = {LEADS: "leads", LEVEL: "level", WORSE: "worse", FEWER: "behind with fewer bytes"}
@@ -39,27 +44,31 @@ _TOGETHER = "answers together, points"
 
 
 def names_in(page: str) -> list[str]:
-    """The plans that a page has numbers of."""
-    return [name for _, name, _ in _BLOCK.findall(page) if name != RUN]
+    """The plans that a page has numbers of, each by itself."""
+    return [name for _, name, _ in _BLOCK.findall(page) if name != RUN and AND not in name]
 
 
-def written(page: str, ranking: Ranking, line: str) -> str:
+def written(page: str, ranking: Ranking, line: str, records: Sequence[Record]) -> str:
     """A page with all of its numbers made anew.
 
     Args:
         page: as it is.
         ranking: of the records.
         line: what was measured where, from `provenance`.
+        records: those that are ranked, and maybe others.
 
     Raises:
         ValueError: a block names a plan that the suite does not have.
     """
-    known = {place.label for place in ranking.places} | {ranking.full.label}
-    if unknown := [name for name in names_in(page) if name not in known]:
+    known = {place.label for place in ranking.places} | {ranking.full.label, RUN}
+    every = [name for _, names, _ in _BLOCK.findall(page) for name in names.split(AND)]
+    if unknown := [name for name in every if name not in known]:
         raise ValueError(f"the page has numbers of {', '.join(unknown)}, which the suite does not have")
 
     def block(hit: re.Match[str]) -> str:
-        lines = _run(ranking, line) if hit[2] == RUN else _plan(ranking, hit[2])
+        one, _, other = hit[2].partition(AND)
+        lines = _run(ranking, line) if one == RUN else _plan(ranking, one)
+        lines = _pair(ranking, records, one, other) if other else lines
         return f"{hit[1]}{chr(10).join(lines)}\n{hit[3]}"
 
     return _BLOCK.sub(block, page)
@@ -90,6 +99,41 @@ def _plan(ranking: Ranking, name: str) -> Iterator[str]:
         yield from _bullet(f"{100 * (place.share or 0):.1f} % of the bytes: {'; '.join(cells)}.")
 
 
+def _pair(ranking: Ranking, records: Sequence[Record], one: str, other: str) -> Iterator[str]:
+    by_key, found = {record.key: record for record in records}, False
+    for budget in ranking.board.budgets:
+        # Of several plans of one name at a budget the one with most bytes.
+        mine, theirs = (
+            next((p for p in ranking.at(budget) if p.label == name and p.scores), None) for name in (one, other)
+        )
+        if mine is None or theirs is None:
+            continue
+        cells = [text for column in ranking.columns if (text := _difference(column, mine, theirs, by_key)) is not None]
+        if cells:
+            found = True
+            bytes_ = f"{100 * (mine.share or 0):.1f} and {100 * (theirs.share or 0):.1f} % of the bytes"
+            yield from _bullet(f"Over {other} at {bytes_}: {'; '.join(cells)}.")
+    if not found:
+        yield f"Not measured beside {other}."
+
+
+def _difference(column: Column, mine: Place, theirs: Place, by_key: dict[str, Record]) -> str | None:
+    scores = [place.scores.get(column.label) for place in (mine, theirs)]
+    if column.silent is not None or column.label in _IN_THE_LEADERBOARD or None in scores:
+        return None
+    ours, other = ([[by_key[key] for key in score.keys]] for score in scores if score is not None)
+    samples = paired_samples(column.name, ours, other)
+    if samples is None:
+        return None
+    label = re.sub(r", (points|ΔNLL)$", "", column.label)
+    if column.hits:
+        found = share_difference(*samples)
+        between = interval([None if e is None else 100 * e for e in (found.low, found.high)], 0, signed=True)
+        return f"{label} {100 * found.value:+.0f} points ({between})"
+    found = mean_difference(*samples, documents=documents_of(ours))
+    return f"{label} {found.value:+.3f} ({interval((found.low, found.high), 3, signed=True)})"
+
+
 def _cell(column: Column, place: Place) -> str | None:
     score = place.scores.get(column.label)
     summed_up = column.label in _IN_THE_LEADERBOARD and _TOGETHER in place.scores
@@ -112,17 +156,17 @@ def _bullet(text: str) -> list[str]:
     return textwrap.wrap(f"- {text}", _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _read(folder: Path) -> tuple[Suite, Ranking, str]:
-    """The suite as it was run, with its own budgets."""
+def _read(folder: Path) -> tuple[list[Record], Ranking, str]:
+    """Of the suite as it was run, with its own budgets."""
     suite = read_suite(folder / "suites" / f"{SUITE}.toml")
     records = latest(read_records(folder))
     check_records(records)
     ranking = rank(suite, records)
     assert ranking is not None
-    return suite, ranking, provenance(suite, records)
+    return records, ranking, provenance(suite, records)
 
 
 if __name__ == "__main__":
-    _, _ranking, _line = _read(Path(sys.argv[1]))
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), _ranking, _line), encoding="utf-8")
+    _records, _ranking, _line = _read(Path(sys.argv[1]))
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), _ranking, _line, _records), encoding="utf-8")
     print(PAGE.relative_to(ROOT))
