@@ -9,6 +9,8 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
+from kvtailor.hf.layers.states import StateLayer
+from kvtailor.hf.progress import STATES_ARE_ASKED_FOR
 from tests.seam.methods.test_identity import generated
 from tests.support.seam.layer_kinds import FEW, HYBRIDS, MIXED
 from tests.support.seam.zoo import VOCABULARY, build, error, prompts
@@ -202,6 +204,8 @@ def test_a_convolution_is_taken_back(plan: str) -> None:
 def test_a_forward_that_is_broken_off_is_noticed(family: str) -> None:
     """An error in any layer: the next forward is refused, or nothing of the broken one is in the cache."""
     model = build(family)
+    if not STATES_ARE_ASKED_FOR and any(type(each) is StateLayer for each in kvtailor.cache_for(model, "full").layers):
+        pytest.skip("models of this release of transformers write states without a call, so that nobody sees where")
     ids, _ = prompts((20,))
     layers = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList) and len(each) > 1)
     for broken in range(len(layers)):

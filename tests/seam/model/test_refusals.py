@@ -84,6 +84,8 @@ REFUSED = {
 @pytest.mark.parametrize("family", REFUSED)
 def test_families_that_would_crash_or_break_are_refused_and_generate_as_before(family: str) -> None:
     make, sentence = REFUSED[family]
+    if family == "dots3_note" and "dots3_note_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this release of transformers does not have it")
     # transformers' own mapping has the type of the whole Mllama only.
     new = transformers.MllamaForCausalLM._from_config if family == "mllama" else AutoModelForCausalLM.from_config
     ids = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -97,7 +99,10 @@ def test_a_model_of_several_transformers_is_not_called_recurrent_alone() -> None
 def test_what_reads_another_models_keys_or_decodes_blocks_is_refused_by_its_configuration() -> None:
     """Of the Gemma 4 family these; the others work, see `tests/seam/kinds`."""
     assistant = transformers.AutoConfig.for_model("gemma4_unified_assistant")
-    assert "read those of the model for which it drafts" in str(refusal(assistant))
+    # In transformers 5.17 its configuration does not show the layers that it has.
+    known = hasattr(assistant.get_text_config(decoder=True), "num_hidden_layers")
+    sentence = "read those of the model for which it drafts" if known else "does not say in its configuration how many"
+    assert sentence in str(refusal(assistant))
     assert "denoises whole blocks" in str(refusal(transformers.AutoConfig.for_model("diffusion_gemma")))
     assert refusal(transformers.AutoConfig.for_model("gemma4")) is None
 

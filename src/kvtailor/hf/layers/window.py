@@ -47,6 +47,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def reset(self) -> None:
         """Forget everything; the layer may then serve another batch."""
+        # transformers 5.17 puts zeros in place of states, and would join what comes next to them.
+        self.__dict__.update(keys=None, values=None, is_initialized=False)
         super().reset()
         self.record_past = False
 
