@@ -11,6 +11,7 @@ import torch
 from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, needs_built, states_of
 from tests.ops.cpu.coded_truth import same, truth
 
+from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.residual import ResidualCodes
@@ -92,3 +93,65 @@ def test_signs_with_others_bytes_between_them(library: Library, rows: int) -> No
     rest[1, 7] = torch.inf
     out, _ = attend_coded(query, keys, replace(values, rest=rest), scaling=0.1, using=library)
     assert not out[1, :, :, 72:].isfinite().any() and out[1, :, :, :72].isfinite().all() and out[0].isfinite().all()
+
+
+BLOCKS = {"nvfp4": NvCodes, "mxfp4": MxCodes}
+
+
+@every_variant
+@pytest.mark.parametrize("layout", BLOCKS)
+@pytest.mark.parametrize("code", [0x77, 0xFF, 0x7F])
+def test_no_sum_of_the_largest_numbers_of_blocks_overflows(library: Library, layout: str, code: int) -> None:
+    """6, -6, and both in turns, of as many tokens as are summed together and more."""
+    for size, rows in itertools.product((128, 256, 512), (1, 2, 3, 4)):
+        side = LAYOUTS[layout](torch.ones(1, 520, size, dtype=torch.bfloat16))
+        side = replace(side, codes=torch.full_like(side.codes, code))
+        query = torch.ones(1, rows, 1, size) / size
+        found = attend_coded(query, side, side, scaling=0.1, using=library)
+        assert same(found, truth(query, side, side), COARSE), (size, rows)
+
+
+@every_variant
+@pytest.mark.parametrize("layout", BLOCKS)
+def test_a_loud_block_takes_nothing_from_the_others(library: Library, layout: str) -> None:
+    """Each block of values has a scale of its own in the sum, over tokens of very different sizes."""
+    keys, values = states_of(21, torch.bfloat16, 2, 300, 128)
+    keys = keys / 8
+    values[:, :, 32:64] *= 4096
+    values[:, 100:, 64:96] /= 4096
+    keys, values = LAYOUTS[layout](keys), LAYOUTS[layout](values)
+    for rows in (1, 2, 4):
+        query = torch.randn(2, rows, 1, 128)
+        (found, lse), (out, whole) = (
+            attend_coded(query, keys, values, scaling=0.1, using=library),
+            truth(query, keys, values),
+        )
+        for first in range(0, 128, 32):
+            block = slice(first, first + 32)
+            assert same((found[..., block], lse), (out[..., block], whole), COARSE), (rows, first)
+
+
+@every_variant
+@pytest.mark.parametrize("layout", BLOCKS)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_no_number_stays_in_its_block_row_and_lane(library: Library, layout: str, rows: int) -> None:
+    keys, values = (LAYOUTS[layout](x) for x in states_of(22, torch.bfloat16, 2, 140, 128))
+    query = torch.randn(2, rows, 1, 128) / 3
+    attend = partial(attend_coded, scaling=0.1, using=library)
+    usual = attend(query, keys, values)
+    broken = query.clone()
+    broken[0, rows - 1, 0, 99] = torch.nan
+    out, lse = attend(broken, keys, values)
+    assert out[0, rows - 1].isnan().all() and lse[0, rows - 1].isnan().all()
+    assert torch.equal(out[0, : rows - 1], usual[0][0, : rows - 1]) and torch.equal(out[1], usual[0][1])
+    if layout == "mxfp4":
+        # 255 is no number there; of the other's scales none is.
+        scales = values.scales.clone()
+        scales[1, 7, 1] = 255
+        out, _ = attend(query, keys, replace(values, scales=scales))
+        assert not out[1, :, :, 32:64].isfinite().any() and torch.equal(out[0], usual[0][0])
+        assert torch.equal(out[1, :, :, 64:], usual[0][1, :, :, 64:])
+        scales = keys.scales.clone()
+        scales[1, 139, 3] = 255
+        out, lse = attend(query, replace(keys, scales=scales), values)
+        assert not lse[1].isfinite().any() and torch.equal(out[0], usual[0][0])

@@ -10,7 +10,7 @@
 #include "threads.h"
 
 #if defined(__AVX512VNNI__)
-#include "short_tokens.h"
+#include "blocks.h"
 #endif
 
 // Mirrored field by field in library.py.
@@ -54,11 +54,19 @@ bool values_fused(const Side& side) {
   return whole_words(side) && side.kind != CHANNEL_CODES && (groups == 1 || (groups <= W && side.group % 4 == 0));
 }
 
-// Whether codes are levels that may be whole numbers: of a cache of 16 bits, whose tokens fill vectors.
+// Whether codes are levels of a bell that may be whole numbers: of a cache of 16 bits, whose tokens fill vectors.
 bool levels_coarse(const Side& side) {
 #if defined(__AVX512VNNI__)
-  if (!keys_fused(side) || side.kind == GRID_CODES || folds(side) != 1) return false;
-  return side.kind == BLOCK_LEVELS ? ((const Blocks*)side.low)->coarse : side.scales != FLOAT32;
+  return keys_fused(side) && side.kind == LEVEL_CODES && folds(side) == 1 && side.scales != FLOAT32;
+#else
+  return false;
+#endif
+}
+
+// Whether blocks of levels are read as blocks.h does it.
+[[maybe_unused]] bool blocks_coarse(const Side& side) {
+#if defined(__AVX512VNNI__)
+  return in_blocks(side);
 #else
   return false;
 #endif
@@ -67,7 +75,7 @@ bool levels_coarse(const Side& side) {
 // Whether keys' logits are taken in integers: where the cache has 16 bits, so that 16 bits of a query are enough.
 bool keys_coarse(const Side& side) {
 #if defined(__AVX512VNNI__)
-  if (has_levels(side)) return levels_coarse(side) && groups_of(side) <= W && side.size <= MOST_SHORT / 2;
+  if (has_levels(side)) return blocks_coarse(side) || (levels_coarse(side) && side.size <= MOST_SHORT / 2);
   if (!keys_fused(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
   return in_short_tokens(side) || folds(side) == 1;
 #else
@@ -75,9 +83,10 @@ bool keys_coarse(const Side& side) {
 #endif
 }
 
-// Whether values are summed as short_tokens.h does it.
+// Whether values are summed as short_tokens.h or blocks.h does it.
 bool values_short(const Side& side) {
 #if defined(__AVX512VNNI__)
+  if (blocks_coarse(side)) return true;
   if (!values_fused(side) || has_levels(side) || side.scales == FLOAT32 || groups_of(side) > MOST_GROUPS) return false;
   return in_short_tokens(side) && side.group % PART == 0;
 #else
@@ -393,6 +402,15 @@ struct Piece {
 
   void logits_by_level(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
+#if defined(__AVX512VNNI__)
+    if (tables.coarse_keys && keys.kind == BLOCK_LEVELS) {
+      float* outer = key_scales + groups_of(keys) * BLOCK;
+      steps_of_blocks(keys, lane * call.slots + first, count, key_scales);
+      products_of_blocks(query, rows, keys, data(keys, first), key_scales, count, logits_at);
+      if (outer_of_blocks(keys, lane, call.slots, first, count, outer)) times_scales(outer, count);
+      return;
+    }
+#endif
     scales_of_levels(keys, lane, call.slots, first, count, key_scales);
     const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), tables_of(keys), groups_of(keys), 0, tables.coarse_keys};
     with_levels(keys, [&](auto codes) {
@@ -422,8 +440,16 @@ struct Piece {
 
   void sum_levels(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
+#if defined(__AVX512VNNI__)
+    if (tables.short_values) {
+      float* outer = value_scales + groups_of(values) * BLOCK;
+      steps_of_blocks(values, lane * call.slots + first, count, value_scales);
+      if (outer_of_blocks(values, lane, call.slots, first, count, outer)) times_scales(outer, count);
+      return sums_of_blocks(logits_at, rows, values, data(values, first), value_scales, count, out);
+    }
+#endif
     scales_of_levels(values, lane, call.slots, first, count, value_scales);
-    const bool coarse = levels_coarse(values) && values.kind == LEVEL_CODES;
+    const bool coarse = levels_coarse(values);
     if (scales_apart(values) && !coarse) times_scales(value_scales, count);
     const Scales found{value_scales, nullptr, tables.scale_lanes, levels_of(values), tables_of(values), groups_of(values), 0, coarse};
     with_levels(values, [&](auto codes) {

@@ -37,7 +37,7 @@ template <class C, int R>
 void level_products(Rows rows, const char* codes, int64_t stride, int64_t count, const Scales& scales, float* to,
                     int64_t apart) {
 #if defined(__AVX512VNNI__)
-  if constexpr (C::BYTES == sizeof(U))
+  if constexpr (C::BYTES == sizeof(U) && !C::OF_BLOCKS)
     if (scales.coarse) return short_level_products<C, R>(rows, codes, stride, count, scales, to, apart);
 #endif
   constexpr int T = W / R;

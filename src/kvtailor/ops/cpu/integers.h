@@ -156,12 +156,12 @@ constexpr int64_t MOST_OF_KEYS = 8191;
 template <class C, int R>
 APART PLAIN_LOOPS void short_level_products(Rows rows, const char* codes, int64_t stride, int64_t count,
                                             const Scales& scales, float* to, int64_t apart) {
-  constexpr int T = W / R, HALF = C::N / 2, KINDS = C::OF_BLOCKS ? C::KINDS : 1;
+  constexpr int T = W / R, HALF = C::N / 2;
   alignas(64) int32_t asked[R * MOST_SHORT / 2];
   alignas(64) int16_t levels[2 * W];
   float scale[R];
-  const int64_t half = rows.size / 2, most = C::OF_BLOCKS ? 32767 : 0x7fffffff / (MOST_OF_KEYS * rows.size / W);
-  const float unit = whole_levels(scales.levels, C::OF_BLOCKS ? DOUBLED : OF_KEYS, levels);
+  const int64_t half = rows.size / 2, most = 0x7fffffff / (MOST_OF_KEYS * rows.size / W);
+  const float unit = whole_levels(scales.levels, OF_KEYS, levels);
   for (int r = 0; r < R; r++)
     scale[r] = unit * shorten(rows.query + r * rows.size, rows.size, C::KINDS, most < 32767 ? most : 32767, asked + r * half);
   const __m512i table = load<__m512i>(levels);
@@ -170,30 +170,18 @@ APART PLAIN_LOOPS void short_level_products(Rows rows, const char* codes, int64_
     for (int i = 0; i < T; i++) {
       const int64_t t = first + i < count ? first + i : count - 1;
       const char* token = codes + t * stride;
-      const int32_t *query = asked, *lanes = scales.lanes;
-      __m512i mine[R][KINDS]{};
-      F found[R]{};
-      for (int64_t c = 0; c < half; c += HALF * W, query += HALF * W, token += C::BYTES, lanes += C::KINDS * W) {
+      const int32_t* query = asked;
+      __m512i mine[R]{};
+      for (int64_t c = 0; c < half; c += HALF * W, query += HALF * W, token += C::BYTES) {
         const U words = C::words(token);
         soon(token);
         UNROLLED for (int k = 0; k < HALF; k++) {
           const __m512i both = _mm512_permutexvar_epi16((__m512i)(words >> (k * 4)), table);
           UNROLLED for (int r = 0; r < R; r++)
-            mine[r][k % KINDS] = _mm512_dpwssd_epi32(mine[r][k % KINDS], both, _mm512_loadu_si512(query + r * half + k * W));
-        }
-        if constexpr (C::OF_BLOCKS) {
-          const F steps = load<F>(scales.step + t * scales.groups);
-          UNROLLED for (int kind = 0; kind < KINDS; kind++) {
-            const F step = picked(steps, load<I>(lanes + kind * W));
-            UNROLLED for (int r = 0; r < R; r++) {
-              found[r] += __builtin_convertvector((I)mine[r][kind], F) * step;
-              mine[r][kind] = __m512i{};
-            }
-          }
+            mine[r] = _mm512_dpwssd_epi32(mine[r], both, _mm512_loadu_si512(query + r * half + k * W));
         }
       }
-      UNROLLED for (int r = 0; r < R; r++)
-        sum_of[r * T + i] = C::OF_BLOCKS ? found[r] : __builtin_convertvector((I)mine[r][0], F);
+      UNROLLED for (int r = 0; r < R; r++) sum_of[r * T + i] = __builtin_convertvector((I)mine[r], F);
     }
     float all_of[W];
     store(all_of, sums(sum_of));
