@@ -96,6 +96,8 @@ def _plan(ranking: Ranking, name: str) -> Iterator[str]:
         return
     for place in there:
         cells = [text for column in ranking.columns if (text := _cell(column, place)) is not None]
+        times = [f"{label.removesuffix(' over full')} {time:.2f}" for label, time in place.times.items()]
+        cells += [f"{' and '.join(times)} of full's"] if times else []
         yield from _bullet(f"{100 * (place.share or 0):.1f} % of the bytes: {'; '.join(cells)}.")
 
 

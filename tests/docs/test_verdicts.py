@@ -34,6 +34,7 @@ def test_numbers_are_those_of_the_records_and_prose_stays(tmp_path):
     assert "old 12.3" not in made and made.count("Said of ") == 6
     assert WRITTEN(made, rank(suite, records_of(suite)), "A line.", records_of(suite)) == made
     best = made[made.index("measured: best") :].split("<!-- /measured")[0]
+    assert "; TPOT 1.50 of full's." in " ".join(best.split())
     assert "- 25.5 % of the bytes: text +0.0" in best and "easy 90 % right (-10:" in best and "hard" not in best
     pair = made[made.index("measured: far / best") :].split("<!-- /measured")[0]
     assert "- Over best at 25.0 and 25.5 % of the bytes: text +0." in pair and "easy -75 points (-89 to -43)" in pair
