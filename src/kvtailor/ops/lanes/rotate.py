@@ -35,7 +35,7 @@ def turn(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     if states.device.type != "cpu" or states.ndim != 3 or states.numel() <= _PIECE:
         return _combined(states, cos, sin, rotation)
-    turned = torch.empty_like(states)
+    turned = torch.empty(states.shape, dtype=states.dtype)
     cos, sin = (each.expand(*states.shape[:2], -1) for each in (cos, sin))
     for lanes, slots in pieces(states.shape[0], states.shape[1], states.shape[2], _PIECE):
         turned[lanes, slots] = _combined(states[lanes, slots], cos[lanes, slots], sin[lanes, slots], rotation)
