@@ -155,3 +155,8 @@ def test_what_is_no_number_stays_in_its_block_row_and_lane(library: Library, lay
         scales[1, 139, 3] = 255
         out, lse = attend(query, replace(keys, scales=scales), values)
         assert not lse[1].isfinite().any() and torch.equal(out[0], usual[0][0])
+        for sign in (1, -1):
+            # All products of a block on one side of 0.
+            level = replace(keys, scales=scales, codes=torch.full_like(keys.codes, 0x77))
+            _, lse = attend(sign * query.abs(), level, values)
+            assert not lse[1].isfinite().any()

@@ -47,7 +47,7 @@ APART PLAIN_LOOPS void steps_of_blocks(const Side& side, int64_t place, int64_t 
       UNROLLED for (int i = 0; i < 4; i++) {
         if (g + i >= groups) break;
         const F step = (F)((four >> (8 * i) & 0xff) << (narrow ? 20 : 23)) * unit;
-        // 255 of E8M0 is no number, and an endless one times a sum below 0 would pass for a token that is not seen.
+        // See of_high_bits.
         store(to + (g + i) * BLOCK + t, step + (step - step));
       }
     }

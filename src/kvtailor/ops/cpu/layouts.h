@@ -139,12 +139,16 @@ static inline void by_token(const Side& side, const uint8_t* codes, int64_t plac
 [[maybe_unused]] static APART PLAIN_LOOPS void of_high_bits(const uint8_t* from, int64_t count, int shift, float unit,
                                                             float times, float* to) {
   int64_t i = 0;
-  for (; i + W <= count; i += W) store(to + i, (F)(ints_of(from + i) << shift) * unit * times);
+  // 255 of E8M0 is no number, and an endless scale times a sum below 0 would pass for a token that is not seen.
+  for (; i + W <= count; i += W) {
+    const F scale = (F)(ints_of(from + i) << shift) * unit;
+    store(to + i, scale * times + (scale - scale));
+  }
   for (; i < count; i++) {
     const uint32_t bits = (uint32_t)from[i] << shift;
     float scale;
     memcpy(&scale, &bits, 4);
-    to[i] = scale * unit * times;
+    to[i] = scale * unit * times + (scale - scale);
   }
 }
 
