@@ -20,10 +20,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from kvtailor.bench.checks import check_records  # noqa: E402
-from kvtailor.bench.measure.paired_hits import share_difference  # noqa: E402
-from kvtailor.bench.measure.statistics import mean_difference  # noqa: E402
-from kvtailor.bench.report.suite.numbers import documents_of, paired_samples  # noqa: E402
-from kvtailor.bench.report.suite.ranking import FEWER, LEADS, LEVEL, WORSE, Column, Place, Ranking, rank  # noqa: E402
+from kvtailor.bench.measure.statistics import Estimate  # noqa: E402
+from kvtailor.bench.report.suite.ranking import (  # noqa: E402
+    FEWER,
+    LEADS,
+    LEVEL,
+    WORSE,
+    Column,
+    Place,
+    Ranking,
+    difference,
+    rank,
+)
 from kvtailor.bench.report.suite.tables import provenance  # noqa: E402
 from kvtailor.bench.report.tables.grid import interval  # noqa: E402
 from kvtailor.bench.schema import Record, latest, read_records  # noqa: E402
@@ -120,20 +128,14 @@ def _pair(ranking: Ranking, records: Sequence[Record], one: str, other: str) -> 
 
 
 def _difference(column: Column, mine: Place, theirs: Place, by_key: dict[str, Record]) -> str | None:
-    scores = [place.scores.get(column.label) for place in (mine, theirs)]
-    if column.silent is not None or column.label in _IN_THE_LEADERBOARD or None in scores:
+    ours, other = (place.scores.get(column.label) for place in (mine, theirs))
+    if column.silent is not None or column.label in _IN_THE_LEADERBOARD or ours is None or other is None:
         return None
-    ours, other = ([[by_key[key] for key in score.keys]] for score in scores if score is not None)
-    samples = paired_samples(column.name, ours, other)
-    if samples is None:
+    found = difference(column, ours, other, by_key)
+    if found is None:
         return None
-    label = re.sub(r", (points|ΔNLL)$", "", column.label)
-    if column.hits:
-        found = share_difference(*samples)
-        between = interval([None if e is None else 100 * e for e in (found.low, found.high)], 0, signed=True)
-        return f"{label} {100 * found.value:+.0f} points ({between})"
-    found = mean_difference(*samples, documents=documents_of(ours))
-    return f"{label} {found.value:+.3f} ({interval((found.low, found.high), 3, signed=True)})"
+    value, between = _in_units(column, found)
+    return f"{_named(column)} {value}{' points' if column.hits else ''} ({between})"
 
 
 def _cell(column: Column, place: Place) -> str | None:
@@ -141,13 +143,21 @@ def _cell(column: Column, place: Place) -> str | None:
     summed_up = column.label in _IN_THE_LEADERBOARD and _TOGETHER in place.scores
     if score is None or column.silent is not None or summed_up:
         return None
-    ends = (score.difference.low, score.difference.high)
     standing = f", {_WORDS[score.standing]}" if score.standing else ""
-    label = re.sub(r", (points|ΔNLL)$", "", column.label)
-    if column.hits:
-        between = interval([None if e is None else 100 * e for e in ends], 0, signed=True)
-        return f"{label} {_share(score.mean)} right ({100 * score.difference.value:+.0f}: {between}){standing}"
-    return f"{label} {score.difference.value:+.3f} ({interval(ends, 3, signed=True)}){standing}"
+    value, between = _in_units(column, score.difference)
+    found = f"{_share(score.mean)} right ({value}: {between})" if column.hits else f"{value} ({between})"
+    return f"{_named(column)} {found}{standing}"
+
+
+def _named(column: Column) -> str:
+    return re.sub(r", (points|ΔNLL)$", "", column.label)
+
+
+def _in_units(column: Column, found: Estimate) -> tuple[str, str | None]:
+    """A difference and its interval: in whole points of right answers, else in thousandths of a nat."""
+    scale, digits = (100, 0) if column.hits else (1, 3)
+    ends = [None if end is None else scale * end for end in (found.low, found.high)]
+    return f"{scale * found.value:+.{digits}f}", interval(ends, digits, signed=True)
 
 
 def _share(value: float) -> str:

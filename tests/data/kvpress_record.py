@@ -52,11 +52,11 @@ class Layer:
     kwargs: dict[str, Any]
 
 
-def model_of(geometry: Geometry) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=8,
+def config_of(geometry: Geometry, *, vocabulary: int, intermediate: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary,
         hidden_size=geometry.width,
-        intermediate_size=8,
+        intermediate_size=intermediate,
         num_hidden_layers=geometry.layers,
         num_attention_heads=geometry.query_heads,
         num_key_value_heads=geometry.heads,
@@ -65,7 +65,10 @@ def model_of(geometry: Geometry) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).eval()
+
+
+def model_of(geometry: Geometry) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(config_of(geometry, vocabulary=8, intermediate=8)).eval()
     for index, layer in enumerate(model.model.layers):
         for name, weight in weights(geometry, index).items():
             getattr(layer.self_attn, name).weight.data.copy_(weight)
@@ -201,19 +204,7 @@ def kvcompose(
 
 
 def whole_model(nudged: bool) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=WHOLE.width,
-        intermediate_size=96,
-        num_hidden_layers=WHOLE.layers,
-        num_attention_heads=WHOLE.query_heads,
-        num_key_value_heads=WHOLE.heads,
-        head_dim=WHOLE.size,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config_of(WHOLE, vocabulary=50, intermediate=96)).eval()
     for name, parameter in model.named_parameters():
         weight = whole_weight(name, *parameter.shape)
         parameter.data.copy_(weight * (1 + numbers("nudge", *weight.shape, step=NUDGE / 42)) if nudged else weight)

@@ -54,10 +54,7 @@ class AdaKV(Allocator):
         Raises:
             ValueError: no scores were given.
         """
-        if request.scores is None:
-            raise ValueError(
-                "adakv pools scores, but the request holds none; an allocator with needs_scores must get them"
-            )
+        every = request.scores_for("adakv")
         rows, _, heads = request.capacity.shape
         low, high = request.floor.sum(-1), request.capacity.sum(-1)
         absent = None if request.row_tokens is None else request.row_tokens * heads
@@ -65,7 +62,7 @@ class AdaKV(Allocator):
         of_layer = layer_shares(weights, request.total, low, high, request.layers, absent)
         sure = ((of_layer - low).double() * self.floor).to(torch.int64) + low
         least = apportion(torch.ones(heads), sure, request.floor, request.capacity)
-        counts = [pooled_counts(scores, least[:, i], of_layer[:, i]) for i, scores in enumerate(request.scores)]
+        counts = [pooled_counts(scores, least[:, i], of_layer[:, i]) for i, scores in enumerate(every)]
         return torch.stack(counts, dim=1)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:

@@ -77,6 +77,28 @@ class BudgetRequest:
             )
         return torch.stack([each.detach().to("cpu", torch.float64) for each in self.measured], 1)
 
+    def scores_for(self, name: str) -> Sequence[Tensor]:
+        """Return the scores of the present layers.
+
+        Args:
+            name: of the allocator, for error messages.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.scores is None:
+            raise ValueError(
+                f"{name} pools scores, but the request holds none; an allocator with needs_scores must get them"
+            )
+        return self.scores
+
+    def check_all_layers(self, name: str) -> None:
+        """Raise `ValueError` with the name of the allocator unless all layers are present."""
+        if self.layers != tuple(range(self.num_layers)):
+            raise ValueError(
+                f"{name} needs all {self.num_layers} layers at once, found {self.layers}; its scope is 'prompt'"
+            )
+
 
 class Allocator(Method, ABC):
     """One way to split a budget. A subclass is a frozen, keyword-only dataclass of its hyper-parameters.
@@ -198,11 +220,7 @@ class LayersReordered(Method):
 
     def check_every_layer(self, request: BudgetRequest) -> None:
         """Raise `ValueError` unless all layers are present: budgets can only change places among known ones."""
-        if request.layers != tuple(range(request.num_layers)):
-            raise ValueError(
-                f"{type(self).__name__.lower()} needs all {request.num_layers} layers at once, found {request.layers}; "
-                "its scope is 'prompt'"
-            )
+        request.check_all_layers(type(self).__name__.lower())
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int | None:
         """Those of the inner allocator."""

@@ -67,10 +67,7 @@ class DynamicKV(Allocator):
         Raises:
             ValueError: no scores were given, or a layer before the last present one is absent.
         """
-        if request.scores is None:
-            raise ValueError(
-                "dynamickv pools scores, but the request holds none; an allocator with needs_scores must get them"
-            )
+        scores = request.scores_for("dynamickv")
         count, every = len(request.layers), request.num_layers
         if request.layers != tuple(range(count)):
             raise ValueError(
@@ -81,7 +78,7 @@ class DynamicKV(Allocator):
         bounded = torch.minimum(free, (self.most * mean).to(torch.int64)[:, None, None])
         if count % self.interval and count < every:
             return request.floor + bounded
-        weights = self._winners(request.scores, bounded, request.history * count // every)
+        weights = self._winners(scores, bounded, request.history * count // every)
         high = bounded
         if count == every:
             # Layers of a later eviction may hold less than their share: then no bound may keep the sum from being

@@ -52,20 +52,14 @@ class Pooled(Allocator):
         Raises:
             ValueError: no scores were given, or a layer is absent.
         """
-        if request.scores is None:
-            raise ValueError(
-                "pooled pools scores, but the request holds none; an allocator with needs_scores must get them"
-            )
-        if request.layers != tuple(range(request.num_layers)):
-            raise ValueError(
-                f"pooled needs all {request.num_layers} layers at once, found {request.layers}; its scope is 'prompt'"
-            )
+        every = request.scores_for("pooled")
+        request.check_all_layers("pooled")
         low, high = request.floor.flatten(1), request.capacity.flatten(1)
         total = request.total.clamp(low.sum(-1), high.sum(-1))
         sure = ((total - low.sum(-1)).double() * self.floor).to(torch.int64) + low.sum(-1)
         least = apportion(torch.ones(low.shape[-1]), sure, low, high)
-        longest = max(scores.shape[-1] for scores in request.scores)
-        lanes = [F.pad(scores, (0, longest - scores.shape[-1]), value=-torch.inf) for scores in request.scores]
+        longest = max(scores.shape[-1] for scores in every)
+        lanes = [F.pad(scores, (0, longest - scores.shape[-1]), value=-torch.inf) for scores in every]
         return pooled_counts(torch.cat(lanes, dim=1), least, total).view(request.capacity.shape)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:

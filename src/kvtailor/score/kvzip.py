@@ -24,7 +24,7 @@ repetition takes longer than the context did: a prefill under `kvzip` takes as l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,28 @@ from torch import Tensor
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs, Repetition
 
-__all__ = ["KVzip"]
+__all__ = ["KVzip", "check_pieces"]
+
+
+class _InPieces(Protocol):
+    """What scores by a repetition of the context in pieces."""
+
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def lead(self) -> int: ...
+    @property
+    def sinks(self) -> int: ...
+
+
+def check_pieces(method: _InPieces, name: str, *, chunk: str, lead: str, sinks: str) -> None:
+    """Raise `ValueError` where a length cannot be; the texts say what is usual for each."""
+    if method.chunk < 1:
+        raise ValueError(f"{name}: chunk must be at least 1 token, found {method.chunk}; {chunk}")
+    if method.lead < 0:
+        raise ValueError(f"{name}: lead must be 0 or more tokens, found {method.lead}; {lead}")
+    if method.sinks < 0:
+        raise ValueError(f"{name}: sinks must be 0 or more tokens, found {method.sinks}; {sinks}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +75,7 @@ class KVzip(Scorer):
     knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ValueError(f"kvzip: chunk must be at least 1 token, found {self.chunk}; the paper uses 2K")
-        if self.lead < 0:
-            raise ValueError(f"kvzip: lead must be 0 or more tokens, found {self.lead}; the paper uses 8")
-        if self.sinks < 0:
-            raise ValueError(f"kvzip: sinks must be 0 or more tokens, found {self.sinks}; 0 protects none")
+        check_pieces(self, "kvzip", chunk="the paper uses 2K", lead="the paper uses 8", sinks="0 protects none")
 
     @property
     def needs(self) -> Needs:

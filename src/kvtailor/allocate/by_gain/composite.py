@@ -19,6 +19,7 @@ scores.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,33 +61,25 @@ class Composite(Allocator):
         Raises:
             ValueError: no scores were given, or a layer is absent.
         """
-        if request.scores is None:
-            raise ValueError(
-                "composite pools scores, but the request holds none; an allocator with needs_scores must get them"
-            )
-        if request.layers != tuple(range(request.num_layers)):
-            raise ValueError(
-                f"composite needs all {request.num_layers} layers at once, found {request.layers}; its scope is "
-                "'prompt'"
-            )
+        every = request.scores_for("composite")
+        request.check_all_layers("composite")
         heads, layers = request.capacity.shape[-1], request.layers
         low, high = request.floor.amax(-1), request.capacity.amax(-1)
         total = torch.minimum(torch.maximum(request.total // heads, low.sum(-1)), high.sum(-1))
         wanted = torch.maximum(low, high.clamp_max(self.sure))
         least = apportion(torch.ones(len(layers)), torch.minimum(total, wanted.sum(-1)), low, wanted)
-        counts = pooled_counts(self._composites(request), least, total)
+        counts = pooled_counts(self._composites(every), least, total)
         return even_shares(counts.double(), request.total, request.floor, request.capacity, layers)
 
     def flops(self, *, tokens: int, heads: int, group: int, size: int) -> int:
         """n: each head's share of the means; sorting compares."""
         return tokens
 
-    def _composites(self, request: BudgetRequest) -> Tensor:
+    def _composites(self, every: Sequence[Tensor]) -> Tensor:
         """(b, l, n) what the first, second ... tokens of each layer's heads are worth, -inf where no head has one."""
-        assert request.scores is not None
-        longest = max(scores.shape[-1] for scores in request.scores)
+        longest = max(scores.shape[-1] for scores in every)
         found = []
-        for scores in request.scores:
+        for scores in every:
             ranked = scores.sort(dim=-1, descending=True).values
             there = ranked > -torch.inf
             mean = ranked.masked_fill(~there, 0.0).sum(1) / there.sum(1).clamp_min(1)

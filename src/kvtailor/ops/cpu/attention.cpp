@@ -165,7 +165,7 @@ struct Tables {
       for (int64_t c = 0; c < values.size; c++)
         value_place[values.size + c] = (int32_t)(wide_values + place_of_sign(values.size, c));
     if (placed_values) fill_lanes(values, scale_lanes);
-    if (fused_keys && has_levels(keys)) fill_lanes(keys, key_lanes);
+    if (placed_keys && has_levels(keys)) fill_lanes(keys, key_lanes);
   }
 
   static void fill_lanes(const Side& side, int32_t* lanes) {

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.score.contract import Scorer
-from kvtailor.score.kvzip import KVzip
+from kvtailor.score.kvzip import KVzip, check_pieces
 from kvtailor.types import Held, Needs, Repetition
 
 __all__ = ["KVCompose"]
@@ -50,12 +50,7 @@ class KVCompose(Scorer):
     knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ValueError(f"kvcompose: chunk must be at least 1 token, found {self.chunk}; KVzip's is 2K")
-        if self.lead < 0:
-            raise ValueError(f"kvcompose: lead must be 0 or more tokens, found {self.lead}; KVzip's is 8")
-        if self.sinks < 0:
-            raise ValueError(f"kvcompose: sinks must be 0 or more tokens, found {self.sinks}; the paper has none")
+        check_pieces(self, "kvcompose", chunk="KVzip's is 2K", lead="KVzip's is 8", sinks="the paper has none")
 
     @property
     def needs(self) -> Needs:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kvtailor.score.by_repetition.kvzip_plus import KVzipPlus
 from kvtailor.score.contract import Scorer
+from kvtailor.score.kvzip import check_pieces
 from kvtailor.types import Held, Needs, Repetition
 
 __all__ = ["KVgrad"]
@@ -52,12 +53,7 @@ class KVgrad(Scorer):
     )
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ValueError(f"kvgrad: chunk must be at least 1 token, found {self.chunk}; its authors use 512")
-        if self.lead < 0:
-            raise ValueError(f"kvgrad: lead must be 0 or more tokens, found {self.lead}; KVzip's is 8")
-        if self.sinks < 0:
-            raise ValueError(f"kvgrad: sinks must be 0 or more tokens, found {self.sinks}; 0 protects none")
+        check_pieces(self, "kvgrad", chunk="its authors use 512", lead="KVzip's is 8", sinks="0 protects none")
 
     def split_refusal(self, *, heads: int, ranks: int) -> str | None:
         """Gradients through parts of a model were not tried."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.score.contract import Scorer
-from kvtailor.score.kvzip import KVzip
+from kvtailor.score.kvzip import KVzip, check_pieces
 from kvtailor.types import Held, Needs, Repetition
 
 __all__ = ["KVzipPlus"]
@@ -54,12 +54,7 @@ class KVzipPlus(Scorer):
     knows_sinks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ValueError(f"kvzip_plus: chunk must be at least 1 token, found {self.chunk}; KVzip's is 2K")
-        if self.lead < 0:
-            raise ValueError(f"kvzip_plus: lead must be 0 or more tokens, found {self.lead}; KVzip's is 8")
-        if self.sinks < 0:
-            raise ValueError(f"kvzip_plus: sinks must be 0 or more tokens, found {self.sinks}; 0 protects none")
+        check_pieces(self, "kvzip_plus", chunk="KVzip's is 2K", lead="KVzip's is 8", sinks="0 protects none")
 
     @property
     def needs(self) -> Needs:

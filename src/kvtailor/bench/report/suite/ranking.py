@@ -24,7 +24,7 @@ from kvtailor.bench.suite.leaderboard import Leaderboard
 from kvtailor.bench.suite.suite import Suite
 from kvtailor.presets import FULL
 
-__all__ = ["FEWER", "LEADS", "LEVEL", "WORSE", "Column", "Place", "Ranking", "Score", "rank"]
+__all__ = ["FEWER", "LEADS", "LEVEL", "WORSE", "Column", "Place", "Ranking", "Score", "difference", "rank"]
 
 LEADS, LEVEL, WORSE, FEWER = "leads", "level", "worse", "fewer bytes"
 _FEWER_BYTES = 0.95
@@ -260,10 +260,26 @@ def _score(
     samples = paired_samples(column.name, ours, theirs)
     if samples is None:
         return None
-    documents = documents_of(ours)
-    found = share_difference(*samples) if column.hits else mean_difference(*samples, documents=documents)
     keys = tuple(record.key for each in ours for record in each)
+    found = _difference(column, samples, ours)
     return Score(mean=fmean(samples[0]), difference=found, standing=None, keys=keys)
+
+
+def difference(column: Column, ours: Score, theirs: Score, records: Mapping[str, Record]) -> Estimate | None:
+    """The first plan less the second on the same samples, with its 95 % interval; None where these are not the same.
+
+    Args:
+        column: of both scores.
+        ours, theirs: of the two plans.
+        records: by key, those behind the scores among them.
+    """
+    mine, other = ([[records[key] for key in score.keys]] for score in (ours, theirs))
+    samples = paired_samples(column.name, mine, other)
+    return None if samples is None else _difference(column, samples, mine)
+
+
+def _difference(column: Column, samples: tuple[list[float], list[float]], ours: Sequence[Sequence[Record]]) -> Estimate:
+    return share_difference(*samples) if column.hits else mean_difference(*samples, documents=documents_of(ours))
 
 
 def _points(tasks: Sequence[Sequence[Record]]) -> list[set[tuple[str | None, str]]]:
