@@ -123,9 +123,26 @@ def test_between_two_actions_every_token_takes_the_short_way(plan, taken):
     model = build("llama")
     decoded(model, plan, steps=33)
     layers = model.config.num_hidden_layers
-    # The prompt, the token after it, and those at which the plan acts or the tail grows.
+    # The prompt, the token after it, and those at which the plan acts.
     assert taken["short"] + taken["general"] == 34 * layers
     assert taken["general"] <= 11 * layers, taken
+
+
+@pytest.mark.parametrize(
+    "plan", ["full", "snapkv(window=6) + adakv @ tokens=24", "h2o(recent=6) @ tokens=24, slack=60"]
+)
+def test_a_tail_that_grows_stays_on_the_short_way(plan, taken):
+    model, layers = build("llama"), build("llama").config.num_hidden_layers
+    slots = []
+
+    def look(step, cache, token):
+        slots.append(cache.engine.states[0].stored.tail.buffers()[0].shape[1])
+        return cache, token
+
+    decoded(model, plan, steps=55, between=look)
+    # The prompt and the token after it.
+    assert len(set(slots)) > 2 and taken == {"short": 54 * layers, "general": 2 * layers}
+    check(model, plan, rows=3, steps=55)
 
 
 @pytest.mark.parametrize("rows, prompt", [(1, 1), (1, 63), (3, 96)])

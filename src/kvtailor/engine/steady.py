@@ -11,7 +11,7 @@ See docs/decisions/0024-the-short-way.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -63,7 +63,7 @@ class SteadyLayer:
         self._left, self._length, self._seen = left, tail.length, state.stored.seen
         # Weakly: what a layer lets go of is to be freed, whether a token follows or not.
         self._stored, self._tail = weakref.ref(state.stored), weakref.ref(tail)
-        self._buffers = _weakly(each for each in tail.buffers() if each is not None)
+        self._keys, self._values, self._positions = map(_weak, tail.buffers())
         self._segments = _weakly(state.stored.segments)
         self._asked = dispatch.asked_here()
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
@@ -96,7 +96,7 @@ class SteadyLayer:
         left = state.tokens_until_action(engine.plan)
         if left is not None and left <= _FEWEST:
             return None
-        if tail.free < _FEWEST or not tail.is_followed_by(state.stored.seen) or dispatch.forced() != "auto":
+        if not tail.is_followed_by(state.stored.seen) or dispatch.forced() != "auto":
             return None
         parts = state.parts()
         keys, values, positions = tail.buffers()
@@ -119,15 +119,16 @@ class SteadyLayer:
     def holds(self, engine: Engine, state: LayerState) -> bool:
         """Whether the layer is as it was, and nothing is due after one more token."""
         stored, tail = state.stored, state.stored.tail
+        if tail is None or stored is not self._stored() or tail is not self._tail():
+            return False
+        if tail.length != self._length or stored.seen != self._seen:
+            return False
+        keys, values, positions = tail.buffers()
         return (
-            stored is self._stored()
-            and tail is not None
-            and tail is self._tail()
-            and tail.length == self._length
-            and stored.seen == self._seen
-            and tail.free > 0
+            keys is self._keys()
+            and values is self._values()
+            and positions is self._positions()
             and (self._left is None or self._left > 0)
-            and _same([each for each in tail.buffers() if each is not None], self._buffers)
             and _same(stored.segments, self._segments)
             and state.pending is None
             and state.draft is None
@@ -147,6 +148,8 @@ class SteadyLayer:
             state: of the layer; `holds` was true.
             query, keys, values, sinks: see `TokenStep.take`.
         """
+        if self._length == self.step.slots:
+            self._grow(state)
         evidence = state.observed.evidence
         output, received = self.step.take(
             query, keys, values, slot=self._length, column=self._seen, sinks=sinks, before=evidence.mass
@@ -164,6 +167,24 @@ class SteadyLayer:
         if self._left is not None:
             self._left -= 1
         return output
+
+    def _grow(self, state: LayerState) -> None:
+        """Make room for more tokens, as the general way does where the tail is full."""
+        tail = state.stored.tail
+        assert tail is not None
+        tail.make_room()
+        buffers = tail.buffers()
+        self.step.moves_to(tail.as_segment(), *buffers)
+        self._keys, self._values, self._positions = map(_weak, buffers)
+
+
+def _weak(thing: T | None) -> Callable[[], T | None]:
+    """What gives it as long as somebody else has it; of None, None."""
+    return _nothing if thing is None else weakref.ref(thing)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _weakly(things: Iterable[T]) -> list[weakref.ref[T]]:

@@ -30,6 +30,7 @@ from kvtailor.hf.progress import (
     Alone,
     Progress,
     Same,
+    beyond_positions,
     bits_of_a_forward,
     check_padding_of_states,
 )
@@ -149,7 +150,7 @@ class CacheGuard:
                 self._out_of_order(layer)
             self._check_thread(now, threading.get_ident())
             self._undo = {}
-            self._now = now._replace(reached="changing", layer=layer, layers=now.layers | 1 << layer)
+            self._now = now.reaches("changing", layer, 1 << layer)
 
     def update_begins(self, layer: int) -> None:
         """Called before a layer's new keys are taken.
@@ -169,18 +170,28 @@ class CacheGuard:
                 self._check_attended(now)
                 if now.reached != "done" or now.layers >> layer & 1:
                     self._alone.refuse(self._unfinished(now))
-                self._now = now._replace(reached="updated", layer=layer, layers=now.layers | 1 << layer)
+                self._now = now.reaches("updated", layer, 1 << layer)
         if now is None:
             self.end_stale_recording()
 
-    def attention_begins(self, layer: int) -> None:
-        """Called when the attention of an updated layer has found it."""
+    def attention_begins(self, layer: int, *, changing: bool = False) -> None:
+        """Called when the attention of an updated layer has found it.
+
+        Args:
+            layer: of the model.
+            changing: nothing can be refused any more: `layer_changes` is said with it.
+        """
         self._check_not_refused()
-        now = self._now
+        now, me = self._now, threading.get_ident()
         if now is None or now.layer != layer or now.reached != "updated":
             self._out_of_order(layer)
-        if now.thread != threading.get_ident():
+        if now.thread != me:
             self._alone.refuse(TWO_THREADS)
+        if changing:
+            with self._alone:
+                if self._now is not now:
+                    self._alone.refuse(TWO_THREADS)
+                self._undo, self._now = {}, now.reaches("changing", layer)
 
     def nothing_changed(self, layer: int) -> None:
         """The attention of a layer was refused; where no layer but windows has changed, the forward never was."""
@@ -316,7 +327,7 @@ class CacheGuard:
                 self._undo = {}
                 # Convolutions of the layer may follow its attention; a model of one layer begins with them again.
                 self._last_states = layer if now.states == layer and self.layers > 1 else -1
-            self._now = None if whole else now._replace(reached=after, layer=layer)
+            self._now = None if whole else now.reaches(after, layer)
 
     def _check_not_refused(self) -> None:
         if self._alone.refusal is not None:
@@ -378,22 +389,7 @@ class CacheGuard:
         rollback.end_recording(self.engine)
 
     def _warn_of_positions(self, seen: int) -> None:
-        limit = self.geometry.max_positions
-        if limit is None or seen <= limit or self._warned:
-            return
-        rolls = self.plan.attend.in_cache_positions
-        # In a first forward only the first layers hold anything yet.
-        held = max((int(state.counts().max()) for state in self.engine.states if state.rows), default=0)
-        if rolls and held <= limit:
-            return
-        self._warned = True
-        what = (
-            f"holds {held} tokens, which its positions count,"
-            if rolls
-            else f"has now seen {seen} tokens, whose positions compression keeps,"
-        )
-        warnings.warn(
-            f"the cache {what} and this {self.geometry.model_type} was made for {limit} positions: the model is "
-            "beyond what it was trained on",
-            stacklevel=2,
-        )
+        what = None if self._warned else beyond_positions(self.geometry, self.engine, seen)
+        if what is not None:
+            self._warned = True
+            warnings.warn(what, stacklevel=2)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 from transformers import Cache
 
+from kvtailor.engine.engine import Engine
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.types import Visibility
@@ -19,6 +20,7 @@ __all__ = [
     "Alone",
     "Progress",
     "Same",
+    "beyond_positions",
     "bits_of_a_forward",
     "check_padding_of_states",
 ]
@@ -67,6 +69,10 @@ class Progress(NamedTuple):
     recurrent: bool = False
     asked: frozenset[str] = frozenset()
 
+    def reaches(self, reached: str, layer: int, bits: int = 0) -> Progress:
+        """The same forward at another layer or further on in this one, with these bits of layers more."""
+        return Progress(self[0], reached, layer, self[3] | bits, *self[4:])
+
 
 class Alone:
     """Lets one thread at a time read and replace the progress, unless the cache is refused.
@@ -111,6 +117,33 @@ def bits_of_a_forward(geometry: Geometry) -> int:
         if shape.states and STATES_ARE_ASKED_FOR:
             bits |= 1 << (geometry.layers + index)
     return bits
+
+
+def beyond_positions(geometry: Geometry, engine: Engine, seen: int) -> str | None:
+    """Why the model is beyond the positions that it was made for, a sentence; None where it is not.
+
+    Args:
+        geometry: of the model.
+        engine: of the cache.
+        seen: tokens, the new ones included.
+    """
+    limit = geometry.max_positions
+    if limit is None or seen <= limit:
+        return None
+    rolls = engine.plan.attend.in_cache_positions
+    # In a first forward only the first layers hold anything yet.
+    held = max((int(state.counts().max()) for state in engine.states if state.rows), default=0)
+    if rolls and held <= limit:
+        return None
+    what = (
+        f"holds {held} tokens, which its positions count,"
+        if rolls
+        else f"has now seen {seen} tokens, whose positions compression keeps,"
+    )
+    return (
+        f"the cache {what} and this {geometry.model_type} was made for {limit} positions: the model is beyond what it "
+        "was trained on"
+    )
 
 
 def check_padding_of_states(model_type: str, real: Tensor, visible: Visibility) -> None:

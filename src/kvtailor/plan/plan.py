@@ -154,7 +154,7 @@ class Plan:
         scopes = () if self.score is None else (self.score.scope, self.allocate.scope)
         return next((scope for scope in ("prompt", "progressive") if scope in scopes), "layer")
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """The evidence that its methods declare, together."""
         needs = Needs(rotation=self.attend.needs_rotation or self.encode.needs_rotation) | self.encode.needs

@@ -75,6 +75,12 @@ class Tail:
         for buffer in (self._keys, self._values):
             buffer[:, self.length :].zero_()
 
+    def make_room(self) -> None:
+        """Slots for one more token than it can hold, and for those that `append` would make room for with it."""
+        if self._keys is None or self._values is None:
+            raise ValueError("an empty tail has no buffer to make room in; append tokens first")
+        self._grow(capacity_for(self.length + 1), self._keys, self._values)
+
     def filled(self, tokens: int, column: int) -> None:
         """Counts tokens that were written into its free slots from outside, at the columns from `column` on."""
         self._comes(column)

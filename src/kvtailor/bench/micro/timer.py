@@ -104,6 +104,7 @@ def time_in_turns(
     clock: Callable[[], float] | None = None,
     sweep: bool | None = None,
     pause: float = 0.0,
+    before: int = 0,
     advance: Callable[[str], None] = lambda name: None,
 ) -> list[Measured]:
     """Return the times of each side, of one layer, in the order of the sides.
@@ -119,6 +120,8 @@ def time_in_turns(
         sweep: a sample goes over all layers; None: on anything but a CPU.
         pause: seconds to sleep before each sample. Threads of OpenMP wait for their next work in a loop, for some
             milliseconds, so where two libraries with threads of their own take turns, one would disturb the other.
+        before: runs of the side itself right before each sample, not timed: a side that follows another one pays
+            for the code and memory that this one has put into the processor's caches, and what is used alone does not.
         advance: called with a side's name after each sample.
     """
     sweep = device.type != "cpu" if sweep is None else sweep
@@ -130,6 +133,8 @@ def time_in_turns(
     for round_, at in rounds_in_turns(range(len(sides)), rounds, warmup=warmup):
         if pause:
             time.sleep(pause)
+        for _ in range(before):
+            samplers[at](round_)
         neighbours.start()
         seconds = samplers[at](round_)
         disturbed = clock is None and not by_device[at] and neighbours.disturbed()

@@ -82,7 +82,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
         steady = self.steady
         if steady is not None and steady.step.takes(key_states, value_states):
             self.guard.update_begins(self.layer_idx)
-            self.arriving = key_states, value_states
+            self.arriving, self.arriving_for = (key_states, value_states), steady
             return self._handed_on(key_states, value_states, self.state.stored.seen)
         # Under autocast rotated keys are float32 and values are not: what the projections gave is the model's dtype.
         key_states = key_states.to(value_states.dtype)
@@ -99,14 +99,15 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before = self.state.stored.seen
-        self.arriving = key_states, value_states
+        self.arriving, self.arriving_for = (key_states, value_states), None
         return self._handed_on(key_states, value_states, before)
 
     def _handed_on(self, keys: Tensor, values: Tensor, before: int) -> tuple[Tensor, Tensor]:
         """What the model gets for new keys (b, h, t, d) and values (b, h, t, dv) after `before` tokens."""
         b, h, t, d = keys.shape
         one = _nan(keys.dtype, keys.device, torch.is_inference_mode_enabled())
-        nan, nan_values = one.expand(b, h, before + t, d), one.expand(b, h, before + t, values.shape[-1])
+        nan = one.expand(b, h, before + t, d)
+        nan_values = nan if values.shape[-1] == d else one.expand(b, h, before + t, values.shape[-1])
         if self.guard.geometry.multiplies:
             return operands(self, nan, nan_values)
         setattr(nan, HANDLE, self)

@@ -21,6 +21,7 @@ class TakesSteadily:
         state: what the layer holds.
         layer_idx: of the model.
         arriving: see `CompressedLayer`.
+        arriving_for: what `steady` was when these came, if they are of its shape and dtype.
         recorded_after: tokens that had been seen when recording began, until the forward after that; else 0.
         steady: what the next decoded token needs, while the layer stays what it is; None where it must be worked out.
     """
@@ -29,6 +30,7 @@ class TakesSteadily:
     state: LayerState
     layer_idx: int
     arriving: tuple[Tensor, Tensor] | None
+    arriving_for: SteadyLayer | None = None
     recorded_after: int = 0
     steady: SteadyLayer | None = None
 
@@ -43,7 +45,13 @@ class TakesSteadily:
             scaling: the model's own factor before the softmax.
         """
         steady, state, guard, new = self.steady, self.state, self.guard, self.arriving
-        if steady is None or new is None or query.requires_grad or torch.is_autocast_enabled(query.device.type):
+        if (
+            steady is None
+            or new is None
+            or steady is not self.arriving_for
+            or query.requires_grad
+            or torch.is_autocast_enabled(query.device.type)
+        ):
             return None
         step, softmax = steady.step, state.model.softmax
         if not step.asks(query) or scaling != step.scaling:
@@ -56,14 +64,12 @@ class TakesSteadily:
             or guard.observers
             or self.recorded_after
             or torch.get_num_threads() != step.threads
-            or not step.takes(*new)
             or not steady.holds(guard.engine, state)
         ):
             self.steady = None
             return None
-        guard.attention_begins(self.layer_idx)
+        guard.attention_begins(self.layer_idx, changing=True)
         self.arriving = None
-        guard.layer_changes(self.layer_idx)
         guard.take_padding(self.layer_idx, visible)
         output = steady.take(state, query, *new, softmax.sinks)
         guard.layer_ends(self.layer_idx)

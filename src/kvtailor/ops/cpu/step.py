@@ -85,7 +85,7 @@ class TokenStep:
         layout = parts[-1].layout
         rows, heads, size, value_size = layout.rows, layout.heads, keys.shape[-1], values.shape[-1]
         group = query_heads // heads
-        self.dtype, self.slots = keys.dtype, keys.shape[1]
+        self.dtype, self._using, self._owners, self._group = keys.dtype, using, rows * heads, group
         self.key_shape, self.value_shape = (rows, heads, 1, size), (rows, heads, 1, value_size)
         self.query_shape, self._out_shape = (rows, query_heads, 1, size), (rows, 1, query_heads, value_size)
         self.scaling, self.softcap, self.threads = scaling, softcap, torch.get_num_threads()
@@ -102,18 +102,9 @@ class TokenStep:
         pointers = [ctypes.addressof(call) for call in self._calls]
         self._parts = (ctypes.c_void_p * len(pointers))(*pointers)
         self._coordinates = (PartCoordinates * len(parts))(*maps)
-        element = keys.element_size()
         self._step = Step(
             parts=ctypes.addressof(self._parts),
-            tail_keys=keys.data_ptr(),
-            tail_values=values.data_ptr(),
-            positions=None if positions is None else positions.data_ptr(),
             parallel_for=using.parallel_for,
-            tail_key_lane=keys.stride(0) * element,
-            tail_key_slot=keys.stride(1) * element,
-            tail_value_lane=values.stride(0) * element,
-            tail_value_slot=values.stride(1) * element,
-            position_lane=0 if positions is None else positions.stride(0),
             coordinates=ctypes.addressof(self._coordinates),
             count=len(parts),
             rows=rows,
@@ -128,7 +119,8 @@ class TokenStep:
         self._at, self._run = ctypes.byref(self._step), using.functions.kvtailor_step
         self._strides: tuple[Any, ...] = ()
         self._mass = self._ready_for_mass(parts) if mass else ()
-        self._lay_out(using)
+        self._write_into(keys, values, positions)
+        self._lay_out()
 
     @staticmethod
     def unsuited(parts: Sequence[Segment], *, mass: bool) -> str | None:
@@ -154,6 +146,20 @@ class TokenStep:
         if not isinstance(tail, PlainSegment) or tail.layout.owner is not None or tail.layout.lengths is not None:
             return "the last part is no tail"
         return None
+
+    def moves_to(self, tail: PlainSegment, keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
+        """Go on where the tail has other buffers, of the same tokens.
+
+        Args:
+            tail: the filled slots, as the last of the parts that it was made of.
+            keys, values, positions: as they were given when it was made.
+        """
+        before = self._calls[-1]
+        call, _ = self._part(tail, self._owners, self._group)
+        call.firsts, call.slots = before.firsts, tail.layout.size
+        self._calls[-1], self._parts[len(self._calls) - 1] = call, ctypes.addressof(call)
+        self._write_into(keys, values, positions)
+        self._lay_out()
 
     def takes(self, keys: Tensor, values: Tensor) -> bool:
         """Whether new keys (b, h, 1, d) and values (b, h, 1, dv) are of the shape and dtype that it was made for."""
@@ -216,6 +222,16 @@ class TokenStep:
         if self._run(self._at):
             raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
         return out, received
+
+    def _write_into(self, keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
+        """New tokens go into these buffers."""
+        step, element = self._step, keys.element_size()
+        self.slots = keys.shape[1]
+        step.tail_keys, step.tail_values = keys.data_ptr(), values.data_ptr()
+        step.tail_key_lane, step.tail_key_slot = (each * element for each in keys.stride()[:2])
+        step.tail_value_lane, step.tail_value_slot = (each * element for each in values.stride()[:2])
+        step.positions = None if positions is None else positions.data_ptr()
+        step.position_lane = 0 if positions is None else positions.stride(0)
 
     def _ready_for_mass(self, parts: Sequence[Segment]) -> tuple[Any, ...]:
         """Arrays of addresses for each part, and the room that their weights take."""
@@ -290,9 +306,9 @@ class TokenStep:
         self._numbers.append((number * tensor.numel())(*tensor.tolist()))
         return ctypes.addressof(self._numbers[-1])
 
-    def _lay_out(self, using: Library) -> None:
+    def _lay_out(self) -> None:
         """Work out where in the workspace each part finds its room, in floats."""
-        step, functions = self._step, using.functions
+        step, functions = self._step, self._using.functions
         queries, at = step.rows * step.heads * step.group, 0
         self._places: list[tuple[Any, str, int]] = []
 
