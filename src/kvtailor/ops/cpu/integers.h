@@ -50,6 +50,24 @@ APART float shorten(const float* query, int64_t size, int64_t kinds, int64_t mos
   return by.back;
 }
 
+// Lane i of the result is the sum of v[i]'s lanes: as `sums`, of whole numbers, whose order is free.
+INLINE inline __m512i whole_sums(const __m512i* v) {
+  __m512i four[4];
+  each_below<4>([&](auto i) INLINE {
+    const auto two = [&](int j) INLINE {
+      const __m512i a = v[4 * i + j], b = v[4 * i + j + 1];
+      return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    };
+    const __m512i a = two(0), b = two(2);
+    // Each 128 bits have parts of the four sums.
+    four[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  });
+  const auto halved = [](__m512i a, __m512i b) INLINE {
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+  };
+  return halved(halved(four[0], four[1]), halved(four[2], four[3]));
+}
+
 template <class C, int BITS, int R>
 inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
   constexpr int T = W / R, HALF = C::N / 2;
@@ -61,26 +79,30 @@ inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t
     scale[r] = shorten(rows.query + r * rows.size, rows.size, C::KINDS, most < 32767 ? most : 32767, asked + r * half);
   for (int64_t first = 0; first < count; first += T) {
     const char* token[T];
-    I sum_of[W];
-    UNROLLED for (int i = 0; i < T; i++) token[i] = codes + (first + i < count ? first + i : count - 1) * stride;
-    UNROLLED for (int i = 0; i < W; i++) sum_of[i] = I{};
+    __m512i sum_of[W];
+    each_below<T>([&](auto i) INLINE { token[i] = codes + (first + i < count ? first + i : count - 1) * stride; });
+    each_below<W>([&](auto i) INLINE { sum_of[i] = __m512i{}; });
     const int32_t* query = asked;
     for (int64_t c = 0; c < half; c += HALF * W, query += HALF * W) {
       U words[T];
-      UNROLLED for (int i = 0; i < T; i++) words[i] = C::words(token[i]), soon(token[i]), token[i] += C::BYTES;
-      UNROLLED for (int k = 0; k < HALF; k++)
-        UNROLLED for (int i = 0; i < T; i++) {
+      each_below<T>([&](auto i) INLINE { words[i] = C::words(token[i]), ahead(token[i]), token[i] += C::BYTES; });
+      each_below<HALF>([&](auto k) INLINE {
+        __m512i mine[R];
+        each_below<R>([&](auto r) INLINE { mine[r] = _mm512_loadu_si512(query + r * half + k * W); });
+        each_below<T>([&](auto i) INLINE {
           const U both = (words[i] >> (k * BITS)) & (uint32_t)(MASK | MASK << 16);
-          UNROLLED for (int r = 0; r < R; r++)
-            sum_of[r * T + i] = (I)_mm512_dpwssd_epi32((__m512i)sum_of[r * T + i], (__m512i)both,
-                                                       _mm512_loadu_si512(query + r * half + k * W));
-        }
+          each_below<R>([&](auto r) INLINE {
+            sum_of[r * T + i] = _mm512_dpwssd_epi32(sum_of[r * T + i], (__m512i)both, mine[r]);
+          });
+        });
+      });
     }
     float all_of[W];
-    store(all_of, __builtin_convertvector(sums(sum_of), F));
+    store(all_of, __builtin_convertvector((I)whole_sums(sum_of), F));
     const int64_t filled = count - first < T ? count - first : T;
-    UNROLLED for (int r = 0; r < R; r++)
+    each_below<R>([&](auto r) INLINE {
       for (int64_t i = 0; i < filled; i++) to[r * apart + first + i] = all_of[r * T + i] * scale[r];
+    });
   }
 }
 
@@ -110,30 +132,30 @@ inline void byte_products(Rows row, const char* codes, int64_t stride, int64_t c
   CutQuery asked;
   asked.fill(row.query, row.size, 0x7fffffff / (MASK * row.size));
   for (int64_t first = 0; first < count; first += W) {
-    I sum_of[W];
-    UNROLLED for (int half = 0; half < W; half += HALF) {
+    __m512i sum_of[W];
+    each_below<2>([&](auto half) INLINE {
       const char* token[HALF];
       __m512i high[HALF], low[HALF];
-      UNROLLED for (int i = 0; i < HALF; i++) {
-        const int64_t mine = first + half + i;
+      each_below<HALF>([&](auto i) INLINE {
+        const int64_t mine = first + half * HALF + i;
         token[i] = codes + (mine < count ? mine : count - 1) * stride;
         high[i] = low[i] = __m512i{};
-      }
+      });
       for (int64_t c = 0; c < bytes; c += sizeof(U)) {
         U words[HALF];
-        UNROLLED for (int i = 0; i < HALF; i++) words[i] = C::words(token[i]), soon(token[i]), token[i] += C::BYTES;
-        UNROLLED for (int k = 0; k < C::KINDS; k++) {
+        each_below<HALF>([&](auto i) INLINE { words[i] = C::words(token[i]), soon(token[i]), token[i] += C::BYTES; });
+        each_below<C::KINDS>([&](auto k) INLINE {
           const __m512i highs = load<__m512i>(asked.high + k * bytes + c), lows = load<__m512i>(asked.low + k * bytes + c);
-          UNROLLED for (int i = 0; i < HALF; i++) {
+          each_below<HALF>([&](auto i) INLINE {
             const __m512i mine = (__m512i)((words[i] >> (k * BITS)) & MASK * 0x01010101u);
             high[i] = _mm512_dpbusd_epi32(high[i], mine, highs);
             low[i] = _mm512_dpbusd_epi32(low[i], mine, lows);
-          }
-        }
+          });
+        });
       }
-      UNROLLED for (int i = 0; i < HALF; i++) sum_of[half + i] = (I)(((U)high[i] << 8) + (U)low[i]);
-    }
-    const F found = __builtin_convertvector(sums(sum_of), F) * asked.scale;
+      each_below<HALF>([&](auto i) INLINE { sum_of[half * HALF + i] = (__m512i)(((U)high[i] << 8) + (U)low[i]); });
+    });
+    const F found = __builtin_convertvector((I)whole_sums(sum_of), F) * asked.scale;
     memcpy(to + first, &found, (size_t)(count - first < W ? count - first : W) * sizeof(float));
   }
 }

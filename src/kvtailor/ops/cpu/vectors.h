@@ -4,6 +4,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <utility>
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -26,6 +28,19 @@ constexpr float NOTHING = -__builtin_inff();
 
 // Arrays of vectors become registers only where loops over them are taken apart.
 #define UNROLLED _Pragma("GCC unroll 16")
+
+// GCC takes loops apart after it has given arrays their place. Where an array of sums is new every few tokens, each number
+// of it is a constant from the beginning, or all of them would go to the stack and back.
+#define INLINE __attribute__((always_inline))
+template <int N> struct Number {
+  constexpr operator int() const { return N; }
+};
+template <class Each, int... N> INLINE static inline void each_of(const Each& each, std::integer_sequence<int, N...>) {
+  (each(Number<N>()), ...);
+}
+template <int N, class Each> INLINE static inline void each_below(const Each& each) {
+  each_of(each, std::make_integer_sequence<int, N>());
+}
 
 template <int R> struct Some {
   static constexpr int ROWS = R;
@@ -98,6 +113,10 @@ constexpr int64_t KEYS_AHEAD = 1 << 15, VALUES_AHEAD = 1 << 16;
 
 static inline void soon(const void* at) { __builtin_prefetch((const char*)at + KEYS_AHEAD, 0, 2); }
 
+// The same, and for the first level of caches what comes next: where tokens are few vectors, a core that has only begun to
+// look at the next ones would wait for the second level.
+static inline void ahead(const void* at) { soon(at), __builtin_prefetch((const char*)at + (1 << 12), 0, 3); }
+
 // Where several loops go over the same tokens, each over a part of their channels, they ask together for what comes
 // later, in the order of memory. If each asked for its own part of later tokens, lines would come with holes between
 // them, at half the rate.
@@ -123,10 +142,9 @@ template <class V> static inline V paired(V a, V b) {
 }
 
 // Lane j of the result is the sum of the vector v[j]; v is lost.
-template <class V> static inline V sums(V* v) {
-  UNROLLED for (int n = W / 2; n; n /= 2)
-    UNROLLED for (int i = 0; i < n; i++) v[i] = paired(v[2 * i], v[2 * i + 1]);
-  return v[0];
+template <int N = W, class V> INLINE static inline V sums(const V* v) {
+  if constexpr (N == 2) return paired(v[0], v[1]);
+  else return paired(sums<N / 2>(v), sums<N / 2>(v + N / 2));
 }
 
 // e^x for x <= 0, 0 below -87: relative error below 2e-7, as Cephes' expf (range reduction in two steps, degree 6).
