@@ -89,24 +89,23 @@ class AsymKV(Merger):
         log_weight = before.gather(-1, index).masked_fill_(~filled, 0.0)
         for row in range(keep.shape[0]):
             for head in range(keep.shape[1]):
-                tokens = held.valid[row, head].nonzero()[:, 0]
+                tokens = torch.arange(keep.shape[-1], device=keep.device)[held.there(row, head)]
                 here = keep[row, head][tokens]
                 # The number, among the kept ones, of the token that each token joins.
                 joined = (here.cumsum(0) - 1).clamp(min=0)
-                counts = torch.bincount(joined, minlength=int(here.sum()))
-                places = index[row, head][: counts.shape[0]]
+                places = index[row, head]
+                ones = torch.ones_like(joined)
+                counts = torch.zeros_like(places).index_add_(0, joined, ones)
+                # Of tokens that stay as they are nothing is asked; nor need the host know how many these are.
                 some = (into[row, head][places] & (counts > 1))[joined]
-                if not bool(some.any()):
-                    continue
-                at, target = tokens[some], joined[some]
-                weighing = before[row, head][at].exp()
-                total = torch.zeros_like(log_weight[row, head]).index_add_(0, target, weighing)
+                weighing = before[row, head][tokens].exp() * some
+                total = torch.zeros_like(log_weight[row, head]).index_add_(0, joined, weighing)
                 takes = total > 0
-                log_weight[row, head, takes] = total[takes].log()
-                mass = _averaged(held.values[row, head], at, target, weighing[:, None], total.shape[0])
-                values[row, head, takes] = mass[takes].to(values.dtype)
-                mixed = self._keys(held, row, head, at, target, places, total.shape[0])
-                keys[row, head, takes] = mixed[takes].to(keys.dtype)
+                one = log_weight[row, head]
+                one.copy_(torch.where(takes, total.log(), one))
+                mass = _averaged(held.values[row, head], tokens, joined, weighing[:, None], total.shape[0])
+                _put(values[row, head], mass, takes)
+                _put(keys[row, head], self._keys(held, row, head, tokens, joined, places, some), takes)
         return Merged(keys=keys, values=values, log_weight=log_weight)
 
     def flops(self, *, tokens: int, kept: int, group: int, size: int) -> int:
@@ -116,36 +115,49 @@ class AsymKV(Merger):
         seen = group * min(self.window, tokens) * tokens
         return seen * (2 * size + 6) + seen * (4 * size + 3) + 12 * size * tokens
 
-    def _keys(self, held: Held, row: int, head: int, at: Tensor, target: Tensor, places: Tensor, kept: int) -> Tensor:
-        """(k, d) float32 means of the keys at `at` (e,), of those that join the same of the kept tokens at `places`."""
+    def _keys(
+        self, held: Held, row: int, head: int, at: Tensor, target: Tensor, places: Tensor, some: Tensor
+    ) -> Tensor:
+        """(k, d) float32 means of the keys at `at` (n,), of those that join the same of the kept tokens at `places`.
+
+        Of keys at `at` those alone count that are among `some` (n,) bool.
+        """
         assert held.queries is not None and held.query_columns is not None
         group, size = held.queries.shape[1] // held.keys.shape[1], held.keys.shape[-1]
-        there, positions = held.valid[row, head], held.positions[row, head]
+        positions, kept = held.positions[row, head], places.shape[0]
         given, _ = window_attention(held, row, head)
-        own = held.held_by_any(row)
-        queries = held.queries[row, head * group : (head + 1) * group][:, own].float() * held.scaling
+        queries = held.queries[row, head * group : (head + 1) * group]
+        if not held.holds_window:
+            queries = queries[:, held.held_by_any(row)]
+        queries = queries.float() * held.scaling
         given, squares = given.flatten(0, 1), queries.flatten(0, 1) ** 2
-        number = there.cumsum(0) - 1
         # A token that has nearly all of the attention is nearly the output, and single precision would lose the rest.
-        output = _summed_up(given, held.values[row, head], there).double()
+        output = _summed_up(given, held.values[row, head], at).double()
         sums = torch.zeros((kept, size), dtype=torch.float32, device=given.device)
         total = torch.zeros_like(sums)
-        for some, where in zip(at.split(_BLOCK), target.split(_BLOCK), strict=True):
-            states, keys = held.values[row, head][some].double(), held.keys[row, head][some].float()
+        for first in range(0, at.shape[0], _BLOCK):
+            block = slice(first, first + _BLOCK)
+            tokens, where, counts = at[block], target[block], some[block]
+            states, keys = held.values[row, head][tokens].double(), held.keys[row, head][tokens].float()
             apart = (states**2).sum(-1) - 2 * output @ states.t() + (output**2).sum(-1, keepdim=True)
-            given_here = given[:, number[some]]
+            given_here = given[:, block]
             if held.softmax.softcap is not None:
                 # The slope of the cap, d (c tanh(l / c)) / dl = 1 - tanh(l / c)^2, at each product l.
                 products = queries.flatten(0, 1) @ keys.t()
                 given_here = given_here * (1 - products.div_(held.softmax.softcap).tanh_().square_())
             fisher = (given_here**2 * apart.clamp_min_(0.0).float()).t() @ squares
-            fisher = fisher.clamp_min_(_UNSEEN)
+            fisher = fisher.clamp_min_(_UNSEEN).mul_(counts[:, None])
             if self.turned:
                 assert held.rotation is not None
-                keys = turn(keys, positions[places[where]] - positions[some], held.rotation)
+                keys = turn(keys, positions[places[where]] - positions[tokens], held.rotation)
             sums.index_add_(0, where, keys * fisher)
             total.index_add_(0, where, fisher)
         return sums / total.clamp_min(_UNSEEN)
+
+
+def _put(states: Tensor, merged: Tensor, takes: Tensor) -> None:
+    """Puts the merged states (k, c) float32 in place of those (k, c) that take others in (k,)."""
+    states.copy_(torch.where(takes[:, None], merged.to(states.dtype), states))
 
 
 def _averaged(states: Tensor, at: Tensor, target: Tensor, weighing: Tensor, kept: int) -> Tensor:
@@ -158,10 +170,9 @@ def _averaged(states: Tensor, at: Tensor, target: Tensor, weighing: Tensor, kept
     return sums / total.clamp_min(1e-30)
 
 
-def _summed_up(given: Tensor, values: Tensor, there: Tensor) -> Tensor:
-    """(v, dv) float32 attention output, of shares (v, n) and the values of the n tokens that are there."""
+def _summed_up(given: Tensor, values: Tensor, at: Tensor) -> Tensor:
+    """(v, dv) float32 attention output, of shares (v, n) and the values of the n tokens at `at`."""
     output = given.new_zeros((given.shape[0], values.shape[-1]))
-    at = there.nonzero()[:, 0]
     for first, some in zip(range(0, at.shape[0], _BLOCK), at.split(_BLOCK), strict=True):
         output += given[:, first : first + _BLOCK] @ values[some].float()
     return output

@@ -43,6 +43,7 @@ from kvtailor.ops.attention.references import Matched, matched
 from kvtailor.ops.lanes.kept import kept_first, kept_states, places_of
 from kvtailor.ops.least_squares import bounded_factors, product, ridge_change
 from kvtailor.types import Held, Needs, Repetition
+from kvtailor.types.late_checks import sent
 
 __all__ = ["Matching"]
 
@@ -144,24 +145,25 @@ class Matching(Merger):
     def _together(self, held: Held, keep: Tensor, into: Tensor, takes: Tensor) -> Iterator[list[_Lane]]:
         """Heads that are fitted together: those that drop some tokens, and have others that may take them in."""
         lanes: list[_Lane] = []
-        gone = held.valid & ~keep
+        # (2, b, h) on the host, which waits for it once.
+        counts = torch.stack([takes.sum(-1), (held.valid & ~keep).sum(-1)]).cpu()
         for row in range(keep.shape[0]):
             for head in range(keep.shape[1]):
-                taking, leaving = held.merging(row, head, all_take=into is keep)
-                at = places_of(takes[row, head], taking)
-                if not at.numel() or not places_of(gone[row, head], leaving).numel():
+                taking, leaving = (int(each[row, head]) for each in counts)
+                if not taking or not leaving:
                     continue
+                at = places_of(takes[row, head], taking)
                 widest = max(at.shape[0], *(each.at.shape[0] for each in lanes), 1)
                 if lanes and (len(lanes) + 1) * lanes[0].seen.shares.shape[0] * widest > _SCRATCH:
                     yield lanes
                     lanes = []
                 # No name of its own: it would outlive its turn.
-                lanes.append(_Lane(row=row, head=head, at=at, seen=self._seen(held, row, head, keep, into)))
+                lanes.append(_Lane(row=row, head=head, at=at, seen=self._seen(held, row, head, keep, into, taking)))
         if lanes:
             yield lanes
 
-    def _seen(self, held: Held, row: int, head: int, keep: Tensor, into: Tensor) -> Matched:
-        return matched(held, row, head, keep[row, head], into[row, head], turned=self._turns)
+    def _seen(self, held: Held, row: int, head: int, keep: Tensor, into: Tensor, taking: int) -> Matched:
+        return matched(held, row, head, keep[row, head], into[row, head], turned=self._turns, changing=taking)
 
     def _fitted(self, lanes: Sequence[Matched], widest: int) -> tuple[Tensor, Tensor, Tensor]:
         """What the tokens of some heads become.
@@ -177,7 +179,7 @@ class Matching(Merger):
         values = torch.stack([_wide(each.values, widest, 0) for each in lanes])
         whole, summed = torch.stack([each.whole for each in lanes]), torch.stack([each.summed for each in lanes])
         rest, others = torch.stack([each.rest for each in lanes]), torch.stack([each.others for each in lanes])
-        count = torch.tensor([each.shares.shape[1] for each in lanes], device=shares.device)
+        count = sent(torch.tensor([each.shares.shape[1] for each in lanes]), shares.device)
         before, factors = values.double(), torch.ones(values.shape[:2], dtype=torch.float64, device=values.device)
         left = product(shares, factors[..., None])
         aim = others + summed, rest + whole

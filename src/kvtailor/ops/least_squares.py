@@ -49,20 +49,27 @@ def bounded_factors(
         slope = ridge[:, None] * dual + reached - aim
         # As large as what it is a difference of, but for the rounding.
         small = slope.abs().amax(-1) <= _EXACT * (reached.abs() + aim.abs()).amax(-1)
-        if bool(small.all()):
+        if small.is_cpu and bool(small.all()):
             break
         step = -_solved(matrix, slope[..., None], ridge, (free > low) & (free < high))[..., 0]
         along = _transposed(matrix, step)
         falls = (slope * step).sum(-1)
         before, size = _dual(free, dual, aim, ridge, low, high), torch.ones_like(falls)
-        for _ in range(_HALVINGS):
+        ends = False
+        for halved in range(_HALVINGS):
             moved = size[:, None] * along + free, size[:, None] * step + dual
             # What is small already, and what is not finite, is left as it is.
             steep = _dual(*moved, aim, ridge, low, high) > before + 1e-4 * size * falls
             steep = steep & ~small
-            if not bool(steep.any()):
+            # A device is asked both at once, for a step in vain: it would wait for the host each time.
+            ends, climbs = (
+                torch.stack([small.all(), steep.any()]).tolist() if not halved else (False, bool(steep.any()))
+            )
+            if ends or not climbs:
                 break
             size = torch.where(steep, size / 2, size)
+        if ends:
+            break
         size = size.masked_fill(small, 0.0)[:, None]
         free, dual = free + size * along, dual + size * step
     return free.clamp(low, high)

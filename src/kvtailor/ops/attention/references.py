@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtailor.ops.lanes.kept import places_of
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held
 
@@ -73,7 +74,9 @@ def reference_queries(held: Held, row: int, head: int, *, turned: bool) -> tuple
     return found.masked_fill_((every < 0)[:, None], 0.0), every
 
 
-def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor, *, turned: bool) -> Matched:
+def matched(
+    held: Held, row: int, head: int, keep: Tensor, into: Tensor, *, turned: bool, changing: int | None = None
+) -> Matched:
     """What the reference queries see of the tokens of one row and kv head.
 
     Args:
@@ -83,6 +86,7 @@ def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor, *, turn
         keep: (n,) bool: tokens that are not dropped.
         into: (n,) bool, among them: tokens that may change.
         turned: see `reference_queries`.
+        changing: how many may change; None: the host waits to count.
     """
     keys, values, positions = held.keys[row, head], held.values[row, head], held.positions[row, head]
     weight = None if held.log_weight is None else held.log_weight[row, head]
@@ -124,11 +128,11 @@ def matched(held: Held, row: int, head: int, keep: Tensor, into: Tensor, *, turn
     summed, whole, others, rest = sums.split([size, 1, size, 1], -1)
     total = whole + rest
     scale = torch.where(total > 0, 1 / total, 0.0)
-    changing = there[into[there]]
-    shares = logits(changing).sub_(top).exp_().mul_(scale.float())
+    matching = there[places_of(into[there], changing)]
+    shares = logits(matching).sub_(top).exp_().mul_(scale.float())
     return Matched(
         shares=shares,
-        values=values[changing],
+        values=values[matching],
         whole=whole * scale,
         summed=summed * scale,
         rest=rest * scale,

@@ -16,7 +16,8 @@ paper's cache of 2,592 are held. Attention is that of the newest `window` querie
 grow as pairs merge, so all pairs that are cheaper than both of their neighbours can merge at once and give the same
 tree; after 64 such rounds the pairs that are left are scored as they are.
 
-*Cost*: the last `window` queries; time and scratch O(g * window * n), one kv head at a time.
+*Cost*: the last `window` queries; time and scratch O(g * window * n), one kv head at a time. Prices are worked out on
+the host, for which it waits once for each layer.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 from kvtailor.ops.attention.observed import observed_queries, window_attention
 from kvtailor.score.contract import Scorer
 from kvtailor.types import Held, Needs
+from kvtailor.types.late_checks import sent
 
 __all__ = ["Pairs"]
 
@@ -80,32 +82,42 @@ class Pairs(Scorer):
             ValueError: no queries were gathered.
         """
         observed_queries(held, "pairs scores by", self.window)
-        scores = torch.full(held.positions.shape, _LAST, dtype=torch.float32, device=held.keys.device)
-        for row in range(scores.shape[0]):
-            for head in range(scores.shape[1]):
-                there = held.valid[row, head].nonzero()[:, 0]
-                given, older = window_attention(held, row, head)
-                first = held.positions[row, head][there] < held.first[row] + self.sinks
-                free = older & ~first
-                if int(free.sum()) < 2:
+        rows, heads = held.positions.shape[:2]
+        device = held.keys.device
+        received = torch.zeros(held.positions.shape, dtype=torch.float32, device=device)
+        older = torch.zeros_like(held.valid)
+        for row in range(rows):
+            for head in range(heads):
+                there = held.there(row, head)
+                given, before = window_attention(held, row, head)
+                received[row, head][there] = given.sum((0, 1))
+                older[row, head][there] = before
+        free = older & (held.positions >= held.first[:, None, None] + self.sinks)
+        weights = torch.ones_like(received) if held.log_weight is None else held.log_weight.exp()
+        # Rounds of merges, each as large as the one before left it: a device would wait for the host at every one.
+        gathered = torch.stack([received, weights, free.float(), held.valid.float()]).cpu()
+        scores = torch.full(held.positions.shape, _LAST, dtype=torch.float32)
+        for row in range(rows):
+            for head in range(heads):
+                mine, counts, can_merge, valid = gathered[:, row, head]
+                at = can_merge.nonzero()[:, 0]
+                if at.shape[0] < 2:
                     continue
-                weights = None if held.log_weight is None else held.log_weight[row, head][there][free].exp()
-                place = free.nonzero()[:, 0] / _GAMMA * min(1.0, _CACHE / there.shape[0])
-                received = given.sum((0, 1))[free]
-                scores[row, head, there[free]] = _prices(received, weights, place)
-        return scores
+                number = valid.long().cumsum(0)
+                place = (number[at] - 1) / _GAMMA * min(1.0, _CACHE / int(number[-1]))
+                scores[row, head, at] = _prices(mine[at], counts[at], place)
+        return sent(scores, device)
 
     def flops(self, *, tokens: int, group: int, size: int) -> int:
         """g w n (2 d + 6) for the attention and its sum, and 8 for each price of a pair, 3 for each token in all."""
         return group * min(self.window, tokens) * tokens * (2 * size + 6) + 24 * tokens
 
 
-def _prices(received: Tensor, weights: Tensor | None, place: Tensor) -> Tensor:
+def _prices(received: Tensor, weights: Tensor, place: Tensor) -> Tensor:
     """(n,) float32: the logarithm of the price at which each token goes into the one before it; the first goes last."""
-    attention = received.double()
-    counts = torch.ones_like(attention) if weights is None else weights.double()
+    attention, counts = received.double(), weights.double()
     prices = torch.full_like(received, _LAST)
-    left = torch.arange(received.shape[0], device=received.device)
+    left = torch.arange(received.shape[0])
     place = place.double()
     for _ in range(_ROUNDS):
         price = _of_pairs(attention, counts, place)
