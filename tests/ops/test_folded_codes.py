@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,14 @@ def by_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(folded_codes, "_byte_arithmetic", lambda: request.param)
     monkeypatch.setattr(folded_codes, "_LONG", 1)
     monkeypatch.setattr(folded_codes, "_PIECE", 1 << 13)
+    monkeypatch.setattr(folded_codes, "_BYTES", 1 << 13)
     empty = torch.empty
-    monkeypatch.setattr(folded_codes.torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(torch.nan))
+
+    def poisoned(*shape: Any, **how: Any) -> torch.Tensor:
+        made = empty(*shape, **how)
+        return made.fill_(torch.nan if made.is_floating_point() else 77)
+
+    monkeypatch.setattr(folded_codes.torch, "empty", poisoned)
     return bool(request.param)
 
 

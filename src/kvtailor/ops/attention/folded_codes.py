@@ -1,9 +1,9 @@
 """Attention of few queries over codes in torch alone, where nothing was compiled: scales go into queries and weights.
 
-What codes stand for is never written down. Products are taken of the codes themselves, and scales and minima enter what
-is small: queries, logits, softmax weights. Codes become floats piece by piece in a core's cache; where the processor
-multiplies bytes, and lanes are long, queries and weights become bytes instead, three for each number, which loses 2^-20
-of the largest. Codes that have moved, each with a row of scales of its own, are decoded piece by piece.
+What codes stand for is never written down. Products are taken of the codes themselves, and scales and minima enter
+what is small: queries, logits, softmax weights. Codes become floats piece by piece in a core's cache. Where the
+processor multiplies bytes, and lanes are long, queries and weights become bytes instead, three for each number, which
+loses 2^-20 of the largest. Codes that have moved, each with a row of scales of its own, are decoded piece by piece.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["attend_coded", "unsuited"]
 _PIECE = 1 << 19
 # Bytes that stand for a query or weight, each a digit to this base.
 _DIGITS, _BASE = 3, 128
-# Products of bytes are taken lane by lane, which pays for lanes of so many slots.
-_LONG = 1024
+# Products of bytes are taken lane by lane, which pays for lanes of so many slots; and so many bytes of codes at a time.
+_LONG, _BYTES = 1024, 1 << 20
 
 
 def unsuited(keys: Coded, values: Coded) -> str | None:
@@ -90,8 +90,7 @@ def _logits(rows: Tensor, keys: TokenCodes | ChannelCodes) -> Tensor:
     """(m, r, s) float32: products of rows (m, r, c) with the keys of each lane."""
     lanes, slots = keys.codes.shape[:2]
     if isinstance(keys, TokenCodes) and _multiplies_bytes(keys):
-        found = [_by_bytes(mine, codes, across=True) for mine, codes in zip(rows, _signed(keys), strict=True)]
-        return _with_scales(torch.stack(found), rows, keys, 0, _offset(keys))
+        return _with_scales(_byte_products(rows, keys), rows, keys, 0, _offset(keys))
     logits = rows.new_empty((lanes, rows.shape[1], slots))
     for lane, slot, floats in _floats(keys):
         if isinstance(keys, TokenCodes):
@@ -165,8 +164,7 @@ def _sums(weights: Tensor, values: TokenCodes | ChannelCodes) -> Tensor:
         else:
             part += weights @ values.low[..., group : group + 1].float() + whole * offset
     if by_bytes:
-        lanes = zip(scaled[0], _signed(values), strict=True)
-        return out + torch.stack([_by_bytes(mine, codes, across=False) for mine, codes in lanes])
+        return out + _byte_sums(scaled[0], values)
     for lane, slot, floats in _floats(values):
         for mine, codes, part in zip(scaled, floats.chunk(groups, -1), out.chunk(groups, -1), strict=True):
             part[lane] += mine[lane, :, slot] @ codes
@@ -238,34 +236,68 @@ def _offset(side: TokenCodes) -> int:
     return 128 if side.bits == 8 else 0
 
 
-def _signed(side: TokenCodes) -> Iterator[Tensor]:
-    """Codes (s, c) int8 of each lane, less `_offset`."""
-    for packed in side.codes:
-        codes = unpack(packed, side.bits, side.size)
-        yield (codes ^ 128 if side.bits == 8 else codes).view(torch.int8)
+def _signed(side: TokenCodes) -> Iterator[tuple[int, slice, Tensor]]:
+    """Lane, slots and codes (s', c) int8 less `_offset` of each piece, in one scratch.
+
+    What torch makes anew for each piece the system would have to give anew, page by page, which takes longer than the
+    products.
+    """
+    lanes, slots = side.codes.shape[:2]
+    scratch = torch.empty(0, dtype=torch.uint8)
+    for some, slot in pieces(lanes, slots, side.size, _BYTES):
+        for lane in range(some.start, some.stop):
+            codes = side.codes[lane, slot]
+            if side.bits == 8:
+                scratch = torch.empty(codes.shape, dtype=torch.uint8) if codes.shape != scratch.shape else scratch
+                codes = torch.bitwise_xor(codes, 128, out=scratch)
+            else:
+                codes = unpack(codes, side.bits, side.size)
+            yield lane, slot, codes.view(torch.int8)
 
 
-def _by_bytes(rows: Tensor, codes: Tensor, *, across: bool) -> Tensor:
-    """(r, x) float32: rows (r, k) float32, as three digits to the base 128, times codes int8.
+def _byte_products(rows: Tensor, keys: TokenCodes) -> Tensor:
+    """(m, r, s) float32: rows (m, r, c) float32 times the codes of each lane, less `_offset`."""
+    out = rows.new_empty((*rows.shape[:2], keys.codes.shape[1]))
+    whole, floats = torch.empty(0, dtype=torch.int32), torch.empty(0)
+    digits, places = _digits(rows, rows.abs().amax(-1, keepdim=True))
+    # The kernel for bytes takes columns in sixteens.
+    missing = -digits.shape[1] % 16
+    columns = torch.nn.functional.pad(digits, (0, 0, 0, missing)).transpose(1, 2).contiguous()
+    places = torch.nn.functional.pad(places, (0, 0, 0, missing))
+    for lane, slot, codes in _signed(keys):
+        shape = (codes.shape[0], columns.shape[2])
+        if whole.shape != shape:
+            whole, floats = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+        floats.copy_(torch._int_mm(codes, columns[lane], out=whole))
+        out[lane, :, slot] = (floats @ places[lane]).T
+    return out
+
+
+def _byte_sums(weights: Tensor, values: TokenCodes) -> Tensor:
+    """(m, r, c) float32: codes of each lane, less `_offset`, summed with weights (m, r, s) float32 of 0 and more."""
+    out = weights.new_zeros((*weights.shape[:2], values.size))
+    most = weights.amax(-1, keepdim=True)
+    for lane, slot, codes in _signed(values):
+        digits, places = _digits(weights[lane, :, slot], most[lane])
+        out[lane] += places.T @ torch._int_mm(digits, codes).float()
+    return out
+
+
+def _digits(rows: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (..., r, k) float32 as digits (..., 3 r, k) int8, and what each of them is worth in a row (..., 3 r, r).
 
     Args:
-        codes: (k, x), or with `across` (x, k), of which each is multiplied with sixteen columns at once.
+        rows: of absolute values up to `most`.
+        most: (..., r, 1).
     """
     # row = unit * (digit_0 + digit_1 / 128 + digit_2 / 128**2), with |digit_0| <= 127: each digit is what the one
     # before left over, times the base. So three products of bytes, exact in int32, make one of float32 and codes.
-    unit = rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / (_BASE - 1)
+    unit = most.clamp_min(torch.finfo(torch.float32).tiny) / (_BASE - 1)
     rest, digits = rows / unit, []
     for _ in range(_DIGITS):
         digit = rest.round()
         digits.append(digit.to(torch.int8))
-        rest = (rest - digit).mul_(_BASE)
-    # All digits of all rows in one product: digits (3 r, k), and `places` (3 r, r) adds the three of each row up again,
-    # each at the value of its place.
-    together = torch.cat(digits)
-    places = torch.cat([torch.eye(len(rows)) * _BASE**-i for i in range(_DIGITS)]) * unit[:, 0]
-    if not across:
-        return places.T @ torch._int_mm(together, codes).float()
-    # The kernel for bytes takes columns in sixteens.
-    missing = -len(together) % 16
-    columns, places = (torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (together, places))
-    return (torch._int_mm(codes, columns.T.contiguous()).float() @ places).T
+        rest = rest.sub_(digit).mul_(_BASE)
+    each = torch.diag_embed(unit[..., 0])
+    # All digits of all rows in one product; `places` adds those of each row up again.
+    return torch.cat(digits, -2), torch.cat([each * float(_BASE) ** -i for i in range(_DIGITS)], -2)
