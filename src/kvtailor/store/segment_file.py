@@ -20,6 +20,7 @@ import os
 import secrets
 import weakref
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -197,7 +198,7 @@ class SegmentFile:
     def _deflate(self, file: int, piece: Tensor, start: int, checksum: int, end: int) -> tuple[int, int]:
         """Write a place behind `end`, and take down its length; the checksum and the end with it."""
         assert self._places is not None
-        at = next(i for i, place in enumerate(self._places) if place[0] == start)
+        at = bisect_left(self._places, (start,))
         _, size, element_size, _ = self._places[at]
         coded = deflated(piece, element_size)
         data = piece.numpy().data if coded is None else memoryview(coded)
