@@ -290,7 +290,13 @@ class Engine:
     @property
     def can_be_steady(self) -> bool:
         """Whether decoded tokens can be the same work until the plan acts: `engine.steady`."""
-        return self._reads_all_where_it_lies and not self._listens_to_queries
+        gathers = self._needs_queries_again and bool(self.needs.rows or self.needs.moments)
+        return self._reads_all_where_it_lies and not gathers
+
+    @property
+    def window_of_decoded(self) -> int:
+        """How many of the newest queries are evidence while it decodes."""
+        return self.needs.window if self._needs_queries_again else 0
 
     @property
     def _needs_queries_again(self) -> bool:

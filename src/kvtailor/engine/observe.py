@@ -17,7 +17,7 @@ from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Moments, Needs, Rotation, Visibility
 from kvtailor.types.evidence import Evidence
 
-__all__ = ["observe", "real_queries"]
+__all__ = ["observe", "real_queries", "windowed"]
 
 # Queries of a prompt are widened to float32 so many at a time, to keep the scratch small.
 _BLOCK = 256
@@ -59,7 +59,7 @@ def observe(
         if others:
             evidence = _windowed_together(needs.window, evidence, [(query, first_column), *others])
         else:
-            evidence = _windowed(needs.window, evidence, query, first_column)
+            evidence = windowed(needs.window, evidence, query, first_column)
     if needs.mass:
         if mass is None:
             raise ValueError("the scorer needs attention mass, and the attention gave none")
@@ -77,17 +77,18 @@ def observe(
     return evidence
 
 
-def _windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) -> Evidence:
-    new = query[:, :, -window:]
-    columns = torch.arange(query.shape[2], device=query.device)[-window:] + first_column
-    missing, end = window - new.shape[2], first_column + query.shape[2]
-    span: range | None = range(end - new.shape[2], end)
-    if evidence.queries is not None and evidence.columns is not None and missing:
-        new = torch.cat([evidence.queries[:, :, -missing:], new], 2)
-        columns = torch.cat([evidence.columns[-missing:], columns])
-        joins = evidence.span is not None and evidence.span.stop == first_column
-        span = range(end - new.shape[2], end) if joins else None
-    return replace(evidence, queries=new.detach().clone(), columns=columns, span=span)
+def windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) -> Evidence:
+    """The evidence with the newest `window` queries, those (b, q, t, d) of this forward among them; see `observe`."""
+    new = query.detach()[:, :, -window:]
+    end = first_column + query.shape[2]
+    missing, span = window - new.shape[2], range(end - new.shape[2], end)
+    columns = torch.arange(span.start, end, device=query.device)
+    if evidence.queries is None or evidence.columns is None or not missing:
+        return replace(evidence, queries=new.clone(), columns=columns, span=span)
+    new = torch.cat([evidence.queries[:, :, -missing:], new], 2)
+    columns = torch.cat([evidence.columns[-missing:], columns])
+    joins = evidence.span is not None and evidence.span.stop == first_column
+    return replace(evidence, queries=new, columns=columns, span=range(end - new.shape[2], end) if joins else None)
 
 
 def _windowed_together(window: int, evidence: Evidence, new: Sequence[tuple[Tensor, int]]) -> Evidence:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from kvtailor.engine.observe import windowed
 from kvtailor.engine.phase import Compressing
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.parts import rule_sees
@@ -65,7 +66,7 @@ class SteadyLayer:
         self._stored, self._tail = weakref.ref(state.stored), weakref.ref(tail)
         self._keys, self._values, self._positions = map(_weak, tail.buffers())
         self._segments = _weakly(state.stored.segments)
-        self._asked = dispatch.asked_here()
+        self._asked, self._window = dispatch.asked_here(), engine.window_of_decoded
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -155,7 +156,10 @@ class SteadyLayer:
             query, keys, values, slot=self._length, column=self._seen, sinks=sinks, before=evidence.mass
         )
         if received:
-            state.observed.evidence = replace(evidence, mass=received)
+            evidence = replace(evidence, mass=received)
+        if self._window:
+            evidence = windowed(self._window, evidence, query, self._seen)
+        state.observed.evidence = evidence
         stored = state.stored
         assert stored.tail is not None
         stored.tail.length += 1
