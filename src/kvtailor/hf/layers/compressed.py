@@ -357,7 +357,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
-        self._read, self._repeated, self.steady = [], None, None
+        self._read, self._repeated, self.steady, self.arriving_for = [], None, None, None
         self.state.reset()
         self.arriving = None
         self.is_initialized = False
