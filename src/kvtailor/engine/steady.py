@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvtailor.engine.layer_state import LayerState
 
 T = TypeVar("T")
-__all__ = ["SteadyLayer", "general_way"]
+__all__ = ["SteadyLayer", "general_way", "goes_generally", "weakly"]
 
 _GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
 _FEWEST = 2
@@ -49,6 +49,11 @@ def general_way() -> Iterator[None]:
         _GENERAL.reset(token)
 
 
+def goes_generally() -> bool:
+    """Whether that is so here."""
+    return _GENERAL.get()
+
+
 class SteadyLayer:
     """One layer, as it is until the plan acts on it next.
 
@@ -63,8 +68,8 @@ class SteadyLayer:
         self._left, self._length, self._seen = left, tail.length, state.stored.seen
         # Weakly: what a layer lets go of is to be freed, whether a token follows or not.
         self._stored, self._tail = weakref.ref(state.stored), weakref.ref(tail)
-        self._buffers = _weakly(each for each in tail.buffers() if each is not None)
-        self._segments = _weakly(state.stored.segments)
+        self._buffers = weakly(each for each in tail.buffers() if each is not None)
+        self._segments = weakly(state.stored.segments)
         self._asked = dispatch.asked_here()
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
 
@@ -82,7 +87,7 @@ class SteadyLayer:
             query_heads: q, of the layer's attention.
             visible: of the token; those that follow hide what it hides, and no more.
         """
-        if _GENERAL.get() or not engine.can_be_steady:
+        if goes_generally() or not engine.can_be_steady:
             return None
         if state.layer_group or state.pending is not None or state.draft is not None:
             return None
@@ -102,7 +107,7 @@ class SteadyLayer:
         keys, values, positions = tail.buffers()
         used = library() if keys.device.type == "cpu" else None
         if used is None or TokenStep.unsuited(parts, mass=engine.needs.mass) is not None:
-            state.unsteady = _weakly(segments)
+            state.unsteady = weakly(segments)
             return None
         layouts = [own.layout for own in map(stored_sides, parts) if own is not None]
         sees = [rule_sees(each, visible, 0, 1, newest=each is layouts[-1], device=keys.device) for each in layouts]
@@ -111,7 +116,7 @@ class SteadyLayer:
             softcap=model.softmax.softcap, mass=engine.needs.mass, using=used,
         )  # fmt: skip
         if not step.complete:
-            state.unsteady = _weakly(segments)
+            state.unsteady = weakly(segments)
             return None
         # The token after which the plan acts goes the general way.
         return cls(engine, state, step, None if left is None else left - 1)
@@ -166,7 +171,7 @@ class SteadyLayer:
         return output
 
 
-def _weakly(things: Iterable[T]) -> list[weakref.ref[T]]:
+def weakly(things: Iterable[T]) -> list[weakref.ref[T]]:
     """The same, so that they can be freed."""
     return [weakref.ref(each) for each in things]
 

@@ -13,11 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvtailor.attend.contract import Attended
 from kvtailor.engine import rollback
+from kvtailor.engine.ends.steady_ends import steady_layer
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.pending import Reading
 from kvtailor.engine.phase import Reconstructing, Recording, Speculating
-from kvtailor.engine.steady import SteadyLayer
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, ungraded
 from kvtailor.hf.guard import CacheGuard
@@ -231,7 +231,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
             output = self._attended(keys, values, query, visible, scaling)
         guard.layer_ends(self.layer_idx)
         settled = query.shape[2] == 1 and not reconstructing and not self._readers and not guard.geometry.multiplies
-        self.steady = SteadyLayer.of(engine, self.state, query.shape[1], visible) if settled else None
+        self.steady = steady_layer(engine, self.state, query.shape[1], visible) if settled else None
         return output
 
     def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
