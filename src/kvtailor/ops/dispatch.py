@@ -25,7 +25,7 @@ from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu import coordinates, merge, pages, quantise
+from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library, why_none
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -39,6 +39,7 @@ __all__ = [
     "Choice",
     "Quantiser",
     "asked_here",
+    "chosen_attention",
     "coded_attention",
     "explained",
     "forced",
@@ -241,6 +242,21 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor) -> Callable[..., Tenso
     if built is None or pages.unsuited_bounds(query, low, high, built) is not None:
         return None
     return partial(pages.page_bounds, using=built)
+
+
+def chosen_attention(
+    query: Tensor, states: Sequence[tuple[Tensor, Tensor]], bounds: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """What chooses tokens by chunks and reads them where they lie, `cpu.choose.attend_chosen`; None: torch must.
+
+    Args:
+        query: of one new token. states: keys and values (m, s, d) of each part, lane i of owner i.
+        bounds: of chunks; None: there are none.
+    """
+    built = _built_for(query)
+    if built is None or choose.unsuited_states(states, bounds, built) is not None:
+        return None
+    return partial(choose.attend_chosen, using=built)
 
 
 def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -197,6 +197,7 @@ class Tail:
             raise ValueError(f"cannot forget {count} tokens of a tail that holds {self.length}")
         self.length -= count
         self._run = None if self._run is None else max(self._run - count, 0)
+        self._anchor = min(self._anchor, self.length)
 
     def clear(self) -> None:
         """Holds nothing and no memory."""

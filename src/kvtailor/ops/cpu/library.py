@@ -22,6 +22,7 @@ __all__ = [
     "DTYPES",
     "VARIANTS",
     "Call",
+    "Choice",
     "Coding",
     "Library",
     "Map",
@@ -43,6 +44,7 @@ _FOLDER = Path(__file__).parent
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch", "kvtailor_found", "kvtailor_found_of_any", "kvtailor_kept", "kvtailor_coding_scratch",
+    "kvtailor_choice_scratch",
 )  # fmt: skip
 
 
@@ -76,6 +78,20 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("firsts", "starts")),
+    ]
+
+
+class Choice(ctypes.Structure):
+    """`Choice` of choose.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "bounds", "keys", "values")),
+        *((f"{of}_{name}", ctypes.c_void_p) for of in ("key", "value") for name in ("lane", "slot")),
+        *((name, ctypes.c_void_p) for name in ("slots", "listed", "span", "channels", "covered", "sinks", "scores")),
+        *((name, ctypes.c_void_p) for name in ("key_rows", "value_rows", "scratch", "parallel_for")),
+        *((name, ctypes.c_int64) for name in ("owners", "rows", "size", "chunks", "count_listed", "after", "tokens")),
+        *((name, ctypes.c_int64) for name in ("budget", "widest", "kind", "threads")),
+        *((name, ctypes.c_double) for name in ("scaling", "softcap")),
     ]
 
 
