@@ -99,6 +99,10 @@ class Rocket(Attention):
         """The paper's split: what the first stage keeps of a prompt; None with `turns`, which keeps everything."""
         return None if self.turns else self._first_stage(tokens)
 
+    def reads_whole_up_to(self, layer: int) -> int:
+        """As many as one new token may read."""
+        return self.tokens // 2
+
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
 

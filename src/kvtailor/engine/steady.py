@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from kvtailor.engine.phase import Compressing
@@ -30,9 +31,10 @@ from kvtailor.types import Visibility
 if TYPE_CHECKING:
     from kvtailor.engine.engine import Engine
     from kvtailor.engine.layer_state import LayerState
+    from kvtailor.store.recent_window import Tail
 
 T = TypeVar("T")
-__all__ = ["SteadyLayer", "general_way", "goes_generally", "weakly"]
+__all__ = ["SteadyLayer", "general_way", "goes_generally"]
 
 _GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
 _FEWEST = 2
@@ -68,10 +70,14 @@ class SteadyLayer:
         self._left, self._length, self._seen = left, tail.length, state.stored.seen
         # Weakly: what a layer lets go of is to be freed, whether a token follows or not.
         self._stored, self._tail = weakref.ref(state.stored), weakref.ref(tail)
-        self._buffers = weakly(each for each in tail.buffers() if each is not None)
-        self._segments = weakly(state.stored.segments)
+        self._buffers = _weakly(each for each in tail.buffers() if each is not None)
+        self._segments = _weakly(state.stored.segments)
         self._asked = dispatch.asked_here()
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
+
+    def notice(self, tail: Tail) -> None:
+        """Go on with the buffers that a tail has now."""
+        self._buffers = _weakly(each for each in tail.buffers() if each is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a layer has buffers of its own."""
@@ -87,18 +93,23 @@ class SteadyLayer:
             query_heads: q, of the layer's attention.
             visible: of the token; those that follow hide what it hides, and no more.
         """
-        if goes_generally() or not engine.can_be_steady:
+        if _GENERAL.get() or not engine.can_be_steady:
             return None
         if state.layer_group or state.pending is not None or state.draft is not None:
             return None
+        whole = engine.plan.attend.reads_whole_up_to(state.index)
         tail, model, segments = state.stored.tail, state.model, state.stored.segments
+        if whole is not None and (tail is None or tail.length >= whole):
+            return None
         if segments and _same(segments, state.unsteady):
             return None
         if tail is None or not tail.length or not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
             return None
-        if model.latents is not None or state.observed.carry or state.clock.due or state.clock.reindex:
+        if model.latents is not None or state.clock.due or state.clock.reindex:
             return None
         left = state.tokens_until_action(engine.plan)
+        if whole is not None:
+            left = _until_less_is_read(state, whole, left)
         if left is not None and left <= _FEWEST:
             return None
         if tail.free < _FEWEST or not tail.is_followed_by(state.stored.seen) or dispatch.forced() != "auto":
@@ -107,7 +118,7 @@ class SteadyLayer:
         keys, values, positions = tail.buffers()
         used = library() if keys.device.type == "cpu" else None
         if used is None or TokenStep.unsuited(parts, mass=engine.needs.mass) is not None:
-            state.unsteady = weakly(segments)
+            state.unsteady = _weakly(segments)
             return None
         layouts = [own.layout for own in map(stored_sides, parts) if own is not None]
         sees = [rule_sees(each, visible, 0, 1, newest=each is layouts[-1], device=keys.device) for each in layouts]
@@ -116,7 +127,7 @@ class SteadyLayer:
             softcap=model.softmax.softcap, mass=engine.needs.mass, using=used,
         )  # fmt: skip
         if not step.complete:
-            state.unsteady = weakly(segments)
+            state.unsteady = _weakly(segments)
             return None
         # The token after which the plan acts goes the general way.
         return cls(engine, state, step, None if left is None else left - 1)
@@ -171,7 +182,14 @@ class SteadyLayer:
         return output
 
 
-def weakly(things: Iterable[T]) -> list[weakref.ref[T]]:
+def _until_less_is_read(state: LayerState, whole: int, left: int | None) -> int | None:
+    """The same number of tokens, or fewer: after which more than `whole` are held, and so not all of them are read."""
+    counts = [part.layout.counts() for part in state.parts()]
+    more = whole - int(torch.stack(counts).sum(0).max()) if state.model.share.ranks == 1 else 0
+    return more if left is None else min(left, more)
+
+
+def _weakly(things: Iterable[T]) -> list[weakref.ref[T]]:
     """The same, so that they can be freed."""
     return [weakref.ref(each) for each in things]
 

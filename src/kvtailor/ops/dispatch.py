@@ -39,6 +39,7 @@ __all__ = [
     "Choice",
     "Quantiser",
     "asked_here",
+    "best_pages",
     "chosen_attention",
     "coded_attention",
     "explained",
@@ -242,6 +243,22 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor) -> Callable[..., Tenso
     if built is None or pages.unsuited_bounds(query, low, high, built) is not None:
         return None
     return partial(pages.page_bounds, using=built)
+
+
+def best_pages(
+    query: Tensor, states: Sequence[tuple[Tensor, Tensor]], bounds: Sequence[tuple[Tensor, Tensor] | None]
+) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
+    """What chooses pages and reads them with all that has none, `cpu.choose.attend_best_pages`; None: step by step.
+
+    Args:
+        query: of one new token. states: keys and values (m, s, d) of each part, lane i of owner i.
+        bounds: of the pages of each part; None for a part without pages.
+    """
+    built = _built_for(query)
+    if built is None or choose.unsuited_states(states, None, built) is not None:
+        return None
+    dense = all(side.is_contiguous() and side.dtype == states[0][0].dtype for each in bounds if each for side in each)
+    return partial(choose.attend_best_pages, using=built) if dense and built.has("kvtailor_choose_pages") else None
 
 
 def chosen_attention(

@@ -1,4 +1,4 @@
-"""Tokens that chunks promise most of, chosen and read where they lie, on every variant against plain forms."""
+"""Tokens and pages that promise most, chosen and read where they lie, on every variant against plain forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import read_lanes
 from kvtailor.ops.cpu import choose
-from kvtailor.ops.cpu.choose import Candidates, attend_chosen, unsuited_states
+from kvtailor.ops.cpu.choose import Candidates, attend_best_pages, attend_chosen, unsuited_states
 from kvtailor.ops.cpu.library import Library
 from kvtailor.ops.lanes.chunks import chunk_bounds, promised
 from kvtailor.ops.lanes.rows import chosen_places, gather, rows_of
@@ -143,3 +143,44 @@ def test_equal_scores_go_to_the_earliest_and_what_is_no_number_is_said(library: 
     query[0, 1, 0, 3] = torch.nan
     with pytest.raises(CacheMisuse, match="hold NaN"):
         read(query)
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("most, slots", [(3, (63, 12, 5)), (40, (63, 12, 5)), (9, (4500, 1))])
+def test_the_best_pages_are_read_and_all_that_has_none(
+    library: Library, dtype: torch.dtype, most: int, slots: tuple[int, ...]
+) -> None:
+    """Pages of 4, of which the last of a part has fewer; the part in the end has none."""
+    made = Case(shape=(2, 2, 3, 32, 64), slots=slots, covered=0, span=1, channels=1, budget=1, dtype=dtype)
+    generator, page = torch.Generator().manual_seed(most), 4
+    parts = states_of(made, generator)
+    states = [(part.keys, part.values) for part in parts]
+    query = (2 * torch.randn(4, 3, 1, 32, generator=generator)).to(dtype)
+    bounds: list[tuple[Tensor, Tensor] | None] = [None] * len(parts)
+    for i, part in enumerate(parts[:-1]):
+        pieces = part.keys.split(page, 1)
+        low, high = (torch.stack([of(each, 1) for each in pieces], 1) for of in (torch.amin, torch.amax))
+        bounds[i] = low, high
+    found = attend_best_pages(query, states, bounds, page=page, most=most, scaling=0.2, using=library)
+    assert found is not None
+    asked = query[:, :, 0].float()
+    for owner in range(4):
+        promises, members, kept = [], [], []
+        for i, both in enumerate(bounds):
+            if both is None:
+                kept += [(i, slot) for slot in range(slots[i])]
+                continue
+            for p in range(both[0].shape[1]):
+                low, high = (side[owner, p].float() for side in both)
+                promises.append(float(torch.where(asked[owner] > 0, high, low).mul(asked[owner]).sum(-1).max()))
+                members.append([(i, slot) for slot in range(page * p, min(page * p + page, slots[i]))])
+        order = sorted(range(len(promises)), key=lambda p: -promises[p])[:most]
+        kept += [each for p in order for each in members[p]]
+        assert int(found[2][owner]) == len(kept)
+        keys, values = (torch.stack([states[i][side][owner, slot].float() for i, slot in kept]) for side in (0, 1))
+        logits = 0.2 * asked[owner] @ keys.T
+        assert torch.allclose(found[0][owner, :, 0], logits.softmax(-1) @ values, rtol=1e-3, atol=1e-4)
+        assert torch.allclose(found[1][owner, :, 0], logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    query[0, 0, 0, 0] = torch.nan
+    assert attend_best_pages(query, states, bounds, page=page, most=most, scaling=0.2, using=library) is None

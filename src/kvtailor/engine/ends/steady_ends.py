@@ -16,20 +16,14 @@ from kvtailor.attend.segments import Segments
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.phase import Compressing
-from kvtailor.engine.steady import SteadyLayer, goes_generally, weakly
+from kvtailor.engine.steady import SteadyLayer, goes_generally
 from kvtailor.ops import dispatch
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.cpu.step import TokenStep
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Layout, PlainSegment, Rotation, Visibility
 
-__all__ = ["SteadyEnds", "steady_layer"]
-
-
-def steady_layer(engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
-    """Return a layer as it is after a decoded token, of whichever kind; for the arguments see `SteadyLayer.of`."""
-    found = None if engine.eviction.first is None else SteadyEnds.of(engine, state, query_heads, visible)
-    return found or SteadyLayer.of(engine, state, query_heads, visible)
+__all__ = ["SteadyEnds"]
 
 
 class SteadyEnds(SteadyLayer):
@@ -41,11 +35,12 @@ class SteadyEnds(SteadyLayer):
 
     @classmethod
     def of(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyLayer | None:
-        """Return the layer as it is after a decoded token; None where the next one is more than the same again.
+        """Return the layer as it is after a decoded token, of whichever kind; see `SteadyLayer.of`."""
+        found = cls._of_ends(engine, state, query_heads, visible)
+        return found or SteadyLayer.of(engine, state, query_heads, visible)
 
-        Args:
-            engine, state, query_heads, visible: see `SteadyLayer.of`.
-        """
+    @classmethod
+    def _of_ends(cls, engine: Engine, state: LayerState, query_heads: int, visible: Visibility) -> SteadyEnds | None:
         plan, first, tail, clock, model = (
             engine.plan,
             engine.eviction.first,
@@ -87,7 +82,9 @@ class SteadyEnds(SteadyLayer):
 
     def holds(self, engine: Engine, state: LayerState) -> bool:
         """See `SteadyLayer.holds`."""
-        return state.clock.growth == 0 and state.clock.evict_at == 0 and super().holds(engine, state)
+        tail, clock = state.stored.tail, state.clock
+        room = tail is not None and tail.free > 0
+        return room and clock.growth == 0 and clock.evict_at == 0 and super().holds(engine, state)
 
     def take(
         self, state: LayerState, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
@@ -108,7 +105,7 @@ class SteadyEnds(SteadyLayer):
         self.step.move_on()
         self._seen += 1
         stored.seen = clock.settled_seen = self._seen
-        self._buffers = weakly(each for each in tail.buffers() if each is not None)
+        self.notice(tail)
         state.observed.tokens_read = None
         return output
 

@@ -721,14 +721,17 @@ int32_t kvtailor_bounds(const Call* call) {
 
 int64_t kvtailor_choice_scratch(const Choice* all) { return all->threads * Chooser::room(*all); }
 
-// Chooses the tokens of all owners, then reads them: the sides of `call` are plain, and `low` is where the rows are told.
+int64_t kvtailor_pages_scratch(const Pages* all) { return all->threads * PageChooser::room(*all); }
+
+// Chooses tokens for each owner, then reads them: the sides of `call` are plain, and `low` is where the rows are told.
 // -1 where a score is no number.
 int32_t kvtailor_choose(const Choice* all, const Call* call) {
-  int32_t numbers = 1;
-  const int32_t wrong = share_out(all->owners, all->threads, all->parallel_for, [&](int64_t owner, int64_t thread) {
-    if (!Chooser(*all, owner, all->scratch + thread * Chooser::room(*all)).run()) __atomic_store_n(&numbers, 0, __ATOMIC_RELAXED);
-  });
-  return wrong ? wrong : numbers ? attend(*call) : -1;
+  return choose_and_read(choose_of<Chooser, Choice>, all, all->scratch, Chooser::room(*all), *call);
+}
+
+// The same with pages. -1 where a bound is no finite number.
+int32_t kvtailor_choose_pages(const Pages* all, const Call* call) {
+  return choose_and_read(choose_of<PageChooser, Pages>, all, all->scratch, PageChooser::room(*all), *call);
 }
 
 // One softmax over parts that were read one by one.

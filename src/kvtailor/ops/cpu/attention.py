@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
 from kvtailor.ops.segments.coded import Coded, Whole
 
-__all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "run_with", "side_of", "threads_for", "unsuited"]
+__all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "side_of", "threads_for", "unsuited"]
 
 _TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS, _GRID_CODES, _SIGNED_LEVELS = 3, 4, 5, 6, 7, 8
 # Types of the scales of `_BLOCK_LEVELS`, see layouts.h.
@@ -193,38 +192,17 @@ def run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None)
     assert used is not None, "asked for a kernel that was not built"
     if call.softcap and not used.has("kvtailor_caps"):
         raise RuntimeError("capped logits need C++ kernels that were built from these sources: build them again")
+    owners, group, new, _ = shape
     threads_for(call, used)
-    return run_with(used.functions.kvtailor_attend, call, shape[:3], used)[1:]
-
-
-def run_with(
-    function: Any, call: Call, shape: Sequence[int], used: Library, *before: Any
-) -> tuple[int, Tensor, Tensor]:
-    """Give a call room, and let a function take it behind what is `before`.
-
-    Args:
-        function: of the variant.
-        call: whose threads are known.
-        shape: n, g and t.
-        used: the variant.
-        before: what the function takes first.
-
-    Returns:
-        What it gave where that is below 0, else 0; outputs (n, g, t, dv) and lse (n, g, t), float32.
-
-    Raises:
-        RuntimeError: torch's threads refused the work.
-    """
-    out = torch.empty((*shape, call.values.size), dtype=torch.float32)
-    lse = torch.empty(tuple(shape), dtype=torch.float32)
+    out = torch.empty((owners, group, new, call.values.size), dtype=torch.float32)
+    lse = torch.empty((owners, group, new), dtype=torch.float32)
     at = ctypes.byref(call)
     found = torch.empty(used.functions.kvtailor_found(at), dtype=torch.float32)
     scratch = torch.empty(used.functions.kvtailor_scratch(at), dtype=torch.float32)
     call.out, call.lse, call.found, call.scratch = (each.data_ptr() for each in (out, lse, found, scratch))
-    wrong = function(*before, at)
-    if wrong > 0:
+    if used.functions.kvtailor_attend(at):
         raise RuntimeError(_REFUSED)
-    return wrong, out, lse
+    return out, lse
 
 
 def threads_for(call: Call, used: Library) -> None:

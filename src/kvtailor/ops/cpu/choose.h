@@ -18,26 +18,55 @@ struct Choice {
   float* scores;                             // (owners, widest) of chunks, then of tokens without: what each receives
   const char **key_rows, **value_rows;       // (owners, budget) where the chosen tokens lie, in time order
   float* scratch;                            // kvtailor_choice_scratch() floats
-  ParallelFor parallel_for;
   // Slots behind those that are listed begin at `after`. `tokens`: of each owner. `kind`: of bounds, keys and values.
   int64_t owners, rows, size, chunks, count_listed, after, tokens, budget, widest, kind, threads;
   double scaling, softcap;
 };
 
+// Which pages one new token reads, beside all of the parts that have no pages. Mirrored field by field in library.py.
+struct Pages {
+  const float* query;                                                 // (owners, rows, size)
+  const char *const *keys, *const *values, *const *low, *const *high;  // of each part, lane i of owner i; bounds or null
+  const int64_t *key_lane, *key_slot, *value_lane, *value_slot, *slots;  // of each part; strides in bytes
+  const char **key_rows, **value_rows;                                // (owners, room) where the tokens lie
+  int32_t* lengths;                                                   // (owners) so many are read
+  float* scratch;                                                     // kvtailor_pages_scratch() floats
+  int64_t owners, rows, size, parts, pages, page, wanted, room, kind, threads;  // pages: of an owner in all parts
+};
+
 namespace {
 
-int32_t at_least(const float* x, int64_t count, int32_t bits) {
-  int32_t found = 0;
-  for (int64_t i = 0; i < count; i++) found += (int32_t)bits_of(x[i]) >= bits;
+// The order of numbers is that of these, from 0 on.
+uint32_t rank_of(float x) {
+  const uint32_t bits = bits_of(x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+SMALL_CODE int64_t reach(const float* x, int64_t count, uint32_t least) {
+  I above{};
+  int64_t t = 0, found = 0;
+  for (; t + W <= count; t += W) {
+    const U bits = load<U>(x + t);
+    above -= (I)(((U)((I)bits < 0) ? ~bits : bits | 0x80000000u) >= least);
+  }
+  UNROLLED for (int i = 0; i < W; i++) found += above[i];
+  for (; t < count; t++) found += rank_of(x[t]) >= least;
   return found;
 }
 
-// The highest level that so many reach, of numbers from 0 on, whose order is that of their bits.
-template <class Reach> int32_t level_of(int64_t wanted, const Reach& reach) {
-  int32_t level = 0;
-  for (int bit = 30; bit >= 0; bit--)
-    if (reach(level | 1 << bit) >= wanted) level |= 1 << bit;
+// The highest rank that so many reach.
+template <class Reach> SMALL_CODE uint32_t level_of(int64_t wanted, const Reach& reach) {
+  uint32_t level = 0;
+  for (int bit = 31; bit >= 0; bit--)
+    if (reach(level | 1u << bit) >= wanted) level |= 1u << bit;
   return level;
+}
+
+// Products of rows with states one behind the other.
+SMALL_CODE void products_with(int64_t kind, const float* query, int64_t rows, int64_t size, const char* from, int64_t n, float* to) {
+  if (kind == FLOAT32) logits<F32>(query, rows, size, from, size * 4, n, to);
+  else if (kind == BFLOAT16) logits<BF16>(query, rows, size, from, size * 2, n, to);
+  else logits<F16>(query, rows, size, from, size * 2, n, to);
 }
 
 constexpr int64_t LINES = 4, LONG = 1024;  // rows of bounds, and chunks, that are looked at together
@@ -67,13 +96,13 @@ struct Chooser {
       for (int64_t r = 0; r < rows; r++) amounts[c] += __builtin_fabsf(query[r * size + c]);
     }
     const int64_t wanted = all.channels[owner];
-    const int32_t level = level_of(wanted, [&](int32_t bits) { return at_least(amounts, size, bits); });
-    int64_t spare = wanted - at_least(amounts, size, level + 1), at = 0;
+    const uint32_t level = level_of(wanted, [&](uint32_t least) { return reach(amounts, size, least); });
+    int64_t spare = wanted - reach(amounts, size, level + 1), at = 0;
     Side side{};
     side.kind = all.kind, side.size = size;
     for (int64_t c = 0; c < rows * size; c++) placed[c] = 0;
     for (int64_t c = 0; c < size; c++) {
-      const int32_t amount = (int32_t)bits_of(amounts[c]);
+      const uint32_t amount = rank_of(amounts[c]);
       if (amount < level || (amount == level && spare-- <= 0)) continue;
       float total = 0;
       for (int64_t r = 0; r < rows; r++) {
@@ -141,10 +170,7 @@ struct Chooser {
         const int64_t slot = slot_of(first + i);
         memcpy((char*)tile + i * bytes, all.keys[part] + owner * all.key_lane[part] + slot * all.key_slot[part], (size_t)bytes);
       }
-      const char* from = (const char*)tile;
-      if (all.kind == FLOAT32) logits<F32>(placed, rows, size, from, bytes, n, found);
-      else if (all.kind == BFLOAT16) logits<BF16>(placed, rows, size, from, bytes, n, found);
-      else logits<F16>(placed, rows, size, from, bytes, n, found);
+      products_with(all.kind, placed, rows, size, (const char*)tile, n, found);
       for (int64_t r = 0; r < rows; r++)
         memcpy(logits_at + r * wide + filled + first - covered, found + r * BLOCK, (size_t)n * 4);
     }
@@ -186,16 +212,16 @@ struct Chooser {
   // Those that receive most, the earliest among equals.
   SMALL_CODE void pick() {
     const int64_t full = span ? covered / span : 0, rest = covered - full * span;
-    const auto reach = [&](int32_t bits) {
-      const int64_t of_last = rest ? at_least(scores + full, 1, bits) * rest : 0;
-      return span * at_least(scores, full, bits) + of_last + at_least(scores + filled, count - filled, bits);
+    const auto tokens = [&](uint32_t least) {
+      const int64_t of_last = rest ? reach(scores + full, 1, least) * rest : 0;
+      return span * reach(scores, full, least) + of_last + reach(scores + filled, count - filled, least);
     };
-    const int32_t level = level_of(all.budget, reach);
-    int64_t spare = all.budget - reach(level + 1), next = owner * all.budget;
+    const uint32_t level = level_of(all.budget, tokens);
+    int64_t spare = all.budget - tokens(level + 1), next = owner * all.budget;
     part = before = 0;
     for (int64_t i = 0, at = 0; i < count; i++) {
       const int64_t n = i < full ? span : i < filled ? rest : 1;
-      const int32_t mine = (int32_t)bits_of(scores[i]);
+      const uint32_t mine = rank_of(scores[i]);
       int64_t taken = mine > level ? n : 0;
       if (mine == level) taken = n < spare ? n : spare, spare -= taken;
       for (int64_t t = at; t < at + taken; t++, next++) {
@@ -216,5 +242,91 @@ struct Chooser {
     return true;
   }
 };
+
+struct PageChooser {
+  const Pages& all;
+  int64_t owner, rows = all.rows, size = all.size, element = all.kind == FLOAT32 ? 4 : 2;
+  float *above, *below, *found, *other, *bounds;
+
+  // Room for `above` and `below`, for products, and for the bounds.
+  static int64_t room(const Pages& all) { return 2 * all.rows * (all.size + BLOCK) + all.pages; }
+
+  PageChooser(const Pages& all, int64_t owner, float* scratch) : all(all), owner(owner) {
+    above = scratch, below = above + rows * size, found = below + rows * size, other = found + rows * BLOCK;
+    bounds = other + rows * BLOCK;
+  }
+
+  int64_t pages_of(int64_t part) const { return all.low[part] ? (all.slots[part] + all.page - 1) / all.page : 0; }
+
+  // The greatest product that any query can have with a key of each page; false where one is no finite number.
+  SMALL_CODE bool bound() const {
+    Side side{};
+    side.kind = all.kind, side.size = size;
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = 0; c < size; c++) {
+        const float mine = all.query[(owner * rows + r) * size + c];
+        const int64_t at = r * size + place(side, false, c);
+        above[at] = mine < 0 ? 0.f : mine, below[at] = mine > 0 ? 0.f : mine;
+      }
+    float* to = bounds;
+    bool finite = true;
+    for (int64_t i = 0; i < all.parts; i++) {
+      const int64_t count = pages_of(i), begin = owner * count * size * element;
+      for (int64_t first = 0; first < count; first += BLOCK) {
+        const int64_t n = count - first < BLOCK ? count - first : BLOCK, at = begin + first * size * element;
+        products_with(all.kind, above, rows, size, all.high[i] + at, n, found);
+        products_with(all.kind, below, rows, size, all.low[i] + at, n, other);
+        for (int64_t t = 0; t < n; t++, to++) {
+          *to = found[t] + other[t];
+          for (int64_t r = 1; r < rows; r++) {
+            const float mine = found[r * BLOCK + t] + other[r * BLOCK + t];
+            *to = mine > *to || mine != mine ? mine : *to;
+          }
+          finite &= *to - *to == 0;
+        }
+      }
+    }
+    return finite;
+  }
+
+  // The pages with the highest bounds, and all of the parts that have none.
+  SMALL_CODE void pick() const {
+    const uint32_t level = level_of(all.wanted, [&](uint32_t least) { return reach(bounds, all.pages, least); });
+    int64_t spare = all.wanted - reach(bounds, all.pages, level + 1), next = owner * all.room, page = 0;
+    for (int64_t i = 0; i < all.parts; i++) {
+      const char *key = all.keys[i] + owner * all.key_lane[i], *value = all.values[i] + owner * all.value_lane[i];
+      const int64_t step = all.low[i] ? all.page : all.slots[i];
+      for (int64_t first = 0; first < all.slots[i]; first += step) {
+        if (all.low[i]) {
+          const uint32_t mine = rank_of(bounds[page++]);
+          if (mine < level || (mine == level && spare-- <= 0)) continue;
+        }
+        for (int64_t t = first; t < first + step && t < all.slots[i]; t++, next++)
+          all.key_rows[next] = key + t * all.key_slot[i], all.value_rows[next] = value + t * all.value_slot[i];
+      }
+    }
+    all.lengths[owner] = (int32_t)(next - owner * all.room);
+  }
+
+  bool run() const {
+    if (!bound()) return false;
+    pick();
+    return true;
+  }
+};
+
+template <class Chosen, class All> bool choose_of(const void* all, int64_t owner, float* scratch) {
+  return Chosen(*(const All*)all, owner, scratch).run();
+}
+
+// Lets all owners choose, then reads what they chose; -1 where one could not.
+SMALL_CODE int32_t choose_and_read(bool (*of_owner)(const void*, int64_t, float*), const void* all, float* scratch,
+                                   int64_t room, const Call& call) {
+  int32_t good = 1;
+  const int32_t wrong = share_out(call.owners, call.threads, call.parallel_for, [&](int64_t owner, int64_t thread) {
+    if (!of_owner(all, owner, scratch + thread * room)) __atomic_store_n(&good, 0, __ATOMIC_RELAXED);
+  });
+  return wrong ? wrong : good ? attend(call) : -1;
+}
 
 }  // namespace

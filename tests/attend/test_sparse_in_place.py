@@ -1,4 +1,4 @@
-"""Rocket in a whole model: tokens that C++ chooses where they lie are those that torch chooses and copies."""
+"""Rocket and quest in a whole model: what C++ chooses where it lies is what torch chooses, and copies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvtailor
 from kvtailor.attend import rocket
+from kvtailor.ops import dispatch
 from kvtailor.ops.cpu.library import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no C++ kernels")
@@ -17,6 +18,8 @@ PLANS = (
     "snapkv(window=6) + rocket(tokens=16, expect=40) @ tokens=48",
     "rocket(tokens=16, expect=40, turns=true, window=6, kernel=5)",
     "snapkv(window=6) + rocket(tokens=36, expect=8) @ tokens=40",
+    # Segments of 8 tokens come while it decodes; pages of 4 of which the last has fewer.
+    "quest(tokens=17, least=2, dense_layers=0) + indexed(page=4, block_size=8)",
 )
 # A prompt, tokens, a second turn and tokens.
 FORWARDS = ((0, 60), *((i, i + 1) for i in range(60, 70)), (70, 80), *((i, i + 1) for i in range(80, 90)))
@@ -39,7 +42,8 @@ def sharp_model() -> LlamaForCausalLM:
 @pytest.mark.parametrize("plan", PLANS)
 def test_both_ways_choose_the_same(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = sharp_model(), torch.randint(3, 128, (2, 90), generator=torch.Generator().manual_seed(2))
-    read, found = rocket.read_chosen, []
+    module, name = (dispatch, "best_pages") if "quest" in plan else (rocket, "read_chosen")
+    read, found = getattr(module, name), []
     for in_place in (True, False):
         taken: list[Any] = []
 
@@ -47,7 +51,7 @@ def test_both_ways_choose_the_same(plan: str, monkeypatch: pytest.MonkeyPatch) -
             taken.append(read(*args, **how) if in_place else None)
             return taken[-1]
 
-        monkeypatch.setattr(rocket, "read_chosen", counted)
+        monkeypatch.setattr(module, name, counted)
         cache, logits, tokens = kvtailor.cache_for(model, plan), [], []
         for first, end in FORWARDS:
             logits.append(model(ids[:, first:end], past_key_values=cache).logits[:, -1])
