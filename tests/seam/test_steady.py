@@ -36,6 +36,8 @@ SHORT = (
     "hadamard(of=gaussian(bits=3, qjl=both, block_size=16), signs=0)",
     "h2o(recent=6) + higgs(bits=3, recent=16) @ tokens=40, slack=12", "snapkv(window=6) @ tokens=24, slack=9",
     "rkv @ tokens=24, slack=12", "tova + kivi(bits=4, group=8, recent=16) @ tokens=40, slack=12",
+    # They read all of these.
+    "quest(dense_layers=9) + indexed(page=8, block_size=16)", "snapkv(window=6) + rocket(tokens=400) @ tokens=48",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 

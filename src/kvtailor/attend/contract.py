@@ -182,6 +182,19 @@ class Attention(Method, ABC):
         """
         return None
 
+    def reads_whole_up_to(self, layer: int) -> int | None:
+        """Return up to how many tokens of a row and kv head one new token reads all of them, and does nothing else.
+
+        Its attention is then that of `segments`, and what it carries stays as it is.
+
+        Args:
+            layer: 0-based among the layers that the plan compresses.
+
+        Returns:
+            The number, 0 where it is never so; None where it is so however many there are.
+        """
+        return 0
+
     @abstractmethod
     def attend(self, request: AttentionRequest) -> Attended:
         """Return the attention of the new tokens over everything held."""

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest
 from kvtailor.errors import CacheMisuse
+from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
-from kvtailor.ops.dispatch import page_attention, page_bounds
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.types import Layout, Segment, Visibility
 
@@ -115,6 +115,10 @@ class Quest(Attention):
         if self.dense_layers < 0:
             raise ValueError(f"quest: dense_layers must be 0 or more, found {self.dense_layers}; the paper's is 2")
 
+    def reads_whole_up_to(self, layer: int) -> int | None:
+        """None in the first layers, 0 in others."""
+        return None if layer < self.dense_layers else 0
+
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
 
@@ -130,6 +134,9 @@ class Quest(Attention):
             read = read_all(query, parts, visible, scaling, softmax=softmax)
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
+        in_one = self._in_one(request, paged[0].page)
+        if in_one is not None:
+            return in_one
         chosen = self._choose(query, paged, visible, newest=_is_paged(parts[-1]))
         # A kernel reads chosen pages where they lie; else they are copied into lanes, and read with what has no pages.
         found = _in_place(query.reshape(b * heads, -1, 1, query.shape[-1]), chosen, scaling, softmax.softcap)
@@ -144,6 +151,31 @@ class Quest(Attention):
                 count = count.index_add(0, part.layout.owners(device), each.sum((1, 2)).to(torch.int64))
         read = read_lanes(query, heads, lanes, scaling, found=found, softmax=softmax)
         return Attended(output=read.output, lse=read.lse, tokens_read=count.view(b, heads))
+
+    def _in_one(self, request: AttentionRequest, page: int) -> Attended | None:
+        """All of it in one call; None where heads are ragged, padding is to be hidden, or no kernel can do it."""
+        query, parts = request.query, request.parts
+        uneven = any(part.layout.owner is not None or part.layout.lengths is not None for part in parts)
+        if uneven or not query.is_cpu or not request.visible.causal_only:
+            return None
+        states = [part.decode() for part in parts]
+        bounds = [(part.low, part.high) if _is_paged(part) else None for part in parts]
+        attend, (b, q), heads = dispatch.best_pages(query, states, bounds), query.shape[:2], parts[-1].layout.heads
+        if attend is None:
+            return None
+        found = attend(
+            query.reshape(b * heads, q // heads, 1, -1),
+            states,
+            bounds,
+            page=page,
+            most=max(self.least, self.tokens // page),
+            scaling=request.scaling,
+            softcap=request.softmax.softcap,
+        )
+        if found is None:
+            return None
+        read = read_lanes(query, heads, [], request.scaling, found=[found[:2]], softmax=request.softmax)
+        return Attended(output=read.output, lse=read.lse, tokens_read=found[2].to(torch.int64).view(b, heads))
 
     def flops(self, request: FlopsRequest) -> int:
         """4 g d for each page: the query times its least and its greatest keys; 0 in a layer that reads everything."""
@@ -220,7 +252,7 @@ def _in_place(query: Tensor, chosen: _Chosen, scaling: float, softcap: float | N
     found = []
     for part, pages, here, place in zip(chosen.parts, chosen.pages, chosen.here, chosen.places, strict=True):
         keys, values = (Whole(states=states) for states in part.decode())
-        attend = page_attention(query, keys, values, part.page)
+        attend = dispatch.page_attention(query, keys, values, part.page)
         if attend is None:
             return []
         lanes, count = part.layout.lanes, part.low.shape[1]
@@ -262,7 +294,7 @@ def _bounds(part: _Paged, rows: Tensor, seen: Tensor | None) -> _Pages:
     owner = layout.owners(device)
     # The greatest of query * key over a page is at most, channel by channel, query * high where the query is positive
     # and query * low where it is negative: (m, p, d) times (m, d, g), twice, and the greatest over the group's heads.
-    find = page_bounds(rows, part.low, part.high)
+    find = dispatch.page_bounds(rows, part.low, part.high)
     if find is not None:
         bound = find(rows, part.low, part.high, layout.owner)
     else:

@@ -17,7 +17,8 @@ Chunks of one token have no bounds: their keys are looked at. With `turns` the c
 where tokens are taken back outside of a recorded forward, all held ones compete until the next turn. More than one new
 token at a time reads everything.
 
-*Cost*: reads the kept channels of the chunks' bounds, and tokens // 2 tokens, which it copies. Holds 2 / chunk of the
+*Cost*: reads the kept channels of the chunks' bounds, and tokens // 2 tokens, which it copies where no C++ kernel reads
+them as they lie (with padding, ragged heads, on another device). Holds 2 / chunk of the
 keys as bounds, and 4 bytes for each token. `turns` saves no memory; during a prompt it holds `window` queries more.
 """
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -32,6 +34,7 @@ from torch import Tensor
 
 from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, IndexRequest
 from kvtailor.errors import CacheMisuse
+from kvtailor.ops.attention.chosen import read_chosen
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import read_all, read_lanes
 from kvtailor.ops.attention.votes import window_votes
@@ -96,6 +99,10 @@ class Rocket(Attention):
         """The paper's split: what the first stage keeps of a prompt; None with `turns`, which keeps everything."""
         return None if self.turns else self._first_stage(tokens)
 
+    def reads_whole_up_to(self, layer: int) -> int:
+        """As many as one new token may read."""
+        return self.tokens // 2
+
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
 
@@ -110,6 +117,15 @@ class Rocket(Attention):
             carry = self._choose(request) if self.turns else {}
             return Attended(output=read.output, lse=read.lse, carry=carry)
         carry = {name: tensor for name, tensor in request.context.carry.items() if name != "queries"}
+        if request.visible.causal_only:
+            sizes = partial(_sizes_of_row, self, query.shape[-1])
+            found = read_chosen(
+                query, parts, carry, sizes, scaling, request.softmax, most=self.tokens // 2, waiting=_LOOSE
+            )
+            if found is not None:
+                read, count = found
+                each = torch.full((query.shape[0], parts[0].layout.heads), count)
+                return Attended(output=read.output, lse=read.lse, tokens_read=each, carry=carry)
         few = int(torch.stack([part.layout.counts() for part in parts]).sum(0).max()) <= self.tokens // 2
         if "capacity" not in carry:
             # It is found from the heads of all processes, so all of them go on to find it, or none does.
@@ -338,6 +354,13 @@ class Rocket(Attention):
         place, here = chosen_places(keep_top(scores, torch.minimum(budget, valid.sum(-1).cpu())).flatten(0, 1))
         chosen = rows.columns.gather(1, place).masked_fill(~here, -1).to(torch.int32)
         return {"queries": queries, "chosen": chosen.unflatten(0, (b, heads))}
+
+
+@lru_cache(maxsize=256)
+def _sizes_of_row(rocket: Rocket, size: int, capacity: int) -> tuple[int, int]:
+    """Tokens of a chunk, and channels that are looked at."""
+    chunk, channels = rocket._sizes(torch.tensor([capacity]), size)
+    return int(chunk), int(channels)
 
 
 def _candidates(rows: Rows, carry: Mapping[str, Tensor]) -> Rows:

@@ -37,6 +37,10 @@ class Segments(Attention):
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 
+    def reads_whole_up_to(self, layer: int) -> None:
+        """None: of any number."""
+        return
+
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""
         counts = counting(request.query, request.want_mass, request.real_queries)

@@ -44,6 +44,7 @@ class IndexedSegment(Segment):
     low: Tensor
     high: Tensor
     codec = "indexed"
+    plain: ClassVar[bool] = True
 
     @classmethod
     def of(cls, layout: Layout, page: int, keys: Tensor, values: Tensor) -> IndexedSegment:

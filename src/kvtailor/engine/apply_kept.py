@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from kvtailor.engine.ends.drop_middle import first_tokens
 from kvtailor.engine.layer_group import joined
 from kvtailor.errors import CacheMisuse
 from kvtailor.merge.contract import Merged
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvtailor.merge.contract import Merger
     from kvtailor.plan import Plan
     from kvtailor.select.contract import Selector
+    from kvtailor.store.recent_window import Tail
 
 _Seen = TypeVar("_Seen", Held, Merged)
 
@@ -63,7 +65,7 @@ class Kept:
         segments: in time order.
         tail: what the tail becomes as a whole; None: its newest `recent` tokens stay in it, and the others leave.
         recent: so many of the newest columns are held by every row and head, in the tail.
-        run: see `Tail`, of a tail that is replaced.
+        run, anchor: see `Tail`, of a tail that is replaced.
         rewritten: keys (b * h, recent, d) and values (b * h, recent, dv) in place of those of the tail that stay; None
             where they are as they were.
         mass: (m, s) float32 attention mass of each part that is held now, in time order; None where none is gathered.
@@ -73,6 +75,7 @@ class Kept:
     tail: PlainSegment | None = None
     recent: int = 0
     run: int | None = None
+    anchor: int = 0
     rewritten: tuple[Tensor, Tensor] | None = None
     mass: tuple[Tensor, ...] | None = None
 
@@ -120,8 +123,10 @@ def what_stays(
         # Every head keeps the same number: one lane for each (row, head), which a tail can hold.
         if whole is not None and whole.owner is None:
             tail = _gathered(state, held, keep, merged, whole)
-            known = min(counts.newest, (state.stored.tail.run or 0) if state.stored.tail else 0)
-            return Kept(tail=tail, recent=recent, run=max(recent, known), mass=_mass(held, [whole]))
+            before = state.stored.tail
+            known = min(counts.newest, (before.run or 0) if before else 0)
+            run, mass = max(recent, known), _mass(held, [whole])
+            return Kept(tail=tail, recent=recent, run=run, anchor=_anchor(before, plan, held, counts), mass=mass)
     # (b, h, n) bool: what leaves the tail, or has left it before.
     old = keep & ~held.recent(recent) if recent else keep
     # (b, h): how many those are. All heads keep the same recent window.
@@ -167,7 +172,7 @@ def apply_kept(state: LayerState, plan: Plan, kept: Kept, *, first: Tensor | Non
     tail = state.stored.tail
     assert tail is not None
     if kept.tail is not None:
-        tail.replace(kept.tail, kept.run)
+        tail.replace(kept.tail, kept.run, kept.anchor)
     else:
         tail.drop_oldest(tail.length - kept.recent)
         if kept.rewritten is not None:
@@ -338,6 +343,14 @@ def _common_recent(state: LayerState, held: Held, keep: Tensor, recent: int, pro
         return recent
     # One answer for all heads of the layer, whichever process has them: else some would be encoded and others not.
     return recent if state.model.share.all(bool((newest.sum(-1) == recent).all())) else 0
+
+
+def _anchor(before: Tail | None, plan: Plan, held: Held, counts: HeadCounts) -> int:
+    """Return how many of the first columns the host knows all heads to keep; without padding (`Held.front`) alone."""
+    first = first_tokens(plan)
+    if first is None or held.front is None or before is None or before.anchor < first:
+        return 0
+    return first if int(counts.kept.min()) > first else 0
 
 
 def _mass(held: Held, cuts: Sequence[Cut]) -> tuple[Tensor, ...] | None:

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from kvtailor.attend.contract import Attended, AttentionContext, AttentionRequest, IndexRequest
-from kvtailor.attend.segments import Segments
 from kvtailor.engine.budget import no_bytes
 from kvtailor.engine.encode_tail import encode_tail
 from kvtailor.engine.evict import Eviction
@@ -63,8 +62,10 @@ class Engine:
         self.offload, self._taken = plan.store.open(self._groups), dict[int, int]()
         self.states = [LayerState(index, layers, self.offload) for index in range(layers)]
         self._join_groups()
-        self._keeps_queries = self._takes_short_context = False
-        self._reads_all_where_it_lies = type(plan.attend) is Segments and plan.store.is_memory
+        self._takes_short_context = False
+        self._in_memory = plan.store.is_memory
+        self._evicts_again = plan.slack_tokens is not None or plan.encode.needs.window > 0
+        self._needs_queries_again = self._evicts_again
         self.switch, self.eviction = PhaseSwitch(), Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ class Engine:
     def keep_queries(self, window: int) -> None:
         """Keep so many of the newest queries in the evidence, though this plan needs none; 0 ends it."""
         self.needs = self.plan.needs | Needs(window=window)
-        self._keeps_queries = window > 0
+        self._needs_queries_again = self._evicts_again or window > 0
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """Let new keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
@@ -285,22 +286,18 @@ class Engine:
 
     @property
     def _listens_to_queries(self) -> bool:
-        return self._needs_queries_again and bool(self.needs.window or self.needs.rows or self.needs.moments)
+        return bool(self.needs.window or self.needs.rows or self.needs.moments) and self._needs_queries_again
 
     @property
     def can_be_steady(self) -> bool:
         """Whether decoded tokens can be the same work until the plan acts: `engine.steady`."""
         gathers = self._needs_queries_again and bool(self.needs.rows or self.needs.moments)
-        return self._reads_all_where_it_lies and not gathers
+        return self._in_memory and not gathers
 
     @property
     def window_of_decoded(self) -> int:
         """How many of the newest queries are evidence while it decodes."""
         return self.needs.window if self._needs_queries_again else 0
-
-    @property
-    def _needs_queries_again(self) -> bool:
-        return self.plan.slack_tokens is not None or self.plan.encode.needs.window > 0 or self._keeps_queries
 
     def _context(self, state: LayerState) -> AttentionContext:
         return AttentionContext(
@@ -349,17 +346,20 @@ class Engine:
         """Gather the evidence of new tokens and let the plan act on them, as decoded ones or as a prompt or turn."""
         if mass is not None and others:
             mass = [sum(parts[1:], parts[0]) for parts in zip(mass, *(each.mass or () for each in others), strict=True)]
-        state.observed.evidence = observe(
-            self.needs,
-            state.observed.evidence,
-            query,
-            visible.first_column,
-            mass,
-            real=visible.real,
-            rotation=state.model.rotation,
-            others=[(each.query, each.visible.first_column) for each in others],
-        )
-        if not isinstance(self.phase, Deferred):
+        deferred, one = isinstance(self.phase, Deferred), decoded or query.shape[2] == 1
+        # What a decoded token would leave for no later eviction is not gathered at all.
+        if self.needs.mass or deferred or not one or self._evicts_again or self._listens_to_queries:
+            state.observed.evidence = observe(
+                self.needs,
+                state.observed.evidence,
+                query,
+                visible.first_column,
+                mass,
+                real=visible.real,
+                rotation=state.model.rotation,
+                others=[(each.query, each.visible.first_column) for each in others],
+            )
+        if not deferred:
             self._evict_and_encode(state, 1 if decoded else query.shape[2], visible)
 
     def _evict_and_encode(self, state: LayerState, new: int, visible: Visibility) -> None:
@@ -367,11 +367,10 @@ class Engine:
         if self.plan.evicts:
             state.clock.came(new, state.stored.seen)
             state.clock.due, state.clock.decoding = self._is_due(state, new), new == 1
-            layers = self._cut_now(state)
-            if layers:
+            if layers := self._cut_now(state):
                 with self.late.collecting():
                     self.eviction.run(layers, visible, close)
-        if new == 1 and not self._needs_queries_again:
+        if new == 1 and state.observed.evidence.has_queries and not self._needs_queries_again:
             state.observed.evidence = state.observed.evidence.without_queries()
         close(state, visible)
         if new > 1 and state is self.states[-1]:

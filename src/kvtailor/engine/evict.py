@@ -16,6 +16,7 @@ from torch import Tensor
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.engine.apply_kept import HeadCounts, apply_kept, has_unencoded, what_stays
 from kvtailor.engine.budget import Budget, CacheShape, budget_of, no_bytes, recent_tokens, warned_of_recent
+from kvtailor.engine.ends.drop_middle import drop_middle, first_tokens
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.view import by_column, forget_evicted, known_counts, view_held
 from kvtailor.plan import Plan
@@ -223,6 +224,7 @@ class Eviction:
 
     Attributes:
         calibration: the tensors of the allocator's calibration file, over all layers; None where it has none.
+        first: see `first_tokens`.
     """
 
     def __init__(
@@ -236,7 +238,7 @@ class Eviction:
         self.calibration: Mapping[str, Tensor] | None = None
         self._arrived: list[Candidate] = []
         self._counted: tuple[Visibility, int, Tensor] | None = None
-        self._warned = False
+        self._warned, self.first = False, first_tokens(plan)
 
     def run(
         self, states: Sequence[LayerState], visible: Visibility, close: Callable[[LayerState, Visibility], None]
@@ -253,6 +255,8 @@ class Eviction:
         share = states[-1].model.share
         budget = self._budget(states[-1], visible)
         self._warned = self._warned or warned_of_recent(plan, budget)
+        if self.first is not None and drop_middle(states[0], plan, self.first, visible, budget, layers):
+            return self._settle(states[0], visible, close)
         progressive = plan.scope == "progressive"
         arrived = self._arrived if progressive and len(states) > 1 else []
         last = not progressive or states[-1] is self.states[-1]

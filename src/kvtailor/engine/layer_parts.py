@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +43,7 @@ class Stored:
     def copied(self) -> Stored:
         """Return the same with a list and a tail of its own. No tensor is copied: tensors are replaced, never written,
         but for the tail's buffers behind the last token."""
-        return Stored(copy.copy(self.tail), list(self.segments), self.seen)
+        return Stored(None if self.tail is None else self.tail.copied(), list(self.segments), self.seen)
 
     def state(self, here: list[Segment]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return JSON-able fields and tensors of all of this.

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from kvtailor.engine.observe import windowed
@@ -31,9 +32,10 @@ from kvtailor.types import Visibility
 if TYPE_CHECKING:
     from kvtailor.engine.engine import Engine
     from kvtailor.engine.layer_state import LayerState
+    from kvtailor.store.recent_window import Tail
 
 T = TypeVar("T")
-__all__ = ["SteadyLayer", "general_way"]
+__all__ = ["SteadyLayer", "general_way", "goes_generally"]
 
 _GENERAL: ContextVar[bool] = ContextVar("kvtailor_general_way", default=False)
 _FEWEST = 2
@@ -50,6 +52,11 @@ def general_way() -> Iterator[None]:
         _GENERAL.reset(token)
 
 
+def goes_generally() -> bool:
+    """Whether that is so here."""
+    return _GENERAL.get()
+
+
 class SteadyLayer:
     """One layer, as it is until the plan acts on it next.
 
@@ -64,10 +71,14 @@ class SteadyLayer:
         self._left, self._length, self._seen = left, tail.length, state.stored.seen
         # Weakly: what a layer lets go of is to be freed, whether a token follows or not.
         self._stored, self._tail = weakref.ref(state.stored), weakref.ref(tail)
-        self._keys, self._values, self._positions = map(_weak, tail.buffers())
+        self.notice(tail)
         self._segments = _weakly(state.stored.segments)
         self._asked, self._window = dispatch.asked_here(), engine.window_of_decoded
         self._phase, self._needs, self._carry = engine.phase, engine.needs, state.observed.carry
+
+    def notice(self, tail: Tail) -> None:
+        """Go on with the buffers that a tail has now."""
+        self._keys, self._values, self._positions = map(_weak, tail.buffers())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a layer has buffers of its own."""
@@ -87,14 +98,19 @@ class SteadyLayer:
             return None
         if state.layer_group or state.pending is not None or state.draft is not None:
             return None
+        whole = engine.plan.attend.reads_whole_up_to(state.index)
         tail, model, segments = state.stored.tail, state.model, state.stored.segments
+        if whole is not None and (tail is None or tail.length >= whole):
+            return None
         if segments and _same(segments, state.unsteady):
             return None
         if tail is None or not tail.length or not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
             return None
-        if model.latents is not None or state.observed.carry or state.clock.due or state.clock.reindex:
+        if model.latents is not None or state.clock.due or state.clock.reindex:
             return None
         left = state.tokens_until_action(engine.plan)
+        if whole is not None:
+            left = _until_less_is_read(state, whole, left)
         if left is not None and left <= _FEWEST:
             return None
         if not tail.is_followed_by(state.stored.seen) or dispatch.forced() != "auto":
@@ -177,9 +193,8 @@ class SteadyLayer:
         tail = state.stored.tail
         assert tail is not None
         tail.make_room()
-        buffers = tail.buffers()
-        self.step.moves_to(tail.as_segment(), *buffers)
-        self._keys, self._values, self._positions = map(_weak, buffers)
+        self.step.moves_to(tail.as_segment(), *tail.buffers())
+        self.notice(tail)
 
 
 def _weak(thing: T | None) -> Callable[[], T | None]:
@@ -189,6 +204,13 @@ def _weak(thing: T | None) -> Callable[[], T | None]:
 
 def _nothing() -> None:
     return None
+
+
+def _until_less_is_read(state: LayerState, whole: int, left: int | None) -> int | None:
+    """The same number of tokens, or fewer: after which more than `whole` are held, and so not all of them are read."""
+    counts = [part.layout.counts() for part in state.parts()]
+    more = whole - int(torch.stack(counts).sum(0).max()) if state.model.share.ranks == 1 else 0
+    return more if left is None else min(left, more)
 
 
 def _weakly(things: Iterable[T]) -> list[weakref.ref[T]]:

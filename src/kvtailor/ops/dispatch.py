@@ -25,7 +25,7 @@ from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu import coordinates, merge, pages, quantise
+from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library, why_none
 from kvtailor.ops.segments.coded import Coded, Whole
@@ -39,6 +39,8 @@ __all__ = [
     "Choice",
     "Quantiser",
     "asked_here",
+    "best_pages",
+    "chosen_attention",
     "coded_attention",
     "explained",
     "forced",
@@ -241,6 +243,37 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor) -> Callable[..., Tenso
     if built is None or pages.unsuited_bounds(query, low, high, built) is not None:
         return None
     return partial(pages.page_bounds, using=built)
+
+
+def best_pages(
+    query: Tensor, states: Sequence[tuple[Tensor, Tensor]], bounds: Sequence[tuple[Tensor, Tensor] | None]
+) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
+    """What chooses pages and reads them with all that has none, `cpu.choose.attend_best_pages`; None: step by step.
+
+    Args:
+        query: of one new token. states: keys and values (m, s, d) of each part, lane i of owner i.
+        bounds: of the pages of each part; None for a part without pages.
+    """
+    built = _built_for(query)
+    if built is None or choose.unsuited_states(states, None, built) is not None:
+        return None
+    dense = all(side.is_contiguous() and side.dtype == states[0][0].dtype for each in bounds if each for side in each)
+    return partial(choose.attend_best_pages, using=built) if dense and built.has("kvtailor_choose_pages") else None
+
+
+def chosen_attention(
+    query: Tensor, states: Sequence[tuple[Tensor, Tensor]], bounds: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """What chooses tokens by chunks and reads them where they lie, `cpu.choose.attend_chosen`; None: torch must.
+
+    Args:
+        query: of one new token. states: keys and values (m, s, d) of each part, lane i of owner i.
+        bounds: of chunks; None: there are none.
+    """
+    built = _built_for(query)
+    if built is None or choose.unsuited_states(states, bounds, built) is not None:
+        return None
+    return partial(choose.attend_chosen, using=built)
 
 
 def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:

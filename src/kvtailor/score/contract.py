@@ -62,6 +62,14 @@ class Scorer(Method, ABC):
         """The newest tokens that every head keeps whatever their score (an observation window)."""
         return 0
 
+    @property
+    def first_kept(self) -> int | None:
+        """How many of a row's first tokens outrank all others, where these rank by age, the newest highest.
+
+        None: scores depend on more than ages.
+        """
+        return None
+
     def newest_kept(self, kept: int) -> int:
         """Return how many of the newest tokens are certainly among the `kept` best of a head."""
         return min(self.recent, kept)

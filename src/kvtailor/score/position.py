@@ -54,6 +54,11 @@ class Position(Scorer):
         newest = (held.seen - held.first)[:, None, None]
         return torch.where(age < self.sinks, newest + self.sinks - age, age).to(torch.float32)
 
+    @property
+    def first_kept(self) -> int:
+        """The sinks."""
+        return self.sinks
+
     def newest_kept(self, kept: int) -> int:
         """All but the sinks."""
         return max(kept - self.sinks, 0)

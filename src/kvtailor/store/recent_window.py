@@ -7,6 +7,7 @@ empty part is counted: the ledger reads storages.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor
 from kvtailor.ops import huge_pages
 from kvtailor.types import Layout, PlainSegment
 
-__all__ = ["Tail", "capacity_for"]
+__all__ = ["SPARE", "Tail", "capacity_for"]
+
+SPARE = 16
+"""Slots for more tokens that a tail has at least when its buffer has just been made."""
 
 
 def capacity_for(tokens: int) -> int:
     """Slots of a tail buffer that has just been made to hold `tokens` more than it could."""
-    return tokens + max(16, tokens // 32)
+    return tokens + max(SPARE, tokens // 32)
 
 
 class Tail:
@@ -31,20 +35,36 @@ class Tail:
         start: column of the first of them while the columns are consecutive; None after an eviction.
         run: so many of the newest tokens are known to be at consecutive columns that end with the last one seen, in
             each row and kv head; there may be more. None: it is not known.
+        anchor: so many of the first tokens are known to be at the columns from 0 on, in each row and kv head.
     """
 
     def __init__(self, rows: int, heads: int):
         self.rows, self.heads = rows, heads
         self.length = 0
         self.start: int | None = None
+        # Views of buffers that have `_gone` slots more in front, which hold nothing any more.
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._positions: Tensor | None = None
-        self._run: int | None = 0
+        self._gone, self._run, self._anchor = 0, 0, 0
+        self._shared = False
+
+    _run: int | None
 
     @property
     def run(self) -> int | None:
         return self.length if self._positions is None else self._run
+
+    @property
+    def anchor(self) -> int:
+        if self._positions is None:
+            return self.length if self.start == 0 else 0
+        return min(self._anchor, self.length)
+
+    def copied(self) -> Tail:
+        """Return a tail of the same buffers, of which each writes but behind its last token from now on."""
+        self._shared = True
+        return copy.copy(self)
 
     def append(self, keys: Tensor, values: Tensor, column: int, *, exactly: bool = False) -> None:
         """Adds new tokens.
@@ -86,10 +106,20 @@ class Tail:
         self._comes(column)
         self._came(tokens, column)
 
+    def filled_one(self) -> None:
+        """Counts one token that was written into a free slot from outside, its column too."""
+        self.length += 1
+        self._run = None if self._run is None else self._run + 1
+
     @property
     def free(self) -> int:
         """Slots behind the last token that are there and empty."""
         return 0 if self._keys is None else self._keys.shape[1] - self.length
+
+    @property
+    def slots(self) -> int:
+        """All slots of its buffers, those in front that hold nothing any more among them."""
+        return 0 if self._keys is None else self._gone + self._keys.shape[1]
 
     def buffers(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys (b * h, slots, d), values (b * h, slots, dv) and columns (b * h, slots) int32, with free slots.
@@ -105,14 +135,41 @@ class Tail:
             return False
         return self._positions is not None or (self.start is not None and column == self.start + self.length)
 
-    def replace(self, segment: PlainSegment, run: int | None = None) -> None:
-        """Holds the segment's tokens, one lane for each row and head, instead of what it held; for `run` see there."""
+    def replace(self, segment: PlainSegment, run: int | None = None, anchor: int = 0) -> None:
+        """Holds the segment's tokens, one lane for each row and head, instead of what it held; `run`: see there."""
         layout = segment.layout
         if layout.owner is not None or layout.lengths is not None:
             raise ValueError("a tail holds the same number of tokens for each row and head; this segment is ragged")
         self._keys, self._values = segment.keys, segment.values
         self.length, self.start, self._positions = layout.size, layout.start, layout.positions
-        self._run = run
+        self._made_anew()
+        self._run, self._anchor = run, anchor
+
+    def drop_behind(self, first: int, count: int) -> None:
+        """Forgets `count` tokens behind the `first` ones, which move up to the rest: no other token does.
+
+        The slots that get free so are in front, and counted, until the buffer grows the next time.
+        """
+        keys, values, left = self._keys, self._values, self.length - count
+        assert keys is not None and values is not None
+        if self._shared or not self._writable:
+            keys, values = self._own(keys), self._own(values)
+            self._positions = None if self._positions is None else self._own(self._positions)
+            self._shared = False
+        if first and self._positions is None:
+            self._spell_out_positions(run=self.length)
+        for buffer in (keys, values, self._positions) if first else ():
+            if buffer is not None:
+                # The places of those that move may overlap.
+                buffer[:, count : count + first] = buffer[:, :first].clone()
+        self._keys, self._values = keys[:, count:], values[:, count:]
+        if self._positions is not None:
+            self._positions = self._positions[:, count:]
+        if self.start is not None:
+            self.start += count
+        self._gone, self.length = self._gone + count, left
+        self._run = None if self._run is None else min(self._run, left - first)
+        self._anchor = min(self._anchor, first)
 
     def drop_oldest(self, count: int) -> None:
         """Forgets the oldest tokens, whose block has just been encoded, and their memory."""
@@ -128,7 +185,8 @@ class Tail:
         if self.start is not None:
             self.start += count
         self.length -= count
-        self._run = None if self._run is None else min(self._run, self.length)
+        self._made_anew()
+        self._run, self._anchor = None if self._run is None else min(self._run, self.length), 0
 
     def rewrite(self, keys: Tensor, values: Tensor) -> None:
         """Holds keys (b * h, length, d) and values (b * h, length, dv) in place of its own, at the same columns."""
@@ -137,6 +195,7 @@ class Tail:
         self._keys, self._values = keys, values
         if self._positions is not None:
             self._positions = self._positions[:, : self.length].clone()
+        self._made_anew()
 
     def crop(self, count: int) -> None:
         """Forgets the newest tokens. The buffer stays: the next tokens take its slots."""
@@ -144,10 +203,12 @@ class Tail:
             raise ValueError(f"cannot forget {count} tokens of a tail that holds {self.length}")
         self.length -= count
         self._run = None if self._run is None else max(self._run - count, 0)
+        self._anchor = min(self._anchor, self.length)
 
     def clear(self) -> None:
         """Holds nothing and no memory."""
-        self._run = 0
+        self._made_anew()
+        self._run = self._anchor = 0
         self._keys = self._values = self._positions = self.start = None
         self.length = 0
 
@@ -157,6 +218,7 @@ class Tail:
             segment = self.as_segment().rows(index)
             self._keys, self._values = segment.keys.contiguous(), segment.values.contiguous()
             self._positions = segment.layout.positions
+            self._made_anew()
         self.rows = int(index.shape[0])
 
     def as_segment(self) -> PlainSegment:
@@ -178,7 +240,7 @@ class Tail:
         """Bytes of the buffers from their number of slots and the element size."""
         if self._keys is None or self._values is None:
             return 0
-        slots = self.rows * self.heads * self._keys.shape[1]
+        slots = self.rows * self.heads * self.slots
         width = self._keys.shape[-1] + self._values.shape[-1]
         return slots * width * self._keys.element_size() + (0 if self._positions is None else 4 * slots)
 
@@ -195,6 +257,14 @@ class Tail:
         tail._keys, tail._values = tensors.get("keys"), tensors.get("values")
         tail._positions, tail._run = tensors.get("positions"), None
         return tail
+
+    def look(self, seen: int) -> None:
+        """Learns how many of its tokens are the text's first, and its newest where so many were seen."""
+        if self._positions is not None and self.length:
+            columns, at = self._positions[:, : self.length], torch.arange(self.length, device=self._positions.device)
+            first, newest = ((columns == at + begin).all(0) for begin in (0, seen - self.length))
+            found = torch.stack([first, newest.flip(0)]).to(torch.int64).cumprod(1).sum(1)
+            self._anchor, self._run = found.tolist()
 
     def _reserve(self, tokens: int, keys: Tensor, values: Tensor, exactly: bool) -> None:
         if self._keys is None or not self._writable or self._keys.shape[1] < tokens:
@@ -217,13 +287,26 @@ class Tail:
             positions = self._positions.new_empty((self.rows * self.heads, slots))
             positions[:, : self.length] = self._positions[:, : self.length]
             self._positions = positions
+        self._made_anew()
+
+    def _made_anew(self) -> None:
+        """The buffers are this tail's own, and have no slots in front."""
+        self._gone, self._shared = 0, False
+
+    def _own(self, buffer: Tensor) -> Tensor:
+        """A buffer (b * h, slots, ...) of as many slots, those in front too, with the same tokens."""
+        made = huge_pages.new_empty(buffer, (buffer.shape[0], self._gone + buffer.shape[1], *buffer.shape[2:]))
+        own = made[:, self._gone :]
+        own[:, : self.length] = buffer[:, : self.length]
+        return own
 
     def _comes(self, column: int) -> None:
         """Stores columns one by one where the next token is not at the column after the last."""
         if self._keys is None or self.length == 0:
             self.start, self._positions, self._run = column, None, 0
         elif self.start is not None and column != self.start + self.length:
-            self._spell_out_positions()
+            # The next token is not behind the last one.
+            self._spell_out_positions(run=0)
 
     def _came(self, new: int, column: int) -> None:
         if self._positions is not None:
@@ -233,10 +316,10 @@ class Tail:
         self.length += new
         self._run = None if self._run is None else self._run + new
 
-    def _spell_out_positions(self) -> None:
+    def _spell_out_positions(self, run: int) -> None:
         assert self._keys is not None and self.start is not None
+        self._anchor = self.anchor
         columns = torch.arange(self.start, self.start + self.length, dtype=torch.int32, device=self._keys.device)
-        self._positions = columns.new_empty((self.rows * self.heads, self._keys.shape[1]))
+        self._positions = columns.new_empty((self.rows * self.heads, self._gone + self._keys.shape[1]))[:, self._gone :]
         self._positions[:, : self.length] = columns
-        # The next token is not behind the last one.
-        self.start, self._run = None, 0
+        self.start, self._run = None, run

@@ -168,6 +168,11 @@ class Evidence:
         }
         return replace(self, mass=tuple(mass), **picked)
 
+    @property
+    def has_queries(self) -> bool:
+        """Whether `without_queries` would leave anything out."""
+        return self.queries is not None or self.sampled is not None or self.moments_count is not None
+
     def without_queries(self) -> Evidence:
         """Return the evidence without queries, for when no later eviction needs them."""
         return Evidence(mass=self.mass)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,11 +18,13 @@ __all__ = ["PlainSegment", "Segment"]
 class Segment(ABC):
     """Keys and values of some lanes in one encoding. Immutable: new tokens make new segments.
 
-    A codec's segment is a frozen dataclass with a `layout` field. Its name in a saved cache is `codec`.
+    A codec's segment is a frozen dataclass with a `layout` field. Its name in a saved cache is `codec`. Where its
+    fields `keys` and `values` are what `decode` gives, `plain` is True, and attention reads them as they are.
     """
 
     layout: Layout
     codec: str
+    plain: ClassVar[bool] = False
 
     @property
     def sharing(self) -> int:
@@ -96,6 +98,7 @@ class PlainSegment(Segment):
     keys: Tensor
     values: Tensor
     codec = "plain"
+    plain: ClassVar[bool] = True
 
     def decode(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values

@@ -89,4 +89,5 @@ def _tail(rows: int, heads: int, fields: Mapping[str, Any], tensors: Mapping[str
         held = tail.as_segment()
         check_layout(held.layout, seen)
         check_segment(held)
+    tail.look(seen)
     return tail

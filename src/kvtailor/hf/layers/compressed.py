@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvtailor.attend.contract import Attended
 from kvtailor.engine import rollback
+from kvtailor.engine.ends.steady_ends import SteadyEnds
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.engine.pending import Reading
@@ -232,7 +233,8 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
             output = self._attended(keys, values, query, visible, scaling)
         guard.layer_ends(self.layer_idx)
         settled = query.shape[2] == 1 and not reconstructing and not self._readers and not guard.geometry.multiplies
-        self.steady = SteadyLayer.of(engine, self.state, query.shape[1], visible) if settled else None
+        kind = SteadyLayer if engine.eviction.first is None else SteadyEnds
+        self.steady = kind.of(engine, self.state, query.shape[1], visible) if settled else None
         return output
 
     def _attended(self, keys: Tensor, values: Tensor, query: Tensor, visible: Visibility, scaling: float) -> Tensor:
@@ -359,8 +361,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
         """Forgets everything; the layer may then serve another batch."""
         self._read, self._repeated, self.steady, self.arriving_for = [], None, None, None
         self.state.reset()
-        self.arriving = None
-        self.is_initialized = False
+        self.arriving, self.is_initialized = None, False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Takes back the newest tokens; a recorded forward is then compressed.

@@ -63,6 +63,7 @@ class LayerForecast:
         coded: bytes that were encoded since the last eviction that moved no codes, at most; and of how many tokens.
         scored: slots for which the scorer's numbers are kept, of one layer.
         moved_codes: an eviction has moved tokens that had been encoded before.
+        anchored: the first tokens, as many as a plan keeps by their ages alone, are those of the text.
         aging: which segments have which codec, where a codec is by age and nothing was evicted.
     """
 
@@ -86,6 +87,7 @@ class LayerForecast:
     moved_codes: bool = False
     seen: int = field(default=0)
     aging: Aging | None = None
+    anchored: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.segments, BytesByAge):
@@ -139,16 +141,27 @@ class LayerForecast:
         elif self.segments.kinds > 1:
             self.encoded = self._grown_old(self.encoded)
 
-    def cut(self, kept: Kept, recent: int) -> None:
-        """Let an eviction leave so many tokens, of which the newest `recent` stay a tail (`what_stays`)."""
+    def cut(self, kept: Kept, recent: int, first: int | None = None, *, decoded: bool = False) -> None:
+        """Let an eviction leave so many tokens, of which the newest `recent` stay a tail (`what_stays`).
+
+        Args:
+            kept: the tokens.
+            recent: see there.
+            first: see `first_tokens` of the engine.
+            decoded: what has come last is a decoded token.
+        """
         codec, before = self.codec, self.tail
         self.each, self.aging = kept.counts, None
         recent = min(recent, self.tail, self.seen)
         self.scored = self._padded(Bounds(kept.low, kept.high), kept.counts)
         if self.may_be_whole and (kept.alike or (kept.counts is None and self.whole != "no")):
             # Every row and kv head keeps the same number, which a tail can hold.
-            self.tail = self.capacity = (kept.low if self.whole == "least" else kept.high) // self.owners
-            self.listed = True
+            self.tail = (kept.low if self.whole == "least" else kept.high) // self.owners
+            in_place = decoded and first is not None and self.anchored and self.tail > first
+            if not in_place:
+                self.capacity = self.tail
+            self.listed = self.listed or not in_place or first != 0
+            self.anchored = self.anchored and first is not None and self.tail > first
             self._hold(NOTHING, NOTHING, NOTHING)
             return
         window = recent * self.owners

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from math import ceil, floor
 
+from kvtailor.engine.ends.drop_middle import first_tokens
 from kvtailor.hf.sizes.bounds import NOTHING, Bounds, hull, summed
 from kvtailor.hf.sizes.evictions import Evictions
 from kvtailor.hf.sizes.layer import Kept, LayerForecast, Whole
@@ -168,6 +169,7 @@ def _run(
     now = [unit.make(whole) for unit in units]
     growth, evict_at = 0, None
     slack = None if evictions is None else evictions.plan.slack_tokens
+    first = None if evictions is None else first_tokens(evictions.plan)
     for step, tokens in enumerate([context, *[1] * new_tokens]):
         growth += tokens
         many = tokens > 1
@@ -182,7 +184,7 @@ def _run(
                 if kept is None:
                     layer.keep_all()
                 else:
-                    layer.cut(kept, recent)
+                    layer.cut(kept, recent, first, decoded=not many)
             growth, evict_at = 0, slack
         for layer in now:
             layer.encode_tail(tokens)

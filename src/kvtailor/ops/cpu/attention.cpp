@@ -290,12 +290,29 @@ struct Piece {
     }
   }
 
+  // Brings tokens that lie anywhere together, and asks for the next ones.
+  SMALL_CODE void gather(const Side& side, int64_t bytes, int64_t first, int64_t count, int64_t more) const {
+    const char* const* at = (const char* const*)side.low + lane * call.slots + first;
+    for (int64_t i = 0; i < count; i++) {
+      for (int64_t c = 0; count + i < more && c < bytes; c += 64) __builtin_prefetch(at[count + i] + c, 0, 2);
+      memcpy((char*)tile + i * bytes, at[i], (size_t)bytes);
+    }
+  }
+
   // Calls `each` with tokens of one plain type, their stride, their place and number, until all were seen.
   template <class Each> void over(const Side& side, int64_t wide, int64_t first, int64_t count, Each each) const {
-    const char* from = data(side, first);
-    if (side.size == wide && side.kind == FLOAT32) return each(F32(), from, side.slot_bytes, 0, count);
-    if (side.size == wide && side.kind == BFLOAT16) return each(BF16(), from, side.slot_bytes, 0, count);
-    if (side.size == wide && side.kind == FLOAT16) return each(F16(), from, side.slot_bytes, 0, count);
+    if (side.size == wide && side.kind <= FLOAT16) {
+      const int64_t bytes = wide * (side.kind == FLOAT32 ? 4 : 2), most = side.low ? TILE : count;
+      for (int64_t i = 0; i < count; i += most) {
+        const int64_t part = count - i < most ? count - i : most, stride = side.low ? bytes : side.slot_bytes;
+        const char* from = side.low ? (const char*)tile : data(side, first);
+        if (side.low) gather(side, bytes, first + i, part, count - i);
+        if (side.kind == FLOAT32) each(F32(), from, stride, i, part);
+        else if (side.kind == BFLOAT16) each(BF16(), from, stride, i, part);
+        else each(F16(), from, stride, i, part);
+      }
+      return;
+    }
     for (int64_t i = 0; i < count; i += TILE) {
       const int64_t part = count - i < TILE ? count - i : TILE;
       decode(side, data(side, first + i), lane, call.slots, first + i, part, wide, tile, scales);
@@ -675,6 +692,7 @@ APART int32_t attend(const Call& call) {
 
 }  // namespace
 
+#include "choose.h"
 #include "step.h"
 
 extern "C" {
@@ -699,6 +717,21 @@ int32_t kvtailor_bounds(const Call* call) {
   return share_out(call->lanes * blocks(*call), call->threads, call->parallel_for, [&](int64_t index, int64_t thread) {
     bounds_of(*call, tables, index, tables.scratches + thread * tables.each());
   });
+}
+
+int64_t kvtailor_choice_scratch(const Choice* all) { return all->threads * Chooser::room(*all); }
+
+int64_t kvtailor_pages_scratch(const Pages* all) { return all->threads * PageChooser::room(*all); }
+
+// Chooses tokens for each owner, then reads them: the sides of `call` are plain, and `low` is where the rows are told.
+// -1 where a score is no number.
+int32_t kvtailor_choose(const Choice* all, const Call* call) {
+  return choose_and_read(choose_of<Chooser, Choice>, all, all->scratch, Chooser::room(*all), *call);
+}
+
+// The same with pages. -1 where a bound is no finite number.
+int32_t kvtailor_choose_pages(const Pages* all, const Call* call) {
+  return choose_and_read(choose_of<PageChooser, Pages>, all, all->scratch, PageChooser::room(*all), *call);
 }
 
 // One softmax over parts that were read one by one.

@@ -22,8 +22,10 @@ __all__ = [
     "DTYPES",
     "VARIANTS",
     "Call",
+    "Choice",
     "Coding",
     "Library",
+    "Pages",
     "Map",
     "PartCoordinates",
     "Side",
@@ -43,6 +45,7 @@ _FOLDER = Path(__file__).parent
 # Functions that give a number of floats.
 _COUNTS = (
     "kvtailor_scratch", "kvtailor_found", "kvtailor_found_of_any", "kvtailor_kept", "kvtailor_coding_scratch",
+    "kvtailor_choice_scratch", "kvtailor_pages_scratch",
 )  # fmt: skip
 
 
@@ -76,6 +79,32 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("firsts", "starts")),
+    ]
+
+
+class Choice(ctypes.Structure):
+    """`Choice` of choose.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "bounds", "keys", "values")),
+        *((f"{of}_{name}", ctypes.c_void_p) for of in ("key", "value") for name in ("lane", "slot")),
+        *((name, ctypes.c_void_p) for name in ("slots", "listed", "span", "channels", "covered", "sinks", "scores")),
+        *((name, ctypes.c_void_p) for name in ("key_rows", "value_rows", "scratch")),
+        *((name, ctypes.c_int64) for name in ("owners", "rows", "size", "chunks", "count_listed", "after", "tokens")),
+        *((name, ctypes.c_int64) for name in ("budget", "widest", "kind", "threads")),
+        *((name, ctypes.c_double) for name in ("scaling", "softcap")),
+    ]
+
+
+class Pages(ctypes.Structure):
+    """`Pages` of choose.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "low", "high")),
+        *((f"{of}_{name}", ctypes.c_void_p) for of in ("key", "value") for name in ("lane", "slot")),
+        *((name, ctypes.c_void_p) for name in ("slots", "key_rows", "value_rows", "lengths", "scratch")),
+        *((name, ctypes.c_int64) for name in ("owners", "rows", "size", "parts", "pages", "page", "wanted", "room")),
+        *((name, ctypes.c_int64) for name in ("kind", "threads")),
     ]
 
 

@@ -223,6 +223,22 @@ class TokenStep:
             raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
         return out, received
 
+    def read_keys(self, part: int, keys: Tensor) -> None:
+        """Let a part of plain states read other keys (m, s, d) of its shape and type, dense; who calls keeps them."""
+        side, slot = self._calls[part].keys, keys.shape[2] * keys.element_size()
+        side.data, side.lane_bytes, side.slot_bytes = keys.data_ptr(), keys.shape[1] * slot, slot
+
+    def move_on(self) -> None:
+        """Let all parts, which are plain, begin a slot later, and the tail's slots be numbered from there."""
+        step = self._step
+        step.tail_keys += step.tail_key_slot
+        step.tail_values += step.tail_value_slot
+        if step.positions is not None:
+            step.positions += 4
+        for call in self._calls:
+            call.keys.data += call.keys.slot_bytes
+            call.values.data += call.values.slot_bytes
+
     def _write_into(self, keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
         """New tokens go into these buffers."""
         step, element = self._step, keys.element_size()

@@ -52,7 +52,8 @@ class Rows:
         filled = torch.arange(order.shape[1], device=place.device)[None] <= last
         place = torch.where(filled, place, place.gather(1, last.clamp(max=max(place.shape[1] - 1, 0))))
         picked = Rows(columns=self.columns.gather(1, place), address=self.address.gather(1, place), counts=counts)
-        return Rows(columns=picked.columns.masked_fill(~picked.valid(), FAR), address=picked.address, counts=counts)
+        columns = picked.columns.masked_fill(~picked.valid(), FAR)
+        return replace(picked, columns=columns, on_host=counts if counts.device.type == "cpu" else None)
 
 
 def places_of(parts: Sequence[Segment], real: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
-from kvtailor.types import Coordinates, Layout, PlainSegment, Segment
+from kvtailor.types import Coordinates, Layout, Segment
 
 # Of coordinates and queries, or sums and their lse: see `Coordinates`.
 Mapping = Callable[[Coordinates, Tensor], Tensor]
@@ -96,8 +96,9 @@ class StoredSides(NamedTuple):
 
 def stored_sides(part: Segment) -> StoredSides | None:
     """Return keys and values of a part as they are stored, where they are all that attention needs; else None."""
-    if isinstance(part, PlainSegment):
-        return StoredSides(layout=part.layout, keys=Whole(states=part.keys), values=Whole(states=part.values))
+    if part.plain:
+        whole: Any = part
+        return StoredSides(layout=part.layout, keys=Whole(states=whole.keys), values=Whole(states=whole.values))
     # A codec with a view of its own gives attention other values than those it decodes.
     if isinstance(part, PairSegment):
         if type(part).view is not Segment.view:

@@ -1,0 +1,251 @@
+"""Which tokens a cheap guess of their logits puts first, and attention over these where they lie, in C++."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+from kvtailor.ops.cpu.attention import threads_for
+from kvtailor.ops.cpu.library import DTYPES, Call, Choice, Library, Pages, Side
+
+__all__ = ["Candidates", "attend_chosen", "attend_best_pages", "unsuited_states"]
+
+# Of so many channels, or a multiple, the states of a token fill vectors in every variant.
+_WHOLE = 32
+_REFUSED = "torch_parallel_for refused to run kvtailor's attention kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The tokens of each owner (row * h + head) among which is chosen, in time order; each owner has as many.
+
+    Attributes:
+        listed: (b * h, k) int32 slots of the first of them, over all parts; None: they are the first slots.
+        after: slot of the token behind those that are listed; the others follow it.
+        tokens: of each owner.
+        bounds: (b * h, 2 * d, c) from `chunk_bounds`; None: no chunks.
+        span: tokens of a chunk, of each owner; 0 where none has bounds.
+        channels: that are looked at, of each owner.
+        covered: tokens of each owner, the oldest, that are in chunks.
+    """
+
+    listed: Tensor | None
+    after: int
+    tokens: int
+    bounds: Tensor | None
+    span: Sequence[int]
+    channels: Sequence[int]
+    covered: Sequence[int]
+
+
+def unsuited_states(states: Sequence[tuple[Tensor, Tensor]], bounds: Tensor | None, using: Library) -> str | None:
+    """Why tokens of parts with these keys and values (m, s, d) cannot be chosen here, a clause; None where they can."""
+    if not using.has("kvtailor_choose"):
+        return "the C++ kernels were built from sources that choose no tokens: build them again"
+    dtype = states[0][0].dtype
+    every = [each for both in states for each in both]
+    if any(each.dtype != dtype or each.device.type != "cpu" or each.stride(2) != 1 for each in every):
+        return "parts are not of one type on the CPU"
+    if dtype not in DTYPES or any(each.shape[2] % _WHOLE for each in every):
+        return f"float32, bfloat16 and float16 are read, of a multiple of {_WHOLE} channels"
+    if bounds is not None and (bounds.dtype != dtype or not bounds.is_contiguous()):
+        return "bounds are not of the keys' type"
+    return None
+
+
+def attend_chosen(
+    query: Tensor,
+    states: Sequence[tuple[Tensor, Tensor]],
+    candidates: Candidates,
+    *,
+    budget: int,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    using: Library,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention over so many of the candidates; see `ops.lanes.chunks.promised` and `ops.lanes.topk.keep_top`.
+
+    Args:
+        query: (b * h, g, 1, d) of one new token.
+        states: keys (b * h, s, d) and values (b * h, s, dv) of each part, in time order, lane i of owner i; see
+            `unsuited_states`.
+        candidates: among which is chosen.
+        budget: tokens that are read of each owner; no more than there are.
+        scaling, softcap: see `attend_coded`.
+        sinks: (b * h, g, 1) logits that belong to no token, for the choice; None: none.
+        using: the variant.
+
+    Returns:
+        out (b * h, g, 1, dv) float32, lse (b * h, g, 1) float32; and (b * h, c + t) float32 what each chunk, and each
+        token without bounds, was promised.
+
+    Raises:
+        CacheMisuse: what was promised is no number.
+    """
+    owners, group, _, size = query.shape
+    asked = query.reshape(owners, group, size).to(torch.float32).contiguous()
+    chunks = 0 if candidates.bounds is None else candidates.bounds.shape[2]
+    widest = chunks + candidates.tokens - min(candidates.covered)
+    scores = torch.empty((owners, widest), dtype=torch.float32)
+    rows = torch.empty((2, owners, budget), dtype=torch.int64)
+    key_rows, value_rows = rows[0].data_ptr(), rows[1].data_ptr()
+    call = _call_of_rows(asked, states[0], (key_rows, value_rows), budget, scaling, softcap, using)
+    tables, listed = _tables(states), candidates.listed
+    for name in ("span", "channels", "covered"):
+        tables[name] = (ctypes.c_int64 * owners)(*getattr(candidates, name))
+    choice = Choice(
+        query=call.query,
+        bounds=None if candidates.bounds is None else candidates.bounds.data_ptr(),
+        **{name: ctypes.addressof(table) for name, table in tables.items()},
+        listed=None if listed is None else listed.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        scores=scores.data_ptr(),
+        key_rows=key_rows,
+        value_rows=value_rows,
+        owners=owners,
+        rows=group,
+        size=size,
+        chunks=chunks,
+        count_listed=0 if listed is None else listed.shape[1],
+        after=candidates.after,
+        tokens=candidates.tokens,
+        budget=budget,
+        widest=widest,
+        kind=call.keys.kind,
+        threads=call.threads,
+        scaling=scaling,
+        softcap=softcap or 0.0,
+    )
+    functions = using.functions
+    scratch = torch.empty(functions.kvtailor_choice_scratch(ctypes.byref(choice)), dtype=torch.float32)
+    choice.scratch = scratch.data_ptr()
+    wrong, out, lse = _run(functions.kvtailor_choose, choice, call, using)
+    if wrong:
+        raise CacheMisuse(
+            f"scores of shape {tuple(scores.shape)} hold NaN, so no order exists; look for NaN in keys, queries or mass"
+        )
+    return out, lse, scores
+
+
+def attend_best_pages(
+    query: Tensor,
+    states: Sequence[tuple[Tensor, Tensor]],
+    bounds: Sequence[tuple[Tensor, Tensor] | None],
+    *,
+    page: int,
+    most: int,
+    scaling: float,
+    softcap: float | None = None,
+    using: Library,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Attention over the pages with the highest bounds, and over all of the parts that have no pages.
+
+    Args:
+        query: (b * h, g, 1, d) of one new token.
+        states: keys (b * h, s, d) and values (b * h, s, dv) of each part, in time order, lane i of owner i; see
+            `unsuited_states`.
+        bounds: of each part the least and the greatest of each key channel over a page, (b * h, p, d), dense and of the
+            keys' dtype; None for a part without pages.
+        page: slots of a page; the last of a lane may have fewer.
+        most: pages that are read of each owner, where there are as many.
+        scaling, softcap: see `attend_coded`.
+        using: the variant.
+
+    Returns:
+        out (b * h, g, 1, dv) float32, lse (b * h, g, 1) float32, tokens (b * h,) int32 that were read. None where a
+        bound is no finite number.
+    """
+    owners, group, _, size = query.shape
+    asked = query.reshape(owners, group, size).to(torch.float32).contiguous()
+    count = sum(0 if each is None else each[0].shape[1] for each in bounds)
+    wanted = min(most, count)
+    rest = sum(keys.shape[1] for (keys, _), each in zip(states, bounds, strict=True) if each is None)
+    room, lengths = wanted * page + rest, torch.empty(owners, dtype=torch.int32)
+    rows = torch.empty((2, owners, room), dtype=torch.int64)
+    key_rows, value_rows = rows[0].data_ptr(), rows[1].data_ptr()
+    call = _call_of_rows(asked, states[0], (key_rows, value_rows), room, scaling, softcap, using)
+    call.lengths = lengths.data_ptr()
+    tables = _tables(states)
+    low, high = (
+        (ctypes.c_void_p * len(bounds))(*(None if each is None else each[side].data_ptr() for each in bounds))
+        for side in (0, 1)
+    )
+    choice = Pages(
+        query=call.query,
+        low=ctypes.addressof(low),
+        high=ctypes.addressof(high),
+        **{name: ctypes.addressof(table) for name, table in tables.items()},
+        key_rows=key_rows,
+        value_rows=value_rows,
+        lengths=call.lengths,
+        owners=owners,
+        rows=group,
+        size=size,
+        parts=len(states),
+        pages=count,
+        page=page,
+        wanted=wanted,
+        room=room,
+        kind=call.keys.kind,
+        threads=call.threads,
+    )
+    functions = using.functions
+    scratch = torch.empty(functions.kvtailor_pages_scratch(ctypes.byref(choice)), dtype=torch.float32)
+    choice.scratch = scratch.data_ptr()
+    wrong, out, lse = _run(functions.kvtailor_choose_pages, choice, call, using)
+    return None if wrong else (out, lse, lengths)
+
+
+def _call_of_rows(
+    asked: Tensor,
+    states: tuple[Tensor, Tensor],
+    rows: tuple[int, int],
+    slots: int,
+    scaling: float,
+    softcap: float | None,
+    using: Library,
+) -> Call:
+    """A call over tokens that lie anywhere: states like these, at the addresses in two tables (n, slots)."""
+    kind, element = DTYPES[states[0].dtype], states[0].element_size()
+    sides = [
+        Side(data=at, low=at, kind=kind, size=each.shape[2], slot_bytes=each.shape[2] * element)
+        for at, each in zip(rows, states, strict=True)
+    ]
+    call = Call(query=asked.data_ptr(), keys=sides[0], values=sides[1])
+    call.owners = call.lanes = asked.shape[0]
+    call.slots, call.rows, call.queries, call.scaling, call.softcap = slots, asked.shape[1], 1, scaling, softcap or 0.0
+    threads_for(call, using)
+    return call
+
+
+def _run(function: Any, choice: Choice | Pages, call: Call, using: Library) -> tuple[bool, Tensor, Tensor]:
+    """Let a function choose and read; whether it could not, outputs (n, g, 1, dv) and lse (n, g, 1)."""
+    out = torch.empty((call.owners, call.rows, 1, call.values.size), dtype=torch.float32)
+    lse = torch.empty((call.owners, call.rows, 1), dtype=torch.float32)
+    at = ctypes.byref(call)
+    found = torch.empty(using.functions.kvtailor_found(at), dtype=torch.float32)
+    scratch = torch.empty(using.functions.kvtailor_scratch(at), dtype=torch.float32)
+    call.out, call.lse, call.found, call.scratch = (each.data_ptr() for each in (out, lse, found, scratch))
+    wrong = function(ctypes.byref(choice), at)
+    if wrong > 0:
+        raise RuntimeError(_REFUSED)
+    return wrong < 0, out, lse
+
+
+def _tables(states: Sequence[tuple[Tensor, Tensor]]) -> dict[str, ctypes.Array[ctypes.c_int64]]:
+    """Addresses, strides in bytes and slots of each part."""
+    element, number = states[0][0].element_size(), ctypes.c_int64 * len(states)
+    found = {"slots": number(*(keys.shape[1] for keys, _ in states))}
+    for side, (name, of) in enumerate((("keys", "key"), ("values", "value"))):
+        mine = [each[side] for each in states]
+        found[name] = number(*(each.data_ptr() for each in mine))
+        found[f"{of}_lane"] = number(*(each.stride(0) * element for each in mine))
+        found[f"{of}_slot"] = number(*(each.stride(1) * element for each in mine))
+    return found

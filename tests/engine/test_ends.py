@@ -1,0 +1,156 @@
+"""Plans that hold a text's first tokens and the newest: dropping the middle where it lies is the eviction by scores."""
+
+import copy
+
+import pytest
+import torch
+from tests.support.seam.zoo import VOCABULARY, build
+
+import kvtailor
+from kvtailor.engine.ends.drop_middle import first_tokens
+from kvtailor.engine.ends.steady_ends import SteadyEnds
+from kvtailor.engine.steady import general_way
+from kvtailor.ops.cpu.library import library
+from kvtailor.plan import Plan
+from kvtailor.store.recent_window import Tail
+
+PLANS = (
+    "streamingllm @ tokens=24", "streaming @ tokens=24, slack=3", "position(sinks=0) + rolling @ tokens=24, slack=0",
+    "streamingllm @ keep=0.3", "streamingllm @ tokens=90", "streamingllm @ tokens=3",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def decoded(plan, *, by_scores=False, rows=3, prompt=63, steps=24, family="llama", dtype=torch.float32):
+    """Logits and columns after each token, and the cache."""
+    model = build(family, dtype=dtype)
+    cache = kvtailor.cache_for(model, plan)
+    if by_scores:
+        cache.engine.eviction.first = None
+    generator = torch.Generator().manual_seed(3)
+    logits, columns = [], []
+    for step in range(steps + 1):
+        ids = torch.randint(3, VOCABULARY, (rows, 1 if step else prompt), generator=generator)
+        logits.append(model(ids, past_key_values=cache).logits[:, -1])
+        layouts = [state.stored.tail.as_segment().layout for state in cache.engine.states]
+        columns.append([each.columns("cpu").expand(each.lanes, -1).clone() for each in layouts])
+    return logits, columns, cache
+
+
+def same(one, other):
+    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert torch.equal(one[2].held(), other[2].held())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_stays_is_what_scores_would_leave(plan):
+    """Token for token, and bit for bit in what is answered."""
+    assert first_tokens(Plan.parse(plan)) is not None
+    found, expected = decoded(plan), decoded(plan, by_scores=True)
+    same(found, expected)
+    # Slots in front that hold nothing are counted, and are as many as those of any tail that grows.
+    for state in found[2].engine.states:
+        tail = state.stored.tail
+        assert sum(each.untyped_storage().nbytes() for each in tail.tensors().values()) == tail.closed_form_bytes()
+        assert tail.slots <= tail.length + 3 + 17
+
+
+@pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
+@pytest.mark.parametrize(
+    "plan, family, dtype",
+    [
+        (PLANS[0], "llama", torch.bfloat16),
+        (PLANS[0], "gpt_oss", torch.float32),
+        (PLANS[2], "gpt_neox", torch.float32),
+        ("streaming @ tokens=24, slack=0", "llama", torch.float32),
+    ],
+)
+def test_the_short_way_gives_the_same_bits(plan, dtype, family, monkeypatch):
+    taken = []
+    take = SteadyEnds.take
+    monkeypatch.setattr(SteadyEnds, "take", lambda self, *args: taken.append(1) or take(self, *args))
+    with general_way():
+        expected = decoded(plan, family=family, dtype=dtype)
+    assert not taken
+    found = decoded(plan, family=family, dtype=dtype)
+    same(found, expected)
+    assert found[2].ledger() == expected[2].ledger()
+    layers = len(found[2].engine.states)
+    # All but the first, and those at which the tail grows: of 16 tokens one.
+    assert len(taken) >= 21 * layers
+
+
+def test_more_than_ages_is_left_to_scores():
+    others = ("streaming @ tokens=24", "streaming + vector(bits=8) @ tokens=24, slack=0", "snapkv @ tokens=64, slack=0")
+    for plan in others:
+        assert first_tokens(Plan.parse(plan)) is None
+
+
+@torch.no_grad()
+def test_padding_is_left_to_scores():
+    """The first tokens of a row that begins later are not those of the others."""
+    model, ids = build("llama"), torch.randint(3, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(5))
+    caches = []
+    for by_scores in (False, True):
+        cache, mask = kvtailor.cache_for(model, PLANS[0]), torch.ones(2, 40, dtype=torch.int64)
+        mask[0, :9] = 0
+        if by_scores:
+            cache.engine.eviction.first = None
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        for step in range(9):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+            out = model(
+                ids[:, step : step + 1],
+                attention_mask=mask,
+                position_ids=mask.sum(1, keepdim=True) - 1,
+                past_key_values=cache,
+            )
+        caches.append((cache, out.logits))
+    assert torch.equal(caches[0][1], caches[1][1]) and torch.equal(caches[0][0].held(), caches[1][0].held())
+
+
+def tail_of(tokens):
+    tail = Tail(1, 2)
+    states = torch.arange(tokens, dtype=torch.float32)[None, None, :, None].expand(1, 2, tokens, 3).clone()
+    tail.append(states, -states, 0)
+    return tail
+
+
+def held(tail):
+    segment = tail.as_segment()
+    columns = segment.layout.columns("cpu").expand(2, -1)
+    assert torch.equal(segment.keys, columns[..., None].float().expand_as(segment.keys))
+    assert torch.equal(segment.values, -segment.keys)
+    return columns[0].tolist()
+
+
+def test_a_tail_that_others_hold_is_copied_before_its_middle_goes():
+    """A draft's tokens are taken back by going to what the tail was."""
+    tail = tail_of(9)
+    before = tail.copied()
+    tail.drop_behind(2, 3)
+    assert held(tail) == [0, 1, 5, 6, 7, 8] and held(before) == list(range(9))
+    kept = copy.deepcopy(tail)
+    tail.drop_behind(2, 1)
+    assert held(tail) == [0, 1, 6, 7, 8] and held(kept) == [0, 1, 5, 6, 7, 8]
+    before.drop_behind(0, 1)
+    assert held(before) == list(range(1, 9)) and held(tail) == [0, 1, 6, 7, 8]
+
+
+def test_a_tail_whose_middle_goes_grows_and_shrinks_as_any():
+    tail = tail_of(30)
+    for column in range(30, 80):
+        state = torch.full((1, 2, 1, 3), float(column))
+        tail.append(state, -state, column)
+        tail.drop_behind(4, 1)
+        assert held(tail) == [0, 1, 2, 3, *range(column - 25, column + 1)]
+        assert (tail.anchor, tail.run) == (4, 26) and tail.slots <= 30 + 17
+    tail.crop(2)
+    assert held(tail)[-1] == 77 and tail.run == 24
+    loaded = Tail.from_state(1, 2, *tail.state())
+    loaded.look(78)
+    assert (loaded.anchor, loaded.run) == (4, 24)
+    tail.drop_oldest(3)
+    assert held(tail)[0] == 3 and tail.anchor == 0
