@@ -35,6 +35,11 @@ SHORT = (
     "snapkv(window=6) + adakv + mxfp8(block_size=16) @ tokens=24", "hadamard(of=higgs(bits=2, block_size=16), signs=0)",
     "hadamard(of=gaussian(bits=3, qjl=both, block_size=16), signs=0)",
     "h2o(recent=6) + higgs(bits=3, recent=16) @ tokens=40, slack=12",
+    "nuq(bits=3, group=8, block_size=16)", "unrotated(of=nuq(bits=3, group=8, block_size=16))",
+    "unrotated(of=kivi(bits=4, group=8, recent=8))",
+    "unrotated(of=lowrank(rank=0.5, heads=2, basis=random, block_size=64))",
+    "snapkv(window=6) + adakv + unrotated(of=kivi(bits=4, group=8, recent=16)) @ tokens=40",
+    "h2o(recent=6) + unrotated(of=vector(bits=8)) @ tokens=40, slack=12",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 

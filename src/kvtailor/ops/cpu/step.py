@@ -18,6 +18,8 @@ from torch import Tensor
 from kvtailor.ops.cpu.attention import side_of, unsuited
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, PartCoordinates, Step, library
+from kvtailor.ops.cpu.turned import turn_of
+from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Coordinates, PlainSegment, Segment
 
@@ -148,6 +150,10 @@ class TokenStep:
             if own.shifts_logits or (mass and own.joined > 1):
                 return f"{type(part).__name__} has logits or lanes that are no kv head's"
             why = unsuited(own.keys, own.values)
+            if why is None and own.turned is not None:
+                why = unsuited_turned(own.turned, own.keys, used)
+                # Several maps would be one more tensor, which nobody holds.
+                why = "several maps of keys that are turned" if why is None and len(own.keys_in) > 1 else why
             if why is not None:
                 return why
         tail = parts[-1]
@@ -251,6 +257,11 @@ class TokenStep:
         call.owners, call.lanes, call.slots = owners // own.joined, layout.lanes, layout.size
         call.rows, call.queries = group * own.joined, 1
         call.scaling, call.softcap = self.scaling, self.softcap or 0.0
+        # A query for keys that are turned stays as it is.
+        keys_in = own.keys_in if own.turned is None else ()
+        if own.turned is not None:
+            self._numbers.append(turn_of(own.turned, self.query_shape[-1], layout.size, held, self._numbers))
+            call.turn = ctypes.addressof(self._numbers[-1])
         # Both are on the CPU, whatever they describe, and as long as the lanes are many.
         if layout.owner is not None:
             call.owner = self._kept(ctypes.c_int64, layout.owner)
@@ -259,9 +270,9 @@ class TokenStep:
         stored = {each.untyped_storage().data_ptr() for each in part.tensors().values()}
         self.complete &= all(each.untyped_storage().data_ptr() in stored for each in held)
         maps = PartCoordinates(
-            keys=self._kept_maps(own.keys_in),
+            keys=self._kept_maps(keys_in),
             values=self._kept_maps(own.values_in),
-            keys_count=len(own.keys_in),
+            keys_count=len(keys_in),
             values_count=len(own.values_in),
         )
         return call, maps
