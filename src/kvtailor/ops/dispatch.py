@@ -51,6 +51,7 @@ __all__ = [
     "page_bounds",
     "prompt_mass",
     "quantiser",
+    "turns_keys",
     "using",
 ]
 
@@ -179,8 +180,7 @@ def coded_attention(
 def _turning_attention(
     query: Tensor, keys: Coded, values: Coded, turned: Turned, *, mass: bool
 ) -> Callable[..., tuple[Any, ...]] | None:
-    built = _built_for(query)
-    if built is None or unsuited(keys, values) is not None or unsuited_turned(turned, keys, built) is not None:
+    if not turns_keys(query) or unsuited(keys, values) is not None or unsuited_turned(keys) is not None:
         return None
     return attend_keeping if mass else attend_coded
 
@@ -218,6 +218,12 @@ def maps_of(query: Tensor) -> tuple[Callable[[Coordinates, Tensor], Tensor], Cal
     if built is None or coordinates.unsuited(query, built) is not None:
         return Coordinates.of_queries, Coordinates.of_sums
     return partial(coordinates.of_queries, used=built), partial(coordinates.of_sums, used=built)
+
+
+def turns_keys(query: Tensor) -> bool:
+    """Whether what reads keys for a query (n, g, t, d) can turn them, so that it is worth while to ask for it."""
+    built = _built_for(query)
+    return built is not None and built.has("kvtailor_turns")
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -216,6 +216,8 @@ def _asked(query: Tensor, part: Segment, *, mass: bool, caps: bool) -> tuple[Sto
     own = stored_sides(part)
     if own is None or own.as_they_are:
         return own, query
+    if own.turning is not None and not dispatch.turns_keys(query):
+        return None, query
     if (own.shifts_logits and (mass or caps)) or (own.joined > 1 and mass):
         return None, query
     return own, own.asked(query, dispatch.maps_of(query)[0])

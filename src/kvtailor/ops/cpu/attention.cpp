@@ -153,7 +153,8 @@ struct Tables {
   int32_t* marks = key_place + places;  // of keys, and behind them of values
   int64_t marks_of_keys = marks_of(keys, call.lanes * call.slots);
   float* prepared = (float*)(marks + marks_of_keys + marks_of(values, call.lanes * call.slots));  // see turned.h
-  int64_t of_turn = call.turn ? lines(room_of(*call.turn, keys.size, wide_turned)) : 0;
+  bool coarse_map = maps_coarse(call.turn, keys);
+  int64_t of_turn = call.turn ? lines(room_of(*call.turn, keys.size, wide_turned, coarse_map)) : 0;
   int64_t angles = call.turn ? 2 * turning_numbers(*call.turn) : 0;  // of a token
   float* scratches = prepared + of_turn;
 
@@ -165,7 +166,8 @@ struct Tables {
   int64_t each() const {
     const int64_t queries = call.rows * (all_keys + wide_keys) + padded(call.rows), logits = (call.rows + call.queries) * BLOCK;
     const int64_t of_keys = 4 * wide_keys + (1 + groups_of(keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(values) + W);
-    const int64_t turned = BLOCK * angles + TILE * wide_turned;
+    const int64_t shorts = coarse_map ? TILE * (padded_to_chunks(keys.size) / 2 + 1) : 0;
+    const int64_t turned = BLOCK * angles + TILE * wide_turned + shorts;
     return lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
   }
 
@@ -185,7 +187,7 @@ struct Tables {
     if (placed_keys && has_levels(keys)) fill_lanes(keys, key_lanes);
     if (keys.kind == FITTED_LEVELS) mark(keys, call.lanes * call.slots, marks);
     if (values.kind == FITTED_LEVELS) mark(values, call.lanes * call.slots, marks + marks_of_keys);
-    if (call.turn) prepare(*call.turn, keys.size, wide_turned, prepared);
+    if (call.turn) prepare(*call.turn, keys.size, wide_turned, coarse_map, prepared);
   }
 
   static void fill_lanes(const Side& side, int32_t* lanes) {
@@ -283,6 +285,19 @@ struct Piece {
     }
   }
 
+  // Tokens of the tile in the channels of a head, of whose lane it is the first or not.
+  void map_keys(const float* matrix, bool first, int64_t count) const {
+    const int64_t stored = tables.keys.size, wide = tables.wide_turned;
+#if defined(__AVX512VNNI__)
+    if (tables.coarse_map) {
+      int32_t* shorts = (int32_t*)(turned + TILE * wide);
+      if (first) shorten_tile(tile, tables.wide_keys, stored, count, TILE, shorts);
+      return map_tile_shortly(matrix, shorts, TILE, stored, count, wide, turned);
+    }
+#endif
+    map_tile(matrix, tile, tables.wide_keys, stored, count, wide, turned);
+  }
+
   SMALL_CODE void logits_of_turned(int64_t first, int64_t count) const {
     const Turn& turn = *call.turn;
     const Side& keys = tables.keys;
@@ -297,8 +312,9 @@ struct Piece {
         int64_t stride = stored;
         if (turn.map) {
           const int64_t number = (owner() * turn.joined + head) % turn.map->heads;
+          const float* matrix = matrices + number * of_matrix(keys.size, wide, tables.coarse_map);
           own = turned, stride = wide;
-          map_tile(matrices + number * wide * (keys.size + 1), tile, stored, keys.size, part, wide, turned);
+          map_keys(matrix, head == 0, part);
         }
         turn_tile(turn, angles + i * tables.angles, part, stride, own);
         logits<F32>(query + head * each * wide, each, wide, (const char*)own, stride * 4, part, logits_at + head * each * BLOCK + i);

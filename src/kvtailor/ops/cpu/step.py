@@ -150,10 +150,12 @@ class TokenStep:
             if own.shifts_logits or (mass and own.joined > 1):
                 return f"{type(part).__name__} has logits or lanes that are no kv head's"
             why = unsuited(own.keys, own.values)
-            if why is None and own.turned is not None:
-                why = unsuited_turned(own.turned, own.keys, used)
-                # Several maps would be one more tensor, which nobody holds.
-                why = "several maps of keys that are turned" if why is None and len(own.keys_in) > 1 else why
+            if why is None and own.turning is not None:
+                why = unsuited_turned(own.keys)
+                if not used.has("kvtailor_turns"):
+                    why = "no C++ kernels that turn keys were built"
+                elif len(own.keys_in) > 1:
+                    why = "several maps would be one more tensor, which nobody holds"
             if why is not None:
                 return why
         tail = parts[-1]
@@ -258,9 +260,10 @@ class TokenStep:
         call.rows, call.queries = group * own.joined, 1
         call.scaling, call.softcap = self.scaling, self.softcap or 0.0
         # A query for keys that are turned stays as it is.
-        keys_in = own.keys_in if own.turned is None else ()
-        if own.turned is not None:
-            self._numbers.append(turn_of(own.turned, self.query_shape[-1], layout.size, held, self._numbers))
+        turned, keys_in = own.turned, own.keys_in
+        if turned is not None:
+            keys_in = ()
+            self._numbers.append(turn_of(turned, self.query_shape[-1], layout.size, held, self._numbers))
             call.turn = ctypes.addressof(self._numbers[-1])
         # Both are on the CPU, whatever they describe, and as long as the lanes are many.
         if layout.owner is not None:

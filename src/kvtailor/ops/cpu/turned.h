@@ -5,6 +5,10 @@
 #include "coordinates.h"
 #include "layouts.h"
 
+#if defined(__AVX512VNNI__)
+#include "integers.h"
+#endif
+
 // Mirrored field by field in library.py.
 struct Turn {
   const float* frequencies;  // (planes) radians per position; plane i is channels i and i + planes
@@ -27,32 +31,90 @@ int64_t turning_numbers(const Turn& turn) {
 
 int64_t heads_of(const Turn& turn) { return turn.map ? turn.map->heads : 0; }
 
-// Floats of what `prepare` writes, of keys of `stored` numbers whose channels are padded to `wide`.
-int64_t room_of(const Turn& turn, int64_t stored, int64_t wide) {
-  return 2 * turning_numbers(turn) + heads_of(turn) * wide * (stored + 1);
+// Whole numbers of keys that are mapped are summed so many at once; what of a chunk they and those of a channel's row add
+// up to is below 2^31.
+constexpr int64_t AT_ONCE = 32, MOST_MAPPED = 16383, MOST_OF_ROW = 131071;
+
+int64_t padded_to_chunks(int64_t stored) { return (stored + AT_ONCE - 1) / AT_ONCE * AT_ONCE; }
+
+// Floats of a head's matrix as `prepare` writes it, for keys of `stored` numbers whose channels are padded to `wide`.
+int64_t of_matrix(int64_t stored, int64_t wide, bool coarse) {
+  return coarse ? wide * (padded_to_chunks(stored) / 2 + 2) : wide * (stored + 1);
 }
+
+// Floats of all that `prepare` writes.
+int64_t room_of(const Turn& turn, int64_t stored, int64_t wide, bool coarse) {
+  return 2 * turning_numbers(turn) + heads_of(turn) * of_matrix(stored, wide, coarse) + padded_to_chunks(stored);
+}
+
+// Whether the cache has 16 bits, so that so many bits of what is mapped are enough.
+bool maps_coarse(const Turn* turn, const Side& keys) {
+#if defined(__AVX512VNNI__)
+  if (!turn || !turn->map || keys.kind == FLOAT32) return false;
+  if (keys.kind == BLOCK_LEVELS) return ((const Blocks*)keys.low)->coarse;
+  return keys.kind <= FLOAT16 || keys.scales != FLOAT32;
+#else
+  return false;
+#endif
+}
+
+#if defined(__AVX512VNNI__)
+// A channel's row (stored, zeros behind) as whole numbers of 16 bits, two to a word, 2 W words apart; gives what they are
+// worth. `row` is lost.
+SMALL_CODE float shorten_row(float* row, int64_t stored, int32_t* to) {
+  F top{};
+  float most = 0;
+  for (int64_t k = 0; k < stored; k += AT_ONCE) {
+    F both{};
+    for (int64_t i = k; i < k + AT_ONCE; i += W) {
+      const F x = load<F>(row + i), size = larger(x, -x);
+      top = larger(top, size), both += size;
+    }
+    const float chunk = sum(both);
+    most = chunk > most ? chunk : most;
+  }
+  // Rounding adds half to each.
+  const float high = highest(top) / 32767, wide = most / (MOST_OF_ROW - AT_ONCE / 2), unit = high > wide ? high : wide;
+  const float up = unit > 0 ? 1 / unit : 0.f;
+  for (int64_t k = 0; k < stored; k += W) {
+    int32_t pairs[W / 2];
+    const __m512i whole = _mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(row + k) * up));
+    _mm256_storeu_si256((__m256i*)pairs, _mm512_maskz_cvtepi32_epi16(0xffff, whole));
+    for (int i = 0; i < W / 2; i++, to += 2 * W) *to = pairs[i];
+  }
+  return unit;
+}
+#endif
 
 // Frequencies as tables of angles have them, the signs of sines, and of each head's matrix panels of 2 W channels: a row
 // for each number that is stored, and behind them the means.
-SMALL_CODE void prepare(const Turn& turn, int64_t stored, int64_t wide, float* to) {
-  const int64_t numbers = turning_numbers(turn);
+SMALL_CODE void prepare(const Turn& turn, int64_t stored, int64_t wide, bool coarse, float* to) {
+  const int64_t numbers = turning_numbers(turn), chunks = padded_to_chunks(stored), each = of_matrix(stored, wide, coarse);
   for (int64_t i = 0; i < numbers; i++) {
     const int64_t plane = turn.interleaved ? i / 2 : i;
     to[i] = plane < turn.planes ? turn.frequencies[plane] : 0;
     to[numbers + i] = turn.interleaved && i % 2 == 0 ? -1.f : 1.f;
   }
   to += 2 * numbers;
-  for (int64_t head = 0; head < heads_of(turn); head++) {
+  float* row = to + heads_of(turn) * each;
+  for (int64_t head = 0; head < heads_of(turn); head++, to += each) {
     const Map& map = *turn.map;
     const float *matrix = of_head(map, head), *mean = map.mean ? map.mean + head * turn.size : nullptr;
-    for (int64_t i = 0; i < wide * (stored + 1); i++) to[i] = 0;
+    for (int64_t i = 0; i < each; i++) to[i] = 0;
     for (int64_t c = 0; c < turn.size; c++) {
-      const float* row = matrix + c % map.wide * map.narrow;
-      float* at = to + (c / (2 * W) * stored + c / map.wide * map.narrow) * (2 * W) + c % (2 * W);
-      for (int64_t k = 0; k < map.narrow; k++, at += 2 * W) *at = row[k] * (float)map.scale;
-      if (mean) to[wide * stored + c] = mean[c];
+      const float* from = matrix + c % map.wide * map.narrow;
+      for (int64_t k = 0; k < chunks; k++) row[k] = 0;
+      for (int64_t k = 0; k < map.narrow; k++) row[c / map.wide * map.narrow + k] = from[k] * (float)map.scale;
+      if (mean) to[each - wide + c] = mean[c];
+#if defined(__AVX512VNNI__)
+      if (coarse) {
+        to[each - 2 * wide + c] = shorten_row(row, chunks, (int32_t*)to + c / (2 * W) * W * chunks + c % (2 * W));
+        continue;
+      }
+#endif
+      float* at = to + c / (2 * W) * (2 * W) * stored + c % (2 * W);
+      for (int64_t k = 0; k < stored; k++, at += 2 * W) *at = row[k];
     }
-    to += wide * (stored + 1);
   }
 }
 
@@ -153,5 +215,61 @@ APART PLAIN_LOOPS void map_tile(const float* matrix, const float* tile, int64_t 
       }
     }
 }
+
+#if defined(__AVX512VNNI__)
+// Tokens `apart` floats apart as whole numbers of 16 bits, and behind all of a tile what they are worth.
+SMALL_CODE void shorten_tile(const float* tile, int64_t apart, int64_t stored, int64_t count, int64_t room, int32_t* to) {
+  const int64_t words = padded_to_chunks(stored) / 2, whole = (stored + W - 1) / W * W;
+  float* back = (float*)(to + room * words);
+  for (int64_t t = 0; t < count; t++, tile += apart, to += words) {
+    const Scaled by = scaled(tile, whole, MOST_MAPPED);
+    back[t] = by.back;
+    for (int64_t k = 0; k < 2 * words; k += W) {
+      const F x = k < whole ? load<F>(tile + k) * by.up : F{};
+      _mm256_storeu_si256((__m256i*)(to + k / 2),
+                          _mm512_maskz_cvtepi32_epi16(0xffff, _mm512_maskz_cvtps_epi32(0xffff, (__m512)x)));
+    }
+  }
+}
+
+// Two products to a lane. The compiler's own form of it copies the sum.
+inline void add_two(__m512i& sum, __m512i a, __m512i b) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+
+// As `map_tile`, of what `shorten_tile` gave.
+APART PLAIN_LOOPS void map_tile_shortly(const float* matrix, const int32_t* shorts, int64_t room, int64_t stored,
+                                        int64_t count, int64_t wide, float* to) {
+  const int64_t chunks = padded_to_chunks(stored), words = chunks / 2;
+  const float *unit = matrix + of_matrix(stored, wide, true) - 2 * wide, *mean = unit + wide;
+  const float* back = (const float*)(shorts + room * words);
+  for (int64_t c = 0; c < wide; c += 2 * W)
+    for (int64_t t = 0; t < count; t += MAPPED) {
+      const int32_t *row = (const int32_t*)matrix + c / (2 * W) * W * chunks, *from = shorts + t * words;
+      float* out = to + t * wide + c;
+      for (int64_t k = 0; k < words; k += AT_ONCE / 2, from += AT_ONCE / 2) {
+        __m512i sum_of[MAPPED][2];
+        UNROLLED for (int i = 0; i < MAPPED; i++) sum_of[i][0] = sum_of[i][1] = __m512i{};
+        for (int64_t j = 0; j < AT_ONCE / 2; j++, row += 2 * W) {
+          const __m512i first = load<__m512i>(row), second = load<__m512i>(row + W);
+          UNROLLED for (int i = 0; i < MAPPED; i++) {
+            const __m512i mine = _mm512_set1_epi32(from[i * words + j]);
+            add_two(sum_of[i][0], first, mine), add_two(sum_of[i][1], second, mine);
+          }
+        }
+        UNROLLED for (int i = 0; i < MAPPED; i++)
+          UNROLLED for (int half = 0; half < 2; half++) {
+            float* at = out + i * wide + half * W;
+            const F mine = __builtin_convertvector((I)sum_of[i][half], F);
+            store(at, k ? load<F>(at) + mine : mine);
+          }
+      }
+      const F units[] = {load<F>(unit + c), load<F>(unit + c + W)}, means[] = {load<F>(mean + c), load<F>(mean + c + W)};
+      for (int64_t i = 0; i < MAPPED && t + i < count; i++)
+        UNROLLED for (int half = 0; half < 2; half++) {
+          float* at = out + i * wide + half * W;
+          store(at, load<F>(at) * (units[half] * back[t + i]) + means[half]);
+        }
+    }
+}
+#endif
 
 }  // namespace

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.cpu.coordinates import map_of
-from kvtailor.ops.cpu.library import Library, Turn
+from kvtailor.ops.cpu.library import Turn
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.segments.turned import Turned
 from kvtailor.types import Coordinates
@@ -22,13 +22,9 @@ __all__ = ["turn_of", "unsuited"]
 _BLOCK = 256
 
 
-def unsuited(turned: Turned, keys: Coded, used: Library) -> str | None:
-    """Why these keys cannot be turned here, a clause; None where they can."""
-    if not used.has("kvtailor_turns"):
-        return "the C++ kernels were built from sources that turned no keys: build them again"
-    if isinstance(keys, GridCodes | ResidualCodes):
-        return f"no C++ kernel turns {type(keys).__name__}"
-    return None
+def unsuited(keys: Coded) -> str | None:
+    """Why these keys cannot be turned by kernels that can turn keys, a clause; None where they can."""
+    return f"no C++ kernel turns {type(keys).__name__}" if isinstance(keys, GridCodes | ResidualCodes) else None
 
 
 def turn_of(turned: Turned, size: int, slots: int, held: list[Tensor], made: list[Any]) -> Turn:
