@@ -22,7 +22,7 @@ THREE = f"by_age(of=[{KIVI.format(8)}, {KIVI.format(4)}, {KIVI.format(2)}], ages
 LEVELS = "gaussian(bits={}, block_size=8, recent=8)"
 UNEVEN = f"by_age(of=[{LEVELS.format(8)}, {LEVELS.format(5)}, {LEVELS.format(3)}], ages=[20, 36])"
 MIXED = (
-    "by_age(of=[sides(keys=unrotated(of=gaussian(bits=6, block_size=8)), values=gaussian(bits=8, block_size=8)), "
+    "by_age(of=[sides(keys=unrotated(of=gaussian(bits=5, block_size=8)), values=gaussian(bits=8, block_size=8)), "
     "hadamard(of=vector(bits=4, block_size=8))], ages=[20])"
 )
 PLANS = (

@@ -6,19 +6,22 @@ from tests.encode.test_lowrank import told
 from tests.support.segments_of import Padded, states, uneven
 
 from kvtailor.encode.channels import Channels, KeptChannels
+from kvtailor.encode.fp8 import Fp8
 from kvtailor.encode.gaussian import Gaussian
 from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard, HadamardSegment
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.minicache import MiniCache
+from kvtailor.encode.nuq import Nuq
 from kvtailor.encode.plain import Plain
 from kvtailor.encode.subspace.lowrank import LowRank
 from kvtailor.encode.subspace.orthogonal import Orthogonal
-from kvtailor.encode.unrotated import Unrotated
+from kvtailor.encode.unrotated import Unrotated, UnrotatedSegment
 from kvtailor.encode.vector import Vector
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention import parts
 from kvtailor.ops.attention.parts import counting, read_all
+from kvtailor.ops.codes.sides import FloatCodes
 from kvtailor.ops.segments.latents import LatentSegment
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Coordinates, Layout, PlainSegment, Softmax
@@ -47,19 +50,27 @@ CODECS = {
     "hadamard of all heads": Hadamard(of=LowRank(rank=0.5)),
     "channels": Channels(),
     "rotated channels": Hadamard(of=Channels(), only="keys"),
+    "turned": Unrotated(of=Nuq(bits=3, outliers=0.1)),
+    "turned kivi": Unrotated(of=Kivi(bits=4, group=8)),
+    "turned and rotated": Unrotated(of=Hadamard(of=Vector(bits=4, symmetric=False))),
+    "turned single heads": Unrotated(of=LowRank(rank=0.5, centred=True)),
+    "turned pairs of heads": Unrotated(of=LowRank(rank=0.5, heads=2)),
+    "turned coordinates": Unrotated(of=LowRank(rank=0.5, heads=0, of=Hadamard(of=Vector(bits=8)), centred=True)),
+    "turned grid": Unrotated(of=Hadamard(of=Higgs(bits=4, only="keys"), only="keys")),
+    "turned floats": Unrotated(of=Fp8()),
 }
 
 
-def held(codec, seed=0, ragged=False):
-    """A segment of 67 tokens, and a tail of 9."""
+def held(codec, seed=0, ragged=False, padded=False):
+    """A segment of 67 tokens, and a tail of 9. Positions of a padded row count from its first token."""
     keys, values = (states((ROWS * HEADS, 67, SIZE), seed + i) for i in (1, 2))
-    layout = Layout(rows=ROWS, heads=HEADS, size=67, start=0)
+    layout, first = Layout(rows=ROWS, heads=HEADS, size=67, start=0), torch.tensor([0, 30]) if padded else None
     if ragged:
         layout, owner, at = uneven(ROWS, HEADS, 32, most=67, columns=67, seed=seed)
         keys, values = keys[owner, at], values[owner, at]
     tail = [states((ROWS * HEADS, 9, SIZE), seed + i) for i in (3, 4)]
     newest = PlainSegment(layout=Layout(rows=ROWS, heads=HEADS, size=9, start=67), keys=tail[0], values=tail[1])
-    return [codec.for_layer(told(heads=HEADS, size=SIZE)).encode(layout, keys, values), newest]
+    return [codec.for_layer(told(heads=HEADS, size=SIZE)).encode(layout, keys, values, first), newest]
 
 
 def both(monkeypatch, found, *, new=1, weight=False, softmax=None, padded=False):
@@ -98,7 +109,7 @@ def undecoded(monkeypatch):
     def refuse(self):
         raise AssertionError(f"{type(self).__name__} was decoded")
 
-    for kind in (HadamardSegment, LatentSegment):
+    for kind in (HadamardSegment, LatentSegment, UnrotatedSegment):
         monkeypatch.setattr(kind, "view", refuse)
         monkeypatch.setattr(kind, "decode", refuse)
     monkeypatch.setattr(KeptChannels, "decode", refuse)
@@ -109,11 +120,23 @@ def undecoded(monkeypatch):
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("name", CODECS)
 def test_equals_what_decoded_states_give(name, new, padded, monkeypatch):
-    found = held(CODECS[name])
+    found = held(CODECS[name], padded=padded)
     same(*both(monkeypatch, found, new=new, padded=padded))
 
 
-@pytest.mark.parametrize("name", ["hadamard", "single heads", "one basis", "values alone", "channels"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hadamard",
+        "single heads",
+        "one basis",
+        "values alone",
+        "channels",
+        "turned",
+        "turned kivi",
+        "turned single heads",
+    ],
+)
 def test_ragged_heads(name, monkeypatch):
     same(*both(monkeypatch, held(CODECS[name], ragged=True)))
 
@@ -123,9 +146,10 @@ def test_nothing_is_decoded(name, undecoded):
     part, tail = held(CODECS[name])
     own = stored_sides(part)
     assert own is not None
-    own = own.in_numbers() if isinstance(own.keys, KeptChannels) else own
+    own = own.in_numbers() if isinstance(own.keys, KeptChannels | FloatCodes) or name == "turned grid" else own
     query = states((ROWS, HEADS * GROUP, 1, SIZE), 9)
-    assert dispatch.coded_attention(own.asked(query.view(ROWS * HEADS, GROUP, 1, SIZE)), own.keys, own.values)
+    asked = own.asked(query.view(ROWS * HEADS, GROUP, 1, SIZE))
+    assert dispatch.coded_attention(asked, own.keys, own.values, turned=own.turned)
     read_all(query, [part, tail], Padded(new_tokens=1, first_column=75), 0.2)
 
 
@@ -141,11 +165,13 @@ def test_mass_caps_and_sinks(name, with_mass, monkeypatch):
 
 
 def test_a_map_of_each_token_is_none_for_all():
-    turned = held(Unrotated(of=Vector(bits=8)))[0]
+    whole = held(Vector(bits=8))[0]
     merged = MiniCache(start=0.0, of=Plain()).for_layer(told(heads=HEADS, size=SIZE))
-    assert stored_sides(turned) is None
+    # What is turned twice, or mixed after it was turned.
+    for around in (Unrotated(of=Unrotated(of=Vector(bits=8))), Hadamard(of=Unrotated(of=Vector(bits=8)))):
+        assert stored_sides(held(around)[0]) is None
     assert all(stored_sides(each) is None for each in merged.encode_group(
-        turned.layout, [turned.decode()] * len(next(g for g in merged.layer_groups(3) if 1 in g)))
+        whole.layout, [whole.decode()] * len(next(g for g in merged.layer_groups(3) if 1 in g)))
         if not isinstance(each, PlainSegment))  # fmt: skip
 
 

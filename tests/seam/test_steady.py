@@ -38,6 +38,11 @@ SHORT = (
     "rkv @ tokens=24, slack=12", "tova + kivi(bits=4, group=8, recent=16) @ tokens=40, slack=12",
     # They read all of these.
     "quest(dense_layers=9) + indexed(page=8, block_size=16)", "snapkv(window=6) + rocket(tokens=400) @ tokens=48",
+    "nuq(bits=3, group=8, block_size=16)", "unrotated(of=nuq(bits=3, group=8, block_size=16))",
+    "unrotated(of=kivi(bits=4, group=8, recent=8))",
+    "unrotated(of=lowrank(rank=0.5, heads=2, basis=random, block_size=64))",
+    "snapkv(window=6) + adakv + unrotated(of=kivi(bits=4, group=8, recent=16)) @ tokens=40",
+    "h2o(recent=6) + unrotated(of=vector(bits=8)) @ tokens=40, slack=12",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvtailor.encode.contract import Around, Codec, CodecContext, refuse_non_finite
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.ops.segments.around import AroundSegment
+from kvtailor.ops.segments.turned import Turning
 from kvtailor.types import Layout, Rotation, Segment
 
 __all__ = ["Unrotated", "UnrotatedSegment"]
@@ -44,6 +45,9 @@ class UnrotatedSegment(AroundSegment):
 
     def keys_back(self, keys: Tensor) -> Tensor:
         return turn(keys, _positions(self.layout, self.first, keys.device), self.rotation)
+
+    def turning(self) -> Turning:
+        return Turning(rotation=self.rotation, first=self.first)
 
     def _of_lanes(self, lanes: Tensor, inner: Segment) -> UnrotatedSegment:
         first = None if self.first is None else self.first[lanes.to(self.first.device)]

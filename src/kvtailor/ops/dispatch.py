@@ -28,7 +28,9 @@ from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
 from kvtailor.ops.cpu.library import Library, library, why_none
+from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
 from kvtailor.ops.segments.coded import Coded, Whole
+from kvtailor.ops.segments.turned import Turned
 from kvtailor.ops.triton.installed import interpreting, missing
 from kvtailor.types import Coordinates
 
@@ -51,6 +53,7 @@ __all__ = [
     "page_bounds",
     "prompt_mass",
     "quantiser",
+    "turns_keys",
     "using",
 ]
 
@@ -136,7 +139,7 @@ def using(which: str) -> Iterator[None]:
 
 
 def coded_attention(
-    query: Tensor, keys: Coded, values: Coded, *, mass: bool = False, caps: bool = False
+    query: Tensor, keys: Coded, values: Coded, *, mass: bool = False, caps: bool = False, turned: Turned | None = None
 ) -> Callable[..., tuple[Any, ...]] | None:
     """What reads these sides as they are stored; None: they must be decoded.
 
@@ -146,9 +149,12 @@ def coded_attention(
         mass: whether the attention that each slot receives is needed: an `attend_keeping` gives it, which Triton has
             for plain keys alone, and otherwise an `attend_coded`.
         caps: whether logits are capped, which C++ kernels that were built from older sources cannot do.
+        turned: how the keys are to be turned, which C++ kernels alone do; None: they are not.
     """
     if query.shape[-2] > MOST_QUERIES or forced() == "reference":
         return None
+    if turned is not None:
+        return _turning_attention(query, keys, values, turned, mass=mass)
     if all(_on_triton(query.device, _reading(side)) for side in (keys, values)):
         from kvtailor.ops.triton import attend as on_gpu
 
@@ -171,6 +177,14 @@ def coded_attention(
     if mass:
         return attend_keeping if built.has("kvtailor_mass") else None
     return attend_coded
+
+
+def _turning_attention(
+    query: Tensor, keys: Coded, values: Coded, turned: Turned, *, mass: bool
+) -> Callable[..., tuple[Any, ...]] | None:
+    if not turns_keys(query) or unsuited(keys, values) is not None or unsuited_turned(keys) is not None:
+        return None
+    return attend_keeping if mass else attend_coded
 
 
 def _reading(side: Coded) -> str:
@@ -206,6 +220,12 @@ def maps_of(query: Tensor) -> tuple[Callable[[Coordinates, Tensor], Tensor], Cal
     if built is None or coordinates.unsuited(query, built) is not None:
         return Coordinates.of_queries, Coordinates.of_sums
     return partial(coordinates.of_queries, used=built), partial(coordinates.of_sums, used=built)
+
+
+def turns_keys(query: Tensor) -> bool:
+    """Whether what reads keys for a query (n, g, t, d) can turn them, so that it is worth while to ask for it."""
+    built = _built_for(query)
+    return built is not None and built.has("kvtailor_turns")
 
 
 def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Callable[..., tuple[Tensor, Tensor]] | None:

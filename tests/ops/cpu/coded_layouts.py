@@ -14,6 +14,7 @@ from torch import Tensor
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
+from kvtailor.ops.codes.nonuniform import coded_by_levels
 from kvtailor.ops.codes.quant import largest_divisor
 from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
@@ -50,6 +51,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Coded]] = {
     "mxfp4": partial(MxCodes.of, element="e2m1", block=32),
     "mxfp8": partial(MxCodes.of, element="e4m3", block=32),
     "mxfp8_e5m2": partial(MxCodes.of, element="e5m2", block=32),
+    "fitted3": partial(coded_by_levels, bits=3, group=32, share=0.05, by_channel=True),
+    "fitted4": partial(coded_by_levels, bits=4, group=32, share=0.02, by_channel=False),
+    "fitted5": partial(coded_by_levels, bits=5, group=7, share=0.0, by_channel=True),
     "channels4x5": partial(ChannelCodes.of, bits=4, group=5),
 }
 

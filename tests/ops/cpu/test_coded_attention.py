@@ -104,6 +104,9 @@ def test_what_is_seen_and_how_much_it_counts(library: Library, layout: str, shap
         "nvfp4",
         "nvfp4x8",
         "mxfp4",
+        "fitted3",
+        "fitted4",
+        "fitted5",
     ],
 )
 def test_ragged_lanes_are_read_to_their_length_and_merged_by_owner(library: Library, layout: str) -> None:

@@ -86,7 +86,8 @@ def test_no_byte_is_read_that_is_not_ours(variant: str, tmp_path: Path) -> None:
         for name in ("libasan.so", "libubsan.so")
     ]
     tests = [
-        str(Path(__file__).with_name(f"test_{name}.py")) for name in ("coded_attention", "attention_mass", "quantise")
+        str(Path(__file__).with_name(f"test_{name}.py"))
+        for name in ("coded_attention", "turned_attention", "attention_mass", "quantise")
     ]
     done = subprocess.run(
         [sys.executable, "-c", UNDER_SANITISERS, str(made), *tests],

@@ -139,7 +139,9 @@ def _as_stored(
     # together, and one softmax goes over them.
     asked = [_asked(grouped, part, mass=mass, caps=caps) for part in parts]
     kernels = [
-        None if own is None else dispatch.coded_attention(each, own.keys, own.values, mass=mass, caps=caps)
+        None
+        if own is None
+        else dispatch.coded_attention(each, own.keys, own.values, mass=mass, caps=caps, turned=own.turned)
         for own, each in asked
     ]
     if not any(kernels):
@@ -151,7 +153,9 @@ def _as_stored(
         if attend is None and own is not None and not own.as_they_are:
             # Queries and sums go to where the codes are, so that no token has to be brought back.
             numbers = own.in_numbers()
-            attend = dispatch.coded_attention(mine, numbers.keys, numbers.values, mass=mass, caps=caps)
+            attend = dispatch.coded_attention(
+                mine, numbers.keys, numbers.values, mass=mass, caps=caps, turned=own.turned
+            )
             own = own if attend is None else numbers
         if attend is None:
             own, mine, reading = None, grouped, part.view()
@@ -174,6 +178,8 @@ def _as_stored(
             "visible": rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
             "log_weight": None if reading is None else reading.log_weight,
         }
+        if own.turning is not None:
+            how["turned"] = own.turned
         # Several parts in one launch; what has to be applied to one part's sums lets that part go alone.
         unlifted = own.as_they_are and (reading is None or reading.lift is None)
         if unlifted and jointly is not None and attend is jointly.attend_coded:
@@ -210,6 +216,8 @@ def _asked(query: Tensor, part: Segment, *, mass: bool, caps: bool) -> tuple[Sto
     own = stored_sides(part)
     if own is None or own.as_they_are:
         return own, query
+    if own.turning is not None and not dispatch.turns_keys(query):
+        return None, query
     if (own.shifts_logits and (mass or caps)) or (own.joined > 1 and mass):
         return None, query
     return own, own.asked(query, dispatch.maps_of(query)[0])

@@ -8,6 +8,7 @@
 #include "plain.h"
 #include "signs.h"
 #include "threads.h"
+#include "turned.h"
 
 #if defined(__AVX512VNNI__)
 #include "blocks.h"
@@ -35,6 +36,7 @@ struct Call {
   double softcap;       // logits are softcap * tanh(logit / softcap); 0: as they are
   const int32_t* firsts;  // (m,) slots of each lane that no query sees before all others; null: none
   const int64_t* starts;  // (m,) slots from the data to where each lane begins, of plain sides; null: as `lane_bytes` says
+  const Turn* turn;       // keys were turned back before they were stored, and `query` has as many channels as it says
 };
 
 namespace {
@@ -113,11 +115,17 @@ bool in_one_row(const Side& side, int64_t slots, bool starts) {
     const Signs& own = *(const Signs*)side.low;
     return own.lane_bytes == slots * own.slot_bytes;
   }
-  if (side.kind == CHANNEL_CODES) return side.row || side.runs * side.group == slots;
+  if (side.kind == CHANNEL_CODES || side.kind == FITTED_LEVELS) return side.row || side.runs * side.group == slots;
   if (side.kind != BLOCK_LEVELS) return true;
   const Blocks& blocks = *(const Blocks*)side.low;
   return !blocks.outer || side.row || side.runs * blocks.span == slots;
 }
+
+// So many floats or more, which fill whole lines of a cache.
+int64_t lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+// Words of scratch for the marks of a side.
+int64_t marks_of(const Side& side, int64_t slots) { return side.kind == FITTED_LEVELS ? lines(slots / MARKED + 1) : 0; }
 
 // Floats that a row of a side has, those of signs behind the others' of all rows.
 int64_t room_of(const Side& side) { return halves_of(side) * padded(without_signs(side).size); }
@@ -126,11 +134,13 @@ int64_t room_of(const Side& side) { return halves_of(side) * padded(without_sign
 struct Tables {
   const Call& call;
   Side keys = without_signs(call.keys), values = without_signs(call.values);
-  int64_t wide_keys = padded(keys.size), wide_values = padded(values.size);
-  int64_t all_keys = room_of(call.keys), all_values = room_of(call.values);  // with those of signs
+  // Those of keys that are turned have room for what is stored and for a head's channels, in their own order.
+  int64_t wide_turned = call.turn ? padded(call.turn->size) : 0, wide_values = padded(values.size);
+  int64_t wide_keys = padded(keys.size) > wide_turned ? padded(keys.size) : wide_turned;
+  int64_t all_keys = halves_of(call.keys) * wide_keys, all_values = room_of(call.values);  // with those of signs
   bool signed_keys = all_keys > wide_keys, signed_values = all_values > wide_values;
-  bool fused_keys = keys_fused(keys), fused_values = values_fused(values);
-  bool coarse_keys = keys_coarse(keys), short_values = values_short(values);
+  bool fused_keys = !call.turn && keys_fused(keys), fused_values = values_fused(values);
+  bool coarse_keys = !call.turn && keys_coarse(keys), short_values = values_short(values);
   // The same with `visible` as with `firsts`: a step and what it stands for must take the same blocks.
   bool joined = !call.kept && !(call.starts && call.log_weight) &&
                 in_one_row(call.keys, call.slots, call.starts) && in_one_row(call.values, call.slots, call.starts);
@@ -139,9 +149,16 @@ struct Tables {
   int32_t* value_place = key_channel + wide_keys;
   int32_t* scale_lanes = value_place + all_values;    // see Scales
   int32_t* key_lanes = scale_lanes + wide_values + W;  // the same of keys
-  float* scratches = (float*)(key_lanes + wide_keys + W);
+  int64_t places = lines(all_keys + 2 * wide_keys + all_values + wide_values + 2 * W);
+  int32_t* marks = key_place + places;  // of keys, and behind them of values
+  int64_t marks_of_keys = marks_of(keys, call.lanes * call.slots);
+  float* prepared = (float*)(marks + marks_of_keys + marks_of(values, call.lanes * call.slots));  // see turned.h
+  bool coarse_map = maps_coarse(call.turn, keys);
+  int64_t of_turn = call.turn ? lines(room_of(*call.turn, keys.size, wide_turned, coarse_map)) : 0;
+  int64_t angles = call.turn ? 2 * turning_numbers(*call.turn) : 0;  // of a token
+  float* scratches = prepared + of_turn;
 
-  int64_t own() const { return all_keys + 2 * wide_keys + all_values + wide_values + 2 * W; }
+  int64_t own() const { return scratches - (float*)call.scratch; }
 
   int64_t widest() const { return wide_keys > wide_values ? wide_keys : wide_values; }
 
@@ -149,7 +166,9 @@ struct Tables {
   int64_t each() const {
     const int64_t queries = call.rows * (all_keys + wide_keys) + padded(call.rows), logits = (call.rows + call.queries) * BLOCK;
     const int64_t of_keys = 4 * wide_keys + (1 + groups_of(keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(values) + W);
-    return queries + logits + (TILE + 3) * widest() + of_keys + of_values + W;
+    const int64_t shorts = coarse_map ? TILE * (padded_to_chunks(keys.size) / 2 + 1) : 0;
+    const int64_t turned = BLOCK * angles + TILE * wide_turned + shorts;
+    return lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
   }
 
   SMALL_CODE void fill() const {
@@ -166,6 +185,9 @@ struct Tables {
         value_place[values.size + c] = (int32_t)(wide_values + place_of_sign(values.size, c));
     if (placed_values) fill_lanes(values, scale_lanes);
     if (placed_keys && has_levels(keys)) fill_lanes(keys, key_lanes);
+    if (keys.kind == FITTED_LEVELS) mark(keys, call.lanes * call.slots, marks);
+    if (values.kind == FITTED_LEVELS) mark(values, call.lanes * call.slots, marks + marks_of_keys);
+    if (call.turn) prepare(*call.turn, keys.size, wide_turned, coarse_map, prepared);
   }
 
   static void fill_lanes(const Side& side, int32_t* lanes) {
@@ -177,6 +199,9 @@ struct Tables {
           lanes[(v * kinds + kind) * W + i] = (int32_t)((v * 4 * words + i % words * 4 + kind * bytes) / group);
   }
 };
+
+// Apart, since several functions begin with it.
+SMALL_CODE Tables tables_of(const Call& call) { return Tables{call}; }
 
 // Logits become weights relative to the highest so far; what was found before is scaled to it.
 // `out` has so many runs of `size` numbers, `apart` from one another.
@@ -218,13 +243,19 @@ struct Piece {
   const Call& call;
   const Tables& tables;
   int64_t lane, rows = call.rows;  // `lane` may become another of the same owner
-  float *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales;
+  float *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales, *angles, *turned;
+  bool knows_angles = false;  // those of the block are there
 
   Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
     query = scratch, folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
     value_scales = key_scales + 4 * tables.wide_keys + (1 + groups_of(tables.keys)) * BLOCK + W;
+    angles = value_scales + 2 * (BLOCK * groups_of(tables.values) + W), turned = angles + BLOCK * tables.angles;
+    if (call.turn) {
+      lay_out_plainly();
+      return;
+    }
     const int64_t size = call.keys.size, wide = tables.wide_keys;
     const float* from = call.query + (call.owner ? call.owner[lane] : lane) * rows * size;
     for (int64_t r = 0; r < rows; r++, from += size) {
@@ -238,6 +269,55 @@ struct Piece {
         const int64_t at = tables.key_place[c];
         (at < wide ? mine : of_signs)[at] = scaled;
         sums_at[r] += scaled;
+      }
+    }
+  }
+
+  int64_t owner() const { return call.owner ? call.owner[lane] : lane; }
+
+  // Queries for keys that are turned.
+  SMALL_CODE void lay_out_plainly() const {
+    const int64_t size = call.turn->size, wide = tables.wide_turned;
+    const float* from = call.query + owner() * rows * size;
+    for (int64_t r = 0; r < rows; r++, from += size) {
+      float* to = query + r * wide;
+      for (int64_t c = 0; c < wide; c++) to[c] = c < size ? from[c] * (float)call.scaling : 0.f;
+    }
+  }
+
+  // Tokens of the tile in the channels of a head, of whose lane it is the first or not.
+  void map_keys(const float* matrix, bool first, int64_t count) const {
+    const int64_t stored = tables.keys.size, wide = tables.wide_turned;
+#if defined(__AVX512VNNI__)
+    if (tables.coarse_map) {
+      int32_t* shorts = (int32_t*)(turned + TILE * wide);
+      if (first) shorten_tile(tile, tables.wide_keys, stored, count, TILE, shorts);
+      return map_tile_shortly(matrix, shorts, TILE, stored, count, wide, turned);
+    }
+#endif
+    map_tile(matrix, tile, tables.wide_keys, stored, count, wide, turned);
+  }
+
+  SMALL_CODE void logits_of_turned(int64_t first, int64_t count) const {
+    const Turn& turn = *call.turn;
+    const Side& keys = tables.keys;
+    const int64_t wide = tables.wide_turned, stored = tables.wide_keys, each = rows / turn.joined;
+    if (!knows_angles) fill_angles(turn, tables.prepared, lane, call.slots, first, count, angles);
+    const float* matrices = tables.prepared + tables.angles;
+    for (int64_t i = 0; i < count; i += TILE) {
+      const int64_t part = count - i < TILE ? count - i : TILE;
+      decode(keys, data(keys, first + i), lane, call.slots, first + i, part, stored, tile, scales);
+      for (int64_t head = 0; head < turn.joined; head++) {
+        float* own = tile;
+        int64_t stride = stored;
+        if (turn.map) {
+          const int64_t number = (owner() * turn.joined + head) % turn.map->heads;
+          const float* matrix = matrices + number * of_matrix(keys.size, wide, tables.coarse_map);
+          own = turned, stride = wide;
+          map_keys(matrix, head == 0, part);
+        }
+        turn_tile(turn, angles + i * tables.angles, part, stride, own);
+        logits<F32>(query + head * each * wide, each, wide, (const char*)own, stride * 4, part, logits_at + head * each * BLOCK + i);
       }
     }
   }
@@ -363,7 +443,7 @@ struct Piece {
   }
 
   // Scales of a run of tokens go into the queries, minima into what is added to its logits.
-  void logits_by_run(int64_t first, int64_t count) const {
+  APART void logits_by_run(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
     const int64_t wide = tables.wide_keys;
     float *natural = key_scales, *step = natural + wide, *low = step + wide;
@@ -400,7 +480,7 @@ struct Piece {
     }
   }
 
-  void logits_by_token(int64_t first, int64_t count) const {
+  APART void logits_by_token(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
     if (!short_products(query, first, count, logits_at))
       with_codes(keys, [&](auto codes) {
@@ -417,7 +497,7 @@ struct Piece {
         logits_at[r * BLOCK + t] = logits_at[r * BLOCK + t] * step[t] + sums_at[r] * low[t];
   }
 
-  void logits_by_level(int64_t first, int64_t count) const {
+  APART void logits_by_level(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
 #if defined(__AVX512VNNI__)
     if (tables.coarse_keys && keys.kind == BLOCK_LEVELS) {
@@ -449,13 +529,13 @@ struct Piece {
       }
   }
 
-  void logits_of_codes(int64_t first, int64_t count) const {
+  APART void logits_of_codes(int64_t first, int64_t count) const {
     if (tables.keys.kind == CHANNEL_CODES) logits_by_run(first, count);
     else if (has_levels(tables.keys)) logits_by_level(first, count);
     else logits_by_token(first, count);
   }
 
-  void sum_levels(int64_t first, int64_t count, float* out) const {
+  APART void sum_levels(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
 #if defined(__AVX512VNNI__)
     if (tables.short_values) {
@@ -475,7 +555,7 @@ struct Piece {
     });
   }
 
-  void sum_codes(int64_t first, int64_t count, float* out) const {
+  APART void sum_codes(int64_t first, int64_t count, float* out) const {
     const Side& values = tables.values;
     if (has_levels(values)) return sum_levels(first, count, out);
     const int64_t groups = groups_of(values), at = (lane * call.slots + first) * groups;
@@ -506,7 +586,8 @@ struct Piece {
   void block(int64_t first, int64_t count, float* tops, float* totals, float* out) const {
     if (!look(first, count)) return call.kept ? keep(first, count, nullptr) : void();
     const int64_t wide = tables.wide_keys, width = tables.wide_values;
-    if (tables.fused_keys) logits_of_codes(first, count);
+    if (call.turn) logits_of_turned(first, count);
+    else if (tables.fused_keys) logits_of_codes(first, count);
     else
       over(tables.keys, wide, first, count, [&](auto type, const char* keys, int64_t stride, int64_t at, int64_t n) {
         logits<decltype(type)>(query, rows, wide, keys, stride, n, logits_at + at);
@@ -530,13 +611,13 @@ int64_t chunks(const Call& call) { return (call.slots + call.chunk - 1) / call.c
 int64_t filled_of(const Call& call, int64_t lane) { return call.lengths ? call.lengths[lane] : call.slots; }
 
 // What a piece has found so far: nothing.
-float* found_nothing(const Call& call, const Tables& tables, int64_t index) {
+SMALL_CODE float* found_nothing(const Call& call, const Tables& tables, int64_t index) {
   float* tops = call.found + index * call.rows * (2 + tables.all_values);
   for (int64_t r = 0; r < call.rows; r++) tops[r] = NOTHING, tops[call.rows + r] = 0;
   return tops;
 }
 
-void read_slots(const Piece& work, int64_t first, int64_t end, float* tops) {
+APART void read_slots(const Piece& work, int64_t first, int64_t end, float* tops) {
   float *totals = tops + work.rows, *out = totals + work.rows;
   for (int64_t t = first; t < end; t += BLOCK)
     work.block(t, end - t < BLOCK ? end - t : BLOCK, tops, totals, out);
@@ -572,7 +653,37 @@ void chunk_of_lane(const Call& call, const Tables& tables, int64_t index, float*
   if (first < end) read_slots(Piece(call, tables, lane, scratch), first, end, tops);
 }
 
+// Lanes that have a call's pieces together: where tokens of several have the same positions, blocks are taken in turns,
+// so that angles are worked out once.
+int64_t together(const Call& call) { return call.turn ? call.turn->alike : 1; }
+
+SMALL_CODE void chunk_of_lanes(const Call& call, const Tables& tables, int64_t index, float* scratch) {
+  const int64_t each = chunks(call), begin = index / each * together(call), end = begin + together(call);
+  const int64_t first = index % each * call.chunk, last = first + call.chunk < call.slots ? first + call.chunk : call.slots;
+  for (int64_t lane = begin; lane < end; lane++) {
+    float* out = found_nothing(call, tables, lane * each + index % each) + 2 * call.rows;
+    for (int64_t i = 0; i < call.rows * tables.all_values; i++) out[i] = 0;
+  }
+  for (int64_t t = first; t < last; t += BLOCK) {
+    bool known = false;
+    for (int64_t lane = begin; lane < end; lane++) {
+      const int64_t filled = filled_of(call, lane), stop = filled < last ? filled : last, next = t + BLOCK;
+      if (t >= stop) continue;
+      Piece work(call, tables, lane, scratch);
+      const int64_t count = (next < stop ? next : stop) - t, most = (next < last ? next : last) - t;
+      if (!known) fill_angles(*call.turn, tables.prepared, lane, call.slots, t, most, work.angles);
+      work.knows_angles = known = true;
+      float* tops = call.found + (lane * each + index % each) * call.rows * (2 + tables.all_values);
+      read_slots(work, t, t + count, tops);
+    }
+  }
+}
+
 void pieces(const Call& call, const Tables& tables, int64_t begin, int64_t end, float* scratch) {
+  if (together(call) > 1) {
+    for (int64_t i = begin; i < end; i++) chunk_of_lanes(call, tables, i, scratch);
+    return;
+  }
   if (!call.owner || chunks(call) > 1) {
     for (int64_t i = begin; i < end; i++) chunk_of_lane(call, tables, i, scratch);
     return;
@@ -667,18 +778,19 @@ SMALL_CODE void divide(Call& call, int64_t most_threads, ParallelFor parallel_fo
   const bool many = parallel_for && call.lanes * call.slots * call.rows * call.keys.size > SMALL;
   call.threads = many ? most_threads : 1;
   call.parallel_for = many ? parallel_for : nullptr;
-  const int64_t share = (call.lanes * call.slots + PIECES * call.threads - 1) / (PIECES * call.threads);
+  const int64_t slots = call.lanes / together(call) * call.slots;
+  const int64_t share = (slots + PIECES * call.threads - 1) / (PIECES * call.threads);
   const int64_t each = share < call.slots ? share : call.slots;
   const int64_t chunk = (each + LEAST_CHUNK - 1) / LEAST_CHUNK * LEAST_CHUNK;
   call.chunk = chunk > LEAST_CHUNK ? chunk : LEAST_CHUNK;
 }
 
 APART int32_t attend(const Call& call) {
-  const Tables tables{call};
+  const Tables tables = tables_of(call);
   tables.fill();
   const int64_t each = chunks(call);
   const int32_t wrong =
-      share_out_runs(call.lanes * each, call.threads, call.parallel_for, [&](int64_t begin, int64_t end, int64_t thread) {
+      share_out_runs(call.lanes / together(call) * each, call.threads, call.parallel_for, [&](int64_t begin, int64_t end, int64_t thread) {
         pieces(call, tables, begin, end, tables.scratches + thread * tables.each());
       });
   if (wrong) return wrong;
@@ -698,7 +810,7 @@ APART int32_t attend(const Call& call) {
 extern "C" {
 
 int64_t kvtailor_scratch(const Call* call) {
-  const Tables tables{*call};
+  const Tables tables = tables_of(*call);
   return tables.own() + call->threads * tables.each();
 }
 
@@ -712,7 +824,7 @@ int32_t kvtailor_step(Step* step) { return take(*step); }
 
 // See bounds_of. `queries` must be `rows`, for which there is room then.
 int32_t kvtailor_bounds(const Call* call) {
-  const Tables tables{*call};
+  const Tables tables = tables_of(*call);
   tables.fill();
   return share_out(call->lanes * blocks(*call), call->threads, call->parallel_for, [&](int64_t index, int64_t thread) {
     bounds_of(*call, tables, index, tables.scratches + thread * tables.each());
@@ -753,7 +865,7 @@ int32_t kvtailor_map(const Map* map, const float* from, const float* lse, float*
 
 // Floats of `found` that are enough for a part of a step however many slots it has.
 int64_t kvtailor_found_of_any(const Call* call, int64_t threads) {
-  return (PIECES * threads + call->lanes) * call->rows * (2 + room_of(call->values));
+  return (PIECES * threads * together(*call) + call->lanes) * call->rows * (2 + room_of(call->values));
 }
 
 int64_t kvtailor_kept(const Call* call) { return call->lanes * call->rows * (call->slots + blocks(*call)); }
@@ -778,6 +890,9 @@ int32_t kvtailor_pages() { return 1; }
 
 // Whether `softcap` is read: a library from older sources has no such function.
 int32_t kvtailor_caps() { return 1; }
+
+// Whether `turn` is read, and fitted levels are: a library from older sources has no such function.
+int32_t kvtailor_turns() { return 1; }
 
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {

@@ -12,20 +12,31 @@ from torch import Tensor
 from kvtailor.ops.codes.floats import ELEMENTS, MxCodes, NvCodes, levels_of
 from kvtailor.ops.codes.gaussian import GaussianCodes, padded_levels
 from kvtailor.ops.codes.grids import GridCodes, tables_of
+from kvtailor.ops.codes.nonuniform import LevelCodes, TokenLevels
 from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
-from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, library
+from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, Turn, library
+from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.segments.coded import Coded, Whole
+from kvtailor.ops.segments.turned import Turned
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "side_of", "threads_for", "unsuited"]
 
-_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS, _GRID_CODES, _SIGNED_LEVELS = 3, 4, 5, 6, 7, 8
+_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS, _GRID_CODES, _SIGNED_LEVELS, _FITTED_LEVELS = (
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+)
 # Types of the scales of `_BLOCK_LEVELS`, see layouts.h.
 _E4M3, _E8M0 = 3, 4
 # By how many bits a byte's exponent and mantissa lie below those of a float32.
 _SHIFTS = {"e2m1": 0, "e4m3": 20, "e5m2": 21}
 _OLDER = "the C++ kernels were built from sources that knew no {}: build them again"
-_CODES = TokenCodes | ChannelCodes | GaussianCodes | GridCodes | ResidualCodes | MxCodes | NvCodes
+_CODES = TokenCodes | ChannelCodes | GaussianCodes | GridCodes | ResidualCodes | MxCodes | NvCodes | LevelCodes
 _READ = Whole | _CODES
 # The same numbers as in attention.cpp, where a step parts its calls itself.
 # Slots of a piece of work are a multiple of it: below, what a piece finds is as large as what it reads.
@@ -60,6 +71,10 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
             dtype, device = getattr(torch, side.dtype), side.codes.device
             if not _knows("kvtailor_blocks"):
                 return _OLDER.format("floats in blocks of channels")
+        elif isinstance(side, LevelCodes):
+            dtype, device = side.low.dtype, side.low.device
+            if not _knows("kvtailor_turns"):
+                return _OLDER.format("levels that were fitted")
         else:
             return f"no C++ kernel reads {type(side).__name__}"
         if device.type != "cpu" or dtype not in DTYPES:
@@ -114,6 +129,7 @@ def attend_coded(
     lengths: Tensor | None = None,
     visible: Tensor | None = None,
     log_weight: Tensor | None = None,
+    turned: Turned | None = None,
     using: Library | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over all slots of one part.
@@ -128,12 +144,13 @@ def attend_coded(
         lengths: (m,) int32 filled slots of each lane; None: all.
         visible: bool that broadcasts to (m, t, s); None: every query sees every slot.
         log_weight: (m, s) float32 added to the logits; None: nothing.
+        turned: the keys are to be turned, and the query is for what they are then; None: they are not.
         using: the variant; None: the best.
 
     Returns:
         out (n, g, t, r) float32, zeros where a query sees nothing; lse (n, g, t) float32, -inf there.
     """
-    call, held = call_of(query, keys, values, scaling, softcap, owner, lengths, visible, log_weight)
+    call, held = call_of(query, keys, values, scaling, softcap, owner, lengths, visible, log_weight, turned)
     return run(call, held, query.shape, using or library())
 
 
@@ -160,6 +177,7 @@ def call_of(
     lengths: Tensor | None = None,
     visible: Tensor | None = None,
     log_weight: Tensor | None = None,
+    turned: Turned | None = None,
 ) -> tuple[Call, list[Tensor]]:
     """The arguments of a call, and the tensors that it points to."""
     owners, group, new, size = query.shape
@@ -171,6 +189,9 @@ def call_of(
     lanes, slots = _shape(values)
     call.owners, call.lanes, call.slots = owners, lanes, slots
     call.rows, call.queries, call.scaling = group * new, new, scaling
+    if turned is not None:
+        made.append(turn_of(turned, size, slots, held, made))
+        call.turn = ctypes.addressof(made[-1])
     if softcap is not None:
         call.softcap = softcap
     if owner is not None:
@@ -208,11 +229,12 @@ def run(call: Call, held: list[Tensor], shape: torch.Size, used: Library | None)
 def threads_for(call: Call, used: Library) -> None:
     """Say how many threads a call takes, and how many slots each piece of it has."""
     lanes, slots, threads = call.lanes, call.slots, 1
+    alike = Turn.from_address(call.turn).alike if call.turn else 1
     if used.parallel_for is not None and lanes * slots * call.rows * call.keys.size > _SMALL:
         threads = torch.get_num_threads()
         call.parallel_for = used.parallel_for
     call.threads = threads
-    each = -(-lanes * slots // (_PIECES * threads))
+    each = -(-lanes // alike * slots // (_PIECES * threads))
     call.chunk = max(_LEAST, -(-min(each, slots) // _LEAST) * _LEAST)
 
 
@@ -246,6 +268,9 @@ def side_of(side: Coded, held: list[Tensor], made: list[Any]) -> Side:
     if isinstance(side, ResidualCodes):
         held.append(codes)
         return _signs_of(side, codes, held, made)
+    if isinstance(side, LevelCodes):
+        held.append(codes)
+        return _fitted_of(side, codes, held, made)
     if isinstance(side, GaussianCodes | GridCodes):
         dtype, grid = side.scale.dtype, isinstance(side, GridCodes)
         held.append(codes)
@@ -306,6 +331,36 @@ def _blocks_of(side: MxCodes | NvCodes, codes: Tensor, held: list[Tensor], made:
     # `Blocks` of layouts.h: two addresses and three numbers.
     made.append((ctypes.c_int64 * len(blocks))(*blocks))
     found.low = ctypes.addressof(made[-1])
+    return found
+
+
+def _fitted_of(side: LevelCodes, codes: Tensor, held: list[Tensor], made: list[Any]) -> Side:
+    """A side of levels that were fitted, and of numbers kept aside."""
+    dtype, whole = side.low.dtype, torch.uint8 if side.size < 256 else torch.int16
+    tables = [_pointer(each, dtype, held) for each in (side.low, side.levels)]
+    aside = [
+        _pointer(side.counts, whole, held),
+        _pointer(side.channels, whole, held),
+        _pointer(side.exact, dtype, held),
+    ]
+    # `Fitted` of layouts.h: five addresses, one that the kernel writes, and a number.
+    made.append((ctypes.c_int64 * 7)(*tables, *aside, 0, isinstance(side, TokenLevels)))
+    lane, slot, _ = codes.stride()
+    found = Side(
+        data=codes.data_ptr(),
+        step=_pointer(side.reach, dtype, held),
+        low=ctypes.addressof(made[-1]),
+        lane_bytes=lane,
+        slot_bytes=slot,
+        kind=_FITTED_LEVELS,
+        scales=DTYPES[dtype],
+        bits=side.bits,
+        size=side.size,
+        group=side.group,
+        runs=side.levels.shape[1] if side.row is None else 0,
+    )
+    if side.row is not None:
+        found.row = _pointer(side.row, torch.int32, held)
     return found
 
 

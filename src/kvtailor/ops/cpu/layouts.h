@@ -5,7 +5,7 @@
 
 enum Kind {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, TOKEN_CODES = 3, CHANNEL_CODES = 4, LEVEL_CODES = 5, BLOCK_LEVELS = 6,
-  GRID_CODES = 7, SIGNED_LEVELS = 8
+  GRID_CODES = 7, SIGNED_LEVELS = 8, FITTED_LEVELS = 9
 };
 
 // Types of the scales of BLOCK_LEVELS: 8-bit floats without a sign, and powers of two.
@@ -41,6 +41,16 @@ struct Signs {
   int64_t lane_bytes, slot_bytes;
 };
 
+// What `low` of FITTED_LEVELS points to: levels that were fitted to runs of tokens, each number times `step`, plus `low`,
+// and numbers that were kept aside. Counts and channels are bytes, or of 16 bits where there are more than 255 channels.
+struct Fitted {
+  const void *low, *levels;      // as step; (rows of the tables, 2^bits)
+  const void *counts, *channels; // (m, s) numbers of a token that were kept aside; (n) of which channel each is
+  const void* exact;             // (n), of the type `scales`
+  int32_t* marks;                // scratch: how many there are before every 16th slot
+  int64_t by_token;              // step and low are those of a token, not of the channels of a run
+};
+
 static inline int64_t halves_of(const Side& side) { return side.kind == SIGNED_LEVELS ? 2 : 1; }
 
 // The side without its signs.
@@ -50,7 +60,7 @@ static inline Side without_signs(const Side& side) {
   return levels;
 }
 
-static inline bool has_levels(const Side& side) { return side.kind >= LEVEL_CODES; }
+static inline bool has_levels(const Side& side) { return side.kind >= LEVEL_CODES && side.kind != FITTED_LEVELS; }
 
 // Codes that a token has. Those of a grid stand for two channels each, i and size - 1 - i; of an odd size the last for one.
 static inline int64_t codes_of(const Side& side) { return side.kind == GRID_CODES ? (side.size + 1) / 2 : side.size; }
@@ -99,9 +109,45 @@ static inline void unpack_as(const uint8_t* bytes, int64_t count, int down, int 
   }
 }
 
+#if defined(__AVX2__)
+// A vector of `run` bytes again and again; of more than fill it, those at `p` alone.
+static inline U repeated(const uint8_t* p, int64_t run) {
+#if defined(__AVX512F__)
+  if (run == 32) return (U)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
+  if (run == 16) return (U)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+  if (run == 8) return (U)_mm512_set1_epi64(load<int64_t>(p));
+#else
+  if (run == 16) return (U)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  if (run == 8) return (U)_mm256_set1_epi64x(load<int64_t>(p));
+  if (run == 4) return U{} + load<uint32_t>(p);
+#endif
+  return load<U>(p);
+}
+#endif
+
 // Codes of one token from the planes of ops.quant.pack.
-static inline void unpack(const uint8_t* bytes, int64_t bits, int64_t size, uint8_t* codes) {
+[[maybe_unused]] static APART PLAIN_LOOPS void unpack(const uint8_t* bytes, int64_t bits, int64_t size, uint8_t* codes) {
   int shift = 0;
+#if defined(__AVX2__)
+  if (size >= (int64_t)sizeof(U) && (size & (size - 1)) == 0) {
+    U byte;
+    UNROLLED for (int i = 0; i < W; i++) byte[i] = (uint32_t)(4 * i);
+    for (int width = 8; width; width /= 2) {
+      if (!(bits & width)) continue;
+      const int64_t run = size * width / 8;
+      const int places = __builtin_ctzll((uint64_t)run);
+      const uint32_t mask = ((1u << width) - 1) * 0x01010101u;
+      for (int64_t j = 0; j < size; j += (int64_t)sizeof(U)) {
+        const U down = ((byte + (uint32_t)j) >> places) * (uint32_t)width;
+        const U mine = ((repeated(bytes + (j & (run - 1)), run) >> down) & mask) << shift;
+        store(codes + j, shift ? mine | load<U>(codes + j) : mine);
+      }
+      bytes += run;
+      shift += width;
+    }
+    return;
+  }
+#endif
   for (int width = 8; width; width /= 2) {
     if (!(bits & width)) continue;
     const int64_t run = (size * width + 7) / 8;
@@ -208,11 +254,74 @@ static inline void by_point(const Side& side, const uint8_t* codes, float scale,
   if (i < pairs) to[2 * i] = load<Two>(points + codes[i])[0] * scale;
 }
 
+// Every how many slots a mark says how many numbers were kept aside before.
+constexpr int64_t MARKED = 16;
+
+static inline int64_t whole_at(const Side& side, const void* table, int64_t i) {
+  return side.size > 255 ? (int64_t)((const int16_t*)table)[i] : (int64_t)((const uint8_t*)table)[i];
+}
+
+// Writes the marks of a side, those of `slots` slots of all lanes together.
+[[maybe_unused]] static SMALL_CODE void mark(const Side& side, int64_t slots, int32_t* marks) {
+  Fitted& fitted = *(Fitted*)side.low;
+  fitted.marks = marks;
+  int64_t before = 0;
+  for (int64_t i = 0; i < slots; i++) {
+    if (i % MARKED == 0) marks[i / MARKED] = (int32_t)before;
+    before += whole_at(side, fitted.counts, i);
+  }
+}
+
+// As `decode`, of FITTED_LEVELS.
+[[maybe_unused]] static APART PLAIN_LOOPS void decode_fitted(const Side& side, const char* from, int64_t lane,
+                                                             int64_t slots, int64_t first, int64_t count,
+                                                             int64_t padded, float* to, float* scratch) {
+  const Fitted& fitted = *(const Fitted*)side.low;
+  uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
+  const int64_t each = side.scales == FLOAT32 ? 4 : 2, many = (int64_t)1 << side.bits;
+  float *step = scratch, *low = scratch + padded, levels[256];
+  int64_t place = lane * slots + first, next = place / MARKED * MARKED, at = fitted.marks[place / MARKED], until = 0;
+  // The same numbers for all channels of a token.
+  const int64_t every = fitted.by_token ? 0 : -1;
+  F few{}, more{};
+  for (; next < place; next++) at += whole_at(side, fitted.counts, next);
+  for (int64_t i = 0; i < count; i++, place++, from += side.slot_bytes, to += padded) {
+    if (i == until) {
+      const int64_t run = (first + i) / side.group, row = side.row ? side.row[place] : lane * side.runs + run;
+      until = side.row ? i + 1 : (run + 1) * side.group - first;
+      widen(side.scales, (const char*)fitted.levels + row * many * each, many, levels);
+      // Registers pick by the low bits of codes alone.
+      for (int64_t j = many; j < 2 * W; j++) levels[j] = levels[j - many];
+      few = load<F>(levels), more = load<F>(levels + W);
+      if (!fitted.by_token) {
+        widen(side.scales, (const char*)side.step + row * side.size * each, side.size, step);
+        widen(side.scales, (const char*)fitted.low + row * side.size * each, side.size, low);
+      }
+    }
+    if (fitted.by_token) store(step, all(scale_at(side, side.step, place))), store(low, all(scale_at(side, fitted.low, place)));
+    for (int64_t c = side.size; c < padded; c++) to[c] = 0;
+    const uint8_t* mine = (const uint8_t*)from;
+    if (side.bits != 8) unpack(mine, side.bits, side.size, codes), mine = codes;
+    int64_t c = 0;
+    if (many <= 2 * W)
+      for (; c + W <= side.size; c += W) {
+        const I code = ints_of(mine + c);
+        F level = picked(few, code);
+        if (many > W) level = code < W ? level : picked(more, code - W);
+        store(to + c, level * load<F>(step + (c & every)) + load<F>(low + (c & every)));
+      }
+    for (; c < side.size; c++) to[c] = levels[mine[c]] * step[c & every] + low[c & every];
+    for (int64_t aside = whole_at(side, fitted.counts, place); aside > 0; aside--, at++)
+      to[whole_at(side, fitted.channels, at)] = scale_at(side, fitted.exact, at);
+  }
+}
+
 // Tokens first..first + count of a lane, which lie at `from`, as floats, a token every `padded` floats, zeros behind its
 // channels; those of a grid in the order of its points. `scratch`: 2 * padded floats and padded bytes.
 [[maybe_unused]] static APART PLAIN_LOOPS void decode(const Side& side, const char* from, int64_t lane, int64_t slots,
                                                       int64_t first, int64_t count, int64_t padded, float* to,
                                                       float* scratch) {
+  if (side.kind == FITTED_LEVELS) return decode_fitted(side, from, lane, slots, first, count, padded, to, scratch);
   uint8_t* codes = (uint8_t*)(scratch + 2 * padded);
   int64_t known = -1;
   for (int64_t i = 0; i < count; i++, from += side.slot_bytes, to += padded) {

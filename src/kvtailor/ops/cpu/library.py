@@ -30,6 +30,7 @@ __all__ = [
     "PartCoordinates",
     "Side",
     "Step",
+    "Turn",
     "Union",
     "built",
     "library",
@@ -78,7 +79,7 @@ class Call(ctypes.Structure):
         ("scaling", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("firsts", "starts")),
+        *((name, ctypes.c_void_p) for name in ("firsts", "starts", "turn")),
     ]
 
 
@@ -115,6 +116,15 @@ class Map(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("matrix", "mean")),
         *((name, ctypes.c_int64) for name in ("heads", "wide", "narrow", "blocks")),
         ("scale", ctypes.c_double),
+    ]
+
+
+class Turn(ctypes.Structure):
+    """`Turn` of turned.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("frequencies", "positions", "first", "map")),
+        *((name, ctypes.c_int64) for name in ("planes", "interleaved", "start", "joined", "size", "alike")),
     ]
 
 

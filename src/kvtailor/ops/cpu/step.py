@@ -18,6 +18,8 @@ from torch import Tensor
 from kvtailor.ops.cpu.attention import side_of, unsuited
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, PartCoordinates, Step, library
+from kvtailor.ops.cpu.turned import turn_of
+from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Coordinates, PlainSegment, Segment
 
@@ -140,6 +142,12 @@ class TokenStep:
             if own.shifts_logits or (mass and own.joined > 1):
                 return f"{type(part).__name__} has logits or lanes that are no kv head's"
             why = unsuited(own.keys, own.values)
+            if why is None and own.turning is not None:
+                why = unsuited_turned(own.keys)
+                if not used.has("kvtailor_turns"):
+                    why = "no C++ kernels that turn keys were built"
+                elif len(own.keys_in) > 1:
+                    why = "several maps would be one more tensor, which nobody holds"
             if why is not None:
                 return why
         tail = parts[-1]
@@ -283,6 +291,12 @@ class TokenStep:
         call.owners, call.lanes, call.slots = owners // own.joined, layout.lanes, layout.size
         call.rows, call.queries = group * own.joined, 1
         call.scaling, call.softcap = self.scaling, self.softcap or 0.0
+        # A query for keys that are turned stays as it is.
+        turned, keys_in = own.turned, own.keys_in
+        if turned is not None:
+            keys_in = ()
+            self._numbers.append(turn_of(turned, self.query_shape[-1], layout.size, held, self._numbers))
+            call.turn = ctypes.addressof(self._numbers[-1])
         # Both are on the CPU, whatever they describe, and as long as the lanes are many.
         if layout.owner is not None:
             call.owner = self._kept(ctypes.c_int64, layout.owner)
@@ -291,9 +305,9 @@ class TokenStep:
         stored = {each.untyped_storage().data_ptr() for each in part.tensors().values()}
         self.complete &= all(each.untyped_storage().data_ptr() in stored for each in held)
         maps = PartCoordinates(
-            keys=self._kept_maps(own.keys_in),
+            keys=self._kept_maps(keys_in),
             values=self._kept_maps(own.values_in),
-            keys_count=len(own.keys_in),
+            keys_count=len(keys_in),
             values_count=len(own.values_in),
         )
         return call, maps

@@ -91,7 +91,7 @@ static inline bool picks_levels(const Side& side) {
 // The bytes of a token's codes where one plane holds them all and vectors of words divide them; else 0.
 static inline int64_t whole_words(const Side& side) {
   const int64_t codes = codes_of(side), bytes = codes * side.bits / 8;
-  if (side.kind <= FLOAT16 || (has_levels(side) ? !picks_levels(side) : side.row != nullptr)) return 0;
+  if (side.kind <= FLOAT16 || side.kind == FITTED_LEVELS || (has_levels(side) ? !picks_levels(side) : side.row != nullptr)) return 0;
   if (side.bits != 2 && side.bits != 4 && side.bits != 8) return 0;
   if (codes * side.bits % 8 || codes % (2 * W)) return 0;
   const int64_t full = (int64_t)sizeof(U), most = most_folds(side.bits);

@@ -9,6 +9,7 @@ from typing import Self
 from torch import Tensor
 
 from kvtailor.ops.attention.joined import side_by_side
+from kvtailor.ops.segments.turned import Turning
 from kvtailor.types import Coordinates, Layout, Lift, Segment, SegmentView
 
 __all__ = ["AroundSegment"]
@@ -46,6 +47,10 @@ class AroundSegment(Segment):
         Args:
             key_size, value_size: channels that the inner segment decodes to.
         """
+        return None
+
+    def turning(self) -> Turning | None:
+        """By how much the inner segment's keys are turned, where that is all that leads back; None: it is not."""
         return None
 
     def decode(self) -> tuple[Tensor, Tensor]:

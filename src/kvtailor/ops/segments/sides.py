@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvtailor.ops.codes.floats import MxCodes, NvCodes
 from kvtailor.ops.codes.gaussian import GaussianCodes
 from kvtailor.ops.codes.grids import GridCodes
+from kvtailor.ops.codes.nonuniform import LevelCodes
 from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
-from kvtailor.types import Coordinates, Layout, Segment
+from kvtailor.ops.segments.turned import Turned, Turning
+from kvtailor.types import Coordinates, Layout, PlainSegment, Segment
 
 # Of coordinates and queries, or sums and their lse: see `Coordinates`.
 Mapping = Callable[[Coordinates, Tensor], Tensor]
@@ -27,13 +30,16 @@ class StoredSides(NamedTuple):
     """Keys and values as they are stored, and by which linear maps they become the model's.
 
     A map of the keys goes over to the query: q . (A k + a) is (A^T q) . k + q . a. A map of the values goes over to the
-    sum of the weighted values. So both are applied once for each query, and not once for each token.
+    sum of the weighted values. So both are applied once for each query, and not once for each token. Keys that are
+    turned by their positions are mapped and turned one by one, as they are read.
 
     Attributes:
         layout: of the lanes that are stored.
         keys, values: their sides, (m, s, r) each.
         keys_in, values_in: the coordinates in which they are, the model's side first; none where they are the model's.
         joined: neighbouring kv heads of the model that share a lane. `layout` has so many times fewer heads.
+        turning: the keys are turned by their positions once they are out of `keys_in`, so that the query stays as it
+            is; None: they are not.
     """
 
     layout: Layout
@@ -42,16 +48,29 @@ class StoredSides(NamedTuple):
     keys_in: tuple[Coordinates, ...] = ()
     values_in: tuple[Coordinates, ...] = ()
     joined: int = 1
+    turning: Turning | None = None
+
+    @property
+    def turned(self) -> Turned | None:
+        """What a kernel needs to turn the keys; None where they are not turned."""
+        if self.turning is None:
+            return None
+        return Turned(*self.turning, layout=self.layout, keys_in=self.keys_in, joined=self.joined)
 
     @property
     def as_they_are(self) -> bool:
         """Whether queries and sums stay as they are."""
-        return not self.keys_in and not self.values_in and self.joined == 1
+        return not self.keys_in and not self.values_in and self.joined == 1 and self.turning is None
 
     @property
     def shifts_logits(self) -> bool:
         """Whether something is added to all logits of a query, which no kernel does."""
-        return any(each.mean is not None for each in self.keys_in)
+        return any(each.mean is not None for each in self._of_queries)
+
+    @property
+    def _of_queries(self) -> tuple[Coordinates, ...]:
+        """The maps that go over to the query."""
+        return self.keys_in if self.turning is None else ()
 
     def channels(self) -> tuple[int | None, int | None]:
         """Channels of keys and of values in the model's coordinates; None where the side does not tell."""
@@ -63,7 +82,7 @@ class StoredSides(NamedTuple):
 
     def asked(self, query: Tensor, of_queries: Mapping = Coordinates.of_queries) -> Tensor:
         """The queries (n, g, t, d) of the kv heads for the stored keys: (n / joined, joined * g, t, r)."""
-        for each in self.keys_in:
+        for each in self._of_queries:
             query = of_queries(each, query)
         return query if self.joined == 1 else query.reshape(-1, self.joined * query.shape[1], *query.shape[2:])
 
@@ -87,7 +106,7 @@ class StoredSides(NamedTuple):
         for each in reversed(self.values_in):
             out = of_sums(each, out, lse)
         here = query
-        for each in self.keys_in:
+        for each in self._of_queries:
             if each.mean is not None:
                 lse = lse + scaling * each.products_with_mean(here)
             here = each.of_queries(here)
@@ -110,20 +129,39 @@ def stored_sides(part: Segment) -> StoredSides | None:
             return None
         return _within(found, *own)
     if isinstance(part, AroundSegment):
+        turning = part.turning()
+        if turning is not None:
+            return _turned(part, turning)
         inner = None if type(part).coordinates is AroundSegment.coordinates else stored_sides(part.inner)
         if inner is None or inner.joined != 1:
             return None
         key_size, value_size = inner.channels()
         maps = None if key_size is None or value_size is None else part.coordinates(key_size, value_size)
-        return None if maps is None else _within(inner, *maps)
+        if maps is None or (inner.turning is not None and maps[0] is not None):
+            return None
+        return _within(inner, *maps)
     if isinstance(part, LatentSegment):
         return _latents(part)
     return None
 
 
+def _turned(part: AroundSegment, turning: Turning) -> StoredSides | None:
+    inner = stored_sides(part.inner)
+    if inner is None or inner.turning is not None:
+        return None
+    first, layout = turning.first, inner.layout
+    if first is not None and inner.joined > 1:
+        # The lanes of a row have the same, and those that are stored are fewer.
+        row, mine = (
+            torch.div(each.owners(first.device), each.heads, rounding_mode="floor") for each in (part.layout, layout)
+        )
+        first = first.new_zeros(layout.rows).index_copy_(0, row, first)[mine]
+    return inner._replace(turning=turning._replace(first=first))
+
+
 def _latents(part: LatentSegment) -> StoredSides | None:
     inner = stored_sides(part.inner)
-    if inner is None or inner.joined != 1 or (part.whole is not None and part.joined > 1):
+    if inner is None or inner.joined != 1 or inner.turning is not None or (part.whole is not None and part.joined > 1):
         return None
     keys, values = (None if each is None else each.coordinates() for each in (part.keys_basis, part.values_basis))
     # The side that is not projected has no channels among the latents.
@@ -141,7 +179,7 @@ def _channels(side: Coded, maps: tuple[Coordinates, ...]) -> int | None:
         return maps[0].blocks * maps[0].matrix.shape[1]
     if isinstance(side, Whole):
         return side.states.shape[-1]
-    sized = TokenCodes | ChannelCodes | GaussianCodes | ResidualCodes | GridCodes | MxCodes | NvCodes
+    sized = TokenCodes | ChannelCodes | GaussianCodes | ResidualCodes | GridCodes | MxCodes | NvCodes | LevelCodes
     return side.size if isinstance(side, sized) else None
 
 

@@ -1,0 +1,228 @@
+"""Keys that are turned as they are read, by every variant, against a plain loop in float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_variant, exact, needs_built, states_of
+from tests.ops.cpu.coded_truth import same, truth
+from torch import Tensor
+
+from kvtailor.ops.cpu import attention
+from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
+from kvtailor.ops.cpu.library import Library
+from kvtailor.ops.segments.coded import Coded, Whole
+from kvtailor.ops.segments.turned import Turned
+from kvtailor.types import Coordinates, Layout, Rotation
+
+pytestmark = [needs_built, pytest.mark.usefixtures("poisoned")]
+# Layouts whose channels are in their order, and that are not twice as many numbers.
+INSIDE = (
+    "plain",
+    "vector3",
+    "tokens4",
+    "channels4",
+    "channels4x5",
+    "levels3",
+    "nvfp4",
+    "fitted3",
+    "fitted4",
+    "fitted5",
+)
+# (b, h, g, t, s, d), turned channels: odd sizes, several blocks and pieces.
+SIZES = [
+    ((1, 2, 4, 1, 63, 128), 128),
+    ((3, 1, 1, 1, 600, 64), 32),
+    ((2, 3, 3, 2, 130, 24), 22),
+    ((1, 1, 7, 1, 1030, 80), 80),
+]
+
+
+def turned_by(size: int, layout: Layout, *maps: Coordinates, joined: int = 1, interleaved: bool = False) -> Turned:
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2) / size)
+    rotation = Rotation(frequencies=frequencies, interleaved=interleaved)
+    return Turned(rotation=rotation, first=None, layout=layout, keys_in=maps, joined=joined)
+
+
+def model_keys(stored: Tensor, turned: Turned) -> Tensor:
+    """Keys of each kv head (n, s, d) from what is stored (n / joined, s, r), in float64, one head after the other."""
+    found, rotation = [], turned.rotation
+    columns = turned.layout.columns(torch.device("cpu")).expand(stored.shape[:2])
+    for head in range(stored.shape[0] * turned.joined):
+        lane = head // turned.joined
+        keys = stored[lane].double()
+        for each in reversed(turned.keys_in):
+            k = head % each.matrix.shape[0]
+            parts = [part @ each.matrix[k].double().T * each.scale for part in keys.chunk(each.blocks, -1)]
+            keys = torch.cat(parts, -1) + (0 if each.mean is None else each.mean[k].double())
+        places = columns[lane] - (0 if turned.first is None else turned.first[lane])
+        for plane, frequency in enumerate(rotation.frequencies):
+            # Angles are products in float32, as they were where the keys were turned back.
+            angle = (places.float() * frequency).double()
+            a, b = (2 * plane, 2 * plane + 1) if rotation.interleaved else (plane, plane + rotation.size // 2)
+            one, two = keys[:, a].clone(), keys[:, b].clone()
+            keys[:, a], keys[:, b] = one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()
+        found.append(keys)
+    return torch.stack(found)
+
+
+def expected(query: Tensor, keys: Coded, values: Coded, turned: Turned, **how: Tensor) -> tuple[Tensor, Tensor]:
+    """For each lane, whose rows are those of the heads that share it."""
+    lanes, rows, new, size = query.shape
+    by_head = query.reshape(lanes * turned.joined, rows // turned.joined, new, size)
+    whole = Whole(states=model_keys(exact(keys), turned))
+    each = Whole(states=exact(values).repeat_interleave(turned.joined, 0))
+    out, lse = truth(by_head, whole, each, **how)
+    return out.reshape(lanes, rows, new, -1), lse.reshape(lanes, rows, new)
+
+
+@every_variant
+@every_dtype
+@pytest.mark.parametrize("layout", INSIDE)
+def test_every_layout_is_turned(library: Library, dtype: torch.dtype, layout: str) -> None:
+    for index, ((b, h, g, t, s, d), size) in enumerate(SIZES):
+        keys, values = (LAYOUTS[layout](states) for states in states_of(index, dtype, b * h, s, d))
+        turned = turned_by(size, Layout(rows=b, heads=h, size=s, start=1000), interleaved=index % 2 == 1)
+        if index:
+            turned = turned._replace(first=torch.tensor([0, 7, 1200])[:b].repeat_interleave(h))
+        query = torch.randn((b * h, g, t, d), generator=torch.Generator().manual_seed(9))
+        found = attend_coded(query, keys, values, scaling=0.1, turned=turned, using=library)
+        tolerance = 1e-5 if dtype == torch.float32 or layout == "plain" else COARSE
+        assert same(found, expected(query, keys, values, turned), tolerance), (layout, index)
+
+
+def lane_positions(lanes: int, slots: int) -> Layout:
+    generator = torch.Generator().manual_seed(3)
+    positions = torch.randint(1, 300, (lanes, slots), generator=generator, dtype=torch.int32).cumsum(
+        1, dtype=torch.int32
+    )
+    return Layout(rows=1, heads=lanes, size=slots, positions=positions)
+
+
+@every_variant
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_each_lane_has_its_own_far_positions(library: Library, interleaved: bool) -> None:
+    """Up to some 90,000, where a float32 angle is off by a hundredth of what a turn of the last plane would be."""
+    keys, values = (Whole(states=states) for states in states_of(1, torch.float32, 3, 600, 64))
+    turned, query = turned_by(64, lane_positions(3, 600), interleaved=interleaved), torch.randn(3, 2, 1, 64)
+    found = attend_coded(query, keys, values, scaling=0.1, turned=turned, using=library)
+    assert same(found, expected(query, keys, values, turned))
+    nearer = turned._replace(layout=Layout(rows=1, heads=3, size=600, positions=turned.layout.positions - 1))
+    later = attend_coded(query, keys, values, scaling=0.1, turned=nearer, using=library)
+    assert not same(later, expected(query, keys, values, turned), 1e-3)
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("joined", [1, 4])
+@pytest.mark.parametrize("size, rank", [(128, 200), (20, 33), (64, 64)])
+def test_coordinates_become_channels_before(
+    library: Library, dtype: torch.dtype, joined: int, size: int, rank: int
+) -> None:
+    """Of single heads and of several that share a lane; with a mean, in blocks, and one map after another."""
+    state = torch.Generator().manual_seed(size)
+    heads, b, s = 4, 2, 301
+    draw = lambda *shape: torch.randn(shape, generator=state) / rank**0.5  # noqa: E731
+    one = Coordinates(matrix=draw(heads, size, rank), scale=2.0)
+    blocks = Coordinates(matrix=draw(1, size // 4, rank // 4), blocks=4, scale=0.5)
+    chains = [(one,), (replace(one, mean=draw(heads, size)),), (blocks,)]
+    chains += [(one, Coordinates(matrix=draw(1, rank, 32), mean=draw(1, rank)))]
+    for maps, layout in zip(chains, ("tokens4", "plain", "plain", "nvfp4"), strict=True):
+        stored = maps[-1].blocks * maps[-1].matrix.shape[-1]
+        lanes = b * heads // joined
+        keys = LAYOUTS[layout](states_of(2, dtype, lanes, s, stored)[0])
+        values = Whole(states=states_of(3, dtype, lanes, s, 40)[1])
+        turned = turned_by(size, Layout(rows=b, heads=heads // joined, size=s, start=5), *maps, joined=joined)
+        turned = turned._replace(first=torch.tensor([0, 9]).repeat_interleave(heads // joined))
+        query = torch.randn((lanes, 3 * joined, 1, size), generator=state) * 3
+        found = attend_coded(query, keys, values, scaling=0.1, turned=turned, using=library)
+        tolerance = 2e-5 if dtype == torch.float32 else COARSE
+        assert same(found, expected(query, keys, values, turned), tolerance), (layout, len(maps))
+
+
+@every_variant
+@pytest.mark.parametrize("layout", ["plain", "fitted3"])
+def test_what_is_seen_and_what_each_slot_receives(library: Library, layout: str) -> None:
+    keys, values = (LAYOUTS[layout](states) for states in states_of(3, torch.float32, 4, 300, 64))
+    state = torch.Generator().manual_seed(5)
+    query, visible = torch.randn((4, 2, 3, 64), generator=state), torch.rand((4, 3, 300), generator=state) < 0.2
+    visible[0, 0], weight = False, torch.rand((4, 300), generator=state)
+    turned = turned_by(64, Layout(rows=1, heads=4, size=300, start=0))
+    how = {"visible": visible, "log_weight": weight}
+    out, lse, kept = attend_keeping(query, keys, values, scaling=0.1, turned=turned, using=library, **how)
+    assert same((out, lse), expected(query, keys, values, turned, **how))
+    logits = query.double() @ model_keys(exact(keys), turned)[:, None].mT * 0.1 + weight[:, None, None]
+    shares = (logits - lse[..., None]).exp().masked_fill(~visible[:, None], 0).nan_to_num(0)
+    torch.testing.assert_close(kept.mass(lse, torch.ones(4, 3)), shares.sum((1, 2)).float(), atol=1e-5, rtol=1e-4)
+
+
+@every_variant
+@pytest.mark.parametrize("owned", [False, True])
+def test_filled_slots_alone_are_read(library: Library, owned: bool) -> None:
+    """Pages of an owner, and lanes that take their blocks in turns."""
+    lengths = torch.tensor([300, 300, 7, 299], dtype=torch.int32)
+    owner = torch.tensor([0, 0, 0, 2]) if owned else None
+    keys, values = (states.clone() for states in states_of(4, torch.float32, 4, 300, 32))
+    for lane, length in enumerate(lengths.tolist()):
+        keys[lane, length:] = values[lane, length:] = torch.nan
+    layout = lane_positions(4, 300) if owned else Layout(rows=1, heads=4, size=300, start=40)
+    turned, query = turned_by(32, layout), torch.randn(3 if owned else 4, 3, 1, 32)
+    out, lse = attend_coded(
+        query, Whole(states=keys), Whole(states=values), scaling=0.1, owner=owner, lengths=lengths, turned=turned,
+        using=library,
+    )  # fmt: skip
+    whole, of_lane = model_keys(keys, turned), [0, 1, 2, 3] if owner is None else owner.tolist()
+    for mine in range(query.shape[0]):
+        lanes = [lane for lane in range(4) if of_lane[lane] == mine]
+        if not lanes:
+            assert (lse[mine] == -torch.inf).all() and (out[mine] == 0).all()
+            continue
+        k, v = (torch.cat([each[lane, : lengths[lane]] for lane in lanes])[None] for each in (whole, values))
+        alone = truth(query[mine : mine + 1], Whole(states=k), Whole(states=v))
+        assert same((out[mine : mine + 1], lse[mine : mine + 1]), alone)
+
+
+@every_variant
+def test_threads_share_what_is_turned(library: Library, threads: int) -> None:
+    keys, values = (LAYOUTS["fitted4"](states) for states in states_of(10, torch.bfloat16, 6, 400, 64))
+    query, turned = torch.randn(6, 4, 1, 64), turned_by(64, Layout(rows=2, heads=3, size=400, start=0))
+    assert keys.decode().numel() * 4 > attention._SMALL
+    found = attend_coded(query, keys, values, scaling=0.1, turned=turned, using=library)
+    assert same(found, expected(query, keys, values, turned), COARSE)
+
+
+@every_variant
+def test_fitted_levels_of_moved_tokens_and_of_many_channels(library: Library) -> None:
+    """Counts and channels have 16 bits above 255 channels; every width is another way to pick a level."""
+    state = torch.Generator().manual_seed(6)
+    for bits, size in itertools.product((1, 2, 3, 4, 5, 8), (64, 300)):
+        attend = partial(attend_coded, torch.randn((2, 3, 1, size), generator=state), scaling=0.1, using=library)
+        made = {"bits": bits, "group": 32, "share": 0.03}
+        keys, values = states_of(bits, torch.float32, 3, 100, size)
+        first = torch.zeros((3, 100), dtype=torch.bool)
+        first[:, 0] = True
+        keys = LAYOUTS["fitted3"].func(keys, by_channel=True, whole=first, **made)
+        values = LAYOUTS["fitted3"].func(values, by_channel=False, whole=first, **made)
+        lane, slot = torch.randint(0, 3, (2, 50), generator=state), torch.randint(0, 100, (2, 50), generator=state)
+        sides = keys.regather(lane, slot), values.regather(lane, slot)
+        assert same(attend(*sides), truth(attend.args[0], *sides)), (bits, size)
+
+
+@every_variant
+def test_mapped_sums_do_not_overflow_and_hide_nothing(library: Library) -> None:
+    """Whole numbers, where a variant takes them, are as large as they can be; what is no number stays in its lane."""
+    stored = torch.ones((2, 40, 96), dtype=torch.bfloat16)
+    stored[1, ::3] = -1
+    matrix = torch.ones((1, 32, 96)) * torch.linspace(0.1, 3, 32)[:, None]
+    turned = turned_by(32, Layout(rows=1, heads=2, size=40, start=0), Coordinates(matrix=matrix))
+    query, values = torch.randn(2, 3, 1, 32) / 300, Whole(states=states_of(3, torch.bfloat16, 2, 40, 32)[1])
+    attend = partial(attend_coded, query, values=values, scaling=0.1, turned=turned, using=library)
+    assert same(attend(keys=Whole(states=stored)), expected(query, Whole(states=stored), values, turned), COARSE)
+    for wrong in (torch.nan, torch.inf):
+        stored[0, 5, 3] = wrong
+        out, _ = attend(keys=Whole(states=stored))
+        assert out[0].isnan().all() and out[1].isfinite().all()
