@@ -18,7 +18,7 @@ from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
 from kvtailor.ops.segments.turned import Turned, Turning
-from kvtailor.types import Coordinates, Layout, PlainSegment, Segment
+from kvtailor.types import Coordinates, Layout, Segment
 
 # Of coordinates and queries, or sums and their lse: see `Coordinates`.
 Mapping = Callable[[Coordinates, Tensor], Tensor]
