@@ -358,9 +358,8 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
-        self._read, self._repeated, self.steady = [], None, None
+        self._read, self._repeated, self.steady, self.arriving, self.is_initialized = [], None, None, None, False
         self.state.reset()
-        self.arriving, self.is_initialized = None, False
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Takes back the newest tokens; a recorded forward is then compressed.
