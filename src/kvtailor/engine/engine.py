@@ -64,8 +64,7 @@ class Engine:
         self._join_groups()
         self._takes_short_context = False
         self._in_memory = plan.store.is_memory
-        self._evicts_again = plan.slack_tokens is not None or plan.encode.needs.window > 0
-        self._needs_queries_again = self._evicts_again
+        self._needs_queries_again = self._evicts_again = plan.slack_tokens is not None or plan.encode.needs.window > 0
         self.switch, self.eviction = PhaseSwitch(), Eviction(plan, self.states, other_bytes, sizes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -350,15 +349,9 @@ class Engine:
         # What a decoded token would leave for no later eviction is not gathered at all.
         if self.needs.mass or deferred or not one or self._evicts_again or self._listens_to_queries:
             state.observed.evidence = observe(
-                self.needs,
-                state.observed.evidence,
-                query,
-                visible.first_column,
-                mass,
-                real=visible.real,
-                rotation=state.model.rotation,
-                others=[(each.query, each.visible.first_column) for each in others],
-            )
+                self.needs, state.observed.evidence, query, visible.first_column, mass, real=visible.real,
+                rotation=state.model.rotation, others=[(each.query, each.visible.first_column) for each in others],
+            )  # fmt: skip
         if not deferred:
             self._evict_and_encode(state, 1 if decoded else query.shape[2], visible)
 

@@ -360,8 +360,8 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything; the layer may then serve another batch."""
         self._read, self._repeated, self.steady, self.arriving_for = [], None, None, None
-        self.state.reset()
         self.arriving, self.is_initialized = None, False
+        self.state.reset()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Takes back the newest tokens; a recorded forward is then compressed.
