@@ -369,8 +369,7 @@ class CompressedLayer(TakesSteadily, CacheLayerMixin):
         Args:
             tokens_to_remove: minus the number of tokens, 0 to take back none.
         """
-        count = -int(tokens_to_remove)
-        if count < 0:
+        if (count := -int(tokens_to_remove)) < 0:
             raise CacheMisuse(f"crop takes minus the number of tokens to remove, and got {-count}")
         if isinstance(self.guard.engine.phase, Speculating):
             rollback.take_back(self.guard.engine, self.state, count)
