@@ -16,7 +16,6 @@ from kvtailor.ops.cpu.library import Library, built
 from kvtailor.ops.cpu.pages import attend_pages
 from kvtailor.ops.dispatch import (
     coded_attention,
-    explained,
     forced,
     joint_attention,
     page_attention,
@@ -26,6 +25,7 @@ from kvtailor.ops.dispatch import (
     using,
 )
 from kvtailor.ops.segments.coded import Whole
+from kvtailor.ops.what_runs import explained
 
 CPU = torch.device("cpu")
 SIDE = Whole(states=torch.randn(2, 8, 16))
@@ -169,19 +169,19 @@ def test_what_runs_is_explained() -> None:
 def test_auto_takes_on_a_gpu_what_has_won_there_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is needed to choose for one."""
     gpu = torch.device("cuda")
-    assert not any(dispatch._on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
+    assert not any(dispatch.on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
     monkeypatch.setattr(dispatch, "WON_ON_CUDA", frozenset({"attention", "codes"}))
-    chosen = [each for each in dispatch.TRITON_OPERATIONS if dispatch._on_triton(gpu, each)]
+    chosen = [each for each in dispatch.TRITON_OPERATIONS if dispatch.on_triton(gpu, each)]
     assert chosen == ["attention", "codes"]
     forms = [each.implementation for each in explained(gpu, torch.bfloat16)]
     assert forms == ["Triton", "Triton", "torch's fused attention"]
     assert {each.why for each in explained(gpu, torch.bfloat16)[:2]} == {"it was measured to be faster"}
     with using("reference"):
-        assert not any(dispatch._on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
+        assert not any(dispatch.on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
     with using("triton"):
-        assert all(dispatch._on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
+        assert all(dispatch.on_triton(gpu, each) for each in dispatch.TRITON_OPERATIONS)
     # What was measured on a GPU says nothing about a CPU, also where Triton's interpreter runs there.
-    assert not dispatch._on_triton(CPU, "attention")
+    assert not dispatch.on_triton(CPU, "attention")
     monkeypatch.setattr(dispatch, "WON_ON_CUDA", frozenset({"codes"}))
     first, *_, last = explained(gpu, torch.bfloat16)
     assert first.implementation == "torch, decoded parts" and "not measured to be faster" in first.why
@@ -200,7 +200,7 @@ def test_levels_and_small_floats_are_chosen_for_themselves(monkeypatch: pytest.M
         "small floats": MxCodes.of(states, "e2m1", 32),
     }
     for won in ({"attention", "pages"}, {"attention", "levels"}, {"pages", "small floats"}, {"levels"}):
-        monkeypatch.setattr(dispatch, "_on_triton", lambda device, operation, won=won: operation in won)
+        monkeypatch.setattr(dispatch, "on_triton", lambda device, operation, won=won: operation in won)
         for name, side in sides.items():
             assert (coded_attention(query, side, side) is attend_coded) is (name in won)
             paged = "pages" in won and (name == "attention" or name in won)

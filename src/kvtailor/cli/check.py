@@ -43,7 +43,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
 
     from kvtailor.errors import PlanError
     from kvtailor.ops import huge_pages
-    from kvtailor.ops.dispatch import explained
+    from kvtailor.ops.what_runs import explained
 
     parsed, geometry, element, reach = None, None, 1, None
     faults: list[str] = []

@@ -27,7 +27,7 @@ from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.cpu import choose, coordinates, merge, pages, quantise
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping, unsuited
-from kvtailor.ops.cpu.library import Library, library, why_none
+from kvtailor.ops.cpu.library import Library, library
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
 from kvtailor.ops.segments.coded import Coded, Whole
 from kvtailor.ops.segments.turned import Turned
@@ -38,16 +38,15 @@ __all__ = [
     "MOST_QUERIES",
     "TRITON_OPERATIONS",
     "WON_ON_CUDA",
-    "Choice",
     "Quantiser",
     "asked_here",
     "best_pages",
     "chosen_attention",
     "coded_attention",
-    "explained",
     "forced",
     "joint_attention",
     "maps_of",
+    "on_triton",
     "merged",
     "page_attention",
     "page_bounds",
@@ -55,6 +54,7 @@ __all__ = [
     "quantiser",
     "turns_keys",
     "using",
+    "why_not_quantised",
 ]
 
 # New tokens at once up to which a part is read as it is stored; from there on decoding it once is cheaper.
@@ -67,21 +67,6 @@ TRITON_OPERATIONS = ("attention", "levels", "small floats", "pages", "prompt mas
 over chosen pages; the attention mass of a prompt; making codes of states."""
 _WHICH = ("auto", "reference", "triton")
 _FORCED: ContextVar[str | None] = ContextVar("implementations", default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What runs for one operation.
-
-    Attributes:
-        operation: what is done.
-        implementation: the form that does it.
-        why: why that one, a clause.
-    """
-
-    operation: str
-    implementation: str
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +140,7 @@ def coded_attention(
         return None
     if turned is not None:
         return _turning_attention(query, keys, values, turned, mass=mass)
-    if all(_on_triton(query.device, _reading(side)) for side in (keys, values)):
+    if all(on_triton(query.device, _reading(side)) for side in (keys, values)):
         from kvtailor.ops.triton import attend as on_gpu
 
         if on_gpu.suits(query, keys, values) is not None:
@@ -196,7 +181,7 @@ def _reading(side: Coded) -> str:
 
 def joint_attention(device: torch.device) -> Any:
     """The module whose `attend_parts` reads several parts at once that its `attend_coded` reads one by one; or None."""
-    if not _on_triton(device, "attention"):
+    if not on_triton(device, "attention"):
         return None
     from kvtailor.ops.triton import attend as on_gpu
 
@@ -238,7 +223,7 @@ def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Call
     """
     if query.shape[-2] > MOST_QUERIES:
         return None
-    if not _on_triton(query.device, "pages"):
+    if not on_triton(query.device, "pages"):
         built = _built_for(query)
         if built is None or pages.unsuited_pages(keys, values, built) is not None:
             return None
@@ -246,7 +231,7 @@ def page_attention(query: Tensor, keys: Coded, values: Coded, page: int) -> Call
     if page & (page - 1):
         return None
     coded = {_reading(side) for side in (keys, values)} - {"attention"}
-    if not all(_on_triton(query.device, operation) for operation in coded):
+    if not all(on_triton(query.device, operation) for operation in coded):
         return None
     from kvtailor.ops.triton import attend as on_gpu
 
@@ -302,7 +287,7 @@ def prompt_mass(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., tu
     Args:
         query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). No query sees a later slot, each all others.
     """
-    if not _on_triton(query.device, "prompt mass"):
+    if not on_triton(query.device, "prompt mass"):
         return None
     from kvtailor.ops.triton import mass as on_gpu
 
@@ -313,73 +298,16 @@ def quantiser(states: Tensor) -> Quantiser:
     """What makes codes of these states (m, s, c); every form gives the same bytes, steps and minima."""
     if forced() == "reference":
         return _PLAIN
-    if _on_triton(states.device, "codes"):
+    if on_triton(states.device, "codes"):
         return _packed_by_triton()
     if quantise.unsuited_states(states) is not None:
         return _PLAIN
     built = library()
-    return _PLAIN if built is None or _why_not_quantised(built) else _ON_CPU
+    return _PLAIN if built is None or why_not_quantised(built) else _ON_CPU
 
 
-def explained(device: torch.device, dtype: torch.dtype) -> list[Choice]:
-    """What runs on a device for a cache of this dtype, operation by operation."""
-    asked = forced()
-    few = f"attention of up to {MOST_QUERIES} new tokens"
-    many = "attention of a prompt"
-    if asked == "reference":
-        return [Choice(operation=few, implementation="torch, decoded parts", why="the reference is forced")]
-    prompt = Choice(operation=many, implementation="torch's fused attention", why="its tiles are filled")
-    if ours := [each for each in TRITON_OPERATIONS if _on_triton(device, each)]:
-        return _of_triton(ours, few, prompt, interpreted=device.type != "cuda")
-    if device.type == "cuda":
-        why = (
-            missing()
-            or "Triton's kernels are there, but not timed on a GPU yet: KVTAILOR_IMPLEMENTATION=triton selects them"
-        )
-        return [Choice(operation=few, implementation="torch, decoded parts", why=why), prompt]
-    if device.type != "cpu":
-        why = f"there are no kernels for {device.type}"
-        return [Choice(operation=few, implementation="torch, decoded parts", why=why), prompt]
-    built = library()
-    if built is None:
-        return [Choice(operation=few, implementation="torch, heads and scales folded", why=why_none()), prompt]
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return [Choice(operation=few, implementation="torch, decoded parts", why=f"no kernel reads {dtype}"), prompt]
-    threads = "torch's threads" if built.parallel_for else "one thread: torch older than 2.10"
-    why_not = _why_not_quantised(built)
-    return [
-        Choice(
-            operation=few, implementation=f"C++, {built.variant}", why=f"built, and runs on this machine; {threads}"
-        ),
-        prompt,
-        Choice(
-            operation="making codes of states",
-            implementation="torch" if why_not else f"C++, {built.variant}",
-            why=why_not or "gives the bytes torch gives",
-        ),
-    ]
-
-
-def _of_triton(operations: Sequence[str], few: str, prompt: Choice, *, interpreted: bool) -> list[Choice]:
-    """What runs where Triton's kernels do some operations; torch has the others."""
-    why = "it was measured to be faster" if forced() == "auto" else "it was asked for"
-    why += ", in its interpreter" if interpreted else ""
-    told = {
-        "attention": (few, "Triton"),
-        "levels": ("the same over codes of levels and grids", "Triton"),
-        "small floats": ("the same over small floats in blocks", "Triton"),
-        "pages": ("attention over chosen pages", "Triton, in place"),
-        "prompt mass": ("attention mass of a prompt", "torch's fused attention, then Triton"),
-        "codes": ("making codes of states", "Triton"),
-    }
-    found = [Choice(operation=told[each][0], implementation=told[each][1], why=why) for each in operations]
-    if "attention" not in operations:
-        not_won = "Triton's kernel was not measured to be faster"
-        found.insert(0, Choice(operation=few, implementation="torch, decoded parts", why=not_won))
-    return [*found[:2], prompt, *found[2:]]
-
-
-def _why_not_quantised(built: Library) -> str | None:
+def why_not_quantised(built: Library) -> str | None:
+    """Why these kernels make no codes, a clause; None where they do."""
     return None if built.has("kvtailor_code") else "the C++ kernels were built from older sources: build them again"
 
 
@@ -388,7 +316,7 @@ def _built_for(query: Tensor) -> Library | None:
     return library() if query.device.type == "cpu" and forced() == "auto" else None
 
 
-def _on_triton(device: torch.device, operation: str) -> bool:
+def on_triton(device: torch.device, operation: str) -> bool:
     """Whether Triton's kernel of this operation was selected, or has won, and can run on tensors of this device."""
     asked = forced()
     if asked == "auto" and device.type == "cuda" and operation in WON_ON_CUDA:

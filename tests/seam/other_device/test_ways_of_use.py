@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import kvtailor
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import UnsupportedModel
-from kvtailor.ops.dispatch import explained, using
+from kvtailor.ops.dispatch import using
+from kvtailor.ops.what_runs import explained
 from tests.seam.test_modes import PLANS
 from tests.support.bench.dummy import DummyTokenizer
 from tests.support.crossed import crossed
