@@ -350,8 +350,10 @@ class Rocket(Attention):
         )
         scores = pool_members(votes, valid & (positions < columns[0]), self.kernel, "max")
         scores = scores.masked_fill(positions >= end - self.window, torch.inf).masked_fill(~valid, -torch.inf)
-        budget = self._first_stage(real[:, :end].sum(1).cpu())[:, None].expand(b, heads)
-        place, here = chosen_places(keep_top(scores, torch.minimum(budget, valid.sum(-1).cpu())).flatten(0, 1))
+        seen = torch.full((b,), end) if visible.real is None else real[:, :end].sum(1).cpu()
+        held = (rows.counts.cpu() if rows.on_host is None else rows.on_host).view(b, heads)
+        budget = torch.minimum(self._first_stage(seen)[:, None].expand(b, heads), held)
+        place, here = chosen_places(keep_top(scores, budget).flatten(0, 1), budget.flatten())
         chosen = rows.columns.gather(1, place).masked_fill(~here, -1).to(torch.int32)
         return {"queries": queries, "chosen": chosen.unflatten(0, (b, heads))}
 
