@@ -16,6 +16,7 @@ import kvtailor
 import kvtailor.attend.quest
 import kvtailor.attend.rocket
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.segments.coded import Whole
 from tests.support.crossed import crossed
@@ -52,13 +53,13 @@ class Watched:
         for module in (kvtailor.attend.quest, kvtailor.attend.rocket):
             monkeypatch.setattr(module, "read_lanes", self.watched(module.read_lanes))
         self.in_place: list[Lanes] = []
-        page_attention = kvtailor.attend.quest.page_attention
+        page_attention = dispatch.page_attention
 
         def pages_of(*sides):
             attend = page_attention(*sides)
             return None if attend is None else partial(self.of_pages, attend)
 
-        monkeypatch.setattr(kvtailor.attend.quest, "page_attention", pages_of)
+        monkeypatch.setattr(dispatch, "page_attention", pages_of)
 
     def of_pages(self, attend, query, keys, values, pages, page, **how):
         """What a kernel reads where it lies joins what `read_lanes` is given beside it."""
@@ -101,7 +102,7 @@ def test_logits_equal_a_full_cache_with_the_unread_tokens_masked(
 
 
 def test_so_where_pages_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvtailor.attend.quest, "page_attention", lambda *_: None)
+    monkeypatch.setattr(dispatch, "page_attention", lambda *_: None)
     check_reading("llama", PLANS[0], monkeypatch)
 
 
