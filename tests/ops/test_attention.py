@@ -12,6 +12,7 @@ from kvtailor.ops.attention.definition import reference
 from kvtailor.ops.attention.folded import folded, merge, suits
 from kvtailor.ops.attention.lanes import Lanes, joint
 from kvtailor.ops.attention.prompt import causal, masked, query_blocks, with_mass
+from kvtailor.types import Softmax
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 every_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=lambda x: str(x))
@@ -51,13 +52,30 @@ def test_the_reference_gives_zeros_where_nothing_is_seen() -> None:
     assert bool((out[:, :, 1] == 0).all() and (lse[:, :, 1] == -torch.inf).all() and (weights[..., 1, :] == 0).all())
 
 
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, 1.0])
+
+
 @every_dtype
-@pytest.mark.parametrize("t", [1, 2, 63])
-def test_causal(t: int, dtype: torch.dtype, tolerance: float) -> None:
-    query, keys, values, mask = prompt_of(t, t, dtype, 3)
-    out = causal(query, keys, values, 0.04)
+@pytest.mark.parametrize(("t", "n"), [(1, 1), (2, 2), (63, 63), (17, 80), (63, 64), (300, 301)])
+@pytest.mark.parametrize(
+    "softmax", [Softmax(), Softmax(sinks=SINKS), Softmax(softcap=2.0, sinks=SINKS)], ids=["plain", "sinks", "capped"]
+)
+def test_causal(t: int, n: int, softmax: Softmax, dtype: torch.dtype, tolerance: float) -> None:
+    """A prompt, and a chunk behind what is held, whose older slots weigh more than its own."""
+    query, keys, values, mask = prompt_of(t, n, dtype, 3)
+    keys[:, :, : n - t] *= 2
+    out = causal(query, keys, values, 0.1, softmax)
+    expected = reference(query, keys, values, mask, 0.1, softmax=softmax)[0]
     assert out.dtype == dtype
-    assert torch.allclose(out.float(), reference(query, keys, values, mask, 0.04)[0], atol=tolerance, rtol=tolerance)
+    assert torch.allclose(out.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_chunk_makes_no_mask() -> None:
+    """Whose elements are as many as a chunk's queries times all that is held."""
+    query, keys, values, _ = prompt_of(64, 4096, torch.float32, 7)
+    with Watch(of=torch.bool) as watch:
+        causal(query, keys, values, 0.04)
+    assert watch.largest < 64 * 64
 
 
 @every_dtype
@@ -117,14 +135,16 @@ def test_long_prompts_hold_no_square_matrix(custom: bool, monkeypatch: pytest.Mo
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-    """Remembers the largest float tensor that any operation gave."""
+    """Remembers the bytes of the largest tensor that any operation gave, of floats or of the type `of`."""
 
-    largest = 0
+    def __init__(self, of: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.of, self.largest = of, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            if isinstance(tensor, Tensor) and (tensor.dtype == self.of if self.of else tensor.is_floating_point()):
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes())
         return out
 

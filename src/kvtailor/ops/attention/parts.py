@@ -100,9 +100,6 @@ def _prompt(
     columns = layout.columns(device)
 
     def sees(first: int, end: int) -> Tensor:
-        if visible.causal_only:
-            # Query `first` stands at column n - t + first of the part, whose last t columns are the new tokens.
-            return torch.ones((1, end - first, n), dtype=torch.bool, device=device).tril(n - t + first)
         return visible.at(torch.arange(b, device=device), columns, first, end).expand(-1, end - first, n)
 
     def row_sees(row: int, first: int, end: int) -> Tensor:
@@ -115,7 +112,7 @@ def _prompt(
         rule = None if visible.causal_only else row_sees
         output, mass = with_mass(cast, keys, values, scaling, weight, rule, softmax)
         return Read(output=output.to(query.dtype), mass=[mass.flatten(0, 1)])
-    if visible.causal_only and n == t:
+    if visible.causal_only:
         return Read(output=causal(cast, keys, values, scaling, softmax).to(query.dtype))
     return Read(output=masked(cast, keys, values, scaling, sees, softmax).to(query.dtype))
 

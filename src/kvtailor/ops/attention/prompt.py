@@ -1,7 +1,8 @@
 """Attention of many queries over one uniform part: a prompt, or a chunk of it after what is already held.
 
-Queries are taken in blocks, and each block stops at the last slot that it may see, so that no t x n matrix or mask
-is ever held and the causal half of the work is not done.
+A chunk sees all that was held before it, and itself causally: two calls that need no mask, merged by their
+log-sum-exps, where torch's kernel gives them. Under any other mask queries are taken in blocks, and each block stops at
+the last slot that it may see, so that no t x n matrix or mask is ever held and the causal half of the work is not done.
 
 torch's fused kernels know neither a cap nor sinks. Sinks need only the log-sum-exp of what a query sees, which the
 kernel for the CPU gives; where it cannot be asked for, and where logits are capped, a block's logits are written down.
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvtailor.ops import dispatch
+from kvtailor.ops.attention.folded import merge
 from kvtailor.types import PLAIN_SOFTMAX, Softmax
 
 __all__ = ["causal", "masked", "query_blocks", "with_mass"]
@@ -25,21 +27,36 @@ _BLOCK = 1 << 22
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
-    """Causal attention where the queries are the held tokens themselves.
+    """Causal attention where the queries are the last of the held tokens, or all of them.
 
     Args:
-        query: (b, q, t, d). keys: (b, h, t, d). values: (b, h, t, dv). All of one dtype.
+        query: (b, q, t, d). keys: (b, h, n, d). values: (b, h, n, dv). All of one dtype.
         scaling: factor before the softmax.
         softmax: what the softmax has besides.
 
     Returns:
         (b, q, t, dv) in the query's dtype.
     """
-    if softmax.plain:
+    older = keys.shape[2] - query.shape[2]
+    if softmax.softcap is not None:
+        return _blockwise(query, keys, values, scaling, softmax, None, None)[0]
+    if older == 0 and softmax.plain:
         return _sdpa(query, keys, values, scaling, None, is_causal=True)
-    if softmax.softcap is None and _gives_lse(query, keys, values):
-        return _sinking(query, keys, values, scaling, softmax, None, is_causal=True)
-    return _blockwise(query, keys, values, scaling, softmax, None, None)[0]
+    if _gives_lse(query, keys, values):
+        own = _with_lse(query, keys[:, :, older:], values[:, :, older:], scaling, None, is_causal=True)
+        if older == 0:
+            return _sunk(*own, softmax)
+        # What stands before the queries is seen by all of them.
+        before = _with_lse(query, keys[:, :, :older], values[:, :, :older], scaling, None, is_causal=False)
+        return merge([before, own], None if softmax.sinks is None else softmax.sinks[:, None])[0].to(query.dtype)
+    if not softmax.plain:
+        return _blockwise(query, keys, values, scaling, softmax, None, None)[0]
+
+    def sees(first: int, end: int) -> Tensor:
+        # Query `first` stands at slot older + first.
+        return torch.ones((1, end - first, keys.shape[2]), dtype=torch.bool, device=query.device).tril(older + first)
+
+    return masked(query, keys, values, scaling, sees)
 
 
 def masked(
@@ -83,7 +100,7 @@ def masked(
         if softmax.plain:
             block = _sdpa(*sides, scaling, mask, is_causal=False)
         else:
-            block = _sinking(*sides, scaling, softmax, mask, is_causal=False)
+            block = _sunk(*_with_lse(*sides, scaling, mask, is_causal=False), softmax)
         out[:, :, first:end] = block.masked_fill(~some[:, None, :, None], 0.0)
     return out
 
@@ -205,18 +222,10 @@ def _gives_lse(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def _sinking(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    softmax: Softmax,
-    mask: Tensor | None,
-    *,
-    is_causal: bool,
-) -> Tensor:
-    """`_sdpa` with sinks: the output over the tokens alone, less the sinks' shares. See `_gives_lse`."""
-    assert softmax.sinks is not None
+def _with_lse(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`_sdpa` with the log-sum-exp (b, q, t) float32 of what each query sees. See `_gives_lse`."""
     bias = None
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
@@ -226,8 +235,13 @@ def _sinking(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, is_causal=is_causal, attn_mask=bias, scale=scaling
     )
-    found: Tensor = out[..., :width].mul_((lse - softmax.sinks[:, None]).sigmoid_()[..., None].to(out.dtype))
-    return found
+    return out[..., :width], lse
+
+
+def _sunk(out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
+    """An output over the tokens alone, in place, less the shares of the sinks."""
+    assert softmax.sinks is not None
+    return out.mul_((lse - softmax.sinks[:, None]).sigmoid_()[..., None].to(out.dtype))
 
 
 def _sdpa(
