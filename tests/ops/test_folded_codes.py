@@ -31,6 +31,8 @@ def by_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(folded_codes, "_LONG", 1)
     monkeypatch.setattr(folded_codes, "_PIECE", 1 << 13)
     monkeypatch.setattr(folded_codes, "_BYTES", 1 << 13)
+    # Fewer lanes than there are.
+    monkeypatch.setattr(folded_codes, "_WEIGHTS", 1 << 12)
     empty = torch.empty
 
     def poisoned(*shape: Any, **how: Any) -> torch.Tensor:

@@ -30,6 +30,8 @@ _PIECE = 1 << 19
 _DIGITS, _BASE = 3, 128
 # Products of bytes are taken lane by lane, which pays for lanes of so many slots; and so many bytes of codes at a time.
 _LONG, _BYTES = 1024, 1 << 20
+# Softmax weights of so many numbers become digits at once: a few lanes are one operation each, and stay in a cache.
+_WEIGHTS = 1 << 17
 
 
 def unsuited(keys: Coded, values: Coded) -> str | None:
@@ -258,18 +260,14 @@ def _signed(side: TokenCodes) -> Iterator[tuple[int, slice, Tensor]]:
 def _byte_products(rows: Tensor, keys: TokenCodes) -> Tensor:
     """(m, r, s) float32: rows (m, r, c) float32 times the codes of each lane, less `_offset`."""
     out = rows.new_empty((*rows.shape[:2], keys.codes.shape[1]))
-    whole, floats = torch.empty(0, dtype=torch.int32), torch.empty(0)
+    whole = torch.empty(0, dtype=torch.int32)
     digits, places = _digits(rows, rows.abs().amax(-1, keepdim=True))
-    # The kernel for bytes takes columns in sixteens.
-    missing = -digits.shape[1] % 16
-    columns = torch.nn.functional.pad(digits, (0, 0, 0, missing)).transpose(1, 2).contiguous()
-    places = torch.nn.functional.pad(places, (0, 0, 0, missing))
     for lane, slot, codes in _signed(keys):
-        shape = (codes.shape[0], columns.shape[2])
+        # Few rows times many columns (3 r, c) x (c, s'): torch's kernel takes 1.3 to 2 times as long for the transpose.
+        shape = (digits.shape[1], codes.shape[0])
         if whole.shape != shape:
-            whole, floats = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
-        floats.copy_(torch._int_mm(codes, columns[lane], out=whole))
-        out[lane, :, slot] = (floats @ places[lane]).T
+            whole = torch.empty(shape, dtype=torch.int32)
+        out[lane, :, slot] = places[lane] @ torch._int_mm(digits[lane], codes.T, out=whole).float()
     return out
 
 
@@ -277,27 +275,35 @@ def _byte_sums(weights: Tensor, values: TokenCodes) -> Tensor:
     """(m, r, c) float32: codes of each lane, less `_offset`, summed with weights (m, r, s) float32 of 0 and more."""
     out = weights.new_zeros((*weights.shape[:2], values.size))
     most = weights.amax(-1, keepdim=True)
+    few = max(1, _WEIGHTS // weights[0].numel())
+    scratch = torch.empty_like(weights[:few])
     for lane, slot, codes in _signed(values):
-        digits, places = _digits(weights[lane, :, slot], most[lane])
-        out[lane] += places.T @ torch._int_mm(digits, codes).float()
+        if slot.start == 0 and lane % few == 0:
+            these = slice(lane, lane + few)
+            digits, places = _digits(weights[these], most[these], scratch)
+        out[lane] += places[lane % few] @ torch._int_mm(digits[lane % few, :, slot], codes).float()
     return out
 
 
-def _digits(rows: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (..., r, k) float32 as digits (..., 3 r, k) int8, and what each of them is worth in a row (..., 3 r, r).
+def _digits(rows: Tensor, most: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows (m, r, k) float32 as digits (m, 3 r, k) int8, and what each of them is worth in a row (m, r, 3 r).
 
     Args:
         rows: of absolute values up to `most`.
-        most: (..., r, 1).
+        most: (m, r, 1).
+        scratch: as large as rows.
     """
     # row = unit * (digit_0 + digit_1 / 128 + digit_2 / 128**2), with |digit_0| <= 127: each digit is what the one
     # before left over, times the base. So three products of bytes, exact in int32, make one of float32 and codes.
     unit = most.clamp_min(torch.finfo(torch.float32).tiny) / (_BASE - 1)
-    rest, digits = rows / unit, []
-    for _ in range(_DIGITS):
-        digit = rest.round()
-        digits.append(digit.to(torch.int8))
-        rest = rest.sub_(digit).mul_(_BASE)
-    each = torch.diag_embed(unit[..., 0])
+    rest = rows / unit
+    digit = torch.empty_like(rest)
+    lanes, each, size = rows.shape
+    digits = torch.empty((lanes, _DIGITS * each, size), dtype=torch.int8)
+    for i, place in enumerate(digits.chunk(_DIGITS, 1)):
+        place.copy_(torch.round(rest, out=digit))
+        if i + 1 < _DIGITS:
+            rest.sub_(digit).mul_(_BASE)
+    worth = torch.diag_embed(unit[..., 0])
     # All digits of all rows in one product; `places` adds those of each row up again.
-    return torch.cat(digits, -2), torch.cat([each * float(_BASE) ** -i for i in range(_DIGITS)], -2)
+    return digits, torch.cat([worth * float(_BASE) ** -i for i in range(_DIGITS)], -1)
