@@ -111,6 +111,13 @@ def test_codes_that_begin_anywhere_in_memory_are_unpacked_alike(bits: int) -> No
     assert unpack(packed[:, :0], bits, 192).shape == (3, 0, 192)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 32), (1, 3, 32), (3, 1, 64), (1, 1, 96)], ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, 5, 6, 7])
+def test_a_single_token_or_lane_round_trips(bits: int, shape: tuple[int, ...]) -> None:
+    codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    assert torch.equal(unpack(pack(codes, bits), bits, shape[-1]), codes)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_every_code_has_its_own_bits(bits: int) -> None:
     size = 2 * (8 // bits)

@@ -191,8 +191,10 @@ def _unpack_plane(packed: Tensor, bits: int, size: int) -> Tensor:
     if packed.device.type == "cpu" and each > 2 and packed.shape[-1] % 8 == 0:
         # The runs that unpacking writes are short here. Eight codes at a time, of all tokens, are made one behind the
         # other and put into place after; what a shift fills in from the left is masked away.
-        whole = packed.contiguous()
+        # Flat: a dimension of one, contiguous as it is, may have a stride that no eight bytes divide.
+        whole = packed.contiguous().view(-1)
         words = (whole.clone() if whole.storage_offset() % 8 else whole).view(torch.int64)
+        words = words.view(*packed.shape[:-1], packed.shape[-1] // 8)
         mask = int.from_bytes(bytes([2**bits - 1] * 8), "little")
         return torch.cat([((words >> i * bits) & mask).view(torch.uint8) for i in range(each)], -1)[..., :size]
     codes = packed.new_empty((*packed.shape[:-1], each, packed.shape[-1]))
