@@ -78,14 +78,13 @@ bool levels_coarse(const Side& side) {
 bool keys_coarse(const Side& side) {
 #if defined(__AVX512VNNI__)
   if (has_levels(side)) return blocks_coarse(side) || (levels_coarse(side) && side.size <= MOST_SHORT / 2);
-  if (!keys_fused(side) || side.scales == FLOAT32 || side.size > MOST_SHORT) return false;
-  return in_short_tokens(side) || folds(side) == 1;
+  return keys_fused(side) && side.scales != FLOAT32 && side.size <= MOST_SHORT;
 #else
   return false;
 #endif
 }
 
-// Whether values are summed as short_tokens.h or blocks.h does it.
+// Whether values are summed as token_lanes.h or blocks.h does it.
 bool values_short(const Side& side) {
 #if defined(__AVX512VNNI__)
   if (blocks_coarse(side)) return true;
@@ -121,6 +120,13 @@ bool in_one_row(const Side& side, int64_t slots, bool starts) {
   return !blocks.outer || side.row || side.runs * blocks.span == slots;
 }
 
+// Floats that a row's query takes as whole numbers.
+#if defined(__AVX512VNNI__)
+constexpr int64_t OF_CUT = sizeof(CutQuery) / sizeof(float);
+#else
+constexpr int64_t OF_CUT = 0;
+#endif
+
 // So many floats or more, which fill whole lines of a cache.
 int64_t lines(int64_t floats) { return (floats + 15) / 16 * 16; }
 
@@ -141,6 +147,7 @@ struct Tables {
   bool signed_keys = all_keys > wide_keys, signed_values = all_values > wide_values;
   bool fused_keys = !call.turn && keys_fused(keys), fused_values = values_fused(values);
   bool coarse_keys = !call.turn && keys_coarse(keys), short_values = values_short(values);
+  bool cut_keys = coarse_keys && !has_levels(keys);  // products of their codes are taken as token_lanes.h does it
   // The same with `visible` as with `firsts`: a step and what it stands for must take the same blocks.
   bool joined = !call.kept && !(call.starts && call.log_weight) &&
                 in_one_row(call.keys, call.slots, call.starts) && in_one_row(call.values, call.slots, call.starts);
@@ -168,7 +175,7 @@ struct Tables {
     const int64_t of_keys = 4 * wide_keys + (1 + groups_of(keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(values) + W);
     const int64_t shorts = coarse_map ? TILE * (padded_to_chunks(keys.size) / 2 + 1) : 0;
     const int64_t turned = BLOCK * angles + TILE * wide_turned + shorts;
-    return lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
+    return (cut_keys ? call.rows * OF_CUT : 0) + lines(queries + logits + (TILE + 3) * widest() + of_keys + of_values + W + turned);
   }
 
   SMALL_CODE void fill() const {
@@ -243,11 +250,11 @@ struct Piece {
   const Call& call;
   const Tables& tables;
   int64_t lane, rows = call.rows;  // `lane` may become another of the same owner
-  float *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales, *angles, *turned;
+  float *cut, *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales, *angles, *turned;
   bool knows_angles = false;  // those of the block are there
 
   Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
-    query = scratch, folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
+    cut = scratch, query = cut + (tables.cut_keys ? rows * OF_CUT : 0), folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
     value_scales = key_scales + 4 * tables.wide_keys + (1 + groups_of(tables.keys)) * BLOCK + W;
@@ -271,6 +278,10 @@ struct Piece {
         sums_at[r] += scaled;
       }
     }
+#if defined(__AVX512VNNI__)
+    if (tables.cut_keys && tables.keys.kind == TOKEN_CODES)
+      for (int64_t r = 0; r < rows; r++) cut_query(r).fill(query + r * wide, wide, tables.keys.bits);
+#endif
   }
 
   int64_t owner() const { return call.owner ? call.owner[lane] : lane; }
@@ -431,49 +442,57 @@ struct Piece {
     });
   }
 
-  // Takes products with keys whose tokens are short; false where they are not.
-  bool short_products(const float* asked, int64_t first, int64_t count, float* to) const {
 #if defined(__AVX512VNNI__)
-    if (tables.coarse_keys && in_short_tokens(tables.keys)) {
-      products_of_short_tokens(asked, rows, tables.keys, data(tables.keys, first), count, to);
-      return true;
-    }
+  CutQuery& cut_query(int64_t r) const { return ((CutQuery*)cut)[r]; }
 #endif
-    return false;
+
+  // Products of rows with codes as they lie. Where they are taken in integers, `cut_query` has the rows.
+  void products_of_codes(const float* asked, int64_t first, int64_t count, float* to) const {
+    const Side& keys = tables.keys;
+#if defined(__AVX512VNNI__)
+    if (tables.cut_keys) return products_in_bytes(&cut_query(0), rows, keys, data(keys, first), count, to);
+#endif
+    with_codes(keys, [&](auto codes) {
+      products<decltype(codes)>(Rows{asked, tables.wide_keys}, rows, data(keys, first), keys.slot_bytes, count, to, BLOCK);
+    });
+  }
+
+  // Scales of a run of tokens, in the order of what is multiplied with them.
+  void table_of_run(const void* table, int64_t at, float* to) const {
+    const Side& keys = tables.keys;
+    if (tables.cut_keys) return widen_table(keys, table, at, keys.size, to);
+    float* natural = key_scales + 2 * tables.wide_keys;
+    widen_table(keys, table, at, keys.size, natural);
+    for (int64_t c = 0; c < tables.wide_keys; c++) to[c] = natural[tables.key_channel[c]];
+  }
+
+  // Makes queries for a run of tokens. Gives the sum of row r times the minima.
+  float fold(int64_t r, const float* step, const float* low) const {
+    const int64_t wide = tables.wide_keys;
+#if defined(__AVX512VNNI__)
+    if (tables.cut_keys) return cut_query(r).fill_times(query + r * wide, step, low, wide, tables.keys.bits);
+#endif
+    F added{};
+    for (int64_t c = 0; c < wide; c += W) {
+      const F mine = load<F>(query + r * wide + c);
+      store(folded + r * wide + c, mine * load<F>(step + c));
+      added += mine * load<F>(low + c);
+    }
+    return sum(added);
   }
 
   // Scales of a run of tokens go into the queries, minima into what is added to its logits.
   APART void logits_by_run(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
-    const int64_t wide = tables.wide_keys;
-    float *natural = key_scales, *step = natural + wide, *low = step + wide;
+    float *step = key_scales, *low = step + tables.wide_keys;
     for (int64_t t = first; t < first + count;) {
       const int64_t run = t / keys.group, end = (run + 1) * keys.group < first + count ? (run + 1) * keys.group : first + count;
       const int64_t at = (lane * keys.runs + run) * keys.size;
-      if (tables.coarse_keys) {
-        widen_table(keys, keys.step, at, keys.size, step);
-        widen_table(keys, keys.low, at, keys.size, low);
-      } else {
-        widen_table(keys, keys.step, at, keys.size, natural);
-        for (int64_t c = 0; c < wide; c++) step[c] = natural[tables.key_channel[c]];
-        widen_table(keys, keys.low, at, keys.size, natural);
-        for (int64_t c = 0; c < wide; c++) low[c] = natural[tables.key_channel[c]];
-      }
+      table_of_run(keys.step, at, step);
+      table_of_run(keys.low, at, low);
+      for (int64_t r = 0; r < rows; r++) sums_at[r] = fold(r, step, low);
       float* to = logits_at + (t - first);
-      for (int64_t r = 0; r < rows; r++) {
-        F added{};
-        for (int64_t c = 0; c < wide; c += W) {
-          const F mine = load<F>(query + r * wide + c);
-          store(folded + r * wide + c, mine * load<F>(step + c));
-          added += mine * load<F>(low + c);
-        }
-        sums_at[r] = sum(added);
-      }
-      if (!short_products(folded, t, end - t, to))
-        with_codes(keys, [&](auto codes) {
-          const Rows mine{folded, wide, tables.coarse_keys};
-          products<decltype(codes)>(mine, rows, data(keys, t), keys.slot_bytes, end - t, to, BLOCK);
-        });
+      products_of_codes(folded, t, end - t, to);
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < end - t; i++) to[r * BLOCK + i] += sums_at[r];
       t = end;
@@ -482,11 +501,7 @@ struct Piece {
 
   APART void logits_by_token(int64_t first, int64_t count) const {
     const Side& keys = tables.keys;
-    if (!short_products(query, first, count, logits_at))
-      with_codes(keys, [&](auto codes) {
-        const Rows mine{query, tables.wide_keys, tables.coarse_keys};
-        products<decltype(codes)>(mine, rows, data(keys, first), keys.slot_bytes, count, logits_at, BLOCK);
-      });
+    products_of_codes(query, first, count, logits_at);
     float *step = key_scales, *low = step + BLOCK;
     widen_table(keys, keys.step, lane * call.slots + first, count, step);
     if (keys.low) widen_table(keys, keys.low, lane * call.slots + first, count, low);
@@ -512,7 +527,7 @@ struct Piece {
     const Scales found{key_scales, nullptr, tables.key_lanes, levels_of(keys), tables_of(keys), groups_of(keys), 0, tables.coarse_keys};
     with_levels(keys, [&](auto codes) {
       in_rows(rows, [&](auto some, int64_t r) {
-        const Rows mine{query + r * tables.wide_keys, tables.wide_keys, false};
+        const Rows mine{query + r * tables.wide_keys, tables.wide_keys};
         level_products<decltype(codes), decltype(some)::ROWS>(mine, data(keys, first), keys.slot_bytes, count, found,
                                                               logits_at + r * BLOCK, BLOCK);
       });

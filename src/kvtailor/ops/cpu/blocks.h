@@ -1,10 +1,10 @@
 // Attention over codes of 4 bits with a scale for each block of channels (mxfp4, nvfp4) in integers.
 //
-// 16 bytes of a token at a time are moved as in short_tokens.h, so that no lane sees two blocks: of keys a lane is a
+// 16 bytes of a token at a time are moved as in token_lanes.h, so that no lane sees two blocks: of keys a lane is a
 // token, of values a channel. Levels of E2M1, doubled, are whole numbers of 16 bits; two products go to a lane.
 #pragma once
 
-#include "short_tokens.h"
+#include "token_lanes.h"
 
 constexpr int64_t MOST_BLOCKS = W, RUN = 2 * W;  // scales of a token; tokens that are turned together
 
@@ -12,11 +12,6 @@ constexpr int64_t MOST_BLOCKS = W, RUN = 2 * W;  // scales of a token; tokens th
 inline bool in_blocks(const Side& side) {
   if (side.kind != BLOCK_LEVELS || !((const Blocks*)side.low)->coarse || side.size > MOST_SHORT) return false;
   return whole_words(side) && folds(side) == 1 && side.group % PART == 0 && side.size / 2 % side.group == 0;
-}
-
-// The same two numbers for every lane; see add_products.
-inline void add_pairs(I& sum, __m512i levels, const int32_t* numbers) {
-  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(levels), "m"(*(const int32_t(*)[1])numbers));
 }
 
 // Four scales of each of 16 tokens, from number `first` on.

@@ -83,13 +83,6 @@ void level_products(Rows rows, const char* codes, int64_t stride, int64_t count,
 // Apart, since it is called from two places.
 template <class C, int R>
 APART void products_rows(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
-#if defined(__AVX512VNNI__)
-  if constexpr (C::BYTES == sizeof(U) && C::BITS_OF > 2)
-    if (rows.coarse) {
-      if constexpr (R == 1) return byte_products<C, C::BITS_OF>(rows, codes, stride, count, to);
-      else return short_products<C, C::BITS_OF, R>(rows, codes, stride, count, to, apart);
-    }
-#endif
   for (int64_t i = 0; i < count; i += W / R)
     products_of<C, R>(rows, codes + i * stride, stride, count - i, to + i, apart);
 }
@@ -97,7 +90,7 @@ APART void products_rows(Rows rows, const char* codes, int64_t stride, int64_t c
 template <class C>
 void products(Rows rows, int64_t number, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
   in_rows(number, [&](auto some, int64_t r) {
-    const Rows mine{rows.query + r * rows.size, rows.size, rows.coarse};
+    const Rows mine{rows.query + r * rows.size, rows.size};
     products_rows<C, decltype(some)::ROWS>(mine, codes, stride, count, to + r * apart, apart);
   });
 }

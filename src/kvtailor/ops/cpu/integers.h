@@ -15,14 +15,36 @@ struct Scaled {
   float up, back;
 };
 
+inline float float_of_bits(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Of the largest absolute value so far, of each lane, as whole numbers: what is no finite number is the largest of all.
+inline I largest_bits(I so_far, F x) { return (I)_mm512_max_epi32((__m512i)so_far, (__m512i)((I)x & 0x7fffffff)); }
+
+inline Scaled scaled_by(I bits, int64_t most) {
+  const float high = float_of_bits(_mm512_reduce_max_epi32((__m512i)bits));
+  // Less itself it is 0, or no number.
+  return {high > 0 ? (float)most / high : 0.f, high / (float)most + (high - high)};
+}
+
 inline Scaled scaled(const float* query, int64_t size, int64_t most) {
-  F top{}, total{};
-  for (int64_t c = 0; c < size; c += W) {
-    const F x = load<F>(query + c);
-    top = larger(top, larger(x, -x)), total += x;
-  }
-  const float high = highest(top), whole = sum(total);
-  return {high > 0 ? (float)most / high : 0.f, high / (float)most + (whole - whole)};
+  I top{};
+  for (int64_t c = 0; c < size; c += W) top = largest_bits(top, load<F>(query + c));
+  return scaled_by(top, most);
+}
+
+// Adds to each lane two products of 16-bit numbers. By name: of the intrinsic GCC 12 copies the sum at every product, and
+// puts some on the stack.
+inline void add_pairs(__m512i& sum, __m512i codes, __m512i numbers) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(numbers));
+}
+
+// The same two numbers for every lane.
+template <class V> inline void add_pairs(V& sum, __m512i codes, const void* numbers) {
+  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t(*)[1])numbers));
 }
 
 inline I numbered() {
@@ -68,51 +90,35 @@ INLINE inline __m512i whole_sums(const __m512i* v) {
   return halved(halved(four[0], four[1]), halved(four[2], four[3]));
 }
 
-template <class C, int BITS, int R>
-inline void short_products(Rows rows, const char* codes, int64_t stride, int64_t count, float* to, int64_t apart) {
-  constexpr int T = W / R, HALF = C::N / 2;
-  constexpr int32_t MASK = (1 << BITS) - 1;
-  alignas(64) int32_t asked[R * MOST_SHORT / 2];
-  float scale[R];
-  const int64_t half = rows.size / 2, most = 0x7fffffff / (MASK * rows.size);
-  for (int r = 0; r < R; r++)
-    scale[r] = shorten(rows.query + r * rows.size, rows.size, C::KINDS, most < 32767 ? most : 32767, asked + r * half);
-  for (int64_t first = 0; first < count; first += T) {
-    const char* token[T];
-    __m512i sum_of[W];
-    each_below<T>([&](auto i) INLINE { token[i] = codes + (first + i < count ? first + i : count - 1) * stride; });
-    each_below<W>([&](auto i) INLINE { sum_of[i] = __m512i{}; });
-    const int32_t* query = asked;
-    for (int64_t c = 0; c < half; c += HALF * W, query += HALF * W) {
-      U words[T];
-      each_below<T>([&](auto i) INLINE { words[i] = C::words(token[i]), ahead(token[i]), token[i] += C::BYTES; });
-      each_below<HALF>([&](auto k) INLINE {
-        __m512i mine[R];
-        each_below<R>([&](auto r) INLINE { mine[r] = _mm512_loadu_si512(query + r * half + k * W); });
-        each_below<T>([&](auto i) INLINE {
-          const U both = (words[i] >> (k * BITS)) & (uint32_t)(MASK | MASK << 16);
-          each_below<R>([&](auto r) INLINE {
-            sum_of[r * T + i] = _mm512_dpwssd_epi32(sum_of[r * T + i], (__m512i)both, mine[r]);
-          });
-        });
-      });
-    }
-    float all_of[W];
-    store(all_of, __builtin_convertvector((I)whole_sums(sum_of), F));
-    const int64_t filled = count - first < T ? count - first : T;
-    each_below<R>([&](auto r) INLINE {
-      for (int64_t i = 0; i < filled; i++) to[r * apart + first + i] = all_of[r * T + i] * scale[r];
-    });
-  }
-}
-
 // 16-bit numbers of a query, cut into bytes.
 struct CutQuery {
   alignas(64) int8_t high[MOST_SHORT], low[MOST_SHORT];
   float scale;
 
-  APART void fill(const float* query, int64_t size, int64_t most) {
-    const Scaled by = scaled(query, size, most < MOST_CUT ? most : MOST_CUT);
+  // For codes of so many bits.
+  APART void fill(const float* query, int64_t size, int64_t bits) { cut(query, size, scaled(query, size, most(size, bits))); }
+
+  // The query times the steps of its channels. Gives the sum of the query times their minima.
+  APART float fill_times(const float* query, const float* step, const float* low, int64_t size, int64_t bits) {
+    float times[MOST_SHORT];
+    I top{};
+    F lows{};
+    for (int64_t c = 0; c < size; c += W) {
+      const F mine = load<F>(query + c), x = mine * load<F>(step + c);
+      store(times + c, x);
+      top = largest_bits(top, x), lows += mine * load<F>(low + c);
+    }
+    cut(times, size, scaled_by(top, most(size, bits)));
+    return sum(lows);
+  }
+
+ private:
+  static int64_t most(int64_t size, int64_t bits) {
+    const int64_t all = 0x7fffffff / (((1 << bits) - 1) * size);
+    return all < MOST_CUT ? all : MOST_CUT;
+  }
+
+  void cut(const float* query, int64_t size, Scaled by) {
     for (int64_t c = 0; c < size; c += W) {
       const I number = (I)_mm512_maskz_cvtps_epi32(0xffff, (__m512)(load<F>(query + c) * by.up));
       _mm_storeu_si128((__m128i*)(low + c), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)number));
@@ -124,13 +130,12 @@ struct CutQuery {
 
 // One row: codes as they are, four products to a lane, with the high bytes of a query and with its low ones. It spares
 // the widening of codes, which several rows share, and costs a second sum.
-template <class C, int BITS>
-inline void byte_products(Rows row, const char* codes, int64_t stride, int64_t count, float* to) {
+template <int BITS>
+inline void byte_products(const CutQuery& asked, int64_t bytes, const char* codes, int64_t stride, int64_t count,
+                          float* to) {
+  typedef Codes<BITS, 1> C;
   constexpr int HALF = W / 2;
   constexpr uint32_t MASK = (1u << BITS) - 1;
-  const int64_t bytes = row.size / C::KINDS;
-  CutQuery asked;
-  asked.fill(row.query, row.size, 0x7fffffff / (MASK * row.size));
   for (int64_t first = 0; first < count; first += W) {
     __m512i sum_of[W];
     each_below<2>([&](auto half) INLINE {
@@ -199,8 +204,7 @@ APART PLAIN_LOOPS void short_level_products(Rows rows, const char* codes, int64_
         soon(token);
         UNROLLED for (int k = 0; k < HALF; k++) {
           const __m512i both = _mm512_permutexvar_epi16((__m512i)(words >> (k * 4)), table);
-          UNROLLED for (int r = 0; r < R; r++)
-            mine[r] = _mm512_dpwssd_epi32(mine[r], both, _mm512_loadu_si512(query + r * half + k * W));
+          UNROLLED for (int r = 0; r < R; r++) add_pairs(mine[r], both, _mm512_loadu_si512(query + r * half + k * W));
         }
       }
       UNROLLED for (int r = 0; r < R; r++) sum_of[r * T + i] = __builtin_convertvector((I)mine[r], F);
@@ -273,11 +277,8 @@ inline void short_sums_of(const Weights* const* of, const char* codes, int64_t s
       U both = (k < HALF ? low : high) >> (k % HALF * C::BITS_OF);
       if constexpr (C::LEVELS) both = (U)_mm512_permutexvar_epi16((__m512i)both, _mm512_load_si512(levels));
       else both &= MASK | MASK << 16;
-      UNROLLED for (int r = 0; r < R; r++) {
-        int32_t pair;
-        memcpy(&pair, of[r * KINDS + k % KINDS]->of_tokens + t, 4);
-        sum_of[r][i] = _mm512_dpwssd_epi32(sum_of[r][i], (__m512i)both, _mm512_set1_epi32(pair));
-      }
+      UNROLLED for (int r = 0; r < R; r++)
+        add_pairs(sum_of[r][i], (__m512i)both, of[r * KINDS + k % KINDS]->of_tokens + t);
     }
   }
   UNROLLED for (int r = 0; r < R; r++)

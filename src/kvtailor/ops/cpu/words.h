@@ -14,9 +14,8 @@ constexpr int64_t most_folds(int64_t bits) { return W == 16 ? (bits == 8 ? 2 : 4
 
 // Queries of a piece, as the products below want them.
 struct Rows {
-  const float* query;  // (rows, size), in the order of `place_of_code` where not coarse
+  const float* query;  // (rows, size), in the order of `place_of_code`, or where they become integers in their own
   int64_t size;
-  bool coarse;  // 16 bits of a query are enough, and its channels are in their own order
 };
 
 constexpr int64_t MOST_GROUPS = 4;  // of a token whose values are summed in integers

@@ -1,8 +1,8 @@
-// Products with codes of tokens that are too short to fill vectors, and weighted sums of them, in integers.
+// Products with codes whose tokens are lanes, and weighted sums of tokens that are too short to fill vectors, in integers.
 //
-// 16 bytes of a token at a time are moved while they are packed, so that no lane stays empty, and channels keep their
-// order. An operation adds four products of unsigned bytes, which codes are, with signed ones to each lane: the high
-// bytes of 16-bit queries or weights and their low ones are multiplied apart.
+// 16 bytes of a token at a time are moved while they are packed, so that no lane stays empty, nothing is summed across
+// lanes, and channels keep their order. An operation adds four products of unsigned bytes, which codes are, with signed
+// ones to each lane: the high bytes of 16-bit queries or weights and their low ones are multiplied apart.
 #pragma once
 
 #include "integers.h"
@@ -31,61 +31,84 @@ template <int BITS> inline U kind_of(U words, int kind) {
 
 inline F joined(U high, U low) { return __builtin_convertvector((I)((high << 8) + low), F); }
 
-// Lane t of vector j is word j of a part of token t, of 16 tokens.
-inline void words_of_tokens(const char* from, int64_t stride, U* to) {
+// The words of a part of 16 tokens: lane t of vector j is word j of token t. In steps, so that a loop may move the next
+// part while it multiplies one: a core looks ahead too few operations to do so by itself.
+struct WordsOfTokens {
   __m512i mixed[4];
-  UNROLLED for (int i = 0; i < 4; i++, from += stride)
-    mixed[i] = four_parts(from, from + 4 * stride, from + 8 * stride, from + 12 * stride);
-  const __m512i a = _mm512_unpacklo_epi32(mixed[0], mixed[1]), b = _mm512_unpacklo_epi32(mixed[2], mixed[3]);
-  const __m512i c = _mm512_unpackhi_epi32(mixed[0], mixed[1]), d = _mm512_unpackhi_epi32(mixed[2], mixed[3]);
-  to[0] = (U)_mm512_unpacklo_epi64(a, b), to[1] = (U)_mm512_unpackhi_epi64(a, b);
-  to[2] = (U)_mm512_unpacklo_epi64(c, d), to[3] = (U)_mm512_unpackhi_epi64(c, d);
+
+  // Reads four of the tokens; `step` is 0 to 3.
+  void read(const char* from, int64_t stride, int step) {
+    from += step * stride;
+    mixed[step] = four_parts(from, from + 4 * stride, from + 8 * stride, from + 12 * stride);
+  }
+
+  void turn(U* to) const {
+    const __m512i a = _mm512_maskz_unpacklo_epi32(0xffff, mixed[0], mixed[1]);
+    const __m512i b = _mm512_maskz_unpacklo_epi32(0xffff, mixed[2], mixed[3]);
+    const __m512i c = _mm512_maskz_unpackhi_epi32(0xffff, mixed[0], mixed[1]);
+    const __m512i d = _mm512_maskz_unpackhi_epi32(0xffff, mixed[2], mixed[3]);
+    to[0] = (U)_mm512_maskz_unpacklo_epi64(0xff, a, b), to[1] = (U)_mm512_maskz_unpackhi_epi64(0xff, a, b);
+    to[2] = (U)_mm512_maskz_unpacklo_epi64(0xff, c, d), to[3] = (U)_mm512_maskz_unpackhi_epi64(0xff, c, d);
+  }
+};
+
+// All of them at once.
+inline void words_of_tokens(const char* from, int64_t stride, U* to) {
+  WordsOfTokens words;
+  UNROLLED for (int i = 0; i < 4; i++) words.read(from, stride, i);
+  words.turn(to);
 }
 
-// Tokens are lanes, so that nothing is summed across them.
+// Of R rows with 16 tokens of `bytes` bytes at a time, `blocks` times; `to` has BLOCK floats for each row.
 template <int BITS, int R>
-void products_of_rows(const float* query, int64_t size, const char* codes, int64_t stride, int64_t count, float* to) {
-  constexpr int KINDS = 8 / BITS, SETS = R == 1 ? 2 : 1;
-  constexpr int64_t TOKENS = 2 * W;
-  const int64_t bytes = size / KINDS, most = 0x7fffffff / (((1 << BITS) - 1) * size);
-  CutQuery asked[R];
-  for (int r = 0; r < R; r++) asked[r].fill(query + r * size, size, most);
-  for (int64_t first = 0; first < count; first += TOKENS) {
-    const int64_t filled = count - first < TOKENS ? count - first : TOKENS;
-    const char* from = codes + first * stride;
-    int64_t apart = stride;
-    char copies[TOKENS * MOST_SHORT / KINDS];
-    if (filled < TOKENS) {
-      for (int64_t t = 0; t < TOKENS; t++)
-        memcpy(copies + t * bytes, from + (t < filled ? t : filled - 1) * stride, (size_t)bytes);
-      from = copies, apart = bytes;
-    }
-    U high[SETS][R][2]{}, low[SETS][R][2]{};
+inline void products_of_lanes(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, int64_t blocks,
+                              float* to) {
+  // A sum takes a product every fourth cycle: where rows are few, each has several.
+  constexpr int KINDS = 8 / BITS, SETS = R >= 4 ? 1 : 4 / R;
+  WordsOfTokens words;
+  U now[4];
+  UNROLLED for (int i = 0; i < 4; i++) words.read(codes, stride, i);
+  words.turn(now);
+  for (int64_t block = 0; block < blocks; block++, codes += W * stride, to += W) {
+    U high[SETS][R]{}, low[SETS][R]{};
     for (int64_t c = 0; c < bytes; c += PART) {
+      const char* behind = block + 1 < blocks ? codes + W * stride : codes;
+      const char* next = c + PART < bytes ? codes + c + PART : behind;
       if (c % 64 == 0)
-        for (int64_t t = 0; t < TOKENS; t++) soon(from + t * apart + c);
-      U words[2][4];
-      UNROLLED for (int b = 0; b < 2; b++) words_of_tokens(from + b * W * apart + c, apart, words[b]);
-      UNROLLED for (int j = 0; j < 4; j++)
-        UNROLLED for (int kind = 0; kind < KINDS; kind++)
-          UNROLLED for (int b = 0; b < 2; b++) {
-            const U mine = kind_of<BITS>(words[b][j], kind);
-            UNROLLED for (int r = 0; r < R; r++) {
-              const int64_t at = kind * bytes + c + 4 * j;
-              add_products(high[kind % SETS][r][b], mine, asked[r].high + at);
-              add_products(low[kind % SETS][r][b], mine, asked[r].low + at);
-            }
-          }
+        for (int64_t t = 0; t < W; t++) soon(codes + t * stride + c);
+      each_below<4>([&](auto j) INLINE {
+        words.read(next, stride, j);
+        each_below<KINDS>([&](auto kind) INLINE {
+          constexpr int SET = (j * KINDS + kind) % SETS;
+          const U mine = kind_of<BITS>(now[j], kind);
+          const int64_t at = kind * bytes + c + 4 * j;
+          each_below<R>([&](auto r) INLINE {
+            add_products(high[SET][r], mine, asked[r].high + at);
+            add_products(low[SET][r], mine, asked[r].low + at);
+          });
+        });
+      });
+      words.turn(now);
     }
-    UNROLLED for (int r = 0; r < R; r++) {
-      float found[TOKENS];
-      UNROLLED for (int b = 0; b < 2; b++) {
-        UNROLLED for (int i = 1; i < SETS; i++) high[0][r][b] += high[i][r][b], low[0][r][b] += low[i][r][b];
-        store(found + b * W, joined(high[0][r][b], low[0][r][b]) * asked[r].scale);
-      }
-      memcpy(to + r * BLOCK + first, found, (size_t)filled * sizeof(float));
-    }
+    each_below<R>([&](auto r) INLINE {
+      UNROLLED for (int i = 1; i < SETS; i++) high[0][r] += high[i][r], low[0][r] += low[i][r];
+      store(to + r * BLOCK, joined(high[0][r], low[0][r]) * asked[r].scale);
+    });
   }
+}
+
+template <int BITS, int R>
+void products_of_rows(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, int64_t count, float* to) {
+  const int64_t whole = count / W * W;
+  if (whole) products_of_lanes<BITS, R>(asked, bytes, codes, stride, whole / W, to);
+  if (whole == count) return;
+  // The last tokens are fewer than lanes: the last of them is repeated.
+  char copies[W * MOST_SHORT / (8 / BITS)];
+  float found[R * BLOCK];
+  for (int64_t t = 0; t < W; t++)
+    memcpy(copies + t * bytes, codes + (whole + t < count ? whole + t : count - 1) * stride, (size_t)bytes);
+  products_of_lanes<BITS, R>(asked, bytes, copies, bytes, 1, found);
+  for (int r = 0; r < R; r++) memcpy(to + r * BLOCK + whole, found + r * BLOCK, (size_t)(count - whole) * sizeof(float));
 }
 
 // 16-bit numbers of a row's weights, cut into bytes.
@@ -172,30 +195,36 @@ void sums_of_rows(const float* weights, const float* step, const float* low, con
   }
 }
 
-// Codes that are read so: of 2 bits, or of 4 in tokens of less than 64 bytes.
+// Tokens whose values are summed so: codes of 2 bits, or of 4 in less than 64 bytes.
 inline bool in_short_tokens(const Side& side) { return side.bits == 2 || (side.bits == 4 && folds(side) > 1); }
 
-template <class Each> void with_short_codes(const Side& side, int64_t rows, Each each) {
-  in_rows(rows, [&](auto some, int64_t r) {
-    if (side.bits == 2) each(Some<2>(), some, r);
-    else each(Some<4>(), some, r);
-  });
+template <int BITS, int R>
+inline void products_of_tokens(const CutQuery* asked, const Side& side, const char* codes, int64_t count, float* to) {
+  const int64_t bytes = side.size * BITS / 8;
+  // A single row has too few products to pay for moving a token of whole vectors.
+  if constexpr (R == 1 && BITS > 2)
+    if (folds(side) == 1) return byte_products<BITS>(*asked, bytes, codes, side.slot_bytes, count, to);
+  products_of_rows<BITS, R>(asked, bytes, codes, side.slot_bytes, count, to);
 }
 
-// Of the rows' queries with `count` tokens from `codes` on; `to` has BLOCK floats for each row.
-inline void products_of_short_tokens(const float* query, int64_t rows, const Side& side, const char* codes,
-                                     int64_t count, float* to) {
-  with_short_codes(side, rows, [&](auto bits, auto some, int64_t r) {
-    products_of_rows<decltype(bits)::ROWS, decltype(some)::ROWS>(query + r * side.size, side.size, codes,
-                                                                 side.slot_bytes, count, to + r * BLOCK);
+// Products of the rows' queries with `count` tokens from `codes` on; `to` has BLOCK floats for each row.
+inline void products_in_bytes(const CutQuery* asked, int64_t rows, const Side& side, const char* codes, int64_t count,
+                              float* to) {
+  in_rows(rows, [&](auto some, int64_t r) {
+    constexpr int R = decltype(some)::ROWS;
+    if (side.bits == 2) products_of_tokens<2, R>(asked + r, side, codes, count, to + r * BLOCK);
+    else if (side.bits == 4) products_of_tokens<4, R>(asked + r, side, codes, count, to + r * BLOCK);
+    else products_of_tokens<8, R>(asked + r, side, codes, count, to + r * BLOCK);
   });
 }
 
 // Adds weighted values; `weights` as `to` above; step and low are (tokens, groups), low null as in `Side`.
 inline void sums_of_short_tokens(const float* weights, int64_t rows, const float* step, const float* low,
                                  const Side& side, const char* codes, int64_t count, float* out) {
-  with_short_codes(side, rows, [&](auto bits, auto some, int64_t r) {
-    sums_of_rows<decltype(bits)::ROWS, decltype(some)::ROWS>(weights + r * BLOCK, step, low, side, codes, count,
-                                                             out + r * side.size);
+  in_rows(rows, [&](auto some, int64_t r) {
+    constexpr int R = decltype(some)::ROWS;
+    const float* mine = weights + r * BLOCK;
+    if (side.bits == 2) sums_of_rows<2, R>(mine, step, low, side, codes, count, out + r * side.size);
+    else sums_of_rows<4, R>(mine, step, low, side, codes, count, out + r * side.size);
   });
 }
