@@ -43,6 +43,12 @@ SHORT = (
     "unrotated(of=lowrank(rank=0.5, heads=2, basis=random, block_size=64))",
     "snapkv(window=6) + adakv + unrotated(of=kivi(bits=4, group=8, recent=16)) @ tokens=40",
     "h2o(recent=6) + unrotated(of=vector(bits=8)) @ tokens=40, slack=12",
+    # Tokens count as often as others were merged into them.
+    "pairs(window=6) + asymkv @ tokens=24",
+    "pairs(window=6) + adakv + asymkv + kivi(bits=4, group=8, recent=8) @ tokens=40",
+    "pairs(window=6) + asymkv + hadamard(of=vector(bits=4)) @ tokens=40",
+    "snapkv(window=6) + matching + vector(bits=8) @ tokens=24",
+    "pairs(window=6) + asymkv + unrotated(of=vector(bits=8)) @ tokens=24",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 

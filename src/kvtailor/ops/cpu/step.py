@@ -302,6 +302,9 @@ class TokenStep:
             call.owner = self._kept(ctypes.c_int64, layout.owner)
         if layout.lengths is not None:
             call.lengths = self._kept(ctypes.c_int32, layout.lengths)
+        if own.log_weight is not None:
+            held.append(own.log_weight.contiguous())
+            call.log_weight = held[-1].data_ptr()
         stored = {each.untyped_storage().data_ptr() for each in part.tensors().values()}
         self.complete &= all(each.untyped_storage().data_ptr() in stored for each in held)
         maps = PartCoordinates(
