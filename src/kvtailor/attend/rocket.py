@@ -32,7 +32,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, IndexRequest
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, IndexRequest, SteadyReading
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.chosen import read_chosen
 from kvtailor.ops.attention.lanes import Lanes
@@ -43,7 +43,7 @@ from kvtailor.ops.lanes.indexed_on_host import indexed_on_host, note_index
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
 from kvtailor.ops.lanes.topk import keep_top
-from kvtailor.types import HeadShare
+from kvtailor.types import HeadShare, Segment
 from kvtailor.types.late_checks import sent
 
 __all__ = ["Rocket"]
@@ -99,9 +99,9 @@ class Rocket(Attention):
         """The paper's split: what the first stage keeps of a prompt; None with `turns`, which keeps everything."""
         return None if self.turns else self._first_stage(tokens)
 
-    def reads_whole_up_to(self, layer: int) -> int:
+    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
         """As many as one new token may read."""
-        return self.tokens // 2
+        return SteadyReading(up_to=self.tokens // 2)
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.

@@ -841,7 +841,7 @@ int32_t kvtailor_choose(const Choice* all, const Call* call) {
   return choose_and_read(choose_of<Chooser, Choice>, all, all->scratch, Chooser::room(*all), *call);
 }
 
-// The same with pages. -1 where a bound is no finite number.
+// The same with pages, of which the best can always be told.
 int32_t kvtailor_choose_pages(const Pages* all, const Call* call) {
   return choose_and_read(choose_of<PageChooser, Pages>, all, all->scratch, PageChooser::room(*all), *call);
 }
@@ -875,6 +875,9 @@ int32_t kvtailor_mass(const Call* call) { return sum_mass(*call); }
 
 // Whether codes of levels are read: a library from older sources has no such function.
 int32_t kvtailor_levels() { return 1; }
+
+// Whether a step can read chosen pages, and the best can be told whatever the bounds are.
+int32_t kvtailor_step_chooses() { return 1; }
 
 // Whether codes of levels may have a scale for each block of channels: a library from older sources has no such function.
 int32_t kvtailor_blocks() { return 1; }

@@ -148,6 +148,7 @@ class Step(ctypes.Structure):
         *((f"tail_{name}_{of}", ctypes.c_int64) for name in ("key", "value") for of in ("lane", "slot")),
         *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),
         *((name, ctypes.c_int64) for name in ("size", "value_size", "kind", "threads", "widest", "slot", "column")),
+        *((name, ctypes.c_void_p) for name in ("pages", "tokens_read")),
     ]
 
 
