@@ -46,6 +46,9 @@ SHORT = (
     "unrotated(of=lowrank(rank=0.5, heads=2, basis=random, block_size=64))",
     "snapkv(window=6) + adakv + unrotated(of=kivi(bits=4, group=8, recent=16)) @ tokens=40",
     "h2o(recent=6) + unrotated(of=vector(bits=8)) @ tokens=40, slack=12",
+    # Two maps, one behind the other, and then a turn.
+    "unrotated(of=lowrank(rank=0.5, heads=2, basis=random, block_size=64, of=hadamard(of=vector(bits=4))))",
+    "h2o(recent=6) + unrotated(of=lowrank(basis=random, of=hadamard(of=vector(bits=8)))) @ tokens=40, slack=12",
     # Tokens count as often as others were merged into them.
     "pairs(window=6) + asymkv @ tokens=24",
     "pairs(window=6) + adakv + asymkv + kivi(bits=4, group=8, recent=8) @ tokens=40",

@@ -167,7 +167,8 @@ def coded_attention(
 def _turning_attention(
     query: Tensor, keys: Coded, values: Coded, turned: Turned, *, mass: bool
 ) -> Callable[..., tuple[Any, ...]] | None:
-    if not turns_keys(query) or unsuited(keys, values) is not None or unsuited_turned(keys) is not None:
+    built = _built_for(query)
+    if built is None or unsuited(keys, values) is not None or unsuited_turned(keys, turned, built) is not None:
         return None
     return attend_keeping if mass else attend_coded
 

@@ -311,7 +311,7 @@ struct Piece {
         float* own = tile;
         int64_t stride = stored;
         if (turn.map) {
-          const int64_t number = (owner() * turn.joined + head) % turn.map->heads;
+          const int64_t number = (owner() * turn.joined + head) % heads_of(turn);
           const float* matrix = matrices + number * of_matrix(keys.size, wide, tables.coarse_map);
           own = turned, stride = wide;
           map_keys(matrix, head == 0, part);
@@ -896,6 +896,9 @@ int32_t kvtailor_caps() { return 1; }
 
 // Whether `turn` is read, and fitted levels are: a library from older sources has no such function.
 int32_t kvtailor_turns() { return 1; }
+
+// Whether keys go through several maps before they are turned.
+int32_t kvtailor_joins_maps() { return 1; }
 
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {

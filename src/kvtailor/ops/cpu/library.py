@@ -125,6 +125,8 @@ class Turn(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("frequencies", "positions", "first", "map")),
         *((name, ctypes.c_int64) for name in ("planes", "interleaved", "start", "joined", "size", "alike")),
+        ("before", ctypes.c_void_p),
+        ("count_before", ctypes.c_int64),
     ]
 
 

@@ -133,12 +133,8 @@ class TokenStep:
             if own.shifts_logits or (mass and own.joined > 1):
                 return f"{type(part).__name__} has logits or lanes that are no kv head's"
             why = unsuited(own.keys, own.values)
-            if why is None and own.turning is not None:
-                why = unsuited_turned(own.keys)
-                if not used.has("kvtailor_turns"):
-                    why = "no C++ kernels that turn keys were built"
-                elif len(own.keys_in) > 1:
-                    why = "several maps would be one more tensor, which nobody holds"
+            if why is None and own.turned is not None:
+                why = unsuited_turned(own.keys, own.turned, used)
             if why is not None:
                 return why
         tail = parts[-1]
