@@ -373,8 +373,11 @@ def _candidates(rows: Rows, carry: Mapping[str, Tensor]) -> Rows:
     at = torch.searchsorted(rows.columns, chosen).clamp(max=rows.columns.shape[1] - 1)
     there = (rows.columns.gather(1, at) == chosen) & (chosen >= 0)
     since = torch.searchsorted(rows.columns, chosen.amax(1, keepdim=True) + 1)
-    newer = since + torch.arange(int((rows.counts[:, None] - since).max()), device=since.device)
-    return rows.pick(torch.cat([at, newer], 1), torch.cat([there, newer < rows.counts[:, None]], 1))
+    number = rows.counts - since[:, 0]
+    # (2, b * h): the newer ones and all, in one transfer.
+    told = torch.stack([number, number + there.sum(1)]).cpu()
+    newer = since + torch.arange(int(told[0].max()), device=since.device)
+    return rows.pick(torch.cat([at, newer], 1), torch.cat([there, newer < rows.counts[:, None]], 1), told[1])
 
 
 def _covered(carry: Mapping[str, Tensor]) -> Tensor:

@@ -89,7 +89,7 @@ def test_the_best_are_chosen_and_read(library: Library, name: str, monkeypatch: 
         picked = [torch.randperm(made.after - 1, generator=generator)[: made.listed - 1] for _ in range(b * h)]
         listed = torch.stack([torch.cat([each, torch.tensor([made.after - 1])]).sort().values for each in picked])
         at = torch.cat([listed, torch.arange(made.after, sum(made.slots)).expand(b * h, -1)], 1)
-        rows = rows.pick(at, torch.ones_like(at, dtype=torch.bool))
+        rows = rows.pick(at, torch.ones_like(at, dtype=torch.bool), torch.full(at.shape[:1], at.shape[1]))
     tokens, span = rows.columns.shape[1], torch.full((b * h,), made.span)
     covered = torch.full((b * h,), made.covered)
     old = replace(
