@@ -83,7 +83,24 @@ def test_reads_the_best_pages_and_the_tail(spans: tuple[int, ...], tokens: int, 
     got = Quest(tokens=tokens).attend(request_of(query, parts, visible, 0.04, context=DEEP))
     out, count = slow(query, parts, visible, max(3, tokens // PAGE))
     assert torch.allclose(got.output, out, atol=1e-5)
-    assert got.tokens_read is not None and torch.equal(got.tokens_read, count)
+    assert (got.tokens_read is None) == (tokens == 1000)
+    assert got.tokens_read is None or torch.equal(got.tokens_read, count)
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+def test_where_nobody_has_more_pages_than_are_read_all_is_read(ragged: bool) -> None:
+    parts, visible, query = held((37, 8), 5, seed=9, ragged=ragged)
+    lanes = [part.layout.owners(torch.device("cpu")).bincount().max() for part in parts[:-1]]
+    most = sum(int(n) * -(-part.layout.size // PAGE) for n, part in zip(lanes, parts, strict=False))
+    request = request_of(query, parts, visible, 0.04, context=DEEP)
+    for pages in (most - 1, most):
+        quest = Quest(tokens=pages * PAGE)
+        got, reading = quest.attend(request), quest.reads_steadily(DEEP.layer, parts)
+        assert (got.tokens_read is None) == (reading.pages is None) == (pages == most)
+        assert torch.allclose(got.output, slow(query, parts, visible, pages)[0], atol=1e-5)
+        flops = quest.flops(FlopsRequest(encoded=parts[:-1], group=G, size=D, context=DEEP))
+        assert (flops == 0) == (pages == most)
+    assert quest.reads_steadily(1, parts).pages is None and Quest(tokens=1).reads_steadily(1, parts).pages is None
 
 
 @needs_triton

@@ -13,11 +13,13 @@ from tests.support.segments_of import states
 from torch import Tensor
 
 from kvtailor.attend.contract import Attention
+from kvtailor.attend.segments import Segments
 from kvtailor.encode.contract import Codec
 from kvtailor.encode.hadamard import HadamardSegment
 from kvtailor.encode.plain import Plain
 from kvtailor.errors import PlanError
 from kvtailor.ops.codes.hadamard import mixed, unmixed
+from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Lift, Segment, SegmentView
 
@@ -163,6 +165,24 @@ def test_a_token_that_counts_twice_is_the_token_twice(kind: type[Attention]) -> 
     assert close(got.output, repeated(made, counts, 0.04)[0])
     once = [torch.ones_like(count) for count in counts]
     assert not close(got.output, repeated(made, once, 0.04)[0])
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["", "mass"])
+@pytest.mark.parametrize(("mix", "new", "padded"), [("all", 1, True), ("kivi", 1, False), ("all", 5, False)], ids=str)
+def test_tokens_in_codes_count_as_often_as_they_stand_for(mix: str, new: int, padded: bool, mass: bool) -> None:
+    made = case(SIZES[0], mix, new, padded=padded, seed=8)
+    counts = [torch.ones((part.layout.lanes, part.layout.size), dtype=torch.int64) for part in made.parts]
+    for i, part in enumerate(made.parts[:-1]):
+        counts[i] = torch.randint(1, 5, counts[i].shape, generator=torch.Generator().manual_seed(i))
+        made.parts[i] = Weighted(layout=part.layout, inner=part, log_weight=counts[i].float().log())
+    expected, sums, masses = repeated(made, counts, 0.04)
+    got = Segments().attend(
+        request_of(made.query, made.parts, made.visible, 0.04, want_mass=mass, real_queries=made.real_queries)
+    )
+    assert got.lse is not None and close(got.output, expected, 1e-4) and close(got.lse, sums, 1e-4)
+    for part, found, each in zip(made.parts, got.mass or [], masses, strict=mass):
+        filled = part.layout.filled(CPU)
+        assert close(*(x if filled is None else x[filled] for x in (found, each)), 1e-4)
 
 
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)

@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.support.attention_cases import request_of
+from tests.support.segments_of import Padded, states
+from tests.support.sharp_model import sharp_model
 
 import kvtailor
 from kvtailor.attend import rocket
+from kvtailor.attend.contract import AttentionContext
+from kvtailor.attend.quest import Quest
+from kvtailor.encode.indexed import Indexed
+from kvtailor.engine.steady import general_way
 from kvtailor.ops import dispatch
 from kvtailor.ops.cpu.library import library
+from kvtailor.ops.dispatch import using
+from kvtailor.types import Layout, PlainSegment
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no C++ kernels")
 PLANS = (
@@ -23,19 +31,6 @@ PLANS = (
 )
 # A prompt, tokens, a second turn and tokens.
 FORWARDS = ((0, 60), *((i, i + 1) for i in range(60, 70)), (70, 80), *((i, i + 1) for i in range(80, 90)))
-
-
-def sharp_model() -> LlamaForCausalLM:
-    """Heads of 32 channels, which fill vectors in every variant, and queries that prefer some keys."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, vocab_size=128, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.data *= 40
-    return model
 
 
 @torch.no_grad()
@@ -54,7 +49,9 @@ def test_both_ways_choose_the_same(plan: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, name, counted)
         cache, logits, tokens = kvtailor.cache_for(model, plan), [], []
         for first, end in FORWARDS:
-            logits.append(model(ids[:, first:end], past_key_values=cache).logits[:, -1])
+            # The short way of what chooses is held by tests/seam/test_steady.py.
+            with general_way():
+                logits.append(model(ids[:, first:end], past_key_values=cache).logits[:, -1])
             tokens += [state.observed.tokens_read for state in cache.engine.states]
         found.append((logits, tokens, sum(each is not None for each in taken)))
     assert found[0][2] >= 36 and not found[1][2]
@@ -62,3 +59,23 @@ def test_both_ways_choose_the_same(plan: str, monkeypatch: pytest.MonkeyPatch) -
         assert torch.allclose(one, other, atol=2e-5 * float(other.abs().max()))
     for mine, theirs in zip(found[0][1], found[1][1], strict=True):
         assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_pages_that_no_finite_number_has_chosen_are_not_read(wrong: float) -> None:
+    """Head 1 of row 0 asks for what is no number; the others read on."""
+    keys, values = states((6, 63, 32), 1), states((6, 63, 32), 2)
+    segment = Indexed(page=4, block_size=4).encode(Layout(rows=2, heads=3, size=63, start=0), keys, values)
+    keys, values = states((6, 5, 32), 3), states((6, 5, 32), 4)
+    tail = PlainSegment(layout=Layout(rows=2, heads=3, size=5, start=63), keys=keys, values=values)
+    query = states((2, 6, 1, 32), 5)
+    query[0, 3, 0, 7] = wrong
+    visible, quest = Padded(new_tokens=1, first_column=67), Quest(tokens=24, dense_layers=0)
+    request = request_of(query, [segment, tail], visible, 0.2, context=AttentionContext(layer=1, layers=2))
+    mine = quest.attend(request)
+    with using("reference"):
+        expected = quest.attend(request)
+    assert mine.tokens_read is not None and expected.tokens_read is not None
+    assert torch.equal(mine.tokens_read, expected.tokens_read) and mine.tokens_read[0, 1] < mine.tokens_read[1, 1]
+    assert torch.allclose(mine.output, expected.output, atol=1e-5, equal_nan=True)
+    assert mine.output.isfinite().flatten(2).all(-1).sum() >= 11

@@ -15,6 +15,7 @@ from kvtailor.plan import Plan
 from tests.support.calibrated import shipped_for
 from tests.support.every_plan import every_plan, first_of_each_method
 from tests.support.seam.zoo import VOCABULARY, build, error, prompts
+from tests.support.sharp_model import sharp_model
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
 # A model on the CPU has no host to go to.
@@ -37,13 +38,29 @@ SHORT = (
     "h2o(recent=6) + higgs(bits=3, recent=16) @ tokens=40, slack=12", "snapkv(window=6) @ tokens=24, slack=9",
     "rkv @ tokens=24, slack=12", "tova + kivi(bits=4, group=8, recent=16) @ tokens=40, slack=12",
     # They read all of these.
-    "quest(dense_layers=9) + indexed(page=8, block_size=16)", "snapkv(window=6) + rocket(tokens=400) @ tokens=48",
+    "quest(dense_layers=9) + indexed(page=8, block_size=16)", "quest(tokens=96) + indexed(page=8, block_size=16)",
+    "snapkv(window=6) + adakv + quest(tokens=160, dense_layers=1) + indexed(page=8, block_size=16) @ tokens=40",
+    "snapkv(window=6) + rocket(tokens=400) @ tokens=48",
     "nuq(bits=3, group=8, block_size=16)", "unrotated(of=nuq(bits=3, group=8, block_size=16))",
     "unrotated(of=kivi(bits=4, group=8, recent=8))",
     "unrotated(of=lowrank(rank=0.5, heads=2, basis=random, block_size=64))",
     "snapkv(window=6) + adakv + unrotated(of=kivi(bits=4, group=8, recent=16)) @ tokens=40",
     "h2o(recent=6) + unrotated(of=vector(bits=8)) @ tokens=40, slack=12",
+    # Two maps, one behind the other, and then a turn.
+    "unrotated(of=lowrank(rank=0.5, heads=2, basis=random, block_size=64, of=hadamard(of=vector(bits=4))))",
+    "h2o(recent=6) + unrotated(of=lowrank(basis=random, of=hadamard(of=vector(bits=8)))) @ tokens=40, slack=12",
+    # Tokens count as often as others were merged into them.
+    "pairs(window=6) + asymkv @ tokens=24",
+    "pairs(window=6) + adakv + asymkv + kivi(bits=4, group=8, recent=8) @ tokens=40",
+    "pairs(window=6) + asymkv + hadamard(of=vector(bits=4)) @ tokens=40",
+    "snapkv(window=6) + matching + vector(bits=8) @ tokens=24",
+    "pairs(window=6) + asymkv + unrotated(of=vector(bits=8)) @ tokens=24",
 )  # fmt: skip
+# They read the best pages, of heads of 32 channels.
+PAGED = (
+    "quest(tokens=17, least=2, dense_layers=0) + indexed(page=4, block_size=20)",
+    "snapkv(window=6) + quest(tokens=16, dense_layers=1) + indexed(page=4, block_size=32) @ tokens=40",
+)
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 
 
@@ -106,6 +123,8 @@ def check(model, plan, most=2e-5, **how):
         for name, tensor in mine.state()[1].items():
             assert error(tensor.float(), theirs.state()[1][name].float()) < most
         assert state.clock == reference.clock
+        mine, theirs = state.observed.tokens_read, reference.observed.tokens_read
+        assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs))
         seen, expected = state.observed.evidence.tensors(), reference.observed.evidence.tensors()
         assert seen.keys() == expected.keys()
         for name, tensor in seen.items():
@@ -164,6 +183,37 @@ def test_awkward_sizes(rows, prompt):
 def test_the_bits_are_the_same(plan, dtype):
     """Parts are read by the same kernels and merged in the same order, so that a tier or a copy may be compared."""
     check(build("llama", dtype=dtype), plan, most=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plan", PAGED)
+def test_chosen_pages_take_it_too(plan, dtype, taken):
+    model = sharp_model(dtype, VOCABULARY)
+    check(model, plan, most=1e-12, rows=3, prompt=63, steps=40)
+    # The prompt, the token after it and those at which a block is stored go the general way, and their successors.
+    assert taken["short"] >= 33 * 2 and taken["general"] <= (41 + 8) * 2
+    taken.update(short=0)
+    cache = decoded(model, plan, rows=1, steps=9)[2]
+    read, held = cache.engine.states[1].observed.tokens_read, cache.engine.states[1].counts()
+    assert taken["short"] and int(read.max()) < int(held.min())
+    segments = [*map(weakref.ref, cache.engine.states[1].stored.segments)]
+    cache.batch_repeat_interleave(2)
+    assert segments and all(each() is None for each in segments)
+
+
+@pytest.mark.parametrize("plan", PAGED)
+def test_chosen_pages_end_it_where_a_layer_changes_or_padding_is_hidden(plan, taken):
+    model = sharp_model(vocabulary=VOCABULARY)
+    for change in (crop, deep_copy, swap, repeat):
+        check(model, plan, between=between_with(change))
+    assert taken["short"]
+    with general_way():
+        _, logits, cache = padded(model, plan)
+    taken.update(short=0)
+    _, other_logits, other = padded(model, plan)
+    assert taken["short"] == 0 or "dense_layers=1" in plan
+    assert max(error(a, b) for a, b in zip(other_logits, logits, strict=True)) < 2e-5
+    assert torch.equal(other.held(), cache.held()) and other.ledger() == cache.ledger()
 
 
 @torch.no_grad()

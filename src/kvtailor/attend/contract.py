@@ -11,9 +11,18 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from kvtailor.method import Method
+from kvtailor.ops.segments.best_pages import BestPages
 from kvtailor.types import ALL_HEADS, PLAIN_SOFTMAX, HeadShare, Rotation, Segment, Softmax, Visibility
 
-__all__ = ["Attended", "Attention", "AttentionContext", "AttentionRequest", "FlopsRequest", "IndexRequest"]
+__all__ = [
+    "Attended",
+    "Attention",
+    "AttentionContext",
+    "AttentionRequest",
+    "FlopsRequest",
+    "IndexRequest",
+    "SteadyReading",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +105,19 @@ class IndexRequest:
     parts: Sequence[Segment]
     visible: Visibility
     context: AttentionContext = field(default_factory=AttentionContext)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteadyReading:
+    """What one new token after the other reads of parts of which nothing changes but the last, the tail, which grows.
+
+    Attributes:
+        up_to: tokens of a row and kv head up to which it is so; None: however many there are.
+        pages: of which the best are read alone; None: everything is read.
+    """
+
+    up_to: int | None = None
+    pages: BestPages | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,18 +204,16 @@ class Attention(Method, ABC):
         """
         return None
 
-    def reads_whole_up_to(self, layer: int) -> int | None:
-        """Return up to how many tokens of a row and kv head one new token reads all of them, and does nothing else.
+    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading | None:
+        """Return what one new token reads, and does nothing else: what is carried stays as it is. None: more than that.
 
-        Its attention is then that of `segments`, and what it carries stays as it is.
+        Its attention is that of `segments` over what is read.
 
         Args:
             layer: 0-based among the layers that the plan compresses.
-
-        Returns:
-            The number, 0 where it is never so; None where it is so however many there are.
+            parts: what is held, in time order.
         """
-        return 0
+        return None
 
     @abstractmethod
     def attend(self, request: AttentionRequest) -> Attended:

@@ -23,11 +23,12 @@ from typing import ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.attention.parts import lane_sees, lanes_of, read_all, read_lanes
+from kvtailor.ops.segments.best_pages import BestPages
 from kvtailor.ops.segments.coded import Whole
 from kvtailor.types import Layout, Segment, Visibility
 
@@ -115,9 +116,12 @@ class Quest(Attention):
         if self.dense_layers < 0:
             raise ValueError(f"quest: dense_layers must be 0 or more, found {self.dense_layers}; the paper's is 2")
 
-    def reads_whole_up_to(self, layer: int) -> int | None:
-        """None in the first layers, 0 in others."""
-        return None if layer < self.dense_layers else 0
+    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
+        """All in the first layers, and in others while there are no more pages than are read; else the best."""
+        if self._reads_all(layer, parts):
+            return SteadyReading()
+        page = next(part.page for part in parts if _is_paged(part))
+        return SteadyReading(pages=BestPages(page=page, most=self._most(page), bounds=_bounds_of(parts)))
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
@@ -130,7 +134,7 @@ class Quest(Attention):
         if request.want_mass:
             raise CacheMisuse("quest reads a part of the cache and knows no attention mass; use attend=segments")
         paged = [part for part in parts if _is_paged(part)]
-        if query.shape[2] > 1 or request.context.deferred or not paged or request.context.layer < self.dense_layers:
+        if query.shape[2] > 1 or request.context.deferred or self._reads_all(request.context.layer, parts):
             read = read_all(query, parts, visible, scaling, softmax=softmax)
             return Attended(output=read.output, lse=read.lse)
         b, heads, device = query.shape[0], parts[-1].layout.heads, query.device
@@ -152,6 +156,19 @@ class Quest(Attention):
         read = read_lanes(query, heads, lanes, scaling, found=found, softmax=softmax)
         return Attended(output=read.output, lse=read.lse, tokens_read=count.view(b, heads))
 
+    def _reads_all(self, layer: int, parts: Sequence[Segment]) -> bool:
+        """Whether one new token reads all pages: in the first layers, and where nobody has more than are read."""
+        paged = [part for part in parts if _is_paged(part)]
+        if layer < self.dense_layers or not paged:
+            return True
+        # Of the row and kv head with the most lanes in each part.
+        pages = sum(part.low.shape[1] * _most_lanes(part.layout) for part in paged)
+        return pages <= self._most(paged[0].page)
+
+    def _most(self, page: int) -> int:
+        """Pages that are read."""
+        return max(self.least, self.tokens // page)
+
     def _in_one(self, request: AttentionRequest, page: int) -> Attended | None:
         """All of it in one call; None where heads are ragged, padding is to be hidden, or no kernel can do it."""
         query, parts = request.query, request.parts
@@ -159,7 +176,7 @@ class Quest(Attention):
         if uneven or not query.is_cpu or not request.visible.causal_only:
             return None
         states = [part.decode() for part in parts]
-        bounds = [(part.low, part.high) if _is_paged(part) else None for part in parts]
+        bounds = _bounds_of(parts)
         attend, (b, q), heads = dispatch.best_pages(query, states, bounds), query.shape[:2], parts[-1].layout.heads
         if attend is None:
             return None
@@ -168,18 +185,16 @@ class Quest(Attention):
             states,
             bounds,
             page=page,
-            most=max(self.least, self.tokens // page),
+            most=self._most(page),
             scaling=request.scaling,
             softcap=request.softmax.softcap,
         )
-        if found is None:
-            return None
         read = read_lanes(query, heads, [], request.scaling, found=[found[:2]], softmax=request.softmax)
         return Attended(output=read.output, lse=read.lse, tokens_read=found[2].to(torch.int64).view(b, heads))
 
     def flops(self, request: FlopsRequest) -> int:
-        """4 g d for each page: the query times its least and its greatest keys; 0 in a layer that reads everything."""
-        if request.context.layer < self.dense_layers:
+        """4 g d for each page: the query times its least and its greatest keys; 0 where all is read."""
+        if self._reads_all(request.context.layer, request.encoded):
             return 0
         pages = sum(part.low.shape[0] * part.low.shape[1] for part in request.encoded if _is_paged(part))
         return 4 * request.group * request.size * pages
@@ -194,7 +209,7 @@ class Quest(Attention):
         ]
         # The pages of all parts compete, side by side: (b * h, p_1 + p_2 + ...). `base` is where a part's begin.
         bound = torch.cat([pages.bound for pages in found], 1)
-        best = bound.topk(min(bound.shape[1], max(self.least, self.tokens // parts[0].page)), sorted=False).indices
+        best = bound.topk(min(bound.shape[1], self._most(parts[0].page)), sorted=False).indices
         here, places, base = [], [], 0
         # An owner with fewer pages than are chosen gets places that are no page, whose bound is -inf.
         there = bound.gather(1, best).isfinite()
@@ -281,6 +296,15 @@ def _in_place(query: Tensor, chosen: _Chosen, scaling: float, softcap: float | N
             )
         )
     return found
+
+
+def _bounds_of(parts: Sequence[Segment]) -> list[tuple[Tensor, Tensor] | None]:
+    return [(part.low, part.high) if _is_paged(part) else None for part in parts]
+
+
+def _most_lanes(layout: Layout) -> int:
+    """Of a row and kv head. Owners are on the CPU."""
+    return 1 if layout.owner is None else int(torch.bincount(layout.owner.cpu()).max())
 
 
 def _is_paged(part: Segment) -> TypeGuard[_Paged]:

@@ -32,7 +32,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, IndexRequest
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, IndexRequest, SteadyReading
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.chosen import read_chosen
 from kvtailor.ops.attention.lanes import Lanes
@@ -43,7 +43,7 @@ from kvtailor.ops.lanes.indexed_on_host import indexed_on_host, note_index
 from kvtailor.ops.lanes.pool import pool_members
 from kvtailor.ops.lanes.rows import Rows, chosen_places, gather, rows_of
 from kvtailor.ops.lanes.topk import keep_top
-from kvtailor.types import HeadShare
+from kvtailor.types import HeadShare, Segment
 from kvtailor.types.late_checks import sent
 
 __all__ = ["Rocket"]
@@ -99,9 +99,9 @@ class Rocket(Attention):
         """The paper's split: what the first stage keeps of a prompt; None with `turns`, which keeps everything."""
         return None if self.turns else self._first_stage(tokens)
 
-    def reads_whole_up_to(self, layer: int) -> int:
+    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
         """As many as one new token may read."""
-        return self.tokens // 2
+        return SteadyReading(up_to=self.tokens // 2)
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.
@@ -373,8 +373,11 @@ def _candidates(rows: Rows, carry: Mapping[str, Tensor]) -> Rows:
     at = torch.searchsorted(rows.columns, chosen).clamp(max=rows.columns.shape[1] - 1)
     there = (rows.columns.gather(1, at) == chosen) & (chosen >= 0)
     since = torch.searchsorted(rows.columns, chosen.amax(1, keepdim=True) + 1)
-    newer = since + torch.arange(int((rows.counts[:, None] - since).max()), device=since.device)
-    return rows.pick(torch.cat([at, newer], 1), torch.cat([there, newer < rows.counts[:, None]], 1))
+    number = rows.counts - since[:, 0]
+    # (2, b * h): the newer ones and all, in one transfer.
+    told = torch.stack([number, number + there.sum(1)]).cpu()
+    newer = since + torch.arange(int(told[0].max()), device=since.device)
+    return rows.pick(torch.cat([at, newer], 1), torch.cat([there, newer < rows.counts[:, None]], 1), told[1])
 
 
 def _covered(carry: Mapping[str, Tensor]) -> Tensor:

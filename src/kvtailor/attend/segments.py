@@ -12,11 +12,13 @@ torch's kernel, or 16 to 40 MiB of scratch where a mass is wanted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest
+from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
 from kvtailor.ops.attention.parts import counting, read_all
+from kvtailor.types import Segment
 
 __all__ = ["Segments"]
 
@@ -37,9 +39,9 @@ class Segments(Attention):
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 
-    def reads_whole_up_to(self, layer: int) -> None:
-        """None: of any number."""
-        return
+    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
+        """All of any number."""
+        return SteadyReading()
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""

@@ -254,9 +254,12 @@ def _merged(
     At least one token is not kept.
     """
     # Of a lossy code the state behind it is gone: it moves, but nothing can be folded into it.
-    into = keep if state.codec(plan).exact else keep & ~_only_codes(state, plan, slots, keep)
+    exact = state.codec(plan).exact
+    into = keep if exact else keep & ~_only_codes(state, plan, slots, keep)
     if plan.merge.weighted and recent:
         into = into & ~held.recent(recent)
+        # All heads keep the same recent window.
+        held = replace(held, taking=held.kept - recent if exact and held.kept is not None else None)
     merged = plan.merge.merge(held.within(plan.merge.needs), keep, into)
     if merged is None:
         return None

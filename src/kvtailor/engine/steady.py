@@ -98,34 +98,35 @@ class SteadyLayer:
             return None
         if state.layer_group or state.pending is not None or state.draft is not None:
             return None
-        whole = engine.plan.attend.reads_whole_up_to(state.index)
         tail, model, segments = state.stored.tail, state.model, state.stored.segments
-        if whole is not None and (tail is None or tail.length >= whole):
-            return None
         if segments and _same(segments, state.unsteady):
             return None
         if tail is None or not tail.length or not isinstance(engine.phase, Compressing) or engine.phase.windows_record:
             return None
         if model.latents is not None or state.clock.due or state.clock.reindex:
             return None
-        left = state.tokens_until_action(engine.plan)
-        if whole is not None:
-            left = _until_less_is_read(state, whole, left)
+        parts = state.parts()
+        reading, left = engine.plan.attend.reads_steadily(state.index, parts), state.tokens_until_action(engine.plan)
+        if reading is None:
+            return None
+        if reading.up_to is not None:
+            if tail.length >= reading.up_to:
+                return None
+            left = _until_less_is_read(state, reading.up_to, left)
         if left is not None and left <= _FEWEST:
             return None
         if not tail.is_followed_by(state.stored.seen) or dispatch.forced() != "auto":
             return None
-        parts = state.parts()
         keys, values, positions = tail.buffers()
         used = library() if keys.device.type == "cpu" else None
-        if used is None or TokenStep.unsuited(parts, mass=engine.needs.mass) is not None:
+        if used is None or TokenStep.unsuited(parts, mass=engine.needs.mass, pages=reading.pages) is not None:
             state.unsteady = _weakly(segments)
             return None
         layouts = [own.layout for own in map(stored_sides, parts) if own is not None]
         sees = [rule_sees(each, visible, 0, 1, newest=each is layouts[-1], device=keys.device) for each in layouts]
         step = TokenStep(
             parts, sees, keys, values, positions, query_heads=query_heads, scaling=model.scaling,
-            softcap=model.softmax.softcap, mass=engine.needs.mass, using=used,
+            softcap=model.softmax.softcap, mass=engine.needs.mass, using=used, pages=reading.pages,
         )  # fmt: skip
         if not step.complete:
             state.unsteady = _weakly(segments)
@@ -168,9 +169,11 @@ class SteadyLayer:
         if self._length == self.step.slots:
             self._grow(state)
         evidence = state.observed.evidence
+        read = torch.empty(self.step.key_shape[:2], dtype=torch.int64) if self.step.chooses else None
         output, received = self.step.take(
-            query, keys, values, slot=self._length, column=self._seen, sinks=sinks, before=evidence.mass
-        )
+            query, keys, values, slot=self._length, column=self._seen, sinks=sinks, before=evidence.mass,
+            tokens_read=read,
+        )  # fmt: skip
         if received:
             evidence = replace(evidence, mass=received)
         if self._window:
@@ -181,7 +184,7 @@ class SteadyLayer:
         stored.tail.length += 1
         stored.seen += 1
         state.clock.growth += 1
-        state.observed.tokens_read = None
+        state.observed.tokens_read = read
         self._length += 1
         self._seen += 1
         if self._left is not None:

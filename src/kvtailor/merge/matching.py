@@ -145,11 +145,14 @@ class Matching(Merger):
     def _together(self, held: Held, keep: Tensor, into: Tensor, takes: Tensor) -> Iterator[list[_Lane]]:
         """Heads that are fitted together: those that drop some tokens, and have others that may take them in."""
         lanes: list[_Lane] = []
-        # (2, b, h) on the host, which waits for it once.
-        counts = torch.stack([takes.sum(-1), (held.valid & ~keep).sum(-1)]).cpu()
-        for row in range(keep.shape[0]):
-            for head in range(keep.shape[1]):
-                taking, leaving = (int(each[row, head]) for each in counts)
+        rows, heads = keep.shape[:2]
+        counts = [[held.merging(row, head, all_take=into is keep) for head in range(heads)] for row in range(rows)]
+        if any(None in each for of_row in counts for each in of_row):
+            # (b, h, 2) on the host, which waits for it once.
+            counts = torch.stack([takes.sum(-1), (held.valid & ~keep).sum(-1)], -1).tolist()
+        for row in range(rows):
+            for head in range(heads):
+                taking, leaving = counts[row][head]
                 if not taking or not leaving:
                     continue
                 at = places_of(takes[row, head], taking)

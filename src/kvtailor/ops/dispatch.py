@@ -167,7 +167,8 @@ def coded_attention(
 def _turning_attention(
     query: Tensor, keys: Coded, values: Coded, turned: Turned, *, mass: bool
 ) -> Callable[..., tuple[Any, ...]] | None:
-    if not turns_keys(query) or unsuited(keys, values) is not None or unsuited_turned(keys) is not None:
+    built = _built_for(query)
+    if built is None or unsuited(keys, values) is not None or unsuited_turned(keys, turned, built) is not None:
         return None
     return attend_keeping if mass else attend_coded
 
@@ -252,7 +253,7 @@ def page_bounds(query: Tensor, low: Tensor, high: Tensor) -> Callable[..., Tenso
 
 def best_pages(
     query: Tensor, states: Sequence[tuple[Tensor, Tensor]], bounds: Sequence[tuple[Tensor, Tensor] | None]
-) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
     """What chooses pages and reads them with all that has none, `cpu.choose.attend_best_pages`; None: step by step.
 
     Args:
@@ -260,10 +261,9 @@ def best_pages(
         bounds: of the pages of each part; None for a part without pages.
     """
     built = _built_for(query)
-    if built is None or choose.unsuited_states(states, None, built) is not None:
+    if built is None or choose.unsuited_best_pages(states, bounds, built) is not None:
         return None
-    dense = all(side.is_contiguous() and side.dtype == states[0][0].dtype for each in bounds if each for side in each)
-    return partial(choose.attend_best_pages, using=built) if dense and built.has("kvtailor_choose_pages") else None
+    return partial(choose.attend_best_pages, using=built)
 
 
 def chosen_attention(

@@ -224,6 +224,8 @@ class Held:
             without a look at the device; None where it does not, as with padding.
         newest: so many of the newest columns are held by every head of every row, as the host knows; there may be more.
         kept: (b, h) int64 on the CPU: at a merge, how many tokens each head keeps; else None.
+        taking: (b, h) int64 on the CPU: at a merge, how many of these may take others in; None where the host does not
+            know.
         decoding: the cache is cut while it decodes; False where what has come is a prompt, a turn or a part of one.
         share: which of the model's heads these are. A method whose result depends on other heads of the layer meets
             those of other processes through it.
@@ -261,6 +263,7 @@ class Held:
     front: Tensor | None = None
     newest: int = 0
     kept: Tensor | None = None
+    taking: Tensor | None = None
     decoding: bool = False
     share: HeadShare = ALL_HEADS
 
@@ -279,7 +282,8 @@ class Held:
         if self.kept is None or self.front is None:
             return None, None
         kept = int(self.kept[row, head])
-        return kept if all_take else None, int(self.front[row, head]) - kept
+        some = None if self.taking is None else int(self.taking[row, head])
+        return kept if all_take else some, int(self.front[row, head]) - kept
 
     @property
     def holds_window(self) -> bool:

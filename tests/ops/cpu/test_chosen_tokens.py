@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -88,7 +89,7 @@ def test_the_best_are_chosen_and_read(library: Library, name: str, monkeypatch: 
         picked = [torch.randperm(made.after - 1, generator=generator)[: made.listed - 1] for _ in range(b * h)]
         listed = torch.stack([torch.cat([each, torch.tensor([made.after - 1])]).sort().values for each in picked])
         at = torch.cat([listed, torch.arange(made.after, sum(made.slots)).expand(b * h, -1)], 1)
-        rows = rows.pick(at, torch.ones_like(at, dtype=torch.bool))
+        rows = rows.pick(at, torch.ones_like(at, dtype=torch.bool), torch.full(at.shape[:1], at.shape[1]))
     tokens, span = rows.columns.shape[1], torch.full((b * h,), made.span)
     covered = torch.full((b * h,), made.covered)
     old = replace(
@@ -147,9 +148,12 @@ def test_equal_scores_go_to_the_earliest_and_what_is_no_number_is_said(library: 
 
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("most, slots", [(3, (63, 12, 5)), (40, (63, 12, 5)), (9, (4500, 1))])
+@pytest.mark.parametrize(
+    "most, slots, broken",
+    [(3, (63, 12, 5), False), (40, (63, 12, 5), False), (9, (4500, 1), False), (3, (63, 12, 5), True)],
+)
 def test_the_best_pages_are_read_and_all_that_has_none(
-    library: Library, dtype: torch.dtype, most: int, slots: tuple[int, ...]
+    library: Library, dtype: torch.dtype, most: int, slots: tuple[int, ...], broken: bool
 ) -> None:
     """Pages of 4, of which the last of a part has fewer; the part in the end has none."""
     made = Case(shape=(2, 2, 3, 32, 64), slots=slots, covered=0, span=1, channels=1, budget=1, dtype=dtype)
@@ -162,8 +166,9 @@ def test_the_best_pages_are_read_and_all_that_has_none(
         pieces = part.keys.split(page, 1)
         low, high = (torch.stack([of(each, 1) for each in pieces], 1) for of in (torch.amin, torch.amax))
         bounds[i] = low, high
+    if broken:
+        query[0, 0, 0, 0] = torch.nan
     found = attend_best_pages(query, states, bounds, page=page, most=most, scaling=0.2, using=library)
-    assert found is not None
     asked = query[:, :, 0].float()
     for owner in range(4):
         promises, members, kept = [], [], []
@@ -173,14 +178,16 @@ def test_the_best_pages_are_read_and_all_that_has_none(
                 continue
             for p in range(both[0].shape[1]):
                 low, high = (side[owner, p].float() for side in both)
-                promises.append(float(torch.where(asked[owner] > 0, high, low).mul(asked[owner]).sum(-1).max()))
+                each = asked[owner].clamp(min=0) @ high + asked[owner].clamp(max=0) @ low
+                promises.append(torch.inf if bool(each.isnan().any()) else float(each.max()))
                 members.append([(i, slot) for slot in range(page * p, min(page * p + page, slots[i]))])
         order = sorted(range(len(promises)), key=lambda p: -promises[p])[:most]
-        kept += [each for p in order for each in members[p]]
+        # A page that is chosen by no finite number is not read.
+        kept += [each for p in order if math.isfinite(promises[p]) for each in members[p]]
         assert int(found[2][owner]) == len(kept)
         keys, values = (torch.stack([states[i][side][owner, slot].float() for i, slot in kept]) for side in (0, 1))
         logits = 0.2 * asked[owner] @ keys.T
-        assert torch.allclose(found[0][owner, :, 0], logits.softmax(-1) @ values, rtol=1e-3, atol=1e-4)
-        assert torch.allclose(found[1][owner, :, 0], logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
-    query[0, 0, 0, 0] = torch.nan
-    assert attend_best_pages(query, states, bounds, page=page, most=most, scaling=0.2, using=library) is None
+        expected = logits.softmax(-1) @ values
+        assert torch.allclose(found[0][owner, :, 0], expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+        expected = logits.logsumexp(-1)
+        assert torch.allclose(found[1][owner, :, 0], expected, rtol=1e-4, atol=1e-4, equal_nan=True)

@@ -12,6 +12,7 @@ from tests.ops.cpu.coded_layouts import COARSE, LAYOUTS, every_dtype, every_vari
 from tests.ops.cpu.coded_truth import same, truth
 from torch import Tensor
 
+from kvtailor.ops.codes.hadamard import coordinates
 from kvtailor.ops.cpu import attention
 from kvtailor.ops.cpu.attention import attend_coded, attend_keeping
 from kvtailor.ops.cpu.library import Library
@@ -131,7 +132,10 @@ def test_coordinates_become_channels_before(
     blocks = Coordinates(matrix=draw(1, size // 4, rank // 4), blocks=4, scale=0.5)
     chains = [(one,), (replace(one, mean=draw(heads, size)),), (blocks,)]
     chains += [(one, Coordinates(matrix=draw(1, rank, 32), mean=draw(1, rank)))]
-    for maps, layout in zip(chains, ("tokens4", "plain", "plain", "nvfp4"), strict=True):
+    # One for all heads, then one for each, then blocks that are mixed.
+    own = Coordinates(matrix=draw(heads, rank // 4 * 4, 36), mean=draw(heads, rank // 4 * 4))
+    chains += [(replace(blocks, mean=draw(1, size)), own, replace(coordinates(36, torch.device("cpu"), 1), scale=0.5))]
+    for maps, layout in zip(chains, ("tokens4", "plain", "plain", "nvfp4", "plain"), strict=True):
         stored = maps[-1].blocks * maps[-1].matrix.shape[-1]
         lanes = b * heads // joined
         keys = LAYOUTS[layout](states_of(2, dtype, lanes, s, stored)[0])

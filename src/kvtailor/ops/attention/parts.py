@@ -173,7 +173,7 @@ def _as_stored(
             "owner": None if layout.owner is None else layout.owner.to(device),
             "lengths": None if layout.lengths is None else layout.lengths.to(device),
             "visible": rule_sees(layout, visible, 0, t, newest=part is parts[-1], device=device),
-            "log_weight": None if reading is None else reading.log_weight,
+            "log_weight": own.log_weight if reading is None else reading.log_weight,
         }
         if own.turning is not None:
             how["turned"] = own.turned

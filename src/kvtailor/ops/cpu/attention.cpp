@@ -322,7 +322,7 @@ struct Piece {
         float* own = tile;
         int64_t stride = stored;
         if (turn.map) {
-          const int64_t number = (owner() * turn.joined + head) % turn.map->heads;
+          const int64_t number = (owner() * turn.joined + head) % heads_of(turn);
           const float* matrix = matrices + number * of_matrix(keys.size, wide, tables.coarse_map);
           own = turned, stride = wide;
           map_keys(matrix, head == 0, part);
@@ -856,7 +856,7 @@ int32_t kvtailor_choose(const Choice* all, const Call* call) {
   return choose_and_read(choose_of<Chooser, Choice>, all, all->scratch, Chooser::room(*all), *call);
 }
 
-// The same with pages. -1 where a bound is no finite number.
+// The same with pages, of which the best can always be told.
 int32_t kvtailor_choose_pages(const Pages* all, const Call* call) {
   return choose_and_read(choose_of<PageChooser, Pages>, all, all->scratch, PageChooser::room(*all), *call);
 }
@@ -891,6 +891,9 @@ int32_t kvtailor_mass(const Call* call) { return sum_mass(*call); }
 // Whether codes of levels are read: a library from older sources has no such function.
 int32_t kvtailor_levels() { return 1; }
 
+// Whether a step can read chosen pages, and the best can be told whatever the bounds are.
+int32_t kvtailor_step_chooses() { return 1; }
+
 // Whether codes of levels may have a scale for each block of channels: a library from older sources has no such function.
 int32_t kvtailor_blocks() { return 1; }
 
@@ -908,6 +911,9 @@ int32_t kvtailor_caps() { return 1; }
 
 // Whether `turn` is read, and fitted levels are: a library from older sources has no such function.
 int32_t kvtailor_turns() { return 1; }
+
+// Whether keys go through several maps before they are turned.
+int32_t kvtailor_joins_maps() { return 1; }
 
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {

@@ -27,7 +27,8 @@ struct Choice {
 struct Pages {
   const float* query;                                                 // (owners, rows, size)
   const char *const *keys, *const *values, *const *low, *const *high;  // of each part, lane i of owner i; bounds or null
-  const int64_t *key_lane, *key_slot, *value_lane, *value_slot, *slots;  // of each part; strides in bytes
+  const int64_t *key_lane, *key_slot, *value_lane, *value_slot;        // of each part, in bytes
+  int64_t* slots;                                                     // of each part
   const char **key_rows, **value_rows;                                // (owners, room) where the tokens lie
   int32_t* lengths;                                                   // (owners) so many are read
   float* scratch;                                                     // kvtailor_pages_scratch() floats
@@ -258,8 +259,8 @@ struct PageChooser {
 
   int64_t pages_of(int64_t part) const { return all.low[part] ? (all.slots[part] + all.page - 1) / all.page : 0; }
 
-  // The greatest product that any query can have with a key of each page; false where one is no finite number.
-  SMALL_CODE bool bound() const {
+  // The greatest product that any query can have with a key of each page. What is no number is above all others.
+  SMALL_CODE void bound() const {
     Side side{};
     side.kind = all.kind, side.size = size;
     for (int64_t r = 0; r < rows; r++)
@@ -269,7 +270,6 @@ struct PageChooser {
         above[at] = mine < 0 ? 0.f : mine, below[at] = mine > 0 ? 0.f : mine;
       }
     float* to = bounds;
-    bool finite = true;
     for (int64_t i = 0; i < all.parts; i++) {
       const int64_t count = pages_of(i), begin = owner * count * size * element;
       for (int64_t first = 0; first < count; first += BLOCK) {
@@ -282,14 +282,15 @@ struct PageChooser {
             const float mine = found[r * BLOCK + t] + other[r * BLOCK + t];
             *to = mine > *to || mine != mine ? mine : *to;
           }
-          finite &= *to - *to == 0;
+          // Of one sign.
+          if (*to != *to) *to = __builtin_nanf("");
         }
       }
     }
-    return finite;
   }
 
-  // The pages with the highest bounds, and all of the parts that have none.
+  // The pages with the highest bounds, and all of the parts that have none. What is chosen by no finite number is not
+  // read, as where torch chooses.
   SMALL_CODE void pick() const {
     const uint32_t level = level_of(all.wanted, [&](uint32_t least) { return reach(bounds, all.pages, least); });
     int64_t spare = all.wanted - reach(bounds, all.pages, level + 1), next = owner * all.room, page = 0;
@@ -298,8 +299,9 @@ struct PageChooser {
       const int64_t step = all.low[i] ? all.page : all.slots[i];
       for (int64_t first = 0; first < all.slots[i]; first += step) {
         if (all.low[i]) {
-          const uint32_t mine = rank_of(bounds[page++]);
-          if (mine < level || (mine == level && spare-- <= 0)) continue;
+          const float bound = bounds[page++];
+          const uint32_t mine = rank_of(bound);
+          if (mine < level || (mine == level && spare-- <= 0) || bound - bound != 0) continue;
         }
         for (int64_t t = first; t < first + step && t < all.slots[i]; t++, next++)
           all.key_rows[next] = key + t * all.key_slot[i], all.value_rows[next] = value + t * all.value_slot[i];
@@ -309,7 +311,7 @@ struct PageChooser {
   }
 
   bool run() const {
-    if (!bound()) return false;
+    bound();
     pick();
     return true;
   }

@@ -13,8 +13,17 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.cpu.attention import threads_for
 from kvtailor.ops.cpu.library import DTYPES, Call, Choice, Library, Pages, Side
+from kvtailor.ops.segments.best_pages import BestPages
 
-__all__ = ["Candidates", "attend_chosen", "attend_best_pages", "unsuited_states"]
+__all__ = [
+    "Candidates",
+    "attend_best_pages",
+    "attend_chosen",
+    "pages_of",
+    "side_of_rows",
+    "unsuited_best_pages",
+    "unsuited_states",
+]
 
 # Of so many channels, or a multiple, the states of a token fill vectors in every variant.
 _WHOLE = 32
@@ -57,6 +66,18 @@ def unsuited_states(states: Sequence[tuple[Tensor, Tensor]], bounds: Tensor | No
     if bounds is not None and (bounds.dtype != dtype or not bounds.is_contiguous()):
         return "bounds are not of the keys' type"
     return None
+
+
+def unsuited_best_pages(
+    states: Sequence[tuple[Tensor, Tensor]], bounds: Sequence[tuple[Tensor, Tensor] | None], using: Library
+) -> str | None:
+    """Why the best pages of such parts cannot be chosen here, a clause; None where they can."""
+    if not using.has("kvtailor_step_chooses"):
+        return "the C++ kernels were built from sources that choose no pages: build them again"
+    dtype = states[0][0].dtype
+    if not all(side.is_contiguous() and side.dtype == dtype for each in bounds if each for side in each):
+        return "bounds are not dense and of the keys' type"
+    return unsuited_states(states, None, using)
 
 
 def attend_chosen(
@@ -144,7 +165,7 @@ def attend_best_pages(
     scaling: float,
     softcap: float | None = None,
     using: Library,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attention over the pages with the highest bounds, and over all of the parts that have no pages.
 
     Args:
@@ -154,53 +175,58 @@ def attend_best_pages(
         bounds: of each part the least and the greatest of each key channel over a page, (b * h, p, d), dense and of the
             keys' dtype; None for a part without pages.
         page: slots of a page; the last of a lane may have fewer.
-        most: pages that are read of each owner, where there are as many.
+        most: pages that are read of each owner, where there are as many; those chosen by no finite number are not.
         scaling, softcap: see `attend_coded`.
         using: the variant.
 
     Returns:
-        out (b * h, g, 1, dv) float32, lse (b * h, g, 1) float32, tokens (b * h,) int32 that were read. None where a
-        bound is no finite number.
+        out (b * h, g, 1, dv) float32, lse (b * h, g, 1) float32, tokens (b * h,) int32 that were read.
     """
     owners, group, _, size = query.shape
     asked = query.reshape(owners, group, size).to(torch.float32).contiguous()
-    count = sum(0 if each is None else each[0].shape[1] for each in bounds)
-    wanted = min(most, count)
-    rest = sum(keys.shape[1] for (keys, _), each in zip(states, bounds, strict=True) if each is None)
-    room, lengths = wanted * page + rest, torch.empty(owners, dtype=torch.int32)
-    rows = torch.empty((2, owners, room), dtype=torch.int64)
+    choice, _kept = pages_of(states, BestPages(page=page, most=most, bounds=bounds), group)
+    lengths, rows = torch.empty(owners, dtype=torch.int32), torch.empty((2, owners, choice.room), dtype=torch.int64)
     key_rows, value_rows = rows[0].data_ptr(), rows[1].data_ptr()
-    call = _call_of_rows(asked, states[0], (key_rows, value_rows), room, scaling, softcap, using)
-    call.lengths = lengths.data_ptr()
-    tables = _tables(states)
-    low, high = (
-        (ctypes.c_void_p * len(bounds))(*(None if each is None else each[side].data_ptr() for each in bounds))
-        for side in (0, 1)
-    )
-    choice = Pages(
-        query=call.query,
-        low=ctypes.addressof(low),
-        high=ctypes.addressof(high),
-        **{name: ctypes.addressof(table) for name, table in tables.items()},
-        key_rows=key_rows,
-        value_rows=value_rows,
-        lengths=call.lengths,
-        owners=owners,
-        rows=group,
-        size=size,
-        parts=len(states),
-        pages=count,
-        page=page,
-        wanted=wanted,
-        room=room,
-        kind=call.keys.kind,
-        threads=call.threads,
-    )
+    call = _call_of_rows(asked, states[0], (key_rows, value_rows), choice.room, scaling, softcap, using)
+    choice.query, choice.key_rows, choice.value_rows = call.query, key_rows, value_rows
+    choice.lengths = call.lengths = lengths.data_ptr()
+    choice.threads = call.threads
     functions = using.functions
     scratch = torch.empty(functions.kvtailor_pages_scratch(ctypes.byref(choice)), dtype=torch.float32)
     choice.scratch = scratch.data_ptr()
-    wrong, out, lse = _run(functions.kvtailor_choose_pages, choice, call, using)
-    return None if wrong else (out, lse, lengths)
+    _, out, lse = _run(functions.kvtailor_choose_pages, choice, call, using)
+    return out, lse, lengths
+
+
+def pages_of(states: Sequence[tuple[Tensor, Tensor]], pages: BestPages, group: int) -> tuple[Pages, list[Any]]:
+    """Return what is chosen from as C++ sees it, but for the query and what is written; and the tables it points to.
+
+    Args:
+        states: see `attend_best_pages`.
+        pages: of these parts.
+        group: g, query heads of a kv head.
+    """
+    bounds, tables, pointers = pages.bounds, _tables(states), ctypes.c_void_p * len(states)
+    low, high = (pointers(*(None if each is None else each[side].data_ptr() for each in bounds)) for side in (0, 1))
+    count = sum(0 if each is None else each[0].shape[1] for each in bounds)
+    wanted = min(pages.most, count)
+    rest = sum(keys.shape[1] for (keys, _), each in zip(states, bounds, strict=True) if each is None)
+    keys = states[0][0]
+    choice = Pages(
+        low=ctypes.addressof(low),
+        high=ctypes.addressof(high),
+        **{name: ctypes.addressof(table) for name, table in tables.items()},
+        owners=keys.shape[0],
+        rows=group,
+        size=keys.shape[2],
+        parts=len(states),
+        pages=count,
+        page=pages.page,
+        wanted=wanted,
+        room=wanted * pages.page + rest,
+        kind=DTYPES[keys.dtype],
+    )
+    return choice, [tables, low, high]
 
 
 def _call_of_rows(
@@ -213,16 +239,19 @@ def _call_of_rows(
     using: Library,
 ) -> Call:
     """A call over tokens that lie anywhere: states like these, at the addresses in two tables (n, slots)."""
-    kind, element = DTYPES[states[0].dtype], states[0].element_size()
-    sides = [
-        Side(data=at, low=at, kind=kind, size=each.shape[2], slot_bytes=each.shape[2] * element)
-        for at, each in zip(rows, states, strict=True)
-    ]
+    sides = [side_of_rows(each, at) for at, each in zip(rows, states, strict=True)]
     call = Call(query=asked.data_ptr(), keys=sides[0], values=sides[1])
     call.owners = call.lanes = asked.shape[0]
     call.slots, call.rows, call.queries, call.scaling, call.softcap = slots, asked.shape[1], 1, scaling, softcap or 0.0
     threads_for(call, using)
     return call
+
+
+def side_of_rows(states: Tensor, rows: int | None = None) -> Side:
+    """Return a side of tokens like these (m, s, d), which lie at the addresses in a table."""
+    size = states.shape[2]
+    kind, slot = DTYPES[states.dtype], size * states.element_size()
+    return Side(data=rows, low=rows, kind=kind, size=size, slot_bytes=slot)
 
 
 def _run(function: Any, choice: Choice | Pages, call: Call, using: Library) -> tuple[bool, Tensor, Tensor]:
@@ -240,7 +269,7 @@ def _run(function: Any, choice: Choice | Pages, call: Call, using: Library) -> t
 
 
 def _tables(states: Sequence[tuple[Tensor, Tensor]]) -> dict[str, ctypes.Array[ctypes.c_int64]]:
-    """Addresses, strides in bytes and slots of each part."""
+    """Return addresses, strides in bytes and slots of each part."""
     element, number = states[0][0].element_size(), ctypes.c_int64 * len(states)
     found = {"slots": number(*(keys.shape[1] for keys, _ in states))}
     for side, (name, of) in enumerate((("keys", "key"), ("values", "value"))):

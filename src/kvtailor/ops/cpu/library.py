@@ -125,6 +125,8 @@ class Turn(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("frequencies", "positions", "first", "map")),
         *((name, ctypes.c_int64) for name in ("planes", "interleaved", "start", "joined", "size", "alike")),
+        ("before", ctypes.c_void_p),
+        ("count_before", ctypes.c_int64),
     ]
 
 
@@ -148,6 +150,7 @@ class Step(ctypes.Structure):
         *((f"tail_{name}_{of}", ctypes.c_int64) for name in ("key", "value") for of in ("lane", "slot")),
         *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),
         *((name, ctypes.c_int64) for name in ("size", "value_size", "kind", "threads", "widest", "slot", "column")),
+        *((name, ctypes.c_void_p) for name in ("pages", "tokens_read")),
     ]
 
 

@@ -1,6 +1,7 @@
 // One decoded token of each row at one layer, in one call: it joins the tail, and one softmax goes over all parts.
 #pragma once
 
+#include "choose.h"
 #include "coordinates.h"
 
 // The coordinates of one part, the model's side first. Mirrored field by field in library.py.
@@ -32,6 +33,9 @@ struct Step {
   int64_t tail_key_lane, tail_key_slot, tail_value_lane, tail_value_slot, position_lane;
   int64_t count, rows, heads, group, size, value_size, kind, threads, widest;
   int64_t slot, column;  // of the tail, where the token goes; of the token
+  // In the end, so that a library from older sources does not miss them.
+  Pages* pages;          // the best of which are read, and all of what has none: `parts` is one call, over these; or null
+  int64_t* tokens_read;  // (b * h), where pages are chosen
 };
 
 // Disjoint parts that were read one by one. Mirrored field by field in library.py.
@@ -159,9 +163,22 @@ SMALL_CODE int32_t add_mass(const Step& step, int64_t i) {
   return 0;
 }
 
-SMALL_CODE int32_t take(Step& step) {
-  join_tail(step);
-  widen_queries(step);
+// The best pages, and all of the parts that have none, of which the tail is the last.
+SMALL_CODE int32_t read_best_pages(Step& step) {
+  Pages& all = *step.pages;
+  Call& call = *step.parts[0];
+  all.slots[all.parts - 1] = step.slot + 1;
+  all.room = all.wanted * all.page;
+  for (int64_t i = 0; i < all.parts; i++) all.room += all.low[i] ? 0 : all.slots[i];
+  call.slots = all.room;
+  divide(call, step.threads, step.parallel_for);
+  const int32_t wrong =
+      choose_and_read(choose_of<PageChooser, Pages>, &all, all.scratch, PageChooser::room(all), call);
+  for (int64_t owner = 0; owner < all.owners; owner++) step.tokens_read[owner] = all.lengths[owner];
+  return wrong;
+}
+
+SMALL_CODE int32_t read_parts(Step& step) {
   step.parts[step.count - 1]->slots = step.slot + 1;
   for (int64_t i = 0; i < step.count; i++) {
     Call& part = *step.parts[i];
@@ -173,6 +190,13 @@ SMALL_CODE int32_t take(Step& step) {
     if (wrong) return wrong;
     if (in.values_count) give(step, in, part.lse), part.out = in.out;
   }
+  return 0;
+}
+
+SMALL_CODE int32_t take(Step& step) {
+  join_tail(step);
+  widen_queries(step);
+  if (const int32_t wrong = step.pages ? read_best_pages(step) : read_parts(step)) return wrong;
   const int64_t element = step.kind == FLOAT32 ? 4 : 2, queries = step.rows * step.heads * step.group;
   for (int64_t row = 0; row < queries; row++) {
     const float* sink = step.sinks ? step.sinks + row % (step.heads * step.group) : nullptr;

@@ -8,7 +8,6 @@ softmax. The general form of the same is `ops.attention.parts`.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,33 +17,16 @@ from torch import Tensor
 from kvtailor.ops.cpu.attention import side_of, unsuited
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, PartCoordinates, Step, library
+from kvtailor.ops.cpu.step_pages import StepPages
+from kvtailor.ops.cpu.step_pages import unsuited as unsuited_pages
 from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
+from kvtailor.ops.cpu.workspace import WORKSPACE
+from kvtailor.ops.segments.best_pages import BestPages
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Coordinates, PlainSegment, Segment
 
 __all__ = ["TokenStep"]
-
-
-class _Workspace(threading.local):
-    """Scratch of a thread's steps: of no cache, and as large as the largest has needed.
-
-    Attributes:
-        mark: another object whenever the scratch lies elsewhere. Steps keep it in place of the scratch, which would
-            else be memory that their cache holds.
-    """
-
-    floats: Tensor = torch.empty(0)
-    mark: object = None
-
-    def at(self, count: int) -> int:
-        """Address of so many floats."""
-        if self.mark is None or self.floats.numel() < count:
-            self.floats, self.mark = torch.empty(count, dtype=torch.float32), object()
-        return self.floats.data_ptr()
-
-
-_WORKSPACE = _Workspace()
 
 
 class TokenStep:
@@ -64,10 +46,12 @@ class TokenStep:
         softcap: see `Softmax`.
         mass: what the slots receive is wanted as well.
         using: the variant.
+        pages: of which each token reads the best; None: it reads everything.
 
     Attributes:
+        chooses: whether it reads chosen pages.
         complete: whether it can be used. If not, a part would have to be copied to be read, or a lane hides slots
-            behind one that is seen.
+            behind one that is seen; or some at all, where pages are chosen.
     """
 
     def __init__(
@@ -83,6 +67,7 @@ class TokenStep:
         softcap: float | None,
         mass: bool,
         using: Library,
+        pages: BestPages | None = None,
     ):
         layout = parts[-1].layout
         rows, heads, size, value_size = layout.rows, layout.heads, keys.shape[-1], values.shape[-1]
@@ -91,24 +76,29 @@ class TokenStep:
         self.key_shape, self.value_shape = (rows, heads, 1, size), (rows, heads, 1, value_size)
         self.query_shape, self._out_shape = (rows, query_heads, 1, size), (rows, 1, query_heads, value_size)
         self.scaling, self.softcap, self.threads = scaling, softcap, torch.get_num_threads()
-        self.complete, self._numbers = True, list[Any]()
+        self.complete, self._numbers, self.chooses = True, list[Any](), pages is not None
         # Channels of a query or a sum on its way through coordinates.
         self._widest = [size, value_size]
         self._calls, maps = list[Call](), list[PartCoordinates]()
-        for part in parts:
+        self._pages: StepPages | None = None
+        if pages is not None:
+            self._pages = StepPages(parts, pages, group=group, scaling=scaling, softcap=softcap)
+            self.complete = all(seen is None for seen in sees)
+            self._calls.append(self._pages.call)
+            maps.append(PartCoordinates())
+        for part, seen in () if pages is not None else zip(parts, sees, strict=True):
             call, coordinates = self._part(part, rows * heads, group)
             self._calls.append(call)
             maps.append(coordinates)
-        for call, seen in zip(self._calls, sees, strict=True):
             self._hide(call, seen)
         pointers = [ctypes.addressof(call) for call in self._calls]
         self._parts = (ctypes.c_void_p * len(pointers))(*pointers)
-        self._coordinates = (PartCoordinates * len(parts))(*maps)
+        self._coordinates = (PartCoordinates * len(maps))(*maps)
         self._step = Step(
             parts=ctypes.addressof(self._parts),
             parallel_for=using.parallel_for,
             coordinates=ctypes.addressof(self._coordinates),
-            count=len(parts),
+            count=len(maps),
             rows=rows,
             heads=heads,
             group=group,
@@ -117,6 +107,7 @@ class TokenStep:
             kind=DTYPES[keys.dtype],
             threads=1 if using.parallel_for is None else self.threads,
             widest=max(self._widest),
+            pages=None if self._pages is None else ctypes.addressof(self._pages.choice),
         )
         self._at, self._run = ctypes.byref(self._step), using.functions.kvtailor_step
         self._strides: tuple[Any, ...] = ()
@@ -125,11 +116,11 @@ class TokenStep:
         self._lay_out()
 
     @staticmethod
-    def unsuited(parts: Sequence[Segment], *, mass: bool) -> str | None:
+    def unsuited(parts: Sequence[Segment], *, mass: bool, pages: BestPages | None = None) -> str | None:
         """Return why these parts cannot be read so, a clause; None where they can.
 
         Args:
-            parts: see `TokenStep`.
+            parts, pages: see `TokenStep`.
             mass: whether what the slots receive is wanted as well.
         """
         used = library()
@@ -142,18 +133,14 @@ class TokenStep:
             if own.shifts_logits or (mass and own.joined > 1):
                 return f"{type(part).__name__} has logits or lanes that are no kv head's"
             why = unsuited(own.keys, own.values)
-            if why is None and own.turning is not None:
-                why = unsuited_turned(own.keys)
-                if not used.has("kvtailor_turns"):
-                    why = "no C++ kernels that turn keys were built"
-                elif len(own.keys_in) > 1:
-                    why = "several maps would be one more tensor, which nobody holds"
+            if why is None and own.turned is not None:
+                why = unsuited_turned(own.keys, own.turned, used)
             if why is not None:
                 return why
         tail = parts[-1]
         if not isinstance(tail, PlainSegment) or tail.layout.owner is not None or tail.layout.lengths is not None:
             return "the last part is no tail"
-        return None
+        return None if pages is None else unsuited_pages(parts, pages, used)
 
     def moves_to(self, tail: PlainSegment, keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
         """Go on where the tail has other buffers, of the same tokens.
@@ -162,10 +149,13 @@ class TokenStep:
             tail: the filled slots, as the last of the parts that it was made of.
             keys, values, positions: as they were given when it was made.
         """
-        before = self._calls[-1]
-        call, _ = self._part(tail, self._owners, self._group)
-        call.firsts, call.slots = before.firsts, tail.layout.size
-        self._calls[-1], self._parts[len(self._calls) - 1] = call, ctypes.addressof(call)
+        if self._pages is not None:
+            self._pages.moves_to(keys, values)
+        else:
+            before = self._calls[-1]
+            call, _ = self._part(tail, self._owners, self._group)
+            call.firsts, call.slots = before.firsts, tail.layout.size
+            self._calls[-1], self._parts[len(self._calls) - 1] = call, ctypes.addressof(call)
         self._write_into(keys, values, positions)
         self._lay_out()
 
@@ -193,6 +183,7 @@ class TokenStep:
         column: int,
         sinks: Tensor | None = None,
         before: Sequence[Tensor] = (),
+        tokens_read: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Write one token of each row into the tail, and return its attention (b, 1, q, dv) over all parts, and masses.
 
@@ -205,6 +196,7 @@ class TokenStep:
             sinks: (q,) float32; None: none.
             before: for each part (m, s) float32 what its slots have received, where mass is wanted. The tail's may have
                 fewer slots, or not be there.
+            tokens_read: (b, h) int64 for how many tokens were read, where pages are chosen.
 
         Raises:
             RuntimeError: torch's threads refused the work.
@@ -221,12 +213,14 @@ class TokenStep:
             self._strides = strides
         # Kept alive until the call is over.
         received, *_before = self._give_mass(slot + 1, before) if self._mass else ((),)
-        if _WORKSPACE.mark is not self._mark:
-            self._point(_WORKSPACE.at(self._floats))
+        if WORKSPACE.mark is not self._mark:
+            self._point(WORKSPACE.at(self._floats))
         out = torch.empty(self._out_shape, dtype=self.dtype)
         step.query, step.key, step.value = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         step.out, step.slot, step.column = out.data_ptr(), slot, column
         step.sinks = None if sinks is None else sinks.data_ptr()
+        if tokens_read is not None:
+            step.tokens_read = tokens_read.data_ptr()
         if self._run(self._at):
             raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
         return out, received
@@ -302,6 +296,9 @@ class TokenStep:
             call.owner = self._kept(ctypes.c_int64, layout.owner)
         if layout.lengths is not None:
             call.lengths = self._kept(ctypes.c_int32, layout.lengths)
+        if own.log_weight is not None:
+            held.append(own.log_weight.contiguous())
+            call.log_weight = held[-1].data_ptr()
         stored = {each.untyped_storage().data_ptr() for each in part.tensors().values()}
         self.complete &= all(each.untyped_storage().data_ptr() in stored for each in held)
         maps = PartCoordinates(
@@ -342,14 +339,17 @@ class TokenStep:
         queries, at = step.rows * step.heads * step.group, 0
         self._places: list[tuple[Any, str, int]] = []
 
-        def room(of: Any, name: str, floats: int) -> None:
+        def room(of: Any, name: str, floats: int, *others: tuple[Any, str]) -> None:
             nonlocal at
-            self._places.append((of, name, at))
+            self._places += [(of, name, at), *((*each, at) for each in others)]
             # Whole cache lines, so that threads do not write into one another's.
             at += (floats + 15) // 16 * 16
 
         room(step, "asked", queries * step.size)
         room(step, "merged", step.value_size + step.count)
+        if self._pages is not None:
+            for (first, *others), floats in self._pages.rooms(self.slots, step.threads, self._using):
+                room(*first, floats, *others)
         for call in self._calls:
             call.threads = step.threads
             room(call, "out", queries * int(call.values.size))
@@ -373,11 +373,13 @@ class TokenStep:
             if own.keys_count or own.values_count:
                 room(own, "between", 2 * step.widest)
         self._floats = at
-        self._point(_WORKSPACE.at(at))
+        self._point(WORKSPACE.at(at))
 
     def _point(self, base: int) -> None:
-        self._mark = _WORKSPACE.mark
+        self._mark = WORKSPACE.mark
         for of, name, at in self._places:
             setattr(of, name, base + 4 * at)
         for call, own in zip(self._calls, self._coordinates, strict=True):
             call.query = own.query if own.keys_count else self._step.asked
+        if self._pages is not None:
+            self._pages.choice.query = self._step.asked

@@ -14,10 +14,12 @@ struct Turn {
   const float* frequencies;  // (planes) radians per position; plane i is channels i and i + planes
   const int32_t* positions;  // (lanes, slots) columns; null: start + slot
   const int64_t* first;      // (lanes) column from which positions count; null: 0
-  const Map* map;            // of what is stored to a head's channels; null: it is these
+  const Map* map;            // of what is stored to a head's channels, or the last on this way; null: it is these
   int64_t planes, interleaved;  // interleaved: plane i is channels 2 i and 2 i + 1
   int64_t start, joined;     // heads that share a lane: so many runs of a lane's rows have a matrix each
   int64_t size, alike;       // channels of a query; neighbouring lanes whose tokens have the same positions
+  const Map* const* before;  // the maps that come before `map`, the last of them first
+  int64_t count_before;
 };
 
 namespace {
@@ -29,7 +31,12 @@ int64_t turning_numbers(const Turn& turn) {
   return ((turn.interleaved ? 2 * turn.planes : turn.planes) + W - 1) / W * W;
 }
 
-int64_t heads_of(const Turn& turn) { return turn.map ? turn.map->heads : 0; }
+// Heads with a matrix of their own, over all maps.
+int64_t heads_of(const Turn& turn) {
+  int64_t heads = turn.map ? turn.map->heads : 0;
+  for (int64_t i = 0; i < turn.count_before; i++) heads = turn.before[i]->heads > heads ? turn.before[i]->heads : heads;
+  return heads;
+}
 
 // Whole numbers of keys that are mapped are summed so many at once; what of a chunk they and those of a channel's row add
 // up to is below 2^31.
@@ -42,9 +49,20 @@ int64_t of_matrix(int64_t stored, int64_t wide, bool coarse) {
   return coarse ? wide * (padded_to_chunks(stored) / 2 + 2) : wide * (stored + 1);
 }
 
+// Floats of a row of matrices, whichever map it has come through.
+int64_t row_room(const Turn& turn, int64_t stored) {
+  int64_t most = padded_to_chunks(stored);
+  for (int64_t i = 0; i < turn.count_before; i++) {
+    const int64_t before = padded_to_chunks(turn.before[i]->blocks * turn.before[i]->wide);
+    most = before > most ? before : most;
+  }
+  return most;
+}
+
 // Floats of all that `prepare` writes.
 int64_t room_of(const Turn& turn, int64_t stored, int64_t wide, bool coarse) {
-  return 2 * turning_numbers(turn) + heads_of(turn) * of_matrix(stored, wide, coarse) + padded_to_chunks(stored);
+  const int64_t matrices = heads_of(turn) * of_matrix(stored, wide, coarse);
+  return 2 * turning_numbers(turn) + matrices + 2 * MAPPED * row_room(turn, stored);
 }
 
 // Whether the cache has 16 bits, so that so many bits of what is mapped are enough.
@@ -86,28 +104,79 @@ SMALL_CODE float shorten_row(float* row, int64_t stored, int32_t* to) {
 }
 #endif
 
+// What rows of a matrix are once a further map comes before it: as many as fill `MAPPED`, `apart` floats apart.
+APART PLAIN_LOOPS void rows_before(const Map& map, int64_t head, const float* rows, int64_t apart, float* to) {
+  const float* matrix = of_head(map, head);
+  const float scale = (float)map.scale;
+  for (int64_t b = 0; b < map.blocks; b++, rows += map.wide, to += map.narrow) {
+    int64_t c = 0;
+    for (; c + W <= map.narrow; c += W) {
+      F sum_of[MAPPED]{};
+      for (int64_t k = 0; k < map.wide; k++) {
+        const F line = load<F>(matrix + k * map.narrow + c);
+        UNROLLED for (int i = 0; i < MAPPED; i++) sum_of[i] += line * rows[i * apart + k];
+      }
+      UNROLLED for (int i = 0; i < MAPPED; i++) store(to + i * apart + c, sum_of[i] * scale);
+    }
+    for (; c < map.narrow; c++)
+      for (int i = 0; i < MAPPED; i++) {
+        float total = 0;
+        for (int64_t k = 0; k < map.wide; k++) total += matrix[k * map.narrow + c] * rows[i * apart + k];
+        to[i * apart + c] = total * scale;
+      }
+  }
+}
+
+// Rows of a head's channels from `first` on, over all maps, `apart` floats apart and with zeros behind, and their means:
+// as many as fill `MAPPED`, zeros past the last channel. Gives where they are, which is one of two places.
+SMALL_CODE float* rows_of(const Turn& turn, int64_t head, int64_t first, int64_t apart, float* rows, float* mean_of) {
+  const Map& map = *turn.map;
+  const float *matrix = of_head(map, head), *mean = map.mean ? map.mean + head % map.heads * turn.size : nullptr;
+  float* other = rows + MAPPED * apart;
+  for (int64_t k = 0; k < MAPPED * apart; k++) rows[k] = other[k] = 0;
+  for (int i = 0; i < MAPPED; i++) mean_of[i] = 0;
+  for (int64_t c = first; c < turn.size && c < first + MAPPED; c++) {
+    float* to = rows + (c - first) * apart + c / map.wide * map.narrow;
+    for (int64_t k = 0; k < map.narrow; k++) to[k] = matrix[c % map.wide * map.narrow + k] * (float)map.scale;
+    if (mean) mean_of[c - first] = mean[c];
+  }
+  for (int64_t i = 0; i < turn.count_before; i++) {
+    const Map& next = *turn.before[i];
+    const int64_t wide = next.blocks * next.wide, narrow = next.blocks * next.narrow;
+    const float* shift = next.mean ? next.mean + head % next.heads * wide : nullptr;
+    for (int r = 0; shift && r < MAPPED; r++)
+      for (int64_t k = 0; k < wide; k++) mean_of[r] += rows[r * apart + k] * shift[k];
+    rows_before(next, head, rows, apart, other);
+    for (int r = 0; r < MAPPED; r++)
+      for (int64_t k = narrow; k < apart; k++) other[r * apart + k] = 0;
+    float* mine = rows;
+    rows = other, other = mine;
+  }
+  return rows;
+}
+
 // Frequencies as tables of angles have them, the signs of sines, and of each head's matrix panels of 2 W channels: a row
 // for each number that is stored, and behind them the means.
 SMALL_CODE void prepare(const Turn& turn, int64_t stored, int64_t wide, bool coarse, float* to) {
-  const int64_t numbers = turning_numbers(turn), chunks = padded_to_chunks(stored), each = of_matrix(stored, wide, coarse);
+  const int64_t numbers = turning_numbers(turn), each = of_matrix(stored, wide, coarse), heads = heads_of(turn);
   for (int64_t i = 0; i < numbers; i++) {
     const int64_t plane = turn.interleaved ? i / 2 : i;
     to[i] = plane < turn.planes ? turn.frequencies[plane] : 0;
     to[numbers + i] = turn.interleaved && i % 2 == 0 ? -1.f : 1.f;
   }
   to += 2 * numbers;
-  float* row = to + heads_of(turn) * each;
-  for (int64_t head = 0; head < heads_of(turn); head++, to += each) {
-    const Map& map = *turn.map;
-    const float *matrix = of_head(map, head), *mean = map.mean ? map.mean + head * turn.size : nullptr;
+  float *room = to + heads * each, means[MAPPED];
+  const int64_t apart = row_room(turn, stored);
+  for (int64_t head = 0; head < heads; head++, to += each) {
     for (int64_t i = 0; i < each; i++) to[i] = 0;
+    float* rows = nullptr;
     for (int64_t c = 0; c < turn.size; c++) {
-      const float* from = matrix + c % map.wide * map.narrow;
-      for (int64_t k = 0; k < chunks; k++) row[k] = 0;
-      for (int64_t k = 0; k < map.narrow; k++) row[c / map.wide * map.narrow + k] = from[k] * (float)map.scale;
-      if (mean) to[each - wide + c] = mean[c];
+      if (c % MAPPED == 0) rows = rows_of(turn, head, c, apart, room, means);
+      float* row = rows + c % MAPPED * apart;
+      to[each - wide + c] = means[c % MAPPED];
 #if defined(__AVX512VNNI__)
       if (coarse) {
+        const int64_t chunks = padded_to_chunks(stored);
         to[each - 2 * wide + c] = shorten_row(row, chunks, (int32_t*)to + c / (2 * W) * W * chunks + c % (2 * W));
         continue;
       }

@@ -11,10 +11,9 @@ from torch import Tensor
 from kvtailor.ops.codes.grids import GridCodes
 from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.cpu.coordinates import map_of
-from kvtailor.ops.cpu.library import Turn
+from kvtailor.ops.cpu.library import Library, Turn
 from kvtailor.ops.segments.coded import Coded
 from kvtailor.ops.segments.turned import Turned
-from kvtailor.types import Coordinates
 
 __all__ = ["turn_of", "unsuited"]
 
@@ -22,8 +21,10 @@ __all__ = ["turn_of", "unsuited"]
 _BLOCK = 256
 
 
-def unsuited(keys: Coded) -> str | None:
-    """Why these keys cannot be turned by kernels that can turn keys, a clause; None where they can."""
+def unsuited(keys: Coded, turned: Turned, using: Library) -> str | None:
+    """Why these keys cannot be turned here, a clause; None where they can."""
+    if not using.has("kvtailor_turns") or (len(turned.keys_in) > 1 and not using.has("kvtailor_joins_maps")):
+        return "no C++ kernels that turn keys were built"
     return f"no C++ kernel turns {type(keys).__name__}" if isinstance(keys, GridCodes | ResidualCodes) else None
 
 
@@ -55,37 +56,17 @@ def turn_of(turned: Turned, size: int, slots: int, held: list[Tensor], made: lis
     elif turned.first is not None:
         found.first = _pointer(turned.first, torch.int64, held)
     if turned.keys_in:
-        one = turned.keys_in[0]
-        if len(turned.keys_in) > 1:
-            one = _composed(turned.keys_in)
-            held.extend(each for each in (one.matrix, one.mean) if each is not None)
-        # The codec has the tensors of a single one.
-        made.append(map_of(one))
-        found.map = ctypes.addressof(made[-1])
+        # The codec has their tensors.
+        maps = [map_of(each) for each in turned.keys_in]
+        before = (ctypes.c_void_p * (len(maps) - 1))(*map(ctypes.addressof, maps[1:]))
+        made += [*maps, before]
+        found.map, found.before, found.count_before = ctypes.addressof(maps[0]), ctypes.addressof(before), len(before)
     elif layout.positions is None and layout.owner is None:
         # Sines and cosines take as long as the keys of a lane; a few pieces must be left for each thread.
         blocks, most = -(-slots // _BLOCK), 2 * torch.get_num_threads()
         divisors = [each for each in range(1, layout.heads + 1) if layout.heads % each == 0]
         found.alike = max((each for each in divisors if layout.lanes // each * blocks >= most), default=1)
     return found
-
-
-def _composed(maps: tuple[Coordinates, ...]) -> Coordinates:
-    """Return one map for several, the model's side first."""
-    matrix, mean = _dense(maps[0]), maps[0].mean
-    for each in maps[1:]:
-        if each.mean is not None:
-            shift = (matrix @ each.mean[..., None])[..., 0]
-            mean = shift if mean is None else mean + shift
-        matrix = matrix @ _dense(each)
-    return Coordinates(matrix=matrix.contiguous(), mean=None if mean is None else mean.contiguous())
-
-
-def _dense(one: Coordinates) -> Tensor:
-    """(k, blocks * c, blocks * r), the scale included."""
-    if one.blocks == 1:
-        return one.matrix * one.scale
-    return torch.stack([torch.block_diag(*[each] * one.blocks) for each in one.matrix]) * one.scale
 
 
 def _kept(number: Any, numbers: list[Any], made: list[Any]) -> int:

@@ -37,23 +37,24 @@ class Rows:
         """(b * h, n) bool: there is a token."""
         return torch.arange(self.columns.shape[1], device=self.counts.device)[None] < self.counts[:, None]
 
-    def pick(self, place: Tensor, here: Tensor) -> Rows:
+    def pick(self, place: Tensor, here: Tensor, each: Tensor) -> Rows:
         """Only some of the tokens.
 
         Args:
             place: (b * h, k) int64 ascending where `here`.
             here: (b * h, k) bool: this entry of `place` counts.
+            each: (b * h,) int64 on the CPU: how many do.
         """
         order = torch.argsort((~here).to(torch.uint8), dim=1, stable=True)
-        counts = here.sum(1)
-        order = order[:, : int(counts.max())] if counts.numel() else order[:, :0]
+        counts = each if here.device.type == "cpu" else here.sum(1)
+        order = order[:, : int(each.max()) if each.numel() else 0]
         place = place.gather(1, order).clamp(0, max(self.columns.shape[1] - 1, 0))
         last = (counts - 1).clamp(min=0)[:, None]
         filled = torch.arange(order.shape[1], device=place.device)[None] <= last
         place = torch.where(filled, place, place.gather(1, last.clamp(max=max(place.shape[1] - 1, 0))))
         picked = Rows(columns=self.columns.gather(1, place), address=self.address.gather(1, place), counts=counts)
         columns = picked.columns.masked_fill(~picked.valid(), FAR)
-        return replace(picked, columns=columns, on_host=counts if counts.device.type == "cpu" else None)
+        return replace(picked, columns=columns, on_host=each)
 
 
 def places_of(parts: Sequence[Segment], real: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:

@@ -18,6 +18,7 @@ from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
 from kvtailor.ops.segments.turned import Turned, Turning
+from kvtailor.ops.segments.weighted import Weighted
 from kvtailor.types import Coordinates, Layout, Segment
 
 # Of coordinates and queries, or sums and their lse: see `Coordinates`.
@@ -40,6 +41,7 @@ class StoredSides(NamedTuple):
         joined: neighbouring kv heads of the model that share a lane. `layout` has so many times fewer heads.
         turning: the keys are turned by their positions once they are out of `keys_in`, so that the query stays as it
             is; None: they are not.
+        log_weight: (m, s) float32 added to the logits; None: nothing.
     """
 
     layout: Layout
@@ -49,6 +51,7 @@ class StoredSides(NamedTuple):
     values_in: tuple[Coordinates, ...] = ()
     joined: int = 1
     turning: Turning | None = None
+    log_weight: Tensor | None = None
 
     @property
     def turned(self) -> Turned | None:
@@ -128,6 +131,10 @@ def stored_sides(part: Segment) -> StoredSides | None:
             # A map of each lane maps the queries of no kv head where lanes are pages of heads.
             return None
         return _within(found, *own)
+    if isinstance(part, Weighted):
+        inner = stored_sides(part.inner)
+        # Heads that share a lane have weights of their own.
+        return None if inner is None or inner.joined > 1 else inner._replace(log_weight=part.log_weight)
     if isinstance(part, AroundSegment):
         turning = part.turning()
         if turning is not None:
