@@ -822,6 +822,9 @@ int32_t kvtailor_attend(const Call* call) { return attend(*call); }
 
 int32_t kvtailor_step(Step* step) { return take(*step); }
 
+// Whether a step knows of `ends`: a library from older sources has no such function.
+int32_t kvtailor_ends() { return 1; }
+
 // See bounds_of. `queries` must be `rows`, for which there is room then.
 int32_t kvtailor_bounds(const Call* call) {
   const Tables tables = tables_of(*call);

@@ -24,6 +24,7 @@ __all__ = [
     "Call",
     "Choice",
     "Coding",
+    "Ends",
     "Library",
     "Pages",
     "Map",
@@ -137,6 +138,15 @@ class PartCoordinates(ctypes.Structure):
     ]
 
 
+class Ends(ctypes.Structure):
+    """`Ends` of step.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "turned")),
+        *((name, ctypes.c_int64) for name in ("first", "planes", "interleaved")),
+    ]
+
+
 class Step(ctypes.Structure):
     """`Step` of step.h."""
 
@@ -144,6 +154,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "parts", "tail_keys", "tail_values")),
         *((name, ctypes.c_void_p) for name in ("positions", "asked", "merged", "sinks", "parallel_for")),
         *((name, ctypes.c_void_p) for name in ("lse", "counts", "masses", "before", "slots_before", "coordinates")),
+        ("ends", ctypes.c_void_p),
         *((f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("row", "head")),
         *((f"tail_{name}_{of}", ctypes.c_int64) for name in ("key", "value") for of in ("lane", "slot")),
         *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvtailor.ops.cpu.attention import side_of, unsuited
 from kvtailor.ops.cpu.coordinates import map_of
-from kvtailor.ops.cpu.library import DTYPES, Call, Library, PartCoordinates, Step, library
+from kvtailor.ops.cpu.library import DTYPES, Call, Ends, Library, PartCoordinates, Step, library
 from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
 from kvtailor.ops.segments.sides import stored_sides
@@ -64,6 +64,8 @@ class TokenStep:
         softcap: see `Softmax`.
         mass: what the slots receive is wanted as well.
         using: the variant.
+        ends: the tail, which is all there is, drops the oldest token behind its first ones with each that joins. Where
+            these are turned to be read, they are a part of their own. Who calls says by how much, in `ends`.
 
     Attributes:
         complete: whether it can be used. If not, a part would have to be copied to be read, or a lane hides slots
@@ -83,6 +85,7 @@ class TokenStep:
         softcap: float | None,
         mass: bool,
         using: Library,
+        ends: Ends | None = None,
     ):
         layout = parts[-1].layout
         rows, heads, size, value_size = layout.rows, layout.heads, keys.shape[-1], values.shape[-1]
@@ -121,6 +124,9 @@ class TokenStep:
         self._at, self._run = ctypes.byref(self._step), using.functions.kvtailor_step
         self._strides: tuple[Any, ...] = ()
         self._mass = self._ready_for_mass(parts) if mass else ()
+        self._ends = ends
+        if ends is not None:
+            self._step.ends = ctypes.addressof(ends)
         self._write_into(keys, values, positions)
         self._lay_out()
 
@@ -133,7 +139,7 @@ class TokenStep:
             mass: whether what the slots receive is wanted as well.
         """
         used = library()
-        if used is None or not used.has("kvtailor_step") or not used.has("kvtailor_map"):
+        if used is None or not used.has("kvtailor_ends"):
             return "no C++ kernels of these sources were built"
         for part in parts:
             own = stored_sides(part)
@@ -155,17 +161,17 @@ class TokenStep:
             return "the last part is no tail"
         return None
 
-    def moves_to(self, tail: PlainSegment, keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
+    def moves_to(self, tail: Sequence[PlainSegment], keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
         """Go on where the tail has other buffers, of the same tokens.
 
         Args:
-            tail: the filled slots, as the last of the parts that it was made of.
+            tail: the filled slots, as the last of the parts that it was made of; with `ends`, all of these.
             keys, values, positions: as they were given when it was made.
         """
-        before = self._calls[-1]
-        call, _ = self._part(tail, self._owners, self._group)
-        call.firsts, call.slots = before.firsts, tail.layout.size
-        self._calls[-1], self._parts[len(self._calls) - 1] = call, ctypes.addressof(call)
+        for i, part in enumerate(tail, len(self._calls) - len(tail)):
+            call, _ = self._part(part, self._owners, self._group)
+            call.firsts, call.slots = self._calls[i].firsts, part.layout.size
+            self._calls[i], self._parts[i] = call, ctypes.addressof(call)
         self._write_into(keys, values, positions)
         self._lay_out()
 
@@ -230,22 +236,6 @@ class TokenStep:
         if self._run(self._at):
             raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
         return out, received
-
-    def read_keys(self, part: int, keys: Tensor) -> None:
-        """Let a part of plain states read other keys (m, s, d) of its shape and type, dense; who calls keeps them."""
-        side, slot = self._calls[part].keys, keys.shape[2] * keys.element_size()
-        side.data, side.lane_bytes, side.slot_bytes = keys.data_ptr(), keys.shape[1] * slot, slot
-
-    def move_on(self) -> None:
-        """Let all parts, which are plain, begin a slot later, and the tail's slots be numbered from there."""
-        step = self._step
-        step.tail_keys += step.tail_key_slot
-        step.tail_values += step.tail_value_slot
-        if step.positions is not None:
-            step.positions += 4
-        for call in self._calls:
-            call.keys.data += call.keys.slot_bytes
-            call.values.data += call.values.slot_bytes
 
     def _write_into(self, keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
         """New tokens go into these buffers."""
@@ -349,7 +339,13 @@ class TokenStep:
             at += (floats + 15) // 16 * 16
 
         room(step, "asked", queries * step.size)
-        room(step, "merged", step.value_size + step.count)
+        room(step, "merged", max(step.value_size + step.count, step.size))
+        ends, first = self._ends, self._calls[0].keys
+        if ends is not None and ends.planes:
+            # Keys that are turned lie one behind the other.
+            first.slot_bytes = step.size * self.dtype.itemsize
+            first.lane_bytes = ends.first * first.slot_bytes
+            room(ends, "turned", step.rows * step.heads * first.lane_bytes // 4 + 1)
         for call in self._calls:
             call.threads = step.threads
             room(call, "out", queries * int(call.values.size))
@@ -381,3 +377,5 @@ class TokenStep:
             setattr(of, name, base + 4 * at)
         for call, own in zip(self._calls, self._coordinates, strict=True):
             call.query = own.query if own.keys_count else self._step.asked
+        if self._ends is not None and self._ends.planes:
+            self._calls[0].keys.data = self._ends.turned
