@@ -43,6 +43,7 @@ SHORT = (
     "unrotated(of=lowrank(rank=0.5, heads=2, basis=random, block_size=64))",
     "snapkv(window=6) + adakv + unrotated(of=kivi(bits=4, group=8, recent=16)) @ tokens=40",
     "h2o(recent=6) + unrotated(of=vector(bits=8)) @ tokens=40, slack=12",
+    "channels(keep=0.4, window=8, recent=8, block_size=16)",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from kvtailor.encode.contract import Codec, refuse_non_finite
 from kvtailor.encode.settings.by_blocks import ByBlocks
 from kvtailor.method import renamed
-from kvtailor.ops.segments.coded import PairSegment, TimeGrouped, Whole, alone
-from kvtailor.types import Coordinates, Layout, Needs
+from kvtailor.ops.segments.coded import Coded, PairSegment, TimeGrouped, Whole, alone
+from kvtailor.types import Coordinates, Layout, Needs, PickedChannels
 
 __all__ = ["Channels", "ChannelsSegment", "KeptChannels"]
 
@@ -58,13 +58,12 @@ class KeptChannels(TimeGrouped):
     def stored(self) -> Tensor:
         return self.states if self.row is None else self.decode()
 
+    def as_read(self) -> Coded:
+        return Whole(states=self.states) if self.row is None else self
+
     def coordinates(self) -> Coordinates | None:
-        """Where each lane's channels are among all. It is made anew: kept, it would take more than the channels."""
-        if self.row is not None:
-            return None
-        lanes, _, count = self.kept.shape
-        matrix = torch.zeros((lanes, self.size, count), device=self.kept.device)
-        return Coordinates(matrix=matrix.scatter_(1, self.kept[:, :1].to(torch.int64), 1.0))
+        """Each lane's channels among all."""
+        return PickedChannels(channels=self.kept[:, 0], size=self.size) if self.row is None else None
 
     def closed_form_bytes(self, lanes: int, slots: int) -> int:
         count = self.states.shape[-1]

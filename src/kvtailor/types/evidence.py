@@ -136,6 +136,12 @@ class Evidence:
     moments_mean: Tensor | None = None
     moments_spread: Tensor | None = None
 
+    def with_newest(self, queries: Tensor, columns: Tensor, span: range) -> Evidence:
+        """The same with other newest queries: as `dataclasses.replace`, which takes several times as long."""
+        made = object.__new__(Evidence)
+        made.__dict__.update(self.__dict__, queries=queries, columns=columns, span=span)
+        return made
+
     @property
     def moments(self) -> Moments | None:
         """Return the three tensors as one value."""

@@ -897,6 +897,9 @@ int32_t kvtailor_caps() { return 1; }
 // Whether `turn` is read, and fitted levels are: a library from older sources has no such function.
 int32_t kvtailor_turns() { return 1; }
 
+// Whether maps may pick channels: a library from older sources has no such function.
+int32_t kvtailor_picks() { return 1; }
+
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {
 #if defined(__x86_64__) || defined(__i386__)

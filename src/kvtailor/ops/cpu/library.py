@@ -114,8 +114,8 @@ class Map(ctypes.Structure):
     """`Map` of coordinates.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("matrix", "mean")),
-        *((name, ctypes.c_int64) for name in ("heads", "wide", "narrow", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("matrix", "mean", "picked")),
+        *((name, ctypes.c_int64) for name in ("picked_row", "picked_bytes", "heads", "wide", "narrow", "blocks")),
         ("scale", ctypes.c_double),
     ]
 

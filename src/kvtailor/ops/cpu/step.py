@@ -139,7 +139,7 @@ class TokenStep:
             mass: whether what the slots receive is wanted as well.
         """
         used = library()
-        if used is None or not used.has("kvtailor_ends"):
+        if used is None or not used.has("kvtailor_ends") or not used.has("kvtailor_picks"):
             return "no C++ kernels of these sources were built"
         for part in parts:
             own = stored_sides(part)
