@@ -44,6 +44,8 @@ SHORT = (
     "snapkv(window=6) + adakv + unrotated(of=kivi(bits=4, group=8, recent=16)) @ tokens=40",
     "h2o(recent=6) + unrotated(of=vector(bits=8)) @ tokens=40, slack=12",
     "channels(keep=0.4, window=8, recent=8, block_size=16)",
+    "minicache(start=0.0, block_size=16)", "minicache(start=0.0, of=kivi(bits=4, group=8, recent=8), only=values)",
+    "streaming + minicache(start=0.0, block_size=16) @ tokens=40, slack=12",
 )  # fmt: skip
 FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "gpt_oss", "gemma2")
 
@@ -245,7 +247,16 @@ def repeat(cache, token):
 
 
 @pytest.mark.parametrize("change", [crop, deep_copy, swap, repeat])
-@pytest.mark.parametrize("plan", ["full", "snapkv(window=6) + adakv @ tokens=24", "kivi(bits=4, group=8, recent=24)"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "full",
+        "snapkv(window=6) + adakv @ tokens=24",
+        "kivi(bits=4, group=8, recent=24)",
+        "minicache(start=0.0, block_size=24)",
+        "channels(keep=0.5, window=8, recent=24, block_size=24)",
+    ],
+)
 def test_what_changes_a_layer_ends_the_short_way(plan, change, taken):
     check(build("llama"), plan, between=between_with(change))
     assert taken["short"]

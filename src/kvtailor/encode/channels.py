@@ -58,6 +58,11 @@ class KeptChannels(TimeGrouped):
     def stored(self) -> Tensor:
         return self.states if self.row is None else self.decode()
 
+    def check(self) -> None:
+        least, most = (int(each) for each in self.kept.aminmax()) if self.kept.numel() else (0, 0)
+        if self.kept.dtype not in (torch.uint8, torch.int16) or least < 0 or most >= self.size:
+            raise ValueError(f"channels go from {least} to {most} as {self.kept.dtype}, and there are {self.size}")
+
     def as_read(self) -> Coded:
         return Whole(states=self.states) if self.row is None else self
 

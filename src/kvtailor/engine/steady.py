@@ -96,7 +96,7 @@ class SteadyLayer:
         """
         if _GENERAL.get() or not engine.can_be_steady:
             return None
-        if state.layer_group or state.pending is not None or state.draft is not None:
+        if state.pending is not None or state.draft is not None:
             return None
         whole = engine.plan.attend.reads_whole_up_to(state.index)
         tail, model, segments = state.stored.tail, state.model, state.stored.segments

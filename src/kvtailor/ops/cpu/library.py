@@ -27,6 +27,7 @@ __all__ = [
     "Ends",
     "Library",
     "Pages",
+    "Magnitudes",
     "Map",
     "PartCoordinates",
     "Side",
@@ -61,6 +62,15 @@ class Side(ctypes.Structure):
     ]
 
 
+class Magnitudes(ctypes.Structure):
+    """`Magnitudes` of magnitudes.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("of", "places", "whole")),
+        *((name, ctypes.c_int64) for name in ("count", "kind")),
+    ]
+
+
 class Call(ctypes.Structure):
     """`Call` of attention.cpp.
 
@@ -81,6 +91,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("firsts", "starts", "turn")),
+        *((name, ctypes.c_void_p) for name in ("key_magnitudes", "value_magnitudes")),
     ]
 
 

@@ -18,12 +18,16 @@ from torch import Tensor
 from kvtailor.ops.cpu.attention import side_of, unsuited
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import DTYPES, Call, Ends, Library, PartCoordinates, Step, library
+from kvtailor.ops.cpu.magnitudes import directions_of
 from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.cpu.turned import unsuited as unsuited_turned
 from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Coordinates, PlainSegment, Segment
 
 __all__ = ["TokenStep"]
+
+# What tells that a library knows all that a step says: one from older sources would read it otherwise.
+_NEEDED = ("kvtailor_ends", "kvtailor_picks", "kvtailor_magnitudes")
 
 
 class _Workspace(threading.local):
@@ -139,7 +143,7 @@ class TokenStep:
             mass: whether what the slots receive is wanted as well.
         """
         used = library()
-        if used is None or not used.has("kvtailor_ends") or not used.has("kvtailor_picks"):
+        if used is None or not all(map(used.has, _NEEDED)):
             return "no C++ kernels of these sources were built"
         for part in parts:
             own = stored_sides(part)
@@ -276,7 +280,9 @@ class TokenStep:
         own, held = stored_sides(part), list[Tensor]()
         assert own is not None
         layout = own.layout
-        call = Call(keys=side_of(own.keys, held, self._numbers), values=side_of(own.values, held, self._numbers))
+        call = Call()
+        keys, values = directions_of(call, own.keys, own.values, held, self._numbers)
+        call.keys, call.values = side_of(keys, held, self._numbers), side_of(values, held, self._numbers)
         # The queries of heads that share a lane are the rows of one owner.
         call.owners, call.lanes, call.slots = owners // own.joined, layout.lanes, layout.size
         call.rows, call.queries = group * own.joined, 1

@@ -13,6 +13,7 @@ from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import Turn
 from kvtailor.ops.segments.coded import Coded
+from kvtailor.ops.segments.pair_sides import Magnified
 from kvtailor.ops.segments.turned import Turned
 from kvtailor.types import Coordinates
 
@@ -24,7 +25,11 @@ _BLOCK = 256
 
 def unsuited(keys: Coded) -> str | None:
     """Why these keys cannot be turned by kernels that can turn keys, a clause; None where they can."""
-    return f"no C++ kernel turns {type(keys).__name__}" if isinstance(keys, GridCodes | ResidualCodes) else None
+    return (
+        f"no C++ kernel turns {type(keys).__name__}"
+        if isinstance(keys, GridCodes | ResidualCodes | Magnified)
+        else None
+    )
 
 
 def turn_of(turned: Turned, size: int, slots: int, held: list[Tensor], made: list[Any]) -> Turn:

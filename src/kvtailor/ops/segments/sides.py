@@ -17,6 +17,7 @@ from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
+from kvtailor.ops.segments.pair_sides import HalfSegment
 from kvtailor.ops.segments.turned import Turned, Turning
 from kvtailor.types import Coordinates, Layout, PickedChannels, Segment
 
@@ -147,6 +148,12 @@ def stored_sides(part: Segment) -> StoredSides | None:
         return _within(inner, *maps)
     if isinstance(part, LatentSegment):
         return _latents(part)
+    if isinstance(part, HalfSegment):
+        shared = stored_sides(part.shared)
+        # What is whole is so in the model's coordinates, and the query is in those of the directions.
+        if shared is None or not shared.as_they_are:
+            return None
+        return shared._replace(keys=part.keys.as_read(shared.keys), values=part.values.as_read(shared.values))
     return None
 
 

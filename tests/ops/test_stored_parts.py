@@ -1,0 +1,43 @@
+"""What kernels take as places is checked where a segment comes from a file: channels that stay, whole tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.encode.test_lowrank import told
+from tests.support.segments_of import states
+
+from kvtailor.encode.channels import Channels
+from kvtailor.encode.hadamard import Hadamard
+from kvtailor.encode.minicache import MiniCache
+from kvtailor.ops.segments.stored_parts import check_segment
+from kvtailor.types import Layout
+
+LAYOUT = Layout(rows=1, heads=2, size=63, start=0)
+
+
+@pytest.mark.parametrize("channel", [10, 255])
+def test_a_channel_that_is_none_is_refused(channel: int) -> None:
+    codec = Hadamard(of=Channels(keep=0.5), only="values")
+    segment = codec.for_layer(told(heads=2, size=10)).encode(LAYOUT, states((2, 63, 10), 1), states((2, 63, 8), 2))
+    check_segment(segment)
+    segment.inner.keys.kept[1, 0, 3] = channel
+    with pytest.raises(ValueError, match=f"channels go from 0 to {channel} as torch.uint8, and there are 10"):
+        check_segment(segment)
+
+
+@pytest.mark.parametrize("place", [126, -1])
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_a_place_that_is_none_is_refused(side: str, place: int) -> None:
+    codec = MiniCache(start=0.0).for_layer(told(heads=2, size=8))
+    pair = [(states((2, 63, 8), seed), states((2, 63, 8), seed + 1)) for seed in (1, 3)]
+    segment = codec.encode_group(LAYOUT, pair)[0]
+    check_segment(segment)
+    own = getattr(segment, side)
+    places = own.places.clone()
+    places[-1 if place > 0 else 0] = place
+    with pytest.raises(ValueError, match="the places of whole tokens do not ascend from 0 to below 126"):
+        check_segment(replace(segment, **{side: replace(own, places=places)}))
+    with pytest.raises(ValueError, match="magnitudes are"):
+        check_segment(replace(segment, **{side: replace(own, magnitudes=own.magnitudes[:, :9])}))
