@@ -11,6 +11,7 @@ from tests.support.segments_of import states
 from kvtailor.encode.channels import Channels
 from kvtailor.encode.hadamard import Hadamard
 from kvtailor.encode.minicache import MiniCache
+from kvtailor.encode.nuq import Nuq
 from kvtailor.ops.segments.stored_parts import check_segment
 from kvtailor.types import Layout
 
@@ -41,3 +42,22 @@ def test_a_place_that_is_none_is_refused(side: str, place: int) -> None:
         check_segment(replace(segment, **{side: replace(own, places=places)}))
     with pytest.raises(ValueError, match="magnitudes are"):
         check_segment(replace(segment, **{side: replace(own, magnitudes=own.magnitudes[:, :9])}))
+
+
+@pytest.mark.parametrize("size", [10, 300])
+def test_numbers_aside_that_are_nowhere_are_refused(size: int) -> None:
+    """A kernel writes them to their channels."""
+    segment = Nuq(bits=3, group=8, outliers=0.1).encode(LAYOUT, states((2, 63, size), 1), states((2, 63, 8), 2))
+    check_segment(segment)
+    keys = segment.keys
+    for channel in (size, 127 if size < 256 else -1):
+        channels = keys.channels.clone()
+        channels[-1] = channel
+        with pytest.raises(ValueError, match="channels kept aside go from"):
+            check_segment(replace(segment, keys=replace(keys, channels=channels)))
+    counts = keys.counts.clone()
+    counts[1, 4] += 1
+    with pytest.raises(ValueError, match="numbers are said to be kept aside"):
+        check_segment(replace(segment, keys=replace(keys, counts=counts)))
+    with pytest.raises(ValueError, match="numbers kept aside are"):
+        check_segment(replace(segment, keys=replace(keys, channels=keys.channels.long())))
