@@ -258,7 +258,8 @@ struct Piece {
   float *of_whole, *whole_sums, *whole_query;
   bool knows_angles = false;  // those of the block are there
 
-  Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
+  // Apart, since several functions begin with it.
+  APART Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
     query = scratch, folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
@@ -298,7 +299,7 @@ struct Piece {
   }
 
   // Logits of directions become those of keys.
-  APART void magnify_logits(int64_t first, int64_t count) const {
+  SMALL_CODE void magnify_logits(int64_t first, int64_t count) const {
     const Magnitudes& own = *call.key_magnitudes;
     const int64_t place = lane * call.slots + first, wide = tables.wide_keys;
     widen(own.kind, (const char*)own.of + place * bytes_of(own), count, key_scales);
@@ -312,7 +313,7 @@ struct Piece {
   }
 
   // Weights of values become those of directions; values that are whole are summed, and have none of them.
-  APART void magnify_weights(int64_t first, int64_t count, float* out) const {
+  SMALL_CODE void magnify_weights(int64_t first, int64_t count, float* out) const {
     const Magnitudes& own = *call.value_magnitudes;
     const int64_t place = lane * call.slots + first, wide = tables.wide_values, size = call.values.size;
     for (int64_t i = 0; i < rows * wide; i++) whole_sums[i] = 0;
