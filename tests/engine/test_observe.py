@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.support.seam.zoo import build, prompts
@@ -10,7 +12,8 @@ import kvtailor
 from kvtailor.engine.observe import observe
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held, Needs, Rotation
-from kvtailor.types.evidence import Evidence, _strided
+from kvtailor.types.evidence import Evidence
+from kvtailor.types.held import _strided
 
 
 @pytest.mark.parametrize("pieces", [(63,), (16, 16, 16, 15), (40, 1, 1, 21), (1,) * 63])
@@ -24,6 +27,17 @@ def test_a_window_in_pieces(pieces: tuple[int, ...], window: int) -> None:
     assert torch.equal(evidence.queries, query[:, :, -window:])
     assert evidence.columns.tolist() == list(range(63 - window, 63))
     assert evidence.queries.untyped_storage().nbytes() == evidence.queries.numel() * 4, "a view would keep all queries"
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_window_over_a_gap_of_columns(known: bool) -> None:
+    """Of what does not join, or is not known to, each query keeps its column; the host knows of no span then."""
+    query = torch.randn(1, 2, 9, 4)
+    evidence = observe(Needs(window=6), Evidence(), query[:, :, :5], 10, None)
+    evidence = evidence if known else replace(evidence, span=None)
+    evidence = observe(Needs(window=6), evidence, query[:, :, 5:8], 20 if known else 15, None)
+    assert evidence.columns.tolist() == ([12, 13, 14, 20, 21, 22] if known else [12, 13, 14, 15, 16, 17])
+    assert evidence.span is None and torch.equal(evidence.queries, query[:, :, 2:8])
 
 
 def test_the_old_evidence_is_left_alone() -> None:

@@ -11,7 +11,7 @@ from kvtailor.encode.gaussian import Gaussian
 from kvtailor.encode.grids.higgs import Higgs
 from kvtailor.encode.hadamard import Hadamard, HadamardSegment
 from kvtailor.encode.kivi import Kivi
-from kvtailor.encode.minicache import MiniCache
+from kvtailor.encode.minicache import MiniCache, MiniCacheSegment
 from kvtailor.encode.nuq import Nuq
 from kvtailor.encode.plain import Plain
 from kvtailor.encode.subspace.lowrank import LowRank
@@ -165,14 +165,40 @@ def test_mass_caps_and_sinks(name, with_mass, monkeypatch):
 
 
 def test_a_map_of_each_token_is_none_for_all():
-    whole = held(Vector(bits=8))[0]
-    merged = MiniCache(start=0.0, of=Plain()).for_layer(told(heads=HEADS, size=SIZE))
-    # What is turned twice, or mixed after it was turned.
     for around in (Unrotated(of=Unrotated(of=Vector(bits=8))), Hadamard(of=Unrotated(of=Vector(bits=8)))):
+        # What is turned twice, or mixed after it was turned.
         assert stored_sides(held(around)[0]) is None
-    assert all(stored_sides(each) is None for each in merged.encode_group(
-        whole.layout, [whole.decode()] * len(next(g for g in merged.layer_groups(3) if 1 in g)))
-        if not isinstance(each, PlainSegment))  # fmt: skip
+    # What is whole is not where the directions are.
+    assert stored_sides(half_of(MiniCache(start=0.0, of=Hadamard(of=Vector(bits=4, symmetric=False))))[0]) is None
+
+
+def half_of(codec, upper=True):
+    """A segment of a pair, and a tail."""
+    part, tail = held(Plain(block_size=16))
+    keys, values = part.decode()
+    states_of_both = [(keys, values), (1.5 * keys + 0.3 * values, values - 0.4 * keys)]
+    codec = codec.for_layer(told(heads=HEADS, size=SIZE))
+    return [codec.encode_group(part.layout, states_of_both)[upper], tail]
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        MiniCache(start=0.0),
+        MiniCache(start=0.0, retained=0.3, only="keys"),
+        MiniCache(start=0.0, of=Kivi(bits=4, group=8), only="values"),
+        MiniCache(start=0.0, of=Vector(bits=4)),
+    ],
+    ids=str,
+)
+def test_halves_of_a_pair_are_read_as_they_lie(codec, upper, new, monkeypatch):
+    found, refuse = half_of(codec, upper), lambda self: 1 / 0
+    expected = both(monkeypatch, found, new=new)[1]
+    monkeypatch.setattr(MiniCacheSegment, "decode", refuse)
+    query = states((ROWS, HEADS * GROUP, new, SIZE), 9)
+    same(read_all(query, found, Padded(new_tokens=new, first_column=76 - new), 0.2), expected)
 
 
 def test_both_sides_of_a_wrong_map_would_show(monkeypatch):

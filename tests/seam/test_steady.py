@@ -55,6 +55,9 @@ SHORT = (
     "pairs(window=6) + asymkv + hadamard(of=vector(bits=4)) @ tokens=40",
     "snapkv(window=6) + matching + vector(bits=8) @ tokens=24",
     "pairs(window=6) + asymkv + unrotated(of=vector(bits=8)) @ tokens=24",
+    "channels(keep=0.4, window=8, recent=8, block_size=16)",
+    "minicache(start=0.0, block_size=16)", "minicache(start=0.0, of=kivi(bits=4, group=8, recent=8), only=values)",
+    "streaming + minicache(start=0.0, block_size=16) @ tokens=40, slack=12",
 )  # fmt: skip
 # They read the best pages, of heads of 32 channels.
 PAGED = (
@@ -294,7 +297,16 @@ def repeat(cache, token):
 
 
 @pytest.mark.parametrize("change", [crop, deep_copy, swap, repeat])
-@pytest.mark.parametrize("plan", ["full", "snapkv(window=6) + adakv @ tokens=24", "kivi(bits=4, group=8, recent=24)"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "full",
+        "snapkv(window=6) + adakv @ tokens=24",
+        "kivi(bits=4, group=8, recent=24)",
+        "minicache(start=0.0, block_size=24)",
+        "channels(keep=0.5, window=8, recent=24, block_size=24)",
+    ],
+)
 def test_what_changes_a_layer_ends_the_short_way(plan, change, taken):
     check(build("llama"), plan, between=between_with(change))
     assert taken["short"]

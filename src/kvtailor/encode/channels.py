@@ -27,8 +27,8 @@ from torch import Tensor
 from kvtailor.encode.contract import Codec, refuse_non_finite
 from kvtailor.encode.settings.by_blocks import ByBlocks
 from kvtailor.method import renamed
-from kvtailor.ops.segments.coded import PairSegment, TimeGrouped, Whole, alone
-from kvtailor.types import Coordinates, Layout, Needs
+from kvtailor.ops.segments.coded import Coded, PairSegment, TimeGrouped, Whole, alone
+from kvtailor.types import Coordinates, Layout, Needs, PickedChannels
 
 __all__ = ["Channels", "ChannelsSegment", "KeptChannels"]
 
@@ -58,13 +58,17 @@ class KeptChannels(TimeGrouped):
     def stored(self) -> Tensor:
         return self.states if self.row is None else self.decode()
 
+    def check(self) -> None:
+        least, most = (int(each) for each in self.kept.aminmax()) if self.kept.numel() else (0, 0)
+        if self.kept.dtype not in (torch.uint8, torch.int16) or least < 0 or most >= self.size:
+            raise ValueError(f"channels go from {least} to {most} as {self.kept.dtype}, and there are {self.size}")
+
+    def as_read(self) -> Coded:
+        return Whole(states=self.states) if self.row is None else self
+
     def coordinates(self) -> Coordinates | None:
-        """Where each lane's channels are among all. It is made anew: kept, it would take more than the channels."""
-        if self.row is not None:
-            return None
-        lanes, _, count = self.kept.shape
-        matrix = torch.zeros((lanes, self.size, count), device=self.kept.device)
-        return Coordinates(matrix=matrix.scatter_(1, self.kept[:, :1].to(torch.int64), 1.0))
+        """Each lane's channels among all."""
+        return PickedChannels(channels=self.kept[:, 0], size=self.size) if self.row is None else None
 
     def closed_form_bytes(self, lanes: int, slots: int) -> int:
         count = self.states.shape[-1]

@@ -11,7 +11,8 @@ of an odd number of layers from `start` on stays alone. Angles near 0 and pi are
 While decoding, tokens are merged `block_size` at a time. `only` is kvtailor's addition.
 *Cost* For each layer of a pair (d + dv) / 2 elements, 2 for the magnitudes, and for the retained share d + dv elements
 and 4 bytes of index; layers below `start` cost what they do in `of`. A lower layer waits uncompressed for the deeper
-one, so a prefill holds two layers as they are instead of one. Attention restores the segment at every step.
+one, so a prefill holds two layers as they are instead of one. Attention reads directions as they lie, and multiplies
+logits and weights; where `of` has them in other coordinates, it restores the segment at every step.
 """
 
 from __future__ import annotations
@@ -29,27 +30,20 @@ from kvtailor.encode.plain import Plain
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.codes.slerp import angle, far_places, slerp, split
 from kvtailor.ops.segments.coded import under
-from kvtailor.ops.segments.pair_sides import Merged, Side, Unmerged, side_of
+from kvtailor.ops.segments.pair_sides import HalfSegment, Merged, Side, Unmerged, side_of
 from kvtailor.types import Layout, Segment
 
 __all__ = ["MiniCache", "MiniCacheSegment"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniCacheSegment(Segment):
+class MiniCacheSegment(HalfSegment):
     """One layer's half of a pair.
 
     Attributes:
-        layout: which tokens these are.
-        shared: the directions, which both layers hold.
-        keys, values: what this layer has of its own.
         lower: this is the lower layer of the two, where what they share is counted.
     """
 
-    layout: Layout
-    shared: Segment
-    keys: Side
-    values: Side
     lower: bool
     codec = "minicache"
 

@@ -79,16 +79,21 @@ def observe(
 
 def windowed(window: int, evidence: Evidence, query: Tensor, first_column: int) -> Evidence:
     """The evidence with the newest `window` queries, those (b, q, t, d) of this forward among them; see `observe`."""
-    new = query.detach()[:, :, -window:]
-    end = first_column + query.shape[2]
-    missing, span = window - new.shape[2], range(end - new.shape[2], end)
-    columns = torch.arange(span.start, end, device=query.device)
-    if evidence.queries is None or evidence.columns is None or not missing:
+    count, end, before = query.shape[2], first_column + query.shape[2], evidence.queries
+    new = query.detach() if query.requires_grad else query
+    new = new if count <= window else new[:, :, -window:]
+    missing, device = window - new.shape[2], query.device
+    if before is None or evidence.columns is None or not missing:
+        span = range(end - new.shape[2], end)
+        columns = torch.arange(span.start, end, device=device)
         return replace(evidence, queries=new.clone(), columns=columns, span=span)
-    new = torch.cat([evidence.queries[:, :, -missing:], new], 2)
-    columns = torch.cat([evidence.columns[-missing:], columns])
-    joins = evidence.span is not None and evidence.span.stop == first_column
-    return replace(evidence, queries=new, columns=columns, span=range(end - new.shape[2], end) if joins else None)
+    stays = min(missing, before.shape[2])
+    new = torch.cat([before.narrow(2, before.shape[2] - stays, stays), new], 2)
+    first, joins = end - new.shape[2], evidence.span is not None and evidence.span.stop == first_column
+    if joins:
+        return evidence.with_newest(new, torch.arange(first, end, device=device), range(first, end))
+    columns = torch.cat([evidence.columns[-missing:], torch.arange(first_column, end, device=device)])
+    return replace(evidence, queries=new, columns=columns, span=None)
 
 
 def _windowed_together(window: int, evidence: Evidence, new: Sequence[tuple[Tensor, int]]) -> Evidence:

@@ -27,7 +27,7 @@ from kvtailor.ops.attention.parts import rule_sees
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.cpu.step import TokenStep
 from kvtailor.ops.segments.sides import stored_sides
-from kvtailor.types import Visibility
+from kvtailor.types import PlainSegment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.engine.engine import Engine
@@ -96,7 +96,7 @@ class SteadyLayer:
         """
         if _GENERAL.get() or not engine.can_be_steady:
             return None
-        if state.layer_group or state.pending is not None or state.draft is not None:
+        if state.pending is not None or state.draft is not None:
             return None
         tail, model, segments = state.stored.tail, state.model, state.stored.segments
         if segments and _same(segments, state.unsteady):
@@ -196,8 +196,12 @@ class SteadyLayer:
         tail = state.stored.tail
         assert tail is not None
         tail.make_room()
-        self.step.moves_to(tail.as_segment(), *tail.buffers())
+        self.step.moves_to(self._tail_parts(tail), *tail.buffers())
         self.notice(tail)
+
+    def _tail_parts(self, tail: Tail) -> list[PlainSegment]:
+        """The filled slots as they are read."""
+        return [tail.as_segment()]
 
 
 def _weak(thing: T | None) -> Callable[[], T | None]:

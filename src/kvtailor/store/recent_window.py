@@ -106,15 +106,24 @@ class Tail:
         self._comes(column)
         self._came(tokens, column)
 
-    def filled_one(self) -> None:
-        """Counts one token that was written into a free slot from outside, its column too."""
+    def moved_on(self, first: int) -> None:
+        """Counts one token that was written into a free slot from outside, and its column.
+
+        For it the oldest behind the `first` tokens is forgotten, over which these were moved from outside, too.
+        """
         self.length += 1
         self._run = None if self._run is None else self._run + 1
+        self._begin_later(first, 1)
 
     @property
     def free(self) -> int:
         """Slots behind the last token that are there and empty."""
         return 0 if self._keys is None else self._keys.shape[1] - self.length
+
+    @property
+    def shared(self) -> bool:
+        """Whether others hold its buffers as well, which are copied before what is written in them changes."""
+        return self._shared
 
     @property
     def slots(self) -> int:
@@ -150,7 +159,7 @@ class Tail:
 
         The slots that get free so are in front, and counted, until the buffer grows the next time.
         """
-        keys, values, left = self._keys, self._values, self.length - count
+        keys, values = self._keys, self._values
         assert keys is not None and values is not None
         if self._shared or not self._writable:
             keys, values = self._own(keys), self._own(values)
@@ -162,13 +171,19 @@ class Tail:
             if buffer is not None:
                 # The places of those that move may overlap.
                 buffer[:, count : count + first] = buffer[:, :first].clone()
-        self._keys, self._values = keys[:, count:], values[:, count:]
+        self._keys, self._values = keys, values
+        self._begin_later(first, count)
+
+    def _begin_later(self, first: int, count: int) -> None:
+        """Forgets so many slots in front: behind them the `first` tokens follow, which have just been moved."""
+        assert self._keys is not None and self._values is not None
+        self._keys, self._values = self._keys[:, count:], self._values[:, count:]
         if self._positions is not None:
             self._positions = self._positions[:, count:]
         if self.start is not None:
             self.start += count
-        self._gone, self.length = self._gone + count, left
-        self._run = None if self._run is None else min(self._run, left - first)
+        self._gone, self.length = self._gone + count, self.length - count
+        self._run = None if self._run is None else min(self._run, self.length - first)
         self._anchor = min(self._anchor, first)
 
     def drop_oldest(self, count: int) -> None:

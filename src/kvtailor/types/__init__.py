@@ -5,9 +5,10 @@ Shape letters, used everywhere and nowhere else:
 `k` kept tokens, `d` head size, `m` lanes, `s` slots of a lane. What a lane is stands in `types.lanes`.
 """
 
-from kvtailor.types.coordinates import Coordinates
-from kvtailor.types.evidence import Held, Moments, Needs, Rotation
+from kvtailor.types.coordinates import Coordinates, PickedChannels
+from kvtailor.types.evidence import Moments, Needs, Rotation
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
+from kvtailor.types.held import Held
 from kvtailor.types.lanes import Layout
 from kvtailor.types.repetition import Repetition
 from kvtailor.types.segment_view import Lift, SegmentView
@@ -25,6 +26,7 @@ __all__ = [
     "Moments",
     "Needs",
     "PLAIN_SOFTMAX",
+    "PickedChannels",
     "PlainSegment",
     "SegmentView",
     "Repetition",

@@ -81,6 +81,21 @@ class LevelCodes(TimeGrouped):
         states.view(-1, self.size)[token, self.channels.to(torch.int64)] = self.exact
         return states
 
+    def check(self) -> None:
+        counts, channels, whole = self.counts, self.channels, torch.uint8 if self.size < 256 else torch.int16
+        if counts.dtype != whole or channels.dtype != whole or channels.ndim != 1 or self.exact.shape != channels.shape:
+            raise ValueError(
+                f"numbers kept aside are {self.exact.shape} in {channels.shape} channels of {channels.dtype}, counted "
+                f"as {counts.dtype}; {self.size} channels are told by {whole}"
+            )
+        total = int(counts.sum(dtype=torch.int64))
+        if counts.shape != self.codes.shape[:2] or total != channels.shape[0] or bool((counts < 0).any()):
+            raise ValueError(f"{total} numbers are said to be kept aside, and there are {channels.shape[0]}")
+        if total and not 0 <= int(channels.min()) <= int(channels.max()) < self.size:
+            raise ValueError(
+                f"channels kept aside go from {int(channels.min())} to {int(channels.max())}, and there are {self.size}"
+            )
+
     def closed_form_bytes(self, lanes: int, slots: int) -> int:
         element, rows = self.low.element_size(), self.groups(lanes, slots)
         tables: int = 2**self.bits * element * rows

@@ -4,6 +4,7 @@
 // running softmax, weighted sums. What each piece found (its highest logit, its sum, its outputs) is merged by owner in
 // the end. Sums are float32.
 #include "codes.h"
+#include "magnitudes.h"
 #include "numbers.h"
 #include "plain.h"
 #include "signs.h"
@@ -37,6 +38,7 @@ struct Call {
   const int32_t* firsts;  // (m,) slots of each lane that no query sees before all others; null: none
   const int64_t* starts;  // (m,) slots from the data to where each lane begins, of plain sides; null: as `lane_bytes` says
   const Turn* turn;       // keys were turned back before they were stored, and `query` has as many channels as it says
+  const Magnitudes *key_magnitudes, *value_magnitudes;  // the sides have directions; null: they have the states
 };
 
 namespace {
@@ -169,8 +171,17 @@ struct Tables {
 
   int64_t widest() const { return wide_keys > wide_values ? wide_keys : wide_values; }
 
+  // Scaled queries in the order of channels, what tokens that are whole get or give, and sums of these.
+  int64_t of_magnitudes() const {
+    const int64_t queries = call.key_magnitudes ? call.rows * wide_keys : 0;
+    const int64_t sums = call.value_magnitudes ? call.rows * wide_values : 0;
+    return queries || sums ? lines(call.rows * BLOCK + queries + sums) : 0;
+  }
+
+  int64_t each() const { return before_magnitudes() + of_magnitudes(); }
+
   // Scaled queries, the same times scales, their sums; logits; hidden columns; decoded tokens; scales.
-  int64_t each() const {
+  int64_t before_magnitudes() const {
     const int64_t queries = call.rows * (all_keys + wide_keys) + padded(call.rows), logits = (call.rows + call.queries) * BLOCK;
     const int64_t of_keys = 4 * wide_keys + (1 + groups_of(keys)) * BLOCK + W, of_values = 2 * (BLOCK * groups_of(values) + W);
     const int64_t shorts = coarse_map ? TILE * (padded_to_chunks(keys.size) / 2 + 1) : 0;
@@ -251,16 +262,22 @@ struct Piece {
   const Tables& tables;
   int64_t lane, rows = call.rows;  // `lane` may become another of the same owner
   float *cut, *query, *folded, *sums_at, *logits_at, *hidden, *tile, *scales, *key_scales, *value_scales, *angles, *turned;
+  float *of_whole, *whole_sums, *whole_query;
   bool knows_angles = false;  // those of the block are there
 
-  Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
-    cut = scratch, query = cut + (tables.cut_keys ? rows * OF_CUT : 0), folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
+  // Apart, since several functions begin with it.
+  APART Piece(const Call& call, const Tables& tables, int64_t lane, float* scratch) : call(call), tables(tables), lane(lane) {
+    cut = scratch, query = cut + (tables.cut_keys ? rows * OF_CUT : 0);
+    folded = query + rows * tables.all_keys, sums_at = folded + rows * tables.wide_keys;
     logits_at = sums_at + padded(rows), hidden = logits_at + rows * BLOCK, tile = hidden + call.queries * BLOCK;
     scales = tile + TILE * tables.widest(), key_scales = scales + 3 * tables.widest();
     value_scales = key_scales + 4 * tables.wide_keys + (1 + groups_of(tables.keys)) * BLOCK + W;
     angles = value_scales + 2 * (BLOCK * groups_of(tables.values) + W), turned = angles + BLOCK * tables.angles;
+    of_whole = scratch + tables.before_magnitudes(), whole_sums = of_whole + rows * BLOCK;
+    whole_query = whole_sums + (call.value_magnitudes ? rows * tables.wide_values : 0);
+    if (call.key_magnitudes) lay_out(call.keys.size, tables.wide_keys, whole_query);
     if (call.turn) {
-      lay_out_plainly();
+      lay_out(call.turn->size, tables.wide_turned, query);
       return;
     }
     const int64_t size = call.keys.size, wide = tables.wide_keys;
@@ -286,14 +303,45 @@ struct Piece {
 
   int64_t owner() const { return call.owner ? call.owner[lane] : lane; }
 
-  // Queries for keys that are turned.
-  SMALL_CODE void lay_out_plainly() const {
-    const int64_t size = call.turn->size, wide = tables.wide_turned;
+  // Queries in the order of their channels, for keys that are turned, or whole where others are directions.
+  SMALL_CODE void lay_out(int64_t size, int64_t wide, float* to) const {
     const float* from = call.query + owner() * rows * size;
-    for (int64_t r = 0; r < rows; r++, from += size) {
-      float* to = query + r * wide;
+    for (int64_t r = 0; r < rows; r++, from += size, to += wide)
       for (int64_t c = 0; c < wide; c++) to[c] = c < size ? from[c] * (float)call.scaling : 0.f;
-    }
+  }
+
+  // Logits of directions become those of keys.
+  SMALL_CODE void magnify_logits(int64_t first, int64_t count) const {
+    const Magnitudes& own = *call.key_magnitudes;
+    const int64_t place = lane * call.slots + first, wide = tables.wide_keys;
+    widen(own.kind, (const char*)own.of + place * bytes_of(own), count, key_scales);
+    times_scales(key_scales, count);
+    over_whole(own, place, count, TILE, [&](int64_t i, int64_t n) {
+      widen_whole(own, i, n, call.keys.size, wide, tile);
+      logits<F32>(whole_query, rows, wide, (const char*)tile, wide * 4, n, of_whole);
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t t = 0; t < n; t++) logits_at[r * BLOCK + own.places[i + t] - place] = of_whole[r * BLOCK + t];
+    });
+  }
+
+  // Weights of values become those of directions; values that are whole are summed, and have none of them.
+  SMALL_CODE void magnify_weights(int64_t first, int64_t count, float* out) const {
+    const Magnitudes& own = *call.value_magnitudes;
+    const int64_t place = lane * call.slots + first, wide = tables.wide_values, size = call.values.size;
+    for (int64_t i = 0; i < rows * wide; i++) whole_sums[i] = 0;
+    over_whole(own, place, count, TILE, [&](int64_t i, int64_t n) {
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t t = 0; t < n; t++) {
+          float* at = logits_at + r * BLOCK + own.places[i + t] - place;
+          of_whole[r * BLOCK + t] = *at, *at = 0;
+        }
+      widen_whole(own, i, n, size, wide, tile);
+      mix<F32>(of_whole, rows, (const char*)tile, wide * 4, n, whole_sums, wide);
+    });
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = 0; c < size; c++) out[r * wide + tables.value_place[c]] += whole_sums[r * wide + c];
+    widen(own.kind, (const char*)own.of + place * bytes_of(own), count, value_scales);
+    times_scales(value_scales, count);
   }
 
   // Tokens of the tile in the channels of a head, of whose lane it is the first or not.
@@ -608,12 +656,14 @@ struct Piece {
         logits<decltype(type)>(query, rows, wide, keys, stride, n, logits_at + at);
       });
     if (tables.signed_keys) add_products_of_signs(first, count);
+    if (call.key_magnitudes) magnify_logits(first, count);
     if (call.softcap > 0) cap(count);
     raise(first, count);
     for (int64_t r = 0; r < rows; r++)
       soften(logits_at + r * BLOCK, count, tops + r, totals + r, out + r * width, width, halves_of(call.values), rows * width);
     if (call.kept) keep(first, count, tops);
     if (tables.signed_values) add_sums_of_signs(first, count, out + rows * width);
+    if (call.value_magnitudes) magnify_weights(first, count, out);
     if (tables.fused_values) return sum_codes(first, count, out);
     over(tables.values, width, first, count, [&](auto type, const char* values, int64_t stride, int64_t at, int64_t n) {
       mix<decltype(type)>(logits_at + at, rows, values, stride, n, out, width);
@@ -837,6 +887,9 @@ int32_t kvtailor_attend(const Call* call) { return attend(*call); }
 
 int32_t kvtailor_step(Step* step) { return take(*step); }
 
+// Whether a step knows of `ends`: a library from older sources has no such function.
+int32_t kvtailor_ends() { return 1; }
+
 // See bounds_of. `queries` must be `rows`, for which there is room then.
 int32_t kvtailor_bounds(const Call* call) {
   const Tables tables = tables_of(*call);
@@ -914,6 +967,12 @@ int32_t kvtailor_turns() { return 1; }
 
 // Whether keys go through several maps before they are turned.
 int32_t kvtailor_joins_maps() { return 1; }
+
+// Whether maps may pick channels: a library from older sources has no such function.
+int32_t kvtailor_picks() { return 1; }
+
+// Whether sides may have magnitudes: a library from older sources has no such function.
+int32_t kvtailor_magnitudes() { return 1; }
 
 // Whether this machine has the instructions that this variant was compiled for.
 int32_t kvtailor_runs() {

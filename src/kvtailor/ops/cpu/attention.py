@@ -15,22 +15,16 @@ from kvtailor.ops.codes.grids import GridCodes, tables_of
 from kvtailor.ops.codes.nonuniform import LevelCodes, TokenLevels
 from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
+from kvtailor.ops.cpu import magnitudes
 from kvtailor.ops.cpu.library import DTYPES, Call, Library, Side, Turn, library
 from kvtailor.ops.cpu.turned import turn_of
 from kvtailor.ops.segments.coded import Coded, Whole
+from kvtailor.ops.segments.pair_sides import Magnified
 from kvtailor.ops.segments.turned import Turned
 
 __all__ = ["Kept", "attend_coded", "attend_keeping", "call_of", "run", "side_of", "threads_for", "unsuited"]
 
-_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS, _GRID_CODES, _SIGNED_LEVELS, _FITTED_LEVELS = (
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    9,
-)
+_TOKEN_CODES, _CHANNEL_CODES, _LEVEL_CODES, _BLOCK_LEVELS, _GRID_CODES, _SIGNED_LEVELS, _FITTED_LEVELS = range(3, 10)
 # Types of the scales of `_BLOCK_LEVELS`, see layouts.h.
 _E4M3, _E8M0 = 3, 4
 # By how many bits a byte's exponent and mantissa lie below those of a float32.
@@ -51,6 +45,10 @@ def unsuited(keys: Coded, values: Coded) -> str | None:
     """Why these two sides cannot be read here, a clause; None where they can."""
     # Written out, since a decoded token asks it of every part of every layer that goes the general way.
     for side in (keys, values):
+        if isinstance(side, Magnified):
+            if (why := magnitudes.unsuited(side, library())) is not None:
+                return why
+            side = side.directions
         if isinstance(side, Whole):
             dtype, device = side.states.dtype, side.states.device
         elif isinstance(side, TokenCodes | ChannelCodes):
@@ -185,6 +183,8 @@ def call_of(
     held = [asked]
     call = Call(query=asked.data_ptr())
     call.made = made = list[Any]()
+    if Magnified in (type(keys), type(values)):
+        keys, values = magnitudes.directions_of(call, keys, values, held, made)
     call.keys, call.values = side_of(keys, held, made), side_of(values, held, made)
     lanes, slots = _shape(values)
     call.owners, call.lanes, call.slots = owners, lanes, slots

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.cpu.library import Library, Map
-from kvtailor.types import Coordinates
+from kvtailor.types import Coordinates, PickedChannels
 
 __all__ = ["map_of", "of_queries", "of_sums", "unsuited"]
 
 
 def unsuited(query: Tensor, used: Library) -> str | None:
     """Why queries like this one cannot be mapped here, a clause; None where they can."""
-    if not used.has("kvtailor_map"):
+    if not used.has("kvtailor_picks"):
         return "the C++ kernels were built from older sources"
     return None if query.device.type == "cpu" else f"the C++ kernels run on the CPU, not on {query.device.type}"
 
@@ -27,13 +27,29 @@ def map_of(coordinates: Coordinates) -> Map:
     """Return the map as C++ sees it. It has addresses of the coordinates' own tensors, which must stay alive.
 
     Raises:
-        ValueError: a tensor is not one run of float32 on the CPU.
+        ValueError: a tensor is not one run of float32 on the CPU, or channels are no dense rows there.
     """
+    heads, wide, narrow = coordinates.matrix.shape
+    if isinstance(coordinates, PickedChannels):
+        picked = coordinates.channels
+        if picked.device.type != "cpu" or picked.stride(1) != 1 or picked.dtype not in (torch.uint8, torch.int16):
+            raise ValueError(
+                f"channels must be uint8 or int16 in dense rows on the CPU, found {picked.dtype} on {picked.device}"
+            )
+        return Map(
+            picked=picked.data_ptr(),
+            picked_row=picked.stride(0),
+            picked_bytes=picked.element_size(),
+            heads=heads,
+            wide=wide,
+            narrow=narrow,
+            blocks=1,
+            scale=1.0,
+        )
     matrix, mean = coordinates.matrix, coordinates.mean
     for each in (matrix,) if mean is None else (matrix, mean):
         if each.dtype != torch.float32 or each.device.type != "cpu" or not each.is_contiguous():
             raise ValueError(f"coordinates must be contiguous float32 on the CPU, found {each.dtype} on {each.device}")
-    heads, wide, narrow = matrix.shape
     return Map(
         matrix=matrix.data_ptr(),
         mean=None if mean is None else mean.data_ptr(),

@@ -24,8 +24,10 @@ __all__ = [
     "Call",
     "Choice",
     "Coding",
+    "Ends",
     "Library",
     "Pages",
+    "Magnitudes",
     "Map",
     "PartCoordinates",
     "Side",
@@ -60,6 +62,15 @@ class Side(ctypes.Structure):
     ]
 
 
+class Magnitudes(ctypes.Structure):
+    """`Magnitudes` of magnitudes.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("of", "places", "whole")),
+        *((name, ctypes.c_int64) for name in ("count", "kind")),
+    ]
+
+
 class Call(ctypes.Structure):
     """`Call` of attention.cpp.
 
@@ -80,6 +91,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("kept", "counts", "mass")),
         ("softcap", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("firsts", "starts", "turn")),
+        *((name, ctypes.c_void_p) for name in ("key_magnitudes", "value_magnitudes")),
     ]
 
 
@@ -113,8 +125,8 @@ class Map(ctypes.Structure):
     """`Map` of coordinates.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("matrix", "mean")),
-        *((name, ctypes.c_int64) for name in ("heads", "wide", "narrow", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("matrix", "mean", "picked")),
+        *((name, ctypes.c_int64) for name in ("picked_row", "picked_bytes", "heads", "wide", "narrow", "blocks")),
         ("scale", ctypes.c_double),
     ]
 
@@ -139,6 +151,15 @@ class PartCoordinates(ctypes.Structure):
     ]
 
 
+class Ends(ctypes.Structure):
+    """`Ends` of step.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "turned")),
+        *((name, ctypes.c_int64) for name in ("first", "planes", "interleaved")),
+    ]
+
+
 class Step(ctypes.Structure):
     """`Step` of step.h."""
 
@@ -146,6 +167,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "parts", "tail_keys", "tail_values")),
         *((name, ctypes.c_void_p) for name in ("positions", "asked", "merged", "sinks", "parallel_for")),
         *((name, ctypes.c_void_p) for name in ("lse", "counts", "masses", "before", "slots_before", "coordinates")),
+        ("ends", ctypes.c_void_p),
         *((f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("row", "head")),
         *((f"tail_{name}_{of}", ctypes.c_int64) for name in ("key", "value") for of in ("lane", "slot")),
         *((name, ctypes.c_int64) for name in ("position_lane", "count", "rows", "heads", "group")),

@@ -73,8 +73,9 @@ void mix_rows(const float* weights, const char* values, int64_t stride, int64_t 
   for (; c < size; c += 2 * W) mix_of<T, R, 1>(weights, values + c * T::BYTES, stride, count, out + c, size, next);
 }
 
+// Apart for the same reason.
 template <class T>
-void mix(const float* weights, int64_t rows, const char* values, int64_t stride, int64_t count, float* out,
+APART void mix(const float* weights, int64_t rows, const char* values, int64_t stride, int64_t count, float* out,
          int64_t size) {
   in_rows(rows, [&](auto some, int64_t r) {
     mix_rows<T, decltype(some)::ROWS>(weights + r * BLOCK, values, stride, count, out + r * size, size);

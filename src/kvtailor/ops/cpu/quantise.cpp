@@ -138,9 +138,9 @@ template <class T> struct Piece {
     for (int64_t i = 0; i < size * T::BYTES; i += 64) __builtin_prefetch(token + SOON * call.slot_bytes + i);
   }
 
-  void by_token(const char* from, int64_t place) const {
+  APART PLAIN_LOOPS void by_token(const char* from, int64_t place) const {
     ask_after(from);
-    widen_as<T>(from, size, states);
+    widen(call.kind, from, size, states);
     const int64_t groups = size / call.group;
     for (int64_t i = 0; i < groups; i++) {
       const float* mine = states + i * call.group;
@@ -160,14 +160,14 @@ template <class T> struct Piece {
     pack(codes, call.bits, size, call.codes + place * bytes);
   }
 
-  void by_run(const char* from, int64_t count, int64_t place, int64_t run) const {
+  APART PLAIN_LOOPS void by_run(const char* from, int64_t count, int64_t place, int64_t run) const {
     for (int64_t c = 0; c < size; c += W) {
       const int64_t some = size - c < W ? size - c : W;
       Range<F> range;
       for (int64_t t = 0; t < count; t++) {
         if (c == 0) ask_after(from + t * call.slot_bytes);
         const char* at = from + t * call.slot_bytes + c * T::BYTES;
-        if (some < W) widen_as<T>(at, some, states), at = (const char*)states;
+        if (some < W) widen(call.kind, at, some, states), at = (const char*)states;
         range.take(some < W ? load<F>(at) : T::at(at));
       }
       range.close();

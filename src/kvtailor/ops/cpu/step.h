@@ -12,6 +12,15 @@ struct Coordinates {
   int64_t keys_count, values_count;
 };
 
+// A tail that drops its middle at each token: its first tokens stay, and move up over the oldest behind them. Their keys
+// may have to be turned to be read, by what is missing behind them. Mirrored field by field in library.py.
+struct Ends {
+  const float *cosines, *sines;  // (planes) of what the first keys are turned by
+  char* turned;                  // (b * h, first, d), of the type `kind`: the keys of the first of the parts
+  // Planes: 0 where the keys are read as they lie. Interleaved: plane i is channels 2 i and 2 i + 1; else i and i + planes.
+  int64_t first, planes, interleaved;
+};
+
 // Mirrored field by field in library.py. Strides are in bytes, but for that of positions.
 struct Step {
   const char *query, *key, *value;  // (b, q, 1, d), (b, h, 1, d), (b, h, 1, dv), of the type `kind`
@@ -20,7 +29,7 @@ struct Step {
   char *tail_keys, *tail_values;
   int32_t* positions;  // (b * h, slots) of the tail; null: its columns are consecutive
   float* asked;        // (b * h, q / h, d)
-  float* merged;       // (dv) and (count)
+  float* merged;       // (dv) and (count); (d), too, where first keys are turned
   const float* sinks;  // (q); null: none
   ParallelFor parallel_for;
   float* lse;                 // (b * h, q / h) over all parts; null: no mass is wanted
@@ -29,6 +38,7 @@ struct Step {
   const float* const* before;  // of each part (m, slots_before): what they had received; null: nothing
   const int64_t* slots_before;
   const Coordinates* coordinates;  // of each part
+  const Ends* ends;                // null: nothing is dropped
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
   int64_t tail_key_lane, tail_key_slot, tail_value_lane, tail_value_slot, position_lane;
   int64_t count, rows, heads, group, size, value_size, kind, threads, widest;
@@ -178,8 +188,54 @@ SMALL_CODE int32_t read_best_pages(Step& step) {
   return wrong;
 }
 
+// A key as it is read. Each product and each sum is rounded, as in ops.lanes.rotate.
+EACH_ROUNDED void turn_key(const Ends& ends, float* key) {
+  AS_WRITTEN
+  for (int64_t i = 0; i < ends.planes; i++) {
+    float *one = key + (ends.interleaved ? 2 * i : i), *other = one + (ends.interleaved ? 1 : ends.planes);
+    const float a = *one, b = *other, cosine = ends.cosines[i], sine = ends.sines[i];
+    *one = a * cosine - b * sine, *other = b * cosine + a * sine;
+  }
+}
+
+// The first keys of all lanes, on their way through `merged`.
+SMALL_CODE void turn_first(const Step& step, const Ends& ends) {
+  const int64_t bytes = step.size * (step.kind == FLOAT32 ? 4 : 2);
+  char* to = ends.turned;
+  for (int64_t lane = 0; lane < step.rows * step.heads; lane++)
+    for (int64_t t = 0; t < ends.first; t++, to += bytes) {
+      widen(step.kind, step.tail_keys + lane * step.tail_key_lane + t * step.tail_key_slot, step.size, step.merged);
+      turn_key(ends, step.merged);
+      write(step.kind, step.merged, step.size, to);
+    }
+}
+
+// The first tokens of all lanes move up by a slot, and all that is read begins a slot later.
+SMALL_CODE void drop_middle(Step& step, const Ends& ends) {
+  const int64_t element = step.kind == FLOAT32 ? 4 : 2;
+  for (int64_t lane = 0; lane < step.rows * step.heads; lane++)
+    for (int64_t t = ends.first; t > 0; t--) {
+      char* key = step.tail_keys + lane * step.tail_key_lane + t * step.tail_key_slot;
+      char* value = step.tail_values + lane * step.tail_value_lane + t * step.tail_value_slot;
+      memcpy(key, key - step.tail_key_slot, (size_t)(step.size * element));
+      memcpy(value, value - step.tail_value_slot, (size_t)(step.value_size * element));
+      if (!step.positions) continue;
+      int32_t* position = step.positions + lane * step.position_lane + t;
+      *position = position[-1];
+    }
+  step.tail_keys += step.tail_key_slot, step.tail_values += step.tail_value_slot;
+  if (step.positions) step.positions++;
+  for (int64_t i = 0; i < step.count; i++) {
+    Side &keys = step.parts[i]->keys, &values = step.parts[i]->values;
+    if (keys.data != ends.turned) keys.data = (const char*)keys.data + keys.slot_bytes;
+    values.data = (const char*)values.data + values.slot_bytes;
+  }
+}
+
 SMALL_CODE int32_t read_parts(Step& step) {
-  step.parts[step.count - 1]->slots = step.slot + 1;
+  const bool turns = step.ends && step.ends->planes;
+  if (turns) turn_first(step, *step.ends);
+  step.parts[step.count - 1]->slots = step.slot + 1 - (turns ? step.ends->first : 0);
   for (int64_t i = 0; i < step.count; i++) {
     Call& part = *step.parts[i];
     const Coordinates& in = step.coordinates[i];
@@ -206,6 +262,7 @@ SMALL_CODE int32_t take(Step& step) {
   }
   for (int64_t i = 0; step.lse && i < step.count; i++)
     if (const int32_t wrong = add_mass(step, i)) return wrong;
+  if (step.ends) drop_middle(step, *step.ends);
   return 0;
 }
 

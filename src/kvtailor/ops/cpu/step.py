@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvtailor.ops.cpu.attention import side_of, unsuited
 from kvtailor.ops.cpu.coordinates import map_of
-from kvtailor.ops.cpu.library import DTYPES, Call, Library, PartCoordinates, Step, library
+from kvtailor.ops.cpu.library import DTYPES, Call, Ends, Library, PartCoordinates, Step, library
+from kvtailor.ops.cpu.magnitudes import directions_of
 from kvtailor.ops.cpu.step_pages import StepPages
 from kvtailor.ops.cpu.step_pages import unsuited as unsuited_pages
 from kvtailor.ops.cpu.turned import turn_of
@@ -27,6 +28,9 @@ from kvtailor.ops.segments.sides import stored_sides
 from kvtailor.types import Coordinates, PlainSegment, Segment
 
 __all__ = ["TokenStep"]
+
+# What tells that a library knows all that a step says: one from older sources would read it otherwise.
+_NEEDED = ("kvtailor_ends", "kvtailor_picks", "kvtailor_magnitudes")
 
 
 class TokenStep:
@@ -47,6 +51,8 @@ class TokenStep:
         mass: what the slots receive is wanted as well.
         using: the variant.
         pages: of which each token reads the best; None: it reads everything.
+        ends: the tail, which is all there is, drops the oldest token behind its first ones with each that joins. Where
+            these are turned to be read, they are a part of their own. Who calls says by how much, in `ends`.
 
     Attributes:
         chooses: whether it reads chosen pages.
@@ -68,6 +74,7 @@ class TokenStep:
         mass: bool,
         using: Library,
         pages: BestPages | None = None,
+        ends: Ends | None = None,
     ):
         layout = parts[-1].layout
         rows, heads, size, value_size = layout.rows, layout.heads, keys.shape[-1], values.shape[-1]
@@ -112,6 +119,9 @@ class TokenStep:
         self._at, self._run = ctypes.byref(self._step), using.functions.kvtailor_step
         self._strides: tuple[Any, ...] = ()
         self._mass = self._ready_for_mass(parts) if mass else ()
+        self._ends = ends
+        if ends is not None:
+            self._step.ends = ctypes.addressof(ends)
         self._write_into(keys, values, positions)
         self._lay_out()
 
@@ -124,7 +134,7 @@ class TokenStep:
             mass: whether what the slots receive is wanted as well.
         """
         used = library()
-        if used is None or not used.has("kvtailor_step") or not used.has("kvtailor_map"):
+        if used is None or not all(map(used.has, _NEEDED)):
             return "no C++ kernels of these sources were built"
         for part in parts:
             own = stored_sides(part)
@@ -142,20 +152,20 @@ class TokenStep:
             return "the last part is no tail"
         return None if pages is None else unsuited_pages(parts, pages, used)
 
-    def moves_to(self, tail: PlainSegment, keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
+    def moves_to(self, tail: Sequence[PlainSegment], keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
         """Go on where the tail has other buffers, of the same tokens.
 
         Args:
-            tail: the filled slots, as the last of the parts that it was made of.
+            tail: the filled slots, as the last of the parts that it was made of; with `ends`, all of these.
             keys, values, positions: as they were given when it was made.
         """
         if self._pages is not None:
             self._pages.moves_to(keys, values)
         else:
-            before = self._calls[-1]
-            call, _ = self._part(tail, self._owners, self._group)
-            call.firsts, call.slots = before.firsts, tail.layout.size
-            self._calls[-1], self._parts[len(self._calls) - 1] = call, ctypes.addressof(call)
+            for i, part in enumerate(tail, len(self._calls) - len(tail)):
+                call, _ = self._part(part, self._owners, self._group)
+                call.firsts, call.slots = self._calls[i].firsts, part.layout.size
+                self._calls[i], self._parts[i] = call, ctypes.addressof(call)
         self._write_into(keys, values, positions)
         self._lay_out()
 
@@ -225,22 +235,6 @@ class TokenStep:
             raise RuntimeError("torch_parallel_for refused to run kvtailor's attention kernel")
         return out, received
 
-    def read_keys(self, part: int, keys: Tensor) -> None:
-        """Let a part of plain states read other keys (m, s, d) of its shape and type, dense; who calls keeps them."""
-        side, slot = self._calls[part].keys, keys.shape[2] * keys.element_size()
-        side.data, side.lane_bytes, side.slot_bytes = keys.data_ptr(), keys.shape[1] * slot, slot
-
-    def move_on(self) -> None:
-        """Let all parts, which are plain, begin a slot later, and the tail's slots be numbered from there."""
-        step = self._step
-        step.tail_keys += step.tail_key_slot
-        step.tail_values += step.tail_value_slot
-        if step.positions is not None:
-            step.positions += 4
-        for call in self._calls:
-            call.keys.data += call.keys.slot_bytes
-            call.values.data += call.values.slot_bytes
-
     def _write_into(self, keys: Tensor, values: Tensor, positions: Tensor | None) -> None:
         """New tokens go into these buffers."""
         step, element = self._step, keys.element_size()
@@ -280,7 +274,9 @@ class TokenStep:
         own, held = stored_sides(part), list[Tensor]()
         assert own is not None
         layout = own.layout
-        call = Call(keys=side_of(own.keys, held, self._numbers), values=side_of(own.values, held, self._numbers))
+        call = Call()
+        keys, values = directions_of(call, own.keys, own.values, held, self._numbers)
+        call.keys, call.values = side_of(keys, held, self._numbers), side_of(values, held, self._numbers)
         # The queries of heads that share a lane are the rows of one owner.
         call.owners, call.lanes, call.slots = owners // own.joined, layout.lanes, layout.size
         call.rows, call.queries = group * own.joined, 1
@@ -346,10 +342,16 @@ class TokenStep:
             at += (floats + 15) // 16 * 16
 
         room(step, "asked", queries * step.size)
-        room(step, "merged", step.value_size + step.count)
+        room(step, "merged", max(step.value_size + step.count, step.size))
         if self._pages is not None:
             for (first, *others), floats in self._pages.rooms(self.slots, step.threads, self._using):
                 room(*first, floats, *others)
+        ends, keys = self._ends, self._calls[0].keys
+        if ends is not None and ends.planes:
+            # Keys that are turned lie one behind the other.
+            keys.slot_bytes = step.size * self.dtype.itemsize
+            keys.lane_bytes = ends.first * keys.slot_bytes
+            room(ends, "turned", step.rows * step.heads * keys.lane_bytes // 4 + 1)
         for call in self._calls:
             call.threads = step.threads
             room(call, "out", queries * int(call.values.size))
@@ -383,3 +385,5 @@ class TokenStep:
             call.query = own.query if own.keys_count else self._step.asked
         if self._pages is not None:
             self._pages.choice.query = self._step.asked
+        if self._ends is not None and self._ends.planes:
+            self._calls[0].keys.data = self._ends.turned

@@ -61,7 +61,7 @@ inline void words_of_tokens(const char* from, int64_t stride, U* to) {
 
 // Of R rows with 16 tokens of `bytes` bytes at a time, `blocks` times; `to` has BLOCK floats for each row.
 template <int BITS, int R>
-inline void products_of_lanes(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, int64_t blocks,
+APART void products_of_lanes(const CutQuery* asked, int64_t bytes, const char* codes, int64_t stride, int64_t blocks,
                               float* to) {
   // A sum takes a product every fourth cycle: where rows are few, each has several.
   constexpr int KINDS = 8 / BITS, SETS = R >= 4 ? 1 : 4 / R;

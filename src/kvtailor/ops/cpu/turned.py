@@ -13,6 +13,7 @@ from kvtailor.ops.codes.residual import ResidualCodes
 from kvtailor.ops.cpu.coordinates import map_of
 from kvtailor.ops.cpu.library import Library, Turn
 from kvtailor.ops.segments.coded import Coded
+from kvtailor.ops.segments.pair_sides import Magnified
 from kvtailor.ops.segments.turned import Turned
 
 __all__ = ["turn_of", "unsuited"]
@@ -25,7 +26,9 @@ def unsuited(keys: Coded, turned: Turned, using: Library) -> str | None:
     """Why these keys cannot be turned here, a clause; None where they can."""
     if not using.has("kvtailor_turns") or (len(turned.keys_in) > 1 and not using.has("kvtailor_joins_maps")):
         return "no C++ kernels that turn keys were built"
-    return f"no C++ kernel turns {type(keys).__name__}" if isinstance(keys, GridCodes | ResidualCodes) else None
+    if isinstance(keys, GridCodes | ResidualCodes | Magnified):
+        return f"no C++ kernel turns {type(keys).__name__}"
+    return None
 
 
 def turn_of(turned: Turned, size: int, slots: int, held: list[Tensor], made: list[Any]) -> Turn:

@@ -69,6 +69,16 @@ template <class Each> static inline void in_rows(int64_t rows, Each each) {
 #define SMALL_CODE __attribute__((noinline, optimize("Os")))
 #endif
 
+// Products are rounded before they are added, where the bits of torch's own operations are wanted; of a function whose body
+// begins with AS_WRITTEN. Small, too.
+#if defined(__clang__)
+#define EACH_ROUNDED __attribute__((noinline, minsize))
+#define AS_WRITTEN _Pragma("clang fp contract(off)")
+#else
+#define EACH_ROUNDED __attribute__((noinline, optimize("Os", "fp-contract=off")))
+#define AS_WRITTEN
+#endif
+
 template <class V> static inline V load(const void* from) {
   V v;
   memcpy(&v, from, sizeof v);

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvtailor.ops.lanes.pieces import pieces
 from kvtailor.types import Rotation
 
-__all__ = ["turn", "turn_on_average", "turned_planes"]
+__all__ = ["cosines_and_sines", "turn", "turn_on_average", "turned_planes"]
 
 # Elements that are turned at once: what is made on the way, in float32, stays in a core's cache.
 _PIECE = 1 << 18
@@ -31,8 +31,7 @@ def turn(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     Raises:
         ValueError: the rotation turns more channels than the states have.
     """
-    angle = positions.to(torch.float32)[..., None] * rotation.frequencies.to(states.device)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = cosines_and_sines(positions, rotation.frequencies.to(states.device))
     if states.device.type != "cpu" or states.ndim != 3 or states.numel() <= _PIECE:
         return _combined(states, cos, sin, rotation)
     turned = torch.empty(states.shape, dtype=states.dtype)
@@ -40,6 +39,12 @@ def turn(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     for lanes, slots in pieces(states.shape[0], states.shape[1], states.shape[2], _PIECE):
         turned[lanes, slots] = _combined(states[lanes, slots], cos[lanes, slots], sin[lanes, slots], rotation)
     return turned
+
+
+def cosines_and_sines(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """What states are turned by at these positions (..., n): (..., n, r / 2) each, of `Rotation.frequencies`."""
+    angle = positions.to(torch.float32)[..., None] * frequencies
+    return angle.cos(), angle.sin()
 
 
 def turn_on_average(states: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:

@@ -45,6 +45,17 @@ class Coded(ABC):
         """In which coordinates `stored` is; None: in the model's."""
         return None
 
+    def check(self) -> None:  # noqa: B027
+        """Raise where a number in it, which may come from a file, leads out of what it is a place in.
+
+        Raises:
+            ValueError: a clause without a full stop.
+        """
+
+    def as_read(self) -> Coded:
+        """The side in these coordinates, as kernels know it: plain numbers where it has no codes."""
+        return self
+
     def stored(self) -> Tensor:
         """(m, s, r) in the cache's dtype: the numbers that the codes stand for, in the coordinates of this side."""
         return self.decode()

@@ -1,4 +1,4 @@
-"""What one layer of a pair keeps of its own, of its keys or of its values, beside what the pair shares."""
+"""Two layers of a pair: what one keeps of its own, of its keys or its values, beside the directions that both share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.ops.segments.coded import alone
+from kvtailor.ops.segments.coded import Coded, Whole, alone
+from kvtailor.types import Layout, Segment
 
-__all__ = ["Merged", "Side", "Unmerged", "side_of"]
+__all__ = ["HalfSegment", "Magnified", "Merged", "Side", "Unmerged", "side_of"]
 
 
 class Side(ABC):
@@ -21,6 +22,18 @@ class Side(ABC):
     @abstractmethod
     def restore(self, directions: Tensor) -> Tensor:
         """States (m, s, c) from the directions (m, s, c) that the pair shares."""
+
+    @abstractmethod
+    def as_read(self, directions: Coded) -> Coded:
+        """The states as they are stored, from the directions as they are."""
+
+    @abstractmethod
+    def check(self, lanes: int, slots: int) -> None:
+        """Raise where the tensors, which may come from a file, are not those of so many lanes and slots.
+
+        Raises:
+            ValueError: a clause without a full stop.
+        """
 
     @abstractmethod
     def moved(self, lane: Tensor, slot: Tensor) -> Side:
@@ -68,6 +81,22 @@ class Merged(Side):
         states.flatten(0, 1)[self.places.to(torch.int64)] = self.whole
         return states
 
+    def as_read(self, directions: Coded) -> Coded:
+        return Magnified(directions=directions, own=self)
+
+    def check(self, lanes: int, slots: int) -> None:
+        places, whole = self.places, self.whole
+        if tuple(self.magnitudes.shape) != (lanes, slots, 1) or self.magnitudes.dtype != whole.dtype:
+            raise ValueError(
+                f"magnitudes are {self.magnitudes.dtype} of shape {tuple(self.magnitudes.shape)}, and there are "
+                f"{lanes} lanes of {slots} slots of {whole.dtype}"
+            )
+        if places.dtype != torch.int32 or places.ndim != 1 or whole.ndim != 2 or whole.shape[0] != places.shape[0]:
+            raise ValueError(f"{tuple(whole.shape)} whole tokens are at {tuple(places.shape)} places of {places.dtype}")
+        ends = places[:1], places[-1:]
+        if bool((places.diff() <= 0).any() | (ends[0] < 0).any() | (ends[1] >= lanes * slots).any()):
+            raise ValueError(f"the places of whole tokens do not ascend from 0 to below {lanes * slots}")
+
     def moved(self, lane: Tensor, slot: Tensor) -> Merged:
         slots = self.magnitudes.shape[1]
         which = torch.full((self.magnitudes.shape[0] * slots,), -1, dtype=torch.int64, device=lane.device)
@@ -101,6 +130,13 @@ class Unmerged(Side):
     def restore(self, directions: Tensor) -> Tensor:
         return self.states
 
+    def as_read(self, directions: Coded) -> Coded:
+        return Whole(states=self.states)
+
+    def check(self, lanes: int, slots: int) -> None:
+        if self.states.ndim != 3 or tuple(self.states.shape[:2]) != (lanes, slots):
+            raise ValueError(f"states have shape {tuple(self.states.shape)}, and there are {lanes} lanes of {slots}")
+
     def moved(self, lane: Tensor, slot: Tensor) -> Unmerged:
         return Unmerged(states=self.states[lane, slot])
 
@@ -112,6 +148,40 @@ class Unmerged(Side):
 
     def shared_bytes(self) -> int:
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Magnified(Coded):
+    """A `Merged` side as it is read: directions in any encoding, times magnitudes, and the tokens that are whole.
+
+    It is made to be read, of tensors that a segment holds.
+    """
+
+    directions: Coded
+    own: Merged
+    of_tokens = ()
+
+    def decode(self) -> Tensor:
+        return self.own.restore(self.directions.decode())
+
+    def closed_form_bytes(self, lanes: int, slots: int) -> int:
+        return self.directions.closed_form_bytes(lanes, slots) + self.own.closed_form_bytes(lanes, slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfSegment(Segment):
+    """One layer's half of a pair.
+
+    Attributes:
+        layout: which tokens these are.
+        shared: the directions, which both layers hold.
+        keys, values: what this layer has of its own.
+    """
+
+    layout: Layout
+    shared: Segment
+    keys: Side
+    values: Side
 
 
 def side_of(tensors: Mapping[str, Tensor]) -> Side:

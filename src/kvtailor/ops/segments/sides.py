@@ -17,9 +17,10 @@ from kvtailor.ops.codes.sides import ChannelCodes, TokenCodes
 from kvtailor.ops.segments.around import AroundSegment
 from kvtailor.ops.segments.coded import Coded, PairSegment, Whole
 from kvtailor.ops.segments.latents import LatentSegment
+from kvtailor.ops.segments.pair_sides import HalfSegment
 from kvtailor.ops.segments.turned import Turned, Turning
 from kvtailor.ops.segments.weighted import Weighted
-from kvtailor.types import Coordinates, Layout, Segment
+from kvtailor.types import Coordinates, Layout, PickedChannels, Segment
 
 # Of coordinates and queries, or sums and their lse: see `Coordinates`.
 Mapping = Callable[[Coordinates, Tensor], Tensor]
@@ -125,8 +126,13 @@ def stored_sides(part: Segment) -> StoredSides | None:
     if isinstance(part, PairSegment):
         if type(part).view is not Segment.view:
             return None
-        found = StoredSides(layout=part.layout, keys=part.keys, values=part.values)
-        own = part.keys.coordinates(), part.values.coordinates()
+        keys, values = part.keys, part.values
+        own = keys.coordinates(), values.coordinates()
+        found = StoredSides(
+            layout=part.layout,
+            keys=keys if own[0] is None else keys.as_read(),
+            values=values if own[1] is None else values.as_read(),
+        )
         if part.layout.owner is not None and any(each is not None and each.matrix.shape[0] > 1 for each in own):
             # A map of each lane maps the queries of no kv head where lanes are pages of heads.
             return None
@@ -149,12 +155,19 @@ def stored_sides(part: Segment) -> StoredSides | None:
         return _within(inner, *maps)
     if isinstance(part, LatentSegment):
         return _latents(part)
+    if isinstance(part, HalfSegment):
+        shared = stored_sides(part.shared)
+        # What is whole is so in the model's coordinates, and the query is in those of the directions.
+        if shared is None or not shared.as_they_are:
+            return None
+        return shared._replace(keys=part.keys.as_read(shared.keys), values=part.values.as_read(shared.values))
     return None
 
 
 def _turned(part: AroundSegment, turning: Turning) -> StoredSides | None:
     inner = stored_sides(part.inner)
-    if inner is None or inner.turning is not None:
+    if inner is None or inner.turning is not None or any(isinstance(m, PickedChannels) for m in inner.keys_in):
+        # What turns keys multiplies them with matrices.
         return None
     first, layout = turning.first, inner.layout
     if first is not None and inner.joined > 1:

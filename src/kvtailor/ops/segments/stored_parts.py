@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.ops.segments.coded import Coded, PairSegment, TimeGrouped
+from kvtailor.ops.segments.pair_sides import HalfSegment
 from kvtailor.types import Layout, PlainSegment, Segment
 
 __all__ = ["check_layout", "check_segment"]
@@ -63,6 +64,9 @@ def check_segment(segment: Segment) -> None:
         if isinstance(each, PlainSegment):
             for name, states in (("keys", each.keys), ("values", each.values)):
                 _check_shape(f"{name} of a plain segment", states, lanes, slots)
+        elif isinstance(each, HalfSegment):
+            for own in (each.keys, each.values):
+                own.check(lanes, slots)
         elif isinstance(each, PairSegment):
             for name, side in (("keys", each.keys), ("values", each.values)):
                 _check_side(f"{name} of a {each.codec} segment", side, lanes, slots)
@@ -77,6 +81,7 @@ def _check_side(name: str, side: Coded, lanes: int, slots: int) -> None:
         _check_tables(name, side, lanes, slots)
     found = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     expected = side.closed_form_bytes(lanes, slots)
+    side.check()
     if found != expected:
         raise ValueError(f"the {name} take {found} bytes, and {lanes} lanes of {slots} slots need {expected}")
 
