@@ -81,6 +81,15 @@ def test_the_only_kept_token_stands_for_all() -> None:
     assert merged.log_weight.exp()[..., 0].tolist() == [pytest.approx([40.0] * 3), pytest.approx([7.0] * 3)]
 
 
+def test_a_row_that_has_but_padding_so_far_is_left_alone() -> None:
+    """As the first chunk of a padded batch gives it."""
+    whole, alone = held_of([row(40), row(0)], RAW.needs), held_of([row(40)], RAW.needs)
+    merged = RAW.merge(whole, whole.positions % 3 == 0, whole.positions % 3 == 0)
+    expected = RAW.merge(alone, alone.positions % 3 == 0, alone.positions % 3 == 0)
+    assert torch.equal(merged.keys[0], expected.keys[0]) and torch.equal(merged.values[0], expected.values[0])
+    assert not merged.log_weight[1].any()
+
+
 def test_joins_the_kept_token_before_it_and_before_the_first_the_first() -> None:
     held = held_of([row(6)], RAW.needs)
     held = replace(held, values=torch.tensor([1.0, 2, 4, 8, 16, 32]).view(1, 1, 6, 1).expand(1, 3, 6, 1))

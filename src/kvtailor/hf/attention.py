@@ -151,7 +151,7 @@ def attention(
         if not softmax.plain:
             output = own_attention(module, query, key, value, attention_mask, scaling, softmax, dropout, **kwargs)
             return output, None
-        mask = attention_mask.dense() if isinstance(attention_mask, LazyMask) else attention_mask
+        mask = attention_mask.dense(query.device) if isinstance(attention_mask, LazyMask) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     try:
         softmax = softmax_of(module, query.shape[1], kwargs)

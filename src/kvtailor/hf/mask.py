@@ -129,8 +129,8 @@ class LazyMask:
             seen = seen & real.to(device)[row, key]
         return seen
 
-    def dense(self) -> Tensor | None:
-        """The mask that transformers' own sdpa would have got."""
+    def dense(self, device: torch.device) -> Tensor | None:
+        """The mask that transformers' own sdpa would have got, on this device; None where it would have got none."""
         if not self._is_dense:
             self._dense = sdpa_mask(
                 self.batch_size,
@@ -145,6 +145,9 @@ class LazyMask:
                 **self.options,
             )
             self._is_dense = True
+        # A model's layers may lie on several devices, by turns or in runs.
+        if self._dense is not None and self._dense.device != device:
+            self._dense = self._dense.to(device)
         return self._dense
 
     def __getitem__(self, index: Any) -> LazyMask:
@@ -179,7 +182,7 @@ class LazyMask:
         masked = getattr(logits, "masked", None)
         if masked is not None:
             return masked(self)
-        allowed = self.dense()
+        allowed = self.dense(logits.device)
         if allowed is None:
             rows, columns = torch.arange(self.batch_size), torch.arange(self.kv_length)
             allowed = self.at(rows.to(logits.device), columns.to(logits.device)[None])[:, None]

@@ -173,6 +173,7 @@ def _averaged(states: Tensor, at: Tensor, target: Tensor, weighing: Tensor, kept
 def _summed_up(given: Tensor, values: Tensor, at: Tensor) -> Tensor:
     """(v, dv) float32 attention output, of shares (v, n) and the values of the n tokens at `at`."""
     output = given.new_zeros((given.shape[0], values.shape[-1]))
-    for first, some in zip(range(0, at.shape[0], _BLOCK), at.split(_BLOCK), strict=True):
-        output += given[:, first : first + _BLOCK] @ values[some].float()
+    # Not by `split`, which has a part of nothing where a row has but padding so far.
+    for first in range(0, at.shape[0], _BLOCK):
+        output += given[:, first : first + _BLOCK] @ values[at[first : first + _BLOCK]].float()
     return output

@@ -65,6 +65,11 @@ def test_layers_on_two_devices(plan: str) -> None:
     check("llama", plan, BATCH, None, TURNS)
 
 
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_windows_of_the_model_on_another_device_get_their_mask_there(chunk: int | None) -> None:
+    check("gemma3", NEAR[0], BATCH, chunk, ("gpu:1", "gpu:2", "gpu:2", "gpu:2"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_every_plan_on_two_devices(case: str) -> None:

@@ -42,7 +42,8 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float, softmax:
         return _blockwise(query, keys, values, scaling, softmax, None, None)[0]
     if older == 0 and softmax.plain:
         return _sdpa(query, keys, values, scaling, None, is_causal=True)
-    if _gives_lse(query, keys, values):
+    # The plain form of a chunk is that of every device.
+    if _gives_lse(query, keys, values) and (older == 0 or dispatch.forced() != "reference"):
         own = _with_lse(query, keys[:, :, older:], values[:, :, older:], scaling, None, is_causal=True)
         if older == 0:
             return _sunk(*own, softmax)

@@ -121,7 +121,7 @@ def _visible(mask: LazyMask | Tensor | None, query: Tensor, slots: int, *, causa
     if isinstance(mask, LazyMask):
         if t > _FEW:
             return _by_slots(mask)
-        mask, causal = mask.dense(), True
+        mask, causal = mask.dense(query.device), True
     if mask is None:
         if causal or t == 1:
             return LazyMask.causal(b, t, slots - t, query.device)
