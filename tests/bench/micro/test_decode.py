@@ -91,6 +91,25 @@ def test_floors_are_bytes_over_bandwidth(monkeypatch: pytest.MonkeyPatch) -> Non
     assert table.rows["decode float32 128"][0]["floor_ms"] == 1000.0 and "1.0 GB/s" in bench.machine
 
 
+def test_the_part_of_a_cache_is_what_it_takes_above_the_rest_of_the_model() -> None:
+    gigabyte = 10**9
+    sides = [
+        Measured("full", [0.9, 1.1, 1.3], cache_bytes=gigabyte),
+        Measured("small", [0.2, 0.2, 0.2], cache_bytes=10**6),
+        Measured("unread", [0.5, 0.5, 0.5]),
+        Measured("left out", [], cache_bytes=gigabyte),
+        Measured(decode._EMPTY, [0.0, 0.1, 0.2], cache_bytes=gigabyte),
+    ]
+    found = decode.caches_over_reads(sides, 2e9)
+    assert list(found) == ["full"]
+    # A gigabyte takes half a second; quartiles are 1.0 and 1.2, of the rest 0.05 and 0.15.
+    assert found["full"] == pytest.approx((2.0, 1.7, 2.3))
+    assert decode._told_over_reads(found) == [
+        "  the cache's part of a token over a plain read of its bytes: full 2.0 [1.7, 2.3]"
+    ]
+    assert decode.caches_over_reads(sides[:-1], 2e9) == {} and decode._told_over_reads({}) == []
+
+
 def test_a_hybrid_is_timed_beside_a_plain_model_of_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer in four attends; the last line compares what the context costs it with the same in a plain model."""
     narrow = {"hidden_size": 64, "intermediate_size": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
