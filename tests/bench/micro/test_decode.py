@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.micro import cases, decode
 from kvtailor.bench.micro.timer import Measured
 from kvtailor.cli import main
@@ -21,6 +22,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of the bench with fewer weights, where only what is done counts."""
     narrow = {"hidden_size": 64, "intermediate_size": 64}
     monkeypatch.setitem(RANDOM_SHAPES, cases.MODEL, {**RANDOM_SHAPES[cases.MODEL], **narrow})
+    # Whatever else runs on this machine.
+    monkeypatch.setattr(Neighbours, "disturbed", lambda self: False)
 
 
 def run(*words: str) -> tuple[dict, str, str]:

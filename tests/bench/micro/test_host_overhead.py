@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 def shallow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A model of two layers, and the threads of before."""
     monkeypatch.setitem(RANDOM_SHAPES, host.MODEL, {**RANDOM_SHAPES[host.MODEL], "num_hidden_layers": 2})
+    # Whatever else runs on this machine.
+    monkeypatch.setattr(host.Neighbours, "disturbed", lambda self: False)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

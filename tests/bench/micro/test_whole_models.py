@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from tests.ops.gpu.exact_attention import needs_triton
 from tests.support.seam.tape import recorder
 
+from kvtailor.bench.measure.machine import Neighbours
 from kvtailor.bench.micro import whole
 from kvtailor.cli import main
 from kvtailor.errors import KvtailorError, PlanError
@@ -21,8 +22,10 @@ MODEL = "random-llama-narrow"
 
 
 @pytest.fixture(autouse=True)
-def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+def shallow_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RANDOM_SHAPES, MODEL, {**RANDOM_SHAPES[MODEL], "num_hidden_layers": 2})
+    # Whatever else runs on this machine.
+    monkeypatch.setattr(Neighbours, "disturbed", lambda self: False)
 
 
 def run(*words: str) -> Result:
