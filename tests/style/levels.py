@@ -35,8 +35,6 @@ LEVELS = {
 }
 # The recipe that trains the demo model needs the tokenizers package, and is run by hand.
 RECIPE = "demo"
-MOST_MODULES_AT_ROOT = 5
-MOST_FILES_IN_A_FOLDER = 15
 
 
 def imports_of(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
@@ -136,19 +134,6 @@ def _reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
         if name not in found:
             found.add(name)
             todo += edges[name]
-    return found
-
-
-def crowds(root: Path) -> list[str]:
-    """Folders of the package at `root` that hold too many files, a sentence for each."""
-    found = []
-    modules = [path.stem for path in root.glob("*.py") if not path.stem.startswith("__")]
-    if len(modules) > MOST_MODULES_AT_ROOT:
-        found.append(f"{len(modules)} modules at the root, of {MOST_MODULES_AT_ROOT} at most: {', '.join(modules)}")
-    for folder in sorted(path for path in root.rglob("*") if path.is_dir() and path.name != "__pycache__"):
-        files = [path for path in folder.glob("*.py") if path.stem != "__init__"]
-        if len(files) > MOST_FILES_IN_A_FOLDER:
-            found.append(f"{folder.relative_to(root)} holds {len(files)} files, of {MOST_FILES_IN_A_FOLDER} at most")
     return found
 
 

@@ -1,4 +1,4 @@
-"""File length, names, `__all__` and docstring heads."""
+"""Names, `__all__` and docstring heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ ROOT = Path(kvtailor.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted(path for path in ROOT.rglob("*.py"))
 OURS = [*SOURCES, *(path for name in ("docs", "tests") for path in sorted((REPOSITORY / name).rglob("*.py")))]
-LONGEST = 400
 FORBIDDEN = re.compile(r"(^|_)(utils?|helpers?|managers?|misc|stuff)(_|$)", re.IGNORECASE)
 HEADS = ("Idea", "Paper", "Source", "Departs", "Cost")
 METHODS = [info for stage in registry.stages() for info in registry.methods(stage).values()]
@@ -27,10 +26,6 @@ LETTERS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
 
 def of_file(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
-
-
-def too_long(path: Path) -> bool:
-    return path.read_text(encoding="utf-8").count("\n") >= LONGEST
 
 
 def forbidden_names(path: Path) -> list[str]:
@@ -46,11 +41,6 @@ def public_names(tree: ast.Module) -> set[str]:
         for node in tree.body
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
     }
-
-
-def test_files_are_short() -> None:
-    """One with more lines: is it still about one thing?"""
-    assert [of_file(path) for path in OURS if too_long(path)] == []
 
 
 def test_names_say_something() -> None:
@@ -103,8 +93,6 @@ def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
         path = tmp_path / "bad.py"
         path.write_text(text)
         assert forbidden_names(path) == [name]
-    path.write_text("\n" * LONGEST)
-    assert too_long(path)
     (tmp_path / "utils.py").write_text("")
     assert forbidden_names(tmp_path / "utils.py") == ["utils"]
 

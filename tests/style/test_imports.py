@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.style.levels import breaches, circles, crowds, graph, write_tree
+from tests.style.levels import breaches, circles, graph, write_tree
 
 import kvtailor
 
@@ -79,10 +79,3 @@ def test_a_circle_is_seen_wherever_its_imports_stand(back: str, tmp_path: Path) 
         "hf/d.py": "from kvtailor.hf import a",
     }
     assert circles(graph(write_tree(tmp_path, files))) == [["hf.a", "hf.b", "hf.c"]]
-
-
-def test_no_folder_is_crowded(tmp_path: Path) -> None:
-    assert crowds(ROOT) == []
-    files = {f"score/m{i}.py": "" for i in range(16)} | {f"m{i}.py": "" for i in range(6)} | {"merge/one.py": ""}
-    found = crowds(write_tree(tmp_path, files))
-    assert len(found) == 2 and "6 modules at the root" in found[0] and "score holds 16 files" in found[1]
