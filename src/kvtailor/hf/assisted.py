@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers.generation import utils
 
-__all__ = ["ids_of_caller", "prompt_of_caller", "refusal"]
+from kvtailor.hf.versions import ASSISTED_LOOP
 
-_LOOP = "_assisted_decoding"
+__all__ = ["ids_of_caller", "prompt_of_caller", "refusal"]
 
 
 def prompt_of_caller() -> int | None:
@@ -50,7 +50,7 @@ def _loop() -> dict[str, Any] | None:
     """Return the facts of transformers' assisted decoding that now runs in this thread; None outside of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == _LOOP and frame.f_globals.get("__name__") == utils.__name__:
+        if frame.f_code.co_name == ASSISTED_LOOP and frame.f_globals.get("__name__") == utils.__name__:
             return dict(frame.f_locals)
         frame = frame.f_back
     return None

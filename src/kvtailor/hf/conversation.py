@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.generation import utils
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import PREFILL
 
 __all__ = ["Conversation", "Known", "Shown", "check_longer", "right_call", "shown_to_generate"]
 
@@ -207,7 +208,7 @@ def shown_to_generate(frame: FrameType | None) -> Shown | None:
     Nothing but the length of the cache is read there, and no later call brings the ids: so they are read from the
     frame. It is never written. Of a transformers whose `_prefill` has another form nothing is read.
     """
-    if frame is None or frame.f_code.co_name != "_prefill" or frame.f_globals.get("__name__") != utils.__name__:
+    if frame is None or frame.f_code.co_name != PREFILL or frame.f_globals.get("__name__") != utils.__name__:
         return None
     given = frame.f_locals
     ids, more = given.get("input_ids"), given.get("model_kwargs")

@@ -25,7 +25,6 @@ from kvtailor.hf.images.rope_deltas import RopeDeltas
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.progress import (
     START_OVER,
-    STATES_ARE_ASKED_FOR,
     TWO_THREADS,
     Alone,
     Progress,
@@ -34,6 +33,7 @@ from kvtailor.hf.progress import (
     bits_of_a_forward,
     check_padding_of_states,
 )
+from kvtailor.hf.versions import STATES_ARE_ASKED_FOR
 from kvtailor.plan import Plan
 from kvtailor.types import ALL_HEADS, HeadShare, Visibility
 

@@ -6,16 +6,15 @@ import threading
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
-from transformers import Cache
 
 from kvtailor.engine.engine import Engine
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.versions import STATES_ARE_ASKED_FOR
 from kvtailor.types import Visibility
 
 __all__ = [
     "START_OVER",
-    "STATES_ARE_ASKED_FOR",
     "TWO_THREADS",
     "Alone",
     "Progress",
@@ -26,8 +25,6 @@ __all__ = [
 ]
 
 START_OVER = "call cache.reset(), or go on with a copy that was made before"
-# In later releases of transformers a model asks the cache for a layer's states; before, it read the layer's attribute.
-STATES_ARE_ASKED_FOR = hasattr(Cache, "get_conv_state")
 TWO_THREADS = (
     "two threads use this cache at once, or a forward on it was interrupted, and what it holds is not to be trusted: "
     f"{START_OVER}, and give each thread a cache of its own"

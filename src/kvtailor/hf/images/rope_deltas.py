@@ -21,11 +21,9 @@ from torch import Tensor
 from transformers.generation import utils
 
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import POSITIONS_IN_FORWARD, POSITIONS_IN_GENERATE
 
 __all__ = ["RopeDeltas"]
-
-# The functions of transformers' models (5.17 to 5.23) that ask a cache for its length and then read `rope_deltas`.
-_FORWARD, _GENERATE = "compute_3d_position_ids", "_prepare_position_ids_for_generation"
 
 
 class RopeDeltas:
@@ -69,10 +67,11 @@ class RopeDeltas:
             frame: in which the length is asked for.
             seen: tokens that the cache has seen.
         """
-        if self._owner is None or frame is None or frame.f_code.co_name not in (_FORWARD, _GENERATE):
+        asking = (POSITIONS_IN_FORWARD, POSITIONS_IN_GENERATE)
+        if self._owner is None or frame is None or frame.f_code.co_name not in asking:
             return
         given = frame.f_locals
-        if frame.f_code.co_name == _FORWARD:
+        if frame.f_code.co_name == POSITIONS_IN_FORWARD:
             types, rows = given.get("mm_token_type_ids"), _rows(given.get("inputs_embeds"))
             if types is not None and bool(types.any()):
                 self._check_turning()
