@@ -288,3 +288,20 @@ def test_values_fit_annotations(value: object, hint: object, wanted: object) -> 
 def test_values_that_do_not_fit_are_refused(value: object, hint: object) -> None:
     with pytest.raises(TypeError):
         fit(value, hint)
+
+
+@pytest.mark.parametrize(
+    ("line", "slack"),
+    [
+        ("streamingllm @ tokens=64", 0),
+        ("streamingllm + indexed @ tokens=64", 32),
+        ("kivi4 + streamingllm @ tokens=64", 32),
+        ("streamingllm + vector(bits=8) @ tokens=64", 32),
+        ("streamingllm + vector(bits=8) @ tokens=64, slack=0", 0),
+        ("streamingllm + vector(bits=8) @ tokens=64, slack=7", 7),
+    ],
+)
+def test_a_preset_that_evicts_at_each_token_does_so_in_blocks_beside_a_codec(line: str, slack: int) -> None:
+    """What leaves the tail would be encoded token by token; what the line itself says is done."""
+    plan = parse(line)
+    assert plan.slack_tokens == slack and parse(str(plan)) == plan and Plan.from_toml(plan.to_toml()) == plan

@@ -58,6 +58,10 @@ SHORT = (
     "channels(keep=0.4, window=8, recent=8, block_size=16)",
     "minicache(start=0.0, block_size=16)", "minicache(start=0.0, of=kivi(bits=4, group=8, recent=8), only=values)",
     "streaming + minicache(start=0.0, block_size=16) @ tokens=40, slack=12",
+    # The first tokens are turned, and are a segment of their own.
+    "streamingllm + kivi(bits=4, group=8, recent=8) @ tokens=40", "position(sinks=3) + rolling @ tokens=99, slack=12",
+    "position(sinks=3) + rolling + vector(bits=8) @ tokens=40, slack=12", "streamingllm + vector(bits=4) @ tokens=99",
+    "streamingllm + hadamard(of=vector(bits=8)) @ tokens=40",
 )  # fmt: skip
 # They read the best pages, of heads of 32 channels.
 PAGED = (

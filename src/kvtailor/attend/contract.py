@@ -114,10 +114,13 @@ class SteadyReading:
     Attributes:
         up_to: tokens of a row and kv head up to which it is so; None: however many there are.
         pages: of which the best are read alone; None: everything is read.
+        carried: the first part is read as the keys and values that the carry has of it, `first_keys` (b, h, s, d) and
+            `first_values` (b, h, s, dv), and it is not steady where the carry has none.
     """
 
     up_to: int | None = None
     pages: BestPages | None = None
+    carried: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

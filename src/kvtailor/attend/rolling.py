@@ -20,14 +20,21 @@ sinks and the recent window, of most of the cache for other kept sets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest
+from kvtailor.attend.contract import (
+    Attended,
+    Attention,
+    AttentionRequest,
+    FlopsRequest,
+    IndexRequest,
+    SteadyReading,
+)
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.parts import counting, read_all
 from kvtailor.ops.lanes.rotate import turn
@@ -35,6 +42,9 @@ from kvtailor.ops.lanes.rows import places_of
 from kvtailor.types import Layout, PlainSegment, Rotation, Segment, Visibility
 
 __all__ = ["Rolling"]
+
+_SHORT = 16
+"""Tokens of a first part up to which its turned keys are kept beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,36 @@ class Rolling(Attention):
     knows_softcap: ClassVar[bool] = True
     knows_sinks: ClassVar[bool] = True
 
+    def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
+        """All as it lies while nothing is missing; then all but the first part, whose turned keys `index` has left."""
+        newest = parts[-1].layout
+        whole = newest.start is not None and _in_one_run(parts, newest.start + newest.size)
+        return SteadyReading(carried=not whole)
+
+    def index(self, request: IndexRequest) -> Mapping[str, Tensor]:
+        """Turn the keys of the first part, where that is short and nothing is missing behind any other.
+
+        Between two evictions as many tokens are seen as are held, so that what is missing stays the same number.
+        """
+        parts, visible, rotation = request.parts, request.visible, request.context.rotation
+        if len(parts) < 2 or visible.real is not None or rotation is None:
+            return {}
+        first, layout = parts[0], parts[0].layout
+        if layout.size > _SHORT or layout.owner is not None or layout.lengths is not None:
+            return {}
+        keys, values = first.decode()
+        if not keys.is_cpu:
+            # Elsewhere there is no short way, and to look would be to wait.
+            return {}
+        (gap, reach), *others = _gaps(parts, visible, keys.device)
+        if gap is None or reach < layout.size or any(each for _, each in others):
+            return {}
+        shape = (layout.rows, layout.heads, layout.size, -1)
+        return {
+            "first_keys": turn(keys, gap, rotation).contiguous().view(shape),
+            "first_values": values.clone(memory_format=torch.contiguous_format).view(shape),
+        }
+
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`.
 
@@ -77,7 +117,7 @@ class Rolling(Attention):
         counts = counting(query, request.want_mass, request.real_queries)
         read = read_all(query, rolled, visible, request.scaling, counts, request.softmax)
         mass = None if read.mass is None else _joined(splits, read.mass)
-        return Attended(output=read.output, lse=read.lse, mass=mass)
+        return Attended(output=read.output, lse=read.lse, mass=mass, carry=request.context.carry)
 
     def flops(self, request: FlopsRequest) -> None:
         """Not known: which keys are turned depends on where the gaps are."""

@@ -132,13 +132,15 @@ def what_stays(
     # (b, h): how many those are. All heads keep the same recent window.
     leaving = counts.kept - recent
     cuts, segments = [], []
+    front = _front(plan, held)
     if not codec.exact:
-        old, moved = _moved_codes(state, plan, held, slots, old)
+        old, moved = _moved_codes(state, plan, held, slots, old, front)
         cuts, segments = [cut for cut, _ in moved], [segment for _, segment in moved]
         for cut in cuts:
             leaving = leaving - cut.counts.view_as(leaving)
     now = encoding and not state.layer_group
-    for mask, counted, newest in _runs(state, plan, held, old, leaving, recent) if now else [(old, leaving, 0)]:
+    runs = _runs(state, plan, held, old, leaving, recent) if now else [(old, leaving, 0)]
+    for mask, counted, newest in _apart(runs, front):
         fresh = cut_lanes(mask, codec.lane_multiple, counted)
         if fresh is not None:
             plain = _gathered(state, held, keep, merged, fresh)
@@ -192,8 +194,31 @@ def has_unencoded(state: LayerState, plan: Plan) -> bool:
     return not all(isinstance(without_weight(segment), encoded) for segment in state.here())
 
 
+def _front(plan: Plan, held: Held) -> Tensor | None:
+    """Return the first tokens (b, h, n) bool of each row where they become a segment of their own; else None.
+
+    They do where the attention turns their keys, by what is missing behind them, and those of no others.
+    """
+    first = None if plan.score is None else plan.score.first_kept
+    if not first or not plan.attend.in_cache_positions:
+        return None
+    return held.positions < held.first.to(held.positions.device)[:, None, None] + first
+
+
+def _apart(runs: Sequence[tuple[Tensor, Tensor, int]], front: Tensor | None) -> Sequence[tuple[Tensor, Tensor, int]]:
+    """Return runs as `_runs` gives them, the tokens `front` (b, h, n) bool in runs of their own."""
+    if front is None:
+        return runs
+    # (runs, b, h) in one transfer.
+    counts = torch.stack([(mask & front).sum(-1) for mask, _, _ in runs]).cpu()
+    found = []
+    for (mask, counted, newest), ahead in zip(runs, counts, strict=True):
+        found += [(mask & front, ahead, newest), (mask & ~front, counted - ahead, newest)]
+    return found
+
+
 def _moved_codes(
-    state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], old: Tensor
+    state: LayerState, plan: Plan, held: Held, slots: Sequence[Tensor], old: Tensor, front: Tensor | None
 ) -> tuple[Tensor, list[tuple[Cut, Segment]]]:
     """Return what is still to be encoded of `old` (b, h, n) bool, and the encoded segments that stay, with their cuts.
 
@@ -209,7 +234,8 @@ def _moved_codes(
         if not isinstance(without_weight(stored), codec.segment_type()):
             fresh |= mine
         else:
-            codes.append((stored, mine, lane_of, slot_of))
+            masks = [mine] if front is None else [mine & front, mine & ~front]
+            codes += [(stored, mask, lane_of, slot_of) for mask in masks]
     # (parts, b, h): how many of each part stay, in one transfer.
     counts = torch.stack([mine.sum(-1) for _, mine, _, _ in codes]).cpu() if codes else ()
     for (stored, mine, lane_of, slot_of), each in zip(codes, counts, strict=True):

@@ -27,7 +27,7 @@ from kvtailor.ops.attention.parts import rule_sees
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.cpu.step import TokenStep
 from kvtailor.ops.segments.sides import stored_sides
-from kvtailor.types import PlainSegment, Visibility
+from kvtailor.types import PlainSegment, Segment, Visibility
 
 if TYPE_CHECKING:
     from kvtailor.engine.engine import Engine
@@ -115,6 +115,11 @@ class SteadyLayer:
             left = _until_less_is_read(state, reading.up_to, left)
         if left is not None and left <= _FEWEST:
             return None
+        if reading.carried:
+            first = _carried(state, parts[0]) if not state.codec(engine.plan).ages else None
+            if first is None:
+                return None
+            parts[0] = first
         if not tail.is_followed_by(state.stored.seen) or dispatch.forced() != "auto":
             return None
         keys, values, positions = tail.buffers()
@@ -211,6 +216,15 @@ def _weak(thing: T | None) -> Callable[[], T | None]:
 
 def _nothing() -> None:
     return None
+
+
+def _carried(state: LayerState, part: Segment) -> PlainSegment | None:
+    """The first part as the attention carries it; None: it does not."""
+    carry = state.observed.carry
+    if "first_keys" not in carry or "first_values" not in carry:
+        return None
+    keys, values = carry["first_keys"].flatten(0, 1), carry["first_values"].flatten(0, 1)
+    return PlainSegment(layout=part.layout, keys=keys, values=values)
 
 
 def _until_less_is_read(state: LayerState, whole: int, left: int | None) -> int | None:

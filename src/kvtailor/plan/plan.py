@@ -58,7 +58,8 @@ class Plan:
         keep: budget: fraction of each row's tokens, above 0 and at most 1.
         bytes: budget: bytes for the whole cache.
         slack: tokens past the budget after which a decoding cache is cut back to it. None: the scorer's own; "never":
-            nothing is evicted while decoding, even where the scorer would.
+            nothing is evicted while decoding, even where the scorer would. Beside a codec a preset's own slack gives
+            way to a longer one of the scorer: what is evicted at each token would be encoded token by token.
 
     A scorer needs exactly one of the three budgets, and no scorer allows none.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtailor.encode.contract import Codec
 from kvtailor.errors import KvtailorError, UnknownName, shown, suggest
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import Broken, load
@@ -140,6 +141,11 @@ class _Chosen:
                 self.faults.append(f"bytes is not a size: {error}")
                 given["bytes"] = 1
         parts = {stage: self._part(stage) for stage in registry.stages()}
+        if "slack" in given and "slack" not in settings and _encodes(parts["encode"]):
+            # What a preset evicts at each token would be encoded token by token.
+            own = getattr(parts["score"], "slack", None)
+            if own is not None and own > given["slack"]:
+                del given["slack"]
         return Asked(parts=parts, settings=given, faults=self.faults + all_faults(parts, given))
 
     def _part(self, stage: str) -> object:
@@ -147,6 +153,11 @@ class _Chosen:
             word = self._written[stage]
             return load(stage, word.name, word.arguments, self.faults)
         return Broken(named=False) if self.unsure else registry.method_of(stage, registry.null(stage))
+
+
+def _encodes(codec: object) -> bool:
+    """Whether tokens do not stay as they come."""
+    return isinstance(codec, Codec) and not (codec.exact and codec.block == 0)
 
 
 def _read_table(table: Mapping[str, Any], faults: list[str]) -> tuple[dict[str, Word], dict[str, Any]]:
