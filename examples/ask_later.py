@@ -14,7 +14,7 @@ questions = [" The code of the harbour is", " Nobody was", " The ferry left the"
 # `snapkv` goes by the end of what it has seen and compresses after every 64 tokens, so that the cache never holds more
 # than 48 + 64 of them. `kvzip` lets the model repeat the whole document and keeps what it needs for that.
 for plan, chunk in (("full", None), ("snapkv @ tokens=48", 64), ("kvzip @ tokens=48", None)):
-    reading = kvtailor.read(model, tokenizer, document, plan, chunk=chunk)
+    reading = kvtailor.read(model, tokenizer, document, plan=plan, chunk=chunk)
     answers = reading.ask(questions, max_new_tokens=5, do_sample=False)
     print(reading.cache)
     for question, text in zip(answers.questions, answers.texts, strict=True):
@@ -26,7 +26,7 @@ inside = kvtailor.ask(
     tokenizer,
     document,
     questions,
-    "snapkv(kernel=21) @ tokens=48",
+    plan="snapkv(kernel=21) @ tokens=48",
     question="inside",
     max_new_tokens=5,
     do_sample=False,

@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "document.safetensors"
     cache.save(path)
     print(f"{document.shape[1]} tokens in a file of {path.stat().st_size} bytes (uncompressed: {cache.ledger().full})")
-    later = kvtailor.load_cache(path, model)
+    later = kvtailor.load_cache(model, path)
 
 question = tokenizer(" The ferry left", return_tensors="pt", add_special_tokens=False).input_ids
 whole = torch.cat([document, question], 1)

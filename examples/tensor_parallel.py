@@ -40,7 +40,7 @@ with tempfile.TemporaryDirectory() as folder:
     dist.broadcast_object_list(shared_folder, src=0)
     saved = Path(shared_folder[0]) / "cache"
     cache.save(saved)
-    later = kvtailor.load_cache(saved, model)
+    later = kvtailor.load_cache(model, saved)
     dist.barrier()
 
 if first:

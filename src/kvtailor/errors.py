@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "ArgumentError",
     "CacheFileError",
     "CacheMisuse",
     "CalibrationError",
@@ -45,6 +46,10 @@ class PlanError(KvtailorError, ValueError):
         ]
         more = [f"and {len(self.faults) - len(told)} more"] if len(self.faults) > len(told) else []
         super().__init__("\n  - ".join([head, *told, *more]))
+
+
+class ArgumentError(KvtailorError, ValueError, TypeError):
+    """An argument of a function that is missing, too much, of another kind, or a number that cannot be."""
 
 
 class UnknownName(KvtailorError, LookupError):

@@ -70,7 +70,7 @@ def test_the_score_adds_what_the_heads_have_in_common() -> None:
 def test_what_is_found_is_the_mean_of_each_query_heads_highest() -> None:
     """One piece and no instruction: the model's own attention when it is fed the same tokens again."""
     model, plain, ids = build("llama"), build("llama", attention="eager"), prompts((37,))[0]
-    cache = kvtailor.prefill(model, "kvcompose @ keep=0.5, slack=64", ids)
+    cache = kvtailor.prefill(model, ids, plan="kvcompose @ keep=0.5, slack=64")
     attentions = plain(torch.cat([ids, ids], 1), output_attentions=True).attentions
     for state, given in zip(cache.engine.states, attentions, strict=True):
         for head in range(2):
@@ -82,7 +82,7 @@ def test_what_is_found_is_the_mean_of_each_query_heads_highest() -> None:
 
 def test_in_a_model_heads_of_a_layer_hold_equally_many() -> None:
     ids, mask = prompts((60, 41, 12))
-    cache = kvtailor.prefill(build("llama"), "kvcompose(chunk=17) + composite @ keep=0.4", ids, mask)
+    cache = kvtailor.prefill(build("llama"), ids, mask, plan="kvcompose(chunk=17) + composite @ keep=0.4")
     counts = torch.stack([columns.sum(-1) for columns in held_columns(cache).values()], 1)
     assert bool((counts == counts[..., :1]).all()) and len(counts[0, :, 0].unique()) > 1
     for row, length in enumerate((60, 41, 12)):

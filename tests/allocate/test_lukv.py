@@ -124,7 +124,7 @@ def test_what_a_token_is_worth_is_the_models_own_attention_to_it() -> None:
 
     from kvtailor.plan import Plan
 
-    kvtailor.prefill(copy.copy(subject.model), Plan(score=Listening(epsilon=0.02), tokens=9), ids[None, :18])
+    kvtailor.prefill(copy.copy(subject.model), ids[None, :18], plan=Plan(score=Listening(epsilon=0.02), tokens=9))
     for number, layer in enumerate(plain.model.layers):
         for head in range(2):
             for rank, token in enumerate(order[number][head].tolist()):
@@ -139,7 +139,7 @@ def test_what_a_token_is_worth_is_the_models_own_attention_to_it() -> None:
 
 def test_a_profile_is_measured_and_splits_a_budget(tmp_path: Path) -> None:
     subject = tiny()
-    made = kvtailor.calibrate("lukv", subject, {"t": TEXT}, out=tmp_path / "l.safetensors", tokens=12 * 48, context=48)
+    made = kvtailor.calibrate(subject, "lukv", {"t": TEXT}, out=tmp_path / "l.safetensors", tokens=12 * 48, context=48)
     pruned = made.tensors["pruned"]
     assert pruned.shape == (3, 2, 99) and bool((pruned.diff(dim=-1) >= -1e-6).all()), "more goes, never less"
     torch.testing.assert_close(pruned.mean((0, 1)), torch.arange(1, 100) / 100, atol=0.01, rtol=0)

@@ -96,7 +96,7 @@ def test_the_whole_text_and_what_was_used_of_it_are_known(subject, tmp_path: Pat
     """Two passages of 450 bytes are measured; a piece of one is refused, and so is the whole text by its hash."""
     path = tmp_path / "f.safetensors"
     text = words(4000, 7)
-    made = kvtailor.calibrate("qfilters", subject, {"mine.txt": text}, out=path, tokens=900, context=450)
+    made = kvtailor.calibrate(subject, "qfilters", {"mine.txt": text}, out=path, tokens=900, context=450)
     (known,) = subject.provenance(Contestant.of(f"qfilters(file='{path}') @ keep=0.5"))
     assert known.text_hash == text_hash(text) and known.text_name == "mine.txt" and made.made["tokens"] == 900
     assert known.sketch.complete and 100 < len(known.sketch.hashes) < 250

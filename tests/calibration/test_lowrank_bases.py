@@ -40,7 +40,7 @@ def test_moments_are_those_of_the_projections(tmp_path) -> None:
     wanted = {
         name: projected(subject, layer, passages) for name, layer in (("unrotated", "k_proj"), ("values", "v_proj"))
     }
-    made = kvtailor.calibrate("lowrank", subject, {"a": TEXT}, out=tmp_path / "m.safetensors", tokens=240, context=60)
+    made = kvtailor.calibrate(subject, "lowrank", {"a": TEXT}, out=tmp_path / "m.safetensors", tokens=240, context=60)
     assert made.tensors["keys_mean"].shape == (3, 2, 16)
     assert made.tensors["keys_correlation"].shape == (3, 32 * 31 // 2)
     for name, layers in wanted.items():
@@ -83,7 +83,7 @@ def test_weights_are_mean_squared_gradients() -> None:
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])
 def test_one_weight_for_all_three_has_no_weights_to_tell(family: str, tmp_path) -> None:
     subject = tiny(family)
-    made = kvtailor.calibrate("lowrank", subject, {"a": TEXT}, out=tmp_path / "m.safetensors", tokens=80, context=40)
+    made = kvtailor.calibrate(subject, "lowrank", {"a": TEXT}, out=tmp_path / "m.safetensors", tokens=80, context=40)
     assert torch.equal(made.tensors["fisher_keys"], torch.ones(3)) and made.facts["rotary"] == (family != "gpt2")
     same = torch.equal(made.tensors["keys_correlation"], made.tensors["unrotated_correlation"])
     assert same == (family == "gpt2")

@@ -148,11 +148,11 @@ def test_kinds_are_found_and_a_near_miss_is_named() -> None:
 def test_the_model_stays_as_it_was(tmp_path) -> None:
     subject = tiny()
     before = {name: parameter.clone() for name, parameter in subject.model.named_parameters()}
-    made = kvtailor.calibrate("duo", subject, out=tmp_path / "d.safetensors", tokens=200, context=100)
+    made = kvtailor.calibrate(subject, "duo", out=tmp_path / "d.safetensors", tokens=200, context=100)
     assert subject.model.config._attn_implementation == "sdpa"
     assert all(torch.equal(before[name], each) for name, each in subject.model.named_parameters())
     assert made.tensors["gates"].shape == (3, 2) and 0 <= float(made.tensors["gates"].min()) < 1
-    again = kvtailor.calibrate("duo", subject, out=tmp_path / "e.safetensors", tokens=200, context=100)
-    other = kvtailor.calibrate("duo", subject, out=tmp_path / "f.safetensors", tokens=200, context=100, state=1)
+    again = kvtailor.calibrate(subject, "duo", out=tmp_path / "e.safetensors", tokens=200, context=100)
+    other = kvtailor.calibrate(subject, "duo", out=tmp_path / "f.safetensors", tokens=200, context=100, state=1)
     assert torch.equal(made.tensors["gates"], again.tensors["gates"])
     assert not torch.equal(made.tensors["gates"], other.tensors["gates"])

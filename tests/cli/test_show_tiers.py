@@ -48,7 +48,11 @@ def test_what_packing_saves_is_not_guessed() -> None:
     ids = torch.full((1, 1000), 77)
     for pack in ("", "(pack=deflate)"):
         size = shown(f"kivi(bits=4) + disk{pack}", *asked)["size"]
-        assert size["low"] <= kvtailor.prefill(model, f"kivi(bits=4) + disk{pack}", ids).ledger().total <= size["high"]
+        assert (
+            size["low"]
+            <= kvtailor.prefill(model, ids, plan=f"kivi(bits=4) + disk{pack}").ledger().total
+            <= size["high"]
+        )
     here = shown("kivi(bits=4) + disk(on_device_layers=99, pack=deflate)", *asked)["forecast"]
     assert here["bytes_on_link"] == 0 and here["step_seconds"] == pytest.approx(0.008)
 

@@ -47,7 +47,7 @@ def text_of(method: Scorer | Allocator) -> str:
 def held_by(model: torch.nn.Module, plan: Plan) -> Tensor:
     """(b, l, h) tokens after the prompt, padding left out."""
     ids, mask = prompts(LENGTHS)
-    cache = kvtailor.prefill(model, plan, ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan=plan)
     assert cache.ledger().total == cache.ledger().closed_form
     # A layer of which no row has to give up a token still holds the padding.
     return torch.stack([(columns & mask.bool()[:, None]).sum(-1) for columns in held_columns(cache).values()], 1)

@@ -144,7 +144,7 @@ def test_a_calibration_has_the_components_of_the_states_and_their_errors(tmp_pat
             subject.model(passage.ids[None], use_cache=False)
     for hook in hooks:
         hook.remove()
-    made = kvtailor.calibrate("kvtc", subject, {"a": text}, out=tmp_path / "m.safetensors", tokens=240, context=60)
+    made = kvtailor.calibrate(subject, "kvtc", {"a": text}, out=tmp_path / "m.safetensors", tokens=240, context=60)
     assert made.texts == ("a",) and made.facts["group"] == 64 and made.facts["rotary"]
     for name, side in (("k_proj", "unrotated"), ("v_proj", "values")):
         passages = states[name]

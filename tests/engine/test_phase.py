@@ -109,7 +109,7 @@ def test_users_get_a_sentence_and_the_cache_stays_what_it_was() -> None:
         with pytest.raises(CacheMisuse, match="speculates, and has not settled"):
             cache.activate_past_recording()
         with pytest.raises(CacheMisuse, match="speculates, and has not settled"):
-            kvtailor.prefill(model, cache, ids, hold=True)
+            kvtailor.prefill(model, ids, cache=cache, hold=True)
     assert torch.equal(cache.held(), held)
 
 
@@ -171,7 +171,7 @@ def test_a_recording_that_was_left_on_does_not_hinder_a_prefill(family: str, bef
     else:
         cache.activate_past_recording()
     for each in (cache, plain):
-        kvtailor.prefill(model, each, more, chunk=5, hold=True)
+        kvtailor.prefill(model, more, cache=each, chunk=5, hold=True)
     assert torch.equal(cache.held(), plain.held())
     logits = [model(more[:, :1], past_key_values=each).logits for each in (cache, plain)]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
@@ -181,7 +181,7 @@ def test_a_recording_that_was_left_on_does_not_hinder_a_prefill(family: str, bef
 def test_a_prefill_that_is_refused_before_it_feeds_leaves_the_cache_as_it_was() -> None:
     model, ids, cache = filled()
     with rollback.speculating(cache.engine), pytest.raises(CacheMisuse, match="end that first"):
-        kvtailor.prefill(model, cache, ids[:, :4], hold=True)
+        kvtailor.prefill(model, ids[:, :4], cache=cache, hold=True)
     model(ids[:, :1], past_key_values=cache)
     assert cache.seen == 13
 

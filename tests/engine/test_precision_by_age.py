@@ -128,7 +128,7 @@ def test_bytes_are_known_before_a_run_where_nothing_is_dropped(plan: str, contex
     model = build("llama")
     ids = prompts((context + new,) * 2)[0]
     size = kvtailor.cache_size(model, plan, context=context, new_tokens=new, batch=2)
-    cache = kvtailor.prefill(model, plan, ids[:, :context])
+    cache = kvtailor.prefill(model, ids[:, :context], plan=plan)
     with torch.no_grad():
         for column in range(context, context + new):
             model(ids[:, column : column + 1], past_key_values=cache)

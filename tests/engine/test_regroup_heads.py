@@ -42,7 +42,7 @@ def filled(plan: str) -> tuple[KvCache, torch.Tensor]:
     """A cache that has seen a padded prompt and some tokens more, and the mask of what it has seen."""
     model = build("llama")
     ids, mask = prompts(LENGTHS)
-    cache = kvtailor.prefill(model, plan, ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan=plan)
     decode(model, cache, mask, 5)
     mask = torch.nn.functional.pad(mask, (0, 5), value=1)
     # The model lives as long as its cache here.

@@ -165,8 +165,8 @@ def test_a_row_whose_first_chunks_are_padding_alone(tmp_path) -> None:
     path = write_file(tmp_path / "a.safetensors", "atskv", tensors, model)
     plan = f"atskv(file='{path}', window=8) @ tokens=24, slack=4"
     ids, mask = prompts((100, 40))
-    together = held_columns(kvtailor.prefill(model, plan, ids, mask, chunk=20))
-    alone = held_columns(kvtailor.prefill(model, plan, ids[1:, -40:], mask[1:, -40:], chunk=20))
+    together = held_columns(kvtailor.prefill(model, ids, mask, plan=plan, chunk=20))
+    alone = held_columns(kvtailor.prefill(model, ids[1:, -40:], mask[1:, -40:], plan=plan, chunk=20))
     for layer, columns in alone.items():
         assert torch.equal(together[layer][1, :, -40:], columns[0]) and int(columns.sum(-1).max()) == 24
         assert not together[layer][1, :, :-40].any()

@@ -109,7 +109,7 @@ def test_calibrated_statistics_are_those_of_all_texts_and_score_as_the_prompts_w
     """The file against the plain mean and covariance of all unturned queries; its scores against a prompt of these."""
     subject = tiny()
     text = "".join(f"word{i} " for i in range(400))
-    made = kvtailor.calibrate("expected", subject, {"t": text}, out=tmp_path / "e.safetensors", tokens=192, context=64)
+    made = kvtailor.calibrate(subject, "expected", {"t": text}, out=tmp_path / "e.safetensors", tokens=192, context=64)
     passages, queries = cut(subject, {"t": text}, tokens=192, context=64), []
     for passage in passages:
         cache = kvtailor.cache_for(subject.model, "expected @ keep=1.0")

@@ -31,7 +31,7 @@ def test_each_gets_its_turn_and_no_more_evidence_than_it_declares() -> None:
 
 def columns_after(plan: str, decoded: int, chunk: int | None = None) -> dict[int, torch.Tensor]:
     model, (ids, mask) = build("llama"), prompts((40, 33))
-    cache = kvtailor.prefill(model, plan, ids, mask, chunk=chunk)
+    cache = kvtailor.prefill(model, ids, mask, plan=plan, chunk=chunk)
     for index in range(decoded):
         token = torch.tensor([[3 + index], [40 + index]])
         mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)

@@ -157,7 +157,7 @@ def test_a_turn_after_assisted_decoding_is_a_turn() -> None:
 
 def test_assisted_decoding_on_a_used_cache_is_refused_before_any_work() -> None:
     model, ids = build("llama"), prompts((20,))[0].repeat(1, 3)
-    cache = kvtailor.prefill(model, "snapkv(window=8) @ tokens=32", ids[:, :40])
+    cache = kvtailor.prefill(model, ids[:, :40], plan="snapkv(window=8) @ tokens=32")
     before = copy.deepcopy(cache)
     with pytest.raises(CacheMisuse, match="feed the whole prompt again"):
         model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, max_new_tokens=4, do_sample=False)

@@ -127,7 +127,7 @@ def test_a_loaded_cache_lies_in_them_as_well(tmp_path: Path, advised: list[int])
         model(prompts(TOKENS)[0], past_key_values=cache)
     cache.save(path)
     advised.clear()
-    loaded = kvtailor.load_cache(path, model)
+    loaded = kvtailor.load_cache(model, path)
     large = {name: each for name, each in held(loaded).items() if each.untyped_storage().nbytes() >= PAGE}
     assert large and all(each.untyped_storage().data_ptr() in advised for each in large.values())
     assert all(torch.equal(each, held(cache)[name]) for name, each in held(loaded).items())

@@ -97,9 +97,9 @@ def peak_of_a_prefill(how: dict[str, int], tokens: int = CONTEXT) -> int:
         head_dim=64,
     )  # fmt: skip
     ids = torch.randint(0, 64, (1, tokens))
-    kvtailor.prefill(model, "snapkv @ tokens=256", ids[:, :400], **how)
+    kvtailor.prefill(model, ids[:, :400], plan="snapkv @ tokens=256", **how)
     before = high_water()
-    kvtailor.prefill(model, "snapkv @ tokens=256", ids, **how)
+    kvtailor.prefill(model, ids, plan="snapkv @ tokens=256", **how)
     return high_water() - before
 
 

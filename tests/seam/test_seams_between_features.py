@@ -34,7 +34,7 @@ def test_generation_without_a_cache_over_a_cache_is_refused(how: str) -> None:
 @torch.no_grad()
 def test_a_prefill_that_breaks_off_on_a_used_cache_leaves_no_empty_one() -> None:
     model, ids = build("llama"), prompts((40,))[0]
-    cache = kvtailor.prefill(model, SNAP, ids)
+    cache = kvtailor.prefill(model, ids, plan=SNAP)
     calls = []
 
     def second(*_):
@@ -44,7 +44,7 @@ def test_a_prefill_that_breaks_off_on_a_used_cache_leaves_no_empty_one() -> None
 
     handle = model.register_forward_pre_hook(second)
     with pytest.raises(KeyboardInterrupt):
-        kvtailor.prefill(model, cache, prompts((12,), state=5)[0], chunk=4)
+        kvtailor.prefill(model, prompts((12,), state=5)[0], cache=cache, chunk=4)
     handle.remove()
     with pytest.raises(CacheMisuse, match=r"kvtailor.prefill added to this cache did not come to its end.*reset\(\)"):
         model(prompts((12,), state=5)[0], past_key_values=cache)
@@ -97,7 +97,7 @@ def test_another_conversation_after_prompt_lookup_is_refused() -> None:
 
 def test_a_crop_keeps_what_is_known_of_the_conversation() -> None:
     model, ids = build("llama"), prompts((40,))[0]
-    cache = kvtailor.prefill(model, "full", ids)
+    cache = kvtailor.prefill(model, ids, plan="full")
     cache.crop(-2)
     assert cache.conversation.columns == cache.seen == 38
     with pytest.raises(CacheMisuse, match="another conversation"):
@@ -123,11 +123,11 @@ def test_two_models_of_one_configuration_do_not_share_a_cache() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_recording_ends_with_its_loop_and_with_a_reset(family: str) -> None:
     model, ids = build(family), prompts((40,))[0]
-    fresh = kvtailor.prefill(model, SNAP, ids)
+    fresh = kvtailor.prefill(model, ids, plan=SNAP)
     cache = kvtailor.cache_for(model, SNAP)
     model.generate(REPEATED, past_key_values=cache, prompt_lookup_num_tokens=4, **GREEDY)
     cache.reset()
-    kvtailor.prefill(model, cache, ids)
+    kvtailor.prefill(model, ids, cache=cache)
     assert torch.equal(cache.held(), fresh.held()) and cache.ledger().total == fresh.ledger().total
     again, plain = kvtailor.cache_for(model, SNAP), kvtailor.cache_for(model, SNAP)
     out = model.generate(REPEATED, past_key_values=again, prompt_lookup_num_tokens=4, **GREEDY)
@@ -151,7 +151,7 @@ def test_a_refusal_behind_a_window_changes_nothing() -> None:
     with pytest.raises(CacheMisuse, match="holds 2 rows"):
         model(token[:1], past_key_values=cache)
     with pytest.raises(CacheMisuse, match="tokens that were padding"):
-        kvtailor.prefill(model, cache, token, torch.ones_like(more))
+        kvtailor.prefill(model, token, torch.ones_like(more), cache=cache)
     assert cache.seen == 40
     found = model(token, attention_mask=more, past_key_values=cache).logits
     assert torch.equal(found, model(token, attention_mask=more, past_key_values=same).logits)
@@ -186,10 +186,10 @@ def test_dropout_is_refused_and_nothing_is_lost() -> None:
 
 def test_the_rows_without_padding_of_a_padded_batch_go_on() -> None:
     model, (ids, mask) = build("llama"), prompts((40, 31))
-    cache = kvtailor.prefill(model, SNAP, ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan=SNAP)
     cache.batch_select_indices(torch.tensor([0]))
     whole = torch.cat([ids[:1], prompts((5,), state=2)[0]], 1)
-    alone = kvtailor.prefill(model, SNAP, ids[:1])
+    alone = kvtailor.prefill(model, ids[:1], plan=SNAP)
     found = model.generate(whole, past_key_values=cache, **GREEDY)
     assert torch.equal(found, model.generate(whole, past_key_values=alone, **GREEDY))
 

@@ -102,7 +102,7 @@ def decoded(model, plan, *, rows=2, prompt=70, steps=24, between=None):
     generator = torch.Generator().manual_seed(rows + prompt)
     ids = torch.randint(3, VOCABULARY, (rows, prompt), generator=generator)
     if Plan.parse(plan).needs.reconstruction:
-        cache = kvtailor.prefill(model, plan, ids[:, :-1])
+        cache = kvtailor.prefill(model, ids[:, :-1], plan=plan)
         out = model(ids[:, -1:], past_key_values=cache)
     else:
         cache = kvtailor.cache_for(model, plan)

@@ -104,7 +104,7 @@ def check_goes_on(plan: str, path: Path) -> None:
     cache = kvtailor.cache_for(model, plan)
     model(ids, attention_mask=mask, past_key_values=cache)
     cache.save(path)
-    again = kvtailor.load_cache(path, model)
+    again = kvtailor.load_cache(model, path)
     for step in range(9):
         token = prompts((1, 1), state=step)[0]
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)

@@ -79,7 +79,7 @@ def test_it_is_said_once_for_a_cache() -> None:
     ids, _ = prompts((LENGTH,))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        cache = kvtailor.prefill(build("llama"), "snapkv @ keep=0.1", ids, chunk=20)
+        cache = kvtailor.prefill(build("llama"), ids, plan="snapkv @ keep=0.1", chunk=20)
     assert len([each for each in said if "nothing but the newest" in str(each.message)]) == 1
     assert cache.get_seq_length() == LENGTH
 

@@ -131,7 +131,7 @@ def _gains_of(job: Job, passages: Sequence[Passage]) -> list[Tensor]:
         context = ids.shape[1] - ids.shape[1] // 4
         listening = _Listening(of=_SCORE)
         # One token fewer than there are, so that something is to be decided.
-        prefill(job.subject.model, Plan(score=listening, tokens=context - 1), ids[:, :context])
+        prefill(job.subject.model, ids[:, :context], plan=Plan(score=listening, tokens=context - 1))
         looked_at: list[Tensor] = []
 
         def see(states: LayerStates, into: list[Tensor] = looked_at, context: int = context) -> None:

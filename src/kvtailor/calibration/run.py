@@ -26,6 +26,7 @@ from kvtailor.hf.attention import NAME
 from kvtailor.hf.model.fingerprint import weight_fingerprint
 from kvtailor.hf.model.geometry import Geometry, check
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of
+from kvtailor.plan.calls import check_call
 from kvtailor.version import __version__
 
 __all__ = ["calibrate", "head_of", "subject_of"]
@@ -36,9 +37,10 @@ Watched = AbstractContextManager[Callable[[str], None]]
 _SKETCH = 4096
 
 
+@check_call
 def calibrate(
-    kind: str,
     model: Any,
+    kind: str,
     texts: Mapping[str, str] | None = None,
     *,
     out: str | os.PathLike[str],
@@ -53,14 +55,14 @@ def calibrate(
     """Measures what a method needs of a model, and writes it to a file with its provenance.
 
     ```python
-    kvtailor.calibrate("qfilters", "demo", {"my text": text}, out="filters.safetensors")
+    kvtailor.calibrate("demo", "qfilters", {"my text": text}, out="filters.safetensors")
     cache = kvtailor.cache_for(model, "qfilters(file=filters.safetensors) @ keep=0.25")
     ```
 
     Args:
-        kind: one of `kvtailor.calibration.contract.kinds()`.
         model: "demo", a folder, a hub name, a model, or a `bench.subject.Subject`. Use the dtype that will be
             compressed; the file also has the fingerprints of the same weights rounded to bfloat16 and to float16.
+        kind: one of `kvtailor.calibration.contract.kinds()`.
         texts: by name; what a plan is evaluated on later must not be among them, and the bench sees to that.
         out: the file to write.
         tokenizer: of a model that is given as such.

@@ -92,9 +92,16 @@ def command(
             made = import_released(kind, subject, released, out=out, again=again)
         else:
             made = calibrate(
-                kind, subject, named, out=out, tokens=tokens, context=context, state=state, again=again,
+                subject,
+                kind,
+                named,
+                out=out,
+                tokens=tokens,
+                context=context,
+                state=state,
+                again=again,
                 progress=lambda units: bar(units, console),
-            )  # fmt: skip
+            )
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     _say(made, out)

@@ -23,6 +23,7 @@ from kvtailor.fitting.result import RESULT_FILE, Fit
 from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.stages import Fitting
 from kvtailor.plan import Plan, registry
+from kvtailor.plan.calls import check_call
 
 __all__ = ["fit", "reachable"]
 
@@ -31,6 +32,7 @@ _STAGES = ("layers", "structure")
 _MADE_OF = {"kivi", "table", "by_layer"}
 
 
+@check_call
 def fit(
     model: Any,
     texts: object,

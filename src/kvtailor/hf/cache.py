@@ -198,7 +198,7 @@ class KvCache(Cache):
         """Refuse to be pickled: a pickle would have no marks of the model and no checksums."""
         raise CacheMisuse(
             "a cache cannot be pickled; write it with cache.save(path), and read it with "
-            "kvtailor.load_cache(path, model), which other processes can do as well"
+            "kvtailor.load_cache(model, path), which other processes can do as well"
         )
 
     # What copies would otherwise get from `__reduce_ex__`.

@@ -177,7 +177,7 @@ def right_call() -> str:
     return (
         "hand it the whole conversation, model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), of "
         "which generate() feeds what is new; for another conversation make a new cache or call cache.reset(); for "
-        "several questions on one context, kvtailor.read(model, tokenizer, context, plan).ask(questions)"
+        "several questions on one context, kvtailor.read(model, tokenizer, context, plan=plan).ask(questions)"
     )
 
 

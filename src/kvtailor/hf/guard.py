@@ -278,7 +278,7 @@ class CacheGuard:
         if engine.states and engine.refuses_plain_context:
             raise CacheMisuse(
                 f"{self.plan} reads its context twice, which plain generate() does not: prefill it first with "
-                "kvtailor.prefill(model, cache, input_ids, attention_mask), then hand the whole conversation to "
+                "kvtailor.prefill(model, input_ids, attention_mask, cache=cache), then hand the whole conversation to "
                 "generate(); kvtailor.session does both by itself"
             )
 

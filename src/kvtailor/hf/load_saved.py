@@ -29,6 +29,7 @@ from kvtailor.hf.model.tensor_parallel import RankHeads, agreed, of_all, share_o
 from kvtailor.hf.saved_model import differences, said_of_geometry, said_of_model
 from kvtailor.hf.saved_ranks import Shard, StandIn, shards_of
 from kvtailor.ops.segments.coded import under
+from kvtailor.plan.calls import check_call
 from kvtailor.store.cache_file import read_cache_file
 from kvtailor.types import HeadShare
 
@@ -38,7 +39,8 @@ __all__ = ["load_cache"]
 _MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def load_cache(path: str | os.PathLike[str], model: Any, *, graphs: bool = False) -> KvCache:
+@check_call
+def load_cache(model: Any, path: str | os.PathLike[str], *, graphs: bool = False) -> KvCache:
     """A cache that was saved, for the same model, in this or another process. It goes on exactly where it stopped.
 
     Every checksum is compared, all layouts are checked, and the model must have the weights, the dtype and the
@@ -49,8 +51,8 @@ def load_cache(path: str | os.PathLike[str], model: Any, *, graphs: bool = False
     the cache was saved by.
 
     Args:
-        path: of a file, or of a folder of several processes, that `KvCache.save` wrote.
         model: the model that the cache was made for.
+        path: of a file, or of a folder of several processes, that `KvCache.save` wrote.
         graphs: replay decoded tokens as a CUDA graph from here on, see `kvtailor.cache_for`; whether the cache that was
             saved did so does not matter.
 

@@ -29,6 +29,7 @@ from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share
 from kvtailor.hf.switch import switch
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
+from kvtailor.plan.calls import check_call
 from kvtailor.plan.registry import name_of
 from kvtailor.types import HeadShare, Rotation
 from kvtailor.types.late_checks import LateChecks
@@ -36,6 +37,7 @@ from kvtailor.types.late_checks import LateChecks
 __all__ = ["cache_for", "checked", "layer_devices"]
 
 
+@check_call
 def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
     """A cache that compresses by a plan, to be handed to the model as `past_key_values`.
 

@@ -27,6 +27,7 @@ __all__ = [
     "load",
     "make",
     "samples_of",
+    "spell",
     "type_faults",
     "with_nested",
     "word_of",
@@ -228,7 +229,7 @@ def _methods_in(value: object, hint: object, where: str, faults: list[str]) -> o
     stage = next((each for each in stages if word.name in registry.methods(each)), stages[0])
     homes = [each for each in registry.stages() if word.name in registry.methods(each)]
     if homes and stage not in homes:
-        wanted = f"{_spell(registry.contract(stage))}, one of {', '.join(registry.methods(stage))}"
+        wanted = f"{spell(registry.contract(stage))}, one of {', '.join(registry.methods(stage))}"
         faults.append(f"{where} is {word.name}, a method of {homes[0]}, but it must be {wanted}")
         return Broken()
     return load(stage, word.name, word.arguments, faults)
@@ -266,7 +267,7 @@ def _unfit(name: str, kind: type, values: Mapping[str, object]) -> list[str]:
     for key, value in values.items():
         if not _fits(value, hints.get(key, object)):
             usual = f"; the default is {_said(defaults[key])}" if key in defaults else ""
-            faults.append(f"{name}: {key} is {_said(value)}, but it must be {_spell(hints[key])}{usual}")
+            faults.append(f"{name}: {key} is {_said(value)}, but it must be {spell(hints[key])}{usual}")
     return faults
 
 
@@ -299,11 +300,11 @@ def _said(value: object) -> str:
     return str(value) if isinstance(value, Word) else repr(value)
 
 
-def _spell(hint: object) -> str:
+def spell(hint: object) -> str:
     """An annotation in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_spell(each) for each in inner)
+        return " or ".join(spell(each) for each in inner)
     if origin is typing.Literal:
         return "one of " + ", ".join(repr(each) for each in inner)
     if hint is types.NoneType or hint is None:

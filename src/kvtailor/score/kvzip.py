@@ -90,7 +90,7 @@ class KVzip(Scorer):
         if held.reconstruction is None:
             raise ValueError(
                 "kvzip scores by a repetition of the context, and there was none: prefill the context with "
-                "kvtailor.prefill(model, plan, input_ids)"
+                "kvtailor.prefill(model, input_ids, plan=plan)"
             )
         age = held.positions - held.first[:, None, None]
         newest = (held.seen - held.first)[:, None, None]

@@ -24,7 +24,7 @@ SMALL = {"context": 96, "continuation": 16, "windows": 6}
 
 @pytest.fixture(scope="module")
 def found():
-    return kvtailor.evaluate("demo", PLANS, {"mine": TEXT}, **SMALL)
+    return kvtailor.evaluate("demo", {"mine": TEXT}, plans=PLANS, **SMALL)
 
 
 def test_it_is_the_bench_and_nothing_else(found):
@@ -67,7 +67,7 @@ def test_a_notebook_gets_a_table_and_a_terminal_80_columns(found):
 
 
 def test_text_that_looks_like_html_stays_text():
-    found = kvtailor.evaluate("demo", PLANS[0], {"<script>alert(1)</script>": TEXT}, **SMALL)
+    found = kvtailor.evaluate("demo", {"<script>alert(1)</script>": TEXT}, plans=PLANS[0], **SMALL)
     assert "<script>" not in found._repr_html_() and "&lt;script&gt;" in found._repr_html_()
 
 
@@ -81,7 +81,7 @@ def test_it_is_saved_and_read_again(found, tmp_path):
 
 def test_records_come_one_by_one_and_into_the_folder(tmp_path):
     came = []
-    found = kvtailor.evaluate("demo", PLANS[0], TEXT, out=tmp_path, on_record=came.append, **SMALL)
+    found = kvtailor.evaluate("demo", TEXT, plans=PLANS[0], out=tmp_path, on_record=came.append, **SMALL)
     assert came == list(found.records) == read_records(tmp_path) and found.out == tmp_path
     lines = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
     assert [line["text"] for line in lines] == ["text 1", "text 1"]
@@ -151,14 +151,14 @@ def test_plans_are_lines_or_objects():
 def test_a_model_object_needs_its_tokenizer():
     model, tokenizer = kvtailor.load_model("demo")
     with pytest.raises(KvtailorError, match="asked for an evaluation of a model object without its tokenizer"):
-        kvtailor.evaluate(model, PLANS[0], TEXT, **SMALL)
-    assert len(kvtailor.evaluate(model, PLANS[0], TEXT, tokenizer=tokenizer, **SMALL).records) == 2
+        kvtailor.evaluate(model, TEXT, plans=PLANS[0], **SMALL)
+    assert len(kvtailor.evaluate(model, TEXT, plans=PLANS[0], tokenizer=tokenizer, **SMALL).records) == 2
 
 
 def test_a_plan_that_fails_is_told_and_the_others_go_on():
     model, tokenizer = kvtailor.load_model("demo")
     tried = Subject(name="demo", model=model, tokenizer=tokenizer, make_cache=only(PLANS[0]))
-    found = kvtailor.evaluate(tried, [PLANS[0], PLANS[1]], TEXT, **SMALL)
+    found = kvtailor.evaluate(tried, TEXT, plans=[PLANS[0], PLANS[1]], **SMALL)
     assert list(found.errors) == [PLANS[1]] and "There is no such cache." in found._repr_html_()
     assert found.row(PLANS[0]).loss is not None and "1 without numbers" in repr(found)
     with pytest.raises(KvtailorError, match="no samples in common here: .*There is no such cache"):

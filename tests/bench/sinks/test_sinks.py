@@ -105,11 +105,11 @@ class Kept(RecordSink):
 
 def test_a_sink_of_ones_own_gets_every_record_and_is_closed(tmp_path):
     sink = Kept()
-    found = kvtailor.evaluate("demo", "knorm @ keep=0.5", sinks=[sink], context=64, continuation=8, windows=5)
+    found = kvtailor.evaluate("demo", plans="knorm @ keep=0.5", sinks=[sink], context=64, continuation=8, windows=5)
     assert sink.records == list(found.records) and sink.closed == [False]
     full = Kept(fails=True)
     with pytest.raises(KvtailorError, match="The sink is full"):
-        kvtailor.evaluate("demo", "full", sinks=[full], out=tmp_path, context=64, continuation=8, windows=5)
+        kvtailor.evaluate("demo", plans="full", sinks=[full], out=tmp_path, context=64, continuation=8, windows=5)
     assert full.closed == [True] and len(list(tmp_path.glob("*.jsonl"))) == 1, "the record was written before"
 
 

@@ -62,7 +62,7 @@ def test_what_is_scored_is_what_a_prefill_leaves(demo: Subject) -> None:
     context, targets, question = ids[:90], ids[90:100], ids[90:95]
 
     def prefilled():
-        return kvtailor.prefill(demo.model, PLAN, context[None], tokenizer=demo.tokenizer)
+        return kvtailor.prefill(demo.model, context[None], plan=PLAN, tokenizer=demo.tokenizer)
 
     with kvtailor.session(demo.model, PLAN, tokenizer=demo.tokenizer) as s:
         expected = s.score(context[None], targets[None])[0]

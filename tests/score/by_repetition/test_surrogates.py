@@ -180,7 +180,7 @@ def test_a_file_says_what_it_learned_from_and_serves_its_model_alone(
     monkeypatch.setattr("kvtailor.calibration.run.calibrator", lambda name: of_kind(steps=5))
     subject = tiny()
     out = tmp_path / "n.safetensors"
-    made = kvtailor.calibrate(kind, subject, {"my text": TEXT}, out=out, tokens=512, context=64)
+    made = kvtailor.calibrate(subject, kind, {"my text": TEXT}, out=out, tokens=512, context=64)
     assert made.texts == ("my text",) and read_back(made.metadata)[0].text_name == "my text"
     ids, mask = prompts((40, 23))
     plan = f"{kind}(file='{out}', recent=4) @ tokens=12"

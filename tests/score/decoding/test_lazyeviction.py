@@ -139,7 +139,7 @@ def test_in_a_model_notes_go_with_the_tokens_that_stay_and_come_back_from_a_file
         model(torch.full((2, 1), 7 + step), attention_mask=mask, past_key_values=cache)
     assert evictions >= 3 * len(cache.engine.states)
     cache.save(tmp_path / "one.safetensors")
-    other = kvtailor.load_cache(tmp_path / "one.safetensors", model)
+    other = kvtailor.load_cache(model, tmp_path / "one.safetensors")
     for one, two in zip(cache.engine.states, other.engine.states, strict=True):
         assert torch.equal(one.observed.scored, two.observed.scored) and one.clock == two.clock
 

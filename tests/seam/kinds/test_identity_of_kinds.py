@@ -89,12 +89,12 @@ def test_turn_two_is_the_models_own_and_one_shot(family: str) -> None:
 def test_a_context_in_chunks_is_the_context_at_once(family: str) -> None:
     model = build(family)
     ids, mask = prompts((41, 30))
-    whole = kvtailor.prefill(model, "full", ids, mask)
+    whole = kvtailor.prefill(model, ids, mask, plan="full")
     if family in RESTARTS:
         with pytest.raises(CacheMisuse, match="begins its recurrent state anew with each piece"):
-            kvtailor.prefill(model, "full", ids, mask, chunk=7)
+            kvtailor.prefill(model, ids, mask, plan="full", chunk=7)
         return
-    pieces = kvtailor.prefill(model, "full", ids, mask, chunk=7)
+    pieces = kvtailor.prefill(model, ids, mask, plan="full", chunk=7)
     token = torch.tensor([[5], [9]])
     after = torch.cat([mask, mask.new_ones(2, 1)], 1)
     positions = after.sum(-1, keepdim=True) - 1
@@ -153,10 +153,10 @@ def test_the_ledger_counts_what_the_models_own_cache_holds(family: str) -> None:
 def test_a_budget_in_bytes_covers_states_and_windows(family: str) -> None:
     model = build(family)
     ids, mask = prompts((200,))
-    full = kvtailor.prefill(model, "full", ids, mask)
+    full = kvtailor.prefill(model, ids, mask, plan="full")
     others = full.geometry.other_bytes(4)
     budget = others + (full.ledger().full - others) // 3
-    cache = kvtailor.prefill(model, f"snapkv(window=4) @ bytes={budget}", ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan=f"snapkv(window=4) @ bytes={budget}")
     ledger = cache.ledger()
     assert budget * 0.85 < ledger.total - ledger.by_stage.get("observe", 0) <= budget
     assert ledger.held is not None and ledger.held < 200
@@ -237,11 +237,11 @@ def test_padding_that_states_would_take_for_text_is_refused(family: str) -> None
         with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
             model(ids, attention_mask=right, past_key_values=kvtailor.cache_for(model, "full"))
         for columns, whole in ((more, after), (more[:, :21], alone)):
-            cache = kvtailor.prefill(model, "full", ids, mask)
+            cache = kvtailor.prefill(model, ids, mask, plan="full")
             with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
                 model(columns[:, 20:], attention_mask=whole, past_key_values=cache)
         with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
-            kvtailor.prefill(model, "full", ids, mask, chunk=1)
+            kvtailor.prefill(model, ids, mask, plan="full", chunk=1)
 
 
 def test_states_of_other_rows_are_refused() -> None:

@@ -49,7 +49,7 @@ ALL = [(family, plan) for family in (*HYBRIDS, *MIXED) for plan in (*EVICTING, *
 def test_what_is_read_is_what_is_held(family: str, plan: str) -> None:
     if family in ("jamba", "zamba") and plan.startswith("kvzip"):
         with pytest.raises(CacheMisuse, match="begins its recurrent state anew"):
-            kvtailor.prefill(build(family), plan, *prompts((20,)))
+            kvtailor.prefill(build(family), *prompts((20,)), plan=plan)
         return
     check_stored(family, Plan.parse(plan), (61, 40, 33), steps=6, most=ROUNDED.get(family, 2e-5))
 
@@ -61,7 +61,7 @@ def test_a_reference_that_sees_dropped_tokens_is_far_off(family: str) -> None:
     model, reference = build(family), Stored(family)
     ids, mask = prompts((61, 40, 33))
     reference(ids, mask, {})
-    cache = kvtailor.prefill(model, "snapkv(window=4) @ tokens=20", ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan="snapkv(window=4) @ tokens=20")
     token, mask = torch.tensor([[5], [9], [17]]), torch.cat([mask, mask.new_ones(3, 1)], 1)
     options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
     found = model(token, past_key_values=cache, **options).logits
@@ -76,7 +76,7 @@ def test_a_reference_that_sees_dropped_tokens_is_far_off(family: str) -> None:
 def test_saved_and_loaded_in_another_process(family: str, tmp_path: Path) -> None:
     model = build(family)
     ids, mask = prompts((41, 33))
-    cache = kvtailor.prefill(model, "snapkv(window=4) + vector(bits=8) @ tokens=20, slack=4", ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan="snapkv(window=4) + vector(bits=8) @ tokens=20, slack=4")
     cache.save(tmp_path / "cache.safetensors")
     token, mask = torch.tensor([[5], [9]]), torch.cat([mask, mask.new_ones(2, 1)], 1)
     options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
@@ -85,7 +85,7 @@ def test_saved_and_loaded_in_another_process(family: str, tmp_path: Path) -> Non
         "import sys, torch, kvtailor\n"
         "from tests.support.seam.zoo import build\n"
         f"model = build({family!r})\n"
-        f"cache = kvtailor.load_cache({str(tmp_path / 'cache.safetensors')!r}, model)\n"
+        f"cache = kvtailor.load_cache(model, {str(tmp_path / 'cache.safetensors')!r})\n"
         f"mask = torch.tensor({mask.tolist()})\n"
         "options = {'attention_mask': mask, 'position_ids': mask.sum(-1, keepdim=True) - 1}\n"
         "with torch.no_grad():\n"

@@ -47,7 +47,7 @@ def test_every_plan_works_or_is_refused_in_a_sentence_before_any_work(name: str)
         return
     ids, mask = prompts((60, 51))
     if cache.plan.needs.reconstruction:
-        kvtailor.prefill(model, cache, ids[:, :-1], mask[:, :-1])
+        kvtailor.prefill(model, ids[:, :-1], mask[:, :-1], cache=cache)
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
     assert out.shape == (2, 66) and cache.ledger().total == cache.ledger().closed_form
     if cache.plan.evicts:
@@ -82,8 +82,8 @@ def test_sparse_attention_by_an_indexer_is_refused(family: str) -> None:
 def test_what_needs_keys_of_each_head_is_refused(tmp_path) -> None:
     model = build_latent("deepseek_v2")
     with pytest.raises(CalibrationError, match="hold one latent for all heads"):
-        calibrate("erank", model, texts={"text": "a text " * 99}, out=tmp_path / "e.safetensors", tokenizer=object())
-    cache = kvtailor.prefill(model, "full", prompts((20,))[0])
+        calibrate(model, "erank", texts={"text": "a text " * 99}, out=tmp_path / "e.safetensors", tokenizer=object())
+    cache = kvtailor.prefill(model, prompts((20,))[0], plan="full")
     with pytest.raises(UnsupportedModel, match="reads latents"):
         Replays(model, cache, expected=4, record=lambda run: run)
 
@@ -185,7 +185,7 @@ def test_another_attention_gives_nan_and_the_cache_says_so() -> None:
     model = build_latent("deepseek_v2")
     ids = prompts((20,))[0]
     model(ids, past_key_values=kvtailor.cache_for(model, "full"))
-    cache = kvtailor.prefill(model, "full", ids)
+    cache = kvtailor.prefill(model, ids, plan="full")
     model.config._attn_implementation = "sdpa"
     try:
         assert model(ids[:, :1], past_key_values=cache).logits.isnan().all()
@@ -242,7 +242,7 @@ def test_threads_have_layers_of_their_own() -> None:
 def test_a_cache_of_another_model_is_refused_and_nothing_is_kept_alive() -> None:
     model, other = build_latent("deepseek_v2"), build_latent("deepseek_v2", state=1)
     ids = prompts((20,))[0]
-    cache = kvtailor.prefill(model, SNAP, ids)
+    cache = kvtailor.prefill(model, ids, plan=SNAP)
     kvtailor.cache_for(other, "full")
     with pytest.raises(CacheMisuse):
         other(ids[:, :1], past_key_values=cache)

@@ -48,7 +48,7 @@ def continued(model, cache, mask: Tensor, steps: int = 6) -> tuple[Tensor, Tenso
 def used(model, plan: str, lengths: tuple[int, ...] = (40, 33)):
     """A cache that has read a prompt and some tokens, and its mask."""
     ids, mask = prompts(lengths)
-    cache = kvtailor.prefill(model, plan, ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan=plan)
     continued(model, cache, mask, 3)
     return cache, torch.cat([mask, mask.new_ones(len(mask), 3)], 1)
 
@@ -58,7 +58,7 @@ def test_a_saved_cache_goes_on_identically(family: str, plan: str, tmp_path: Pat
     model = build_latent(family)
     cache, mask = used(model, plan)
     cache.save(tmp_path / "cache.safetensors")
-    loaded = kvtailor.load_cache(tmp_path / "cache.safetensors", model)
+    loaded = kvtailor.load_cache(model, tmp_path / "cache.safetensors")
     assert loaded.seen == cache.seen and torch.equal(loaded.held(), cache.held())
     expected, found = continued(model, cache, mask), continued(model, loaded, mask)
     assert torch.equal(found[0], expected[0])
@@ -76,7 +76,7 @@ def test_a_saved_cache_goes_on_in_another_process(tmp_path: Path) -> None:
         "from tests.seam.latents.test_ways_of_use import continued\n"
         "from tests.support.seam.latent_zoo import build_latent\n"
         "model = build_latent('deepseek_v3')\n"
-        "cache = kvtailor.load_cache(sys.argv[1] + '/cache.safetensors', model)\n"
+        "cache = kvtailor.load_cache(model, sys.argv[1] + '/cache.safetensors')\n"
         "torch.save(continued(model, cache, torch.load(sys.argv[1] + '/mask.pt')), sys.argv[1] + '/found.pt')\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, cwd=Path(__file__).parents[3])
@@ -91,13 +91,13 @@ def test_rows_move_and_copies_are_apart(family: str, plan: str) -> None:
     model = build_latent(family)
     ids, mask = prompts((40, 33, 37))
     order = torch.tensor([2, 0, 2, 1])
-    cache = kvtailor.prefill(model, plan, ids, mask)
-    direct = kvtailor.prefill(model, plan, ids[order], mask[order])
+    cache = kvtailor.prefill(model, ids, mask, plan=plan)
+    direct = kvtailor.prefill(model, ids[order], mask[order], plan=plan)
     twin = copy.deepcopy(cache)
     cache.reorder_cache(order)
     found, expected = continued(model, cache, mask[order]), continued(model, direct, mask[order])
     assert error(found[1], expected[1]) < 1e-5
-    alone = kvtailor.prefill(model, plan, ids, mask)
+    alone = kvtailor.prefill(model, ids, mask, plan=plan)
     assert error(continued(model, twin, mask)[1], continued(model, alone, mask)[1]) < 1e-5
 
 
@@ -167,7 +167,7 @@ def test_kvzip_reads_a_context_twice_as_its_definition_says() -> None:
     repeated = torch.cat([words[None], ids], 1)
     reference(repeated, torch.ones(1, 50 + 53, dtype=torch.int64), {})
     cache = kvtailor.cache_for(model, "kvzip(chunk=64, lead=3, sinks=2) @ keep=0.5, slack=64")
-    kvtailor.prefill(model, cache, ids, instruction=words)
+    kvtailor.prefill(model, ids, cache=cache, instruction=words)
     for layer, state in enumerate(cache.engine.states):
         # (H, 53, 50): what each repeated token gives to the context, in any head; the highest of all.
         due = weights[layer][1][0].softmax(-1)[..., :50].amax((0, 1))
@@ -184,12 +184,12 @@ def test_caches_share_a_prefill_and_are_remade() -> None:
     plan = "snapkv(window=4) + vector(bits=8, block_size=4) @ tokens=20"
     source, mine, own = (kvtailor.cache_for(model, each) for each in ("full", plan, plan))
     with sharing_prefill(source, [mine]):
-        kvtailor.prefill(model, source, ids, mask)
-    kvtailor.prefill(model, own, ids, mask)
+        kvtailor.prefill(model, ids, mask, cache=source)
+    kvtailor.prefill(model, ids, mask, cache=own)
     assert_same_state(mine, own)
     other, due = kvtailor.cache_for(model, "kivi(bits=4, group=4, recent=8)"), None
     remake(other, source, mask)
-    due = kvtailor.prefill(model, "kivi(bits=4, group=4, recent=8)", ids, mask)
+    due = kvtailor.prefill(model, ids, mask, plan="kivi(bits=4, group=4, recent=8)")
     assert error(continued(model, other, mask)[1], continued(model, due, mask)[1]) < 1e-5
 
 
@@ -252,7 +252,7 @@ def test_adapters_and_changed_weights_count_at_once() -> None:
             wrapped = Adapted(layer.self_attn.kv_b_proj)
             layer.self_attn.kv_b_proj = wrapped
             adapted.setdefault(id(each), []).append(wrapped)
-    cache, theirs = kvtailor.prefill(model, "full", ids, mask), DynamicCache(config=own.config)
+    cache, theirs = kvtailor.prefill(model, ids, mask, plan="full"), DynamicCache(config=own.config)
     own(ids, attention_mask=mask, past_key_values=theirs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
     before = continued(model, copy.deepcopy(cache), mask, 1)[1]
 
@@ -277,7 +277,7 @@ def test_adapters_and_changed_weights_count_at_once() -> None:
 def test_plain_weights_that_are_written_over_count_at_once() -> None:
     ids, mask = prompts((40, 33))
     model, own = build_latent("youtu"), build_latent("youtu")
-    cache, theirs = kvtailor.prefill(model, "full", ids, mask), DynamicCache(config=own.config)
+    cache, theirs = kvtailor.prefill(model, ids, mask, plan="full"), DynamicCache(config=own.config)
     own(ids, attention_mask=mask, past_key_values=theirs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
     for each in (model, own):
         for number, layer in enumerate(each.model.layers):

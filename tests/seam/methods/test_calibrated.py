@@ -135,7 +135,7 @@ def test_two_files_for_one_tensor_are_refused(tmp_path: Path) -> None:
 def test_the_same_weights_in_a_smaller_dtype_are_known(dtype: torch.dtype, tmp_path: Path) -> None:
     model = build("llama")
     path = str(tmp_path / "f.safetensors")
-    kvtailor.calibrate("qfilters", tiny(), {"t": "some words of a text " * 40}, out=path, tokens=256, context=128)
+    kvtailor.calibrate(tiny(), "qfilters", {"t": "some words of a text " * 40}, out=path, tokens=256, context=128)
     kvtailor.cache_for(model.to(dtype), f"qfilters(file='{path}') @ keep=0.5")
 
 
@@ -170,7 +170,7 @@ def test_a_saved_cache_goes_on_with_its_file_and_not_with_another(tmp_path: Path
     cache = kvtailor.cache_for(model, f"qfilters(file='{path}') @ tokens=20, slack=4")
     token = model(prompts((40,))[0], past_key_values=cache).logits[:, -1:].argmax(-1)
     cache.save(tmp_path / "cache.safetensors")
-    again = kvtailor.load_cache(tmp_path / "cache.safetensors", model)
+    again = kvtailor.load_cache(model, tmp_path / "cache.safetensors")
     for _ in range(8):
         expected = model(token, past_key_values=cache).logits
         assert error(model(token, past_key_values=again).logits, expected) < 1e-6
@@ -178,7 +178,7 @@ def test_a_saved_cache_goes_on_with_its_file_and_not_with_another(tmp_path: Path
     assert torch.equal(cache.held(), again.held()) and int(cache.held().max()) < 26
     write_file(tmp_path / "f.safetensors", "qfilters", filters_for(model, state=1), model)
     with pytest.raises(kvtailor.KvtailorError, match="means something else now"):
-        kvtailor.load_cache(tmp_path / "cache.safetensors", model)
+        kvtailor.load_cache(model, tmp_path / "cache.safetensors")
 
 
 @pytest.mark.parametrize("allocate", ["", " + pyramid", " + dynamickv", " + adakv"])

@@ -81,7 +81,7 @@ def check_saved(plan: str, path: Path, *, steps: int) -> None:
     cache = kvtailor.cache_for(model, plan)
     model(ids, attention_mask=mask, past_key_values=cache)
     cache.save(path)
-    again = kvtailor.load_cache(path, model)
+    again = kvtailor.load_cache(model, path)
     for step in range(steps):
         token = prompts((1, 1), state=step)[0]
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)

@@ -51,7 +51,7 @@ def test_queries_of_a_repetition_are_those_of_the_model_that_repeats(monkeypatch
 
     monkeypatch.setattr(Matching, "merge", recorded)
     cache = kvtailor.cache_for(model, Plan.parse("snapkv(window=4) + matching(repeat=24) @ tokens=12"))
-    kvtailor.prefill(model, cache, ids, mask)
+    kvtailor.prefill(model, ids, mask, cache=cache)
     assert len(seen) == 3 and all(state.observed.repeated is None for state in cache.engine.states)
     for row, (length, stride) in enumerate(((30, 2), (21, 1))):
         alone = ids[row : row + 1, -length:]

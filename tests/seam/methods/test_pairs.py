@@ -113,7 +113,7 @@ def test_sharing_outlives_whatever_moves_rows(plan: str, tmp_path: Path) -> None
         _, cache = decoded(model, ids, mask, plan, steps=0)
         getattr(cache, move)(order)
         cache.save(tmp_path / "cache.safetensors")
-        loaded = kvtailor.load_cache(tmp_path / "cache.safetensors", model)
+        loaded = kvtailor.load_cache(model, tmp_path / "cache.safetensors")
         assert (tmp_path / "cache.safetensors").stat().st_size < cache.ledger().total + 8192
         for each in (cache, copy.deepcopy(cache), loaded):
             ledger = each.ledger()
@@ -130,7 +130,10 @@ def test_sharing_outlives_whatever_moves_rows(plan: str, tmp_path: Path) -> None
 def test_both_layers_hold_the_same_however_the_prompt_comes(plan: str) -> None:
     """In chunks, held until the end, after a recorded forward, and once more after a reset."""
     model, (ids, _) = build("llama"), prompts((50,))
-    caches = [kvtailor.prefill(model, plan, ids, chunk=16), kvtailor.prefill(model, plan, ids, chunk=16, hold=True)]
+    caches = [
+        kvtailor.prefill(model, ids, plan=plan, chunk=16),
+        kvtailor.prefill(model, ids, plan=plan, chunk=16, hold=True),
+    ]
     recorded = kvtailor.cache_for(model, plan)
     recorded.activate_past_recording()
     model(ids, past_key_values=recorded)
@@ -138,7 +141,7 @@ def test_both_layers_hold_the_same_however_the_prompt_comes(plan: str) -> None:
     model(ids[:, -3:], past_key_values=recorded)
     model(ids[:, :2], past_key_values=recorded)
     caches.append(recorded)
-    again = kvtailor.prefill(model, plan, ids)
+    again = kvtailor.prefill(model, ids, plan=plan)
     before = again.ledger().total
     again.reset()
     model(ids, past_key_values=again)

@@ -128,7 +128,7 @@ def test_rows_move_and_are_taken_back(plan: str, tmp_path: Path) -> None:
     mask = mask.repeat_interleave(2, 0)[torch.tensor([0, 3, 5])]
     step(1, 5)
     both[1].save(tmp_path / "cache.safetensors")
-    both += [copy.deepcopy(both[1]), kvtailor.load_cache(tmp_path / "cache.safetensors", model)]
+    both += [copy.deepcopy(both[1]), kvtailor.load_cache(model, tmp_path / "cache.safetensors")]
     for cache in both:
         cache.activate_past_recording()
     # Layers that are encoded together take no more than the rest of a block at once.
@@ -165,7 +165,7 @@ def test_a_plan_that_reads_twice(tmp_path: Path) -> None:
     longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
     logits = []
     for each in (plan, on_disk(plan, tmp_path)):
-        cache = kvtailor.prefill(model, each, ids, mask, chunk=16)
+        cache = kvtailor.prefill(model, ids, mask, plan=each, chunk=16)
         logits.append(model(token, attention_mask=longer, past_key_values=cache).logits)
     assert torch.equal(*logits)
 
@@ -237,7 +237,7 @@ def test_a_context_above_the_limit_runs_where_the_resident_one_refuses(tmp_path:
     most = 136 * 6 * 2 * 2 * 16 * 4 // 2
 
     def fed(plan: str) -> torch.Tensor:
-        cache = kvtailor.prefill(model, plan, ids, chunk=16)
+        cache = kvtailor.prefill(model, ids, plan=plan, chunk=16)
         logits = [model(token, past_key_values=cache).logits for token in longer.split(1, 1)]
         return torch.cat(logits, 1)
 

@@ -124,7 +124,7 @@ def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int =
     ids, mask = prompts(lengths)
     exact = reference(ids, mask, {})
     if plan.needs.reconstruction:
-        cache = kvtailor.prefill(model, plan, ids, mask)
+        cache = kvtailor.prefill(model, ids, mask, plan=plan)
         logits = exact
     else:
         cache = kvtailor.cache_for(model, plan)

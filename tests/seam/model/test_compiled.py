@@ -115,9 +115,9 @@ def test_a_saved_cache_is_of_the_model_however_it_was_compiled(tmp_path: Path) -
     cache = kvtailor.cache_for(model, "full")
     cache.save(path)
     for way in WAYS.values():
-        kvtailor.load_cache(path, way(build("llama")))
+        kvtailor.load_cache(way(build("llama")), path)
     with pytest.raises(kvtailor.KvtailorError, match="fingerprint"):
-        kvtailor.load_cache(path, wrapped(build("llama", state=1)))
+        kvtailor.load_cache(wrapped(build("llama", state=1)), path)
 
 
 @pytest.mark.long

@@ -61,8 +61,8 @@ def test_fingerprints_are_those_of_the_weights(where: str, tmp_path: Path) -> No
 
 def test_a_saved_cache_is_for_the_same_weights_alone(tmp_path: Path) -> None:
     ids, mask = prompts(LENGTHS)
-    cache = kvtailor.prefill(offloaded("cpu", tmp_path), "streaming @ tokens=24", ids, mask)
+    cache = kvtailor.prefill(offloaded("cpu", tmp_path), ids, mask, plan="streaming @ tokens=24")
     cache.save(tmp_path / "cache")
-    assert kvtailor.load_cache(tmp_path / "cache", build("llama")).seen == max(LENGTHS)
+    assert kvtailor.load_cache(build("llama"), tmp_path / "cache").seen == max(LENGTHS)
     with pytest.raises(kvtailor.KvtailorError, match="fingerprint"):
-        kvtailor.load_cache(tmp_path / "cache", build("llama", state=3))
+        kvtailor.load_cache(build("llama", state=3), tmp_path / "cache")

@@ -139,11 +139,11 @@ def test_a_saved_cache_is_of_its_adapter(tmp_path: Path) -> None:
     cache = kvtailor.cache_for(model, "full")
     generated(model, cache)
     cache.save(tmp_path / "cache")
-    kvtailor.load_cache(tmp_path / "cache", adapted())
+    kvtailor.load_cache(adapted(), tmp_path / "cache")
     with model.disable_adapter(), pytest.raises(CacheMisuse, match="weights or adapters"):
-        kvtailor.load_cache(tmp_path / "cache", model)
+        kvtailor.load_cache(model, tmp_path / "cache")
     with pytest.raises(CacheMisuse, match="weights or adapters"):
-        kvtailor.load_cache(tmp_path / "cache", build("llama"))
+        kvtailor.load_cache(build("llama"), tmp_path / "cache")
 
 
 LEARNED: dict[str, Callable[[], Any]] = {

@@ -137,7 +137,7 @@ def test_a_saved_cache_goes_on(tmp_path) -> None:
     cache = kvtailor.cache_for(model, SNAP)
     first = model.generate(ids, past_key_values=cache, **options)
     cache.save(tmp_path / "saved.safetensors")
-    loaded = kvtailor.load_cache(tmp_path / "saved.safetensors", model)
+    loaded = kvtailor.load_cache(model, tmp_path / "saved.safetensors")
     more = torch.cat([first, prompt(tokens=5)], 1)
     assert torch.equal(
         model.generate(more, past_key_values=cache, **options), model.generate(more, past_key_values=loaded, **options)

@@ -141,16 +141,16 @@ def test_fingerprints_and_saving(kind: str, tmp_path: Path) -> None:
     if exact_fingerprint(model) is None:
         # bitsandbytes has packed the weights for this CPU.
         with pytest.warns(UserWarning, match="no fingerprint of its model's weights"):
-            kvtailor.load_cache(tmp_path / "cache", MAKERS[kind][0]())
+            kvtailor.load_cache(MAKERS[kind][0](), tmp_path / "cache")
         return
-    kvtailor.load_cache(tmp_path / "cache", model)
+    kvtailor.load_cache(model, tmp_path / "cache")
     exact, again = exact_fingerprint(model), MAKERS[kind][0]()
     assert exact == exact_fingerprint(again), "the same weights, quantised again"
     assert weight_fingerprint(model) == weight_fingerprint(again)
     generated(again, kvtailor.cache_for(again, "full"))
     assert exact == exact_fingerprint(again), "the same weights, after a forward"
     with pytest.raises(CacheMisuse, match="saved from another model"):
-        kvtailor.load_cache(tmp_path / "cache", build("llama"))
+        kvtailor.load_cache(build("llama"), tmp_path / "cache")
     for name in dict(_tensors_of(again.model.layers[1].mlp.up_proj)):
         changed = MAKERS[kind][0]()
         tensor = dict(_tensors_of(changed.model.layers[1].mlp.up_proj))[name]

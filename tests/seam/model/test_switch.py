@@ -53,7 +53,7 @@ def test_a_loaded_cache_keeps_it_and_a_refused_plan_does_not(tmp_path) -> None:
     cache.save(tmp_path / "saved.safetensors")
     del cache
     assert attention_of(model) == "sdpa"
-    loaded = kvtailor.load_cache(tmp_path / "saved.safetensors", model)
+    loaded = kvtailor.load_cache(model, tmp_path / "saved.safetensors")
     assert attention_of(model) == "kvtailor"
     del loaded
     with pytest.raises(PlanError):

@@ -333,7 +333,7 @@ def test_a_plan_that_takes_gradients() -> None:
         "for device in ('gpu:0', 'cpu'):\n"
         "    ids, mask = (each.to(device) for each in prompts((70, 41)))\n"
         "    model = move_model(build('llama'), device)\n"
-        "    cache = kvtailor.prefill(model, 'kvgrad(chunk=17) + pooled @ tokens=20', ids, mask)\n"
+        "    cache = kvtailor.prefill(model, ids, mask, plan='kvgrad(chunk=17) + pooled @ tokens=20')\n"
         "    found.append(held_columns(cache))\n"
         "assert all(torch.equal(each.cpu(), found[1][layer]) for layer, each in found[0].items())\n"
     )

@@ -127,10 +127,10 @@ def test_a_decoded_token_that_went_wrong_ends_the_next_forward(what: str, monkey
     kind, name, wrong, error, sentence = WRONG[what]
     ids = prompts((40,))[0]
     model = build("llama")
-    expected = model(ids[:, :1], past_key_values=kvtailor.prefill(model, PLAN, ids)).logits
+    expected = model(ids[:, :1], past_key_values=kvtailor.prefill(model, ids, plan=PLAN)).logits
     for device in ("cpu", "gpu:0"):
         model = move_model(build("llama"), device)
-        cache, token = kvtailor.prefill(model, PLAN, ids.to(device)), ids[:, :1].to(device)
+        cache, token = kvtailor.prefill(model, ids.to(device), plan=PLAN), ids[:, :1].to(device)
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, wrong)
             if device == "cpu":
@@ -150,12 +150,12 @@ def test_a_decoded_token_that_went_wrong_ends_the_next_forward(what: str, monkey
 @torch.no_grad()
 def test_it_ends_every_other_use_too(use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     model, ids = move_model(build("llama"), "gpu:0"), prompts((40,))[0].to("gpu:0")
-    cache = kvtailor.prefill(model, PLAN, ids)
+    cache = kvtailor.prefill(model, ids, plan=PLAN)
     with monkeypatch.context() as patch:
         patch.setattr(KNorm, "score", broken_scores)
         if use == "a prompt":
             with pytest.raises(CacheMisuse, match="no finite score"):
-                kvtailor.prefill(model, PLAN, ids)
+                kvtailor.prefill(model, ids, plan=PLAN)
             return
         model(ids[:, :1], past_key_values=cache)
     with pytest.raises(CacheMisuse, match="no finite score"):

@@ -43,7 +43,7 @@ def test_a_saved_cache_goes_on_where_it_stopped(case: str, tmp_path: Path) -> No
         ledgers = []
         for device in ("cpu", "gpu:1"):
             model = move_model(build("llama"), device)
-            cache = kvtailor.load_cache(tmp_path / "of the device", model)
+            cache = kvtailor.load_cache(model, tmp_path / "of the device")
             tokens, logits, _ = decode(model, cache, mask.to(device), 4)
             assert torch.equal(tokens.cpu(), on_cpu.tokens)
             # Not bit for bit: a reloaded buffer has another stride, and with it another order of summation.

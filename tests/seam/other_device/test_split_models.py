@@ -96,7 +96,7 @@ def test_a_saved_cache_comes_back_to_the_layers_devices(plan: str, tmp_path: Pat
     model, path = split(build("llama"), TURNS), tmp_path / "cache"
     expected = decoded(model, plan, BATCH, steps=6, save=path)
     for other in (model, build("llama")):
-        cache = kvtailor.load_cache(path, other)
+        cache = kvtailor.load_cache(other, path)
         layers = [next(iter(state.parts()[0].tensors().values())).device for state in cache.engine.states]
         assert layers == [next(layer.parameters()).device for layer in other.model.layers]
         mask = prompts(BATCH)[1].to(next(other.parameters()).device)

@@ -74,7 +74,7 @@ def test_generate_of_transformers_with_every_plan(options: dict[str, Any], plan:
 def rows_moved(model: Any, device: str) -> Tensor:
     """Beams: rows reordered, repeated and chosen; then a copy goes on."""
     ids, mask = (each.to(device) for each in prompts((48, 31, 40)))
-    cache = kvtailor.prefill(model, PLAN, ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan=PLAN)
     order, chosen = torch.tensor([2, 0, 2, 1], device=device), torch.tensor([0, 3, 5], device=device)
     cache.reorder_cache(order)
     cache.batch_repeat_interleave(2)
@@ -114,7 +114,7 @@ def scored(model: Any, device: str) -> Tensor:
 
 def asked(model: Any, device: str) -> tuple[str, ...]:
     questions = ["what is it?", "and why?"]
-    answers = kvtailor.ask(model, DummyTokenizer(), "a long context " * 20, questions, PLAN, max_new_tokens=5)
+    answers = kvtailor.ask(model, DummyTokenizer(), "a long context " * 20, questions, plan=PLAN, max_new_tokens=5)
     return tuple(answers.texts)
 
 
@@ -169,7 +169,7 @@ def test_calibrations(kind: str, tmp_path: Path) -> None:
     def use(model: Any, device: str) -> dict[str, Tensor]:
         path = tmp_path / f"{kind} {device[:3]}.safetensors"
         subject = Subject(name="tiny", model=model, tokenizer=DummyTokenizer())
-        kvtailor.calibrate(kind, subject, text, out=str(path), tokens=256, context=128)
+        kvtailor.calibrate(subject, kind, text, out=str(path), tokens=256, context=128)
         return load_file(path)
 
     expected, found = of_both(use)

@@ -50,7 +50,7 @@ def by_hand(model, tokenizer, context: str, rest: str, plan: str, **how):
     """The way of the README before: a prefill, a copy, all ids."""
     special = not tokenizer.chat_template
     ids = tokenizer(context, return_tensors="pt", add_special_tokens=special).input_ids
-    cache = kvtailor.prefill(model, plan, ids, tokenizer=tokenizer, **how)
+    cache = kvtailor.prefill(model, ids, plan=plan, tokenizer=tokenizer, **how)
     new = tokenizer(rest, return_tensors="pt", add_special_tokens=False).input_ids
     mine = copy.deepcopy(cache)
     whole = torch.cat([ids, new], 1)
@@ -60,7 +60,7 @@ def by_hand(model, tokenizer, context: str, rest: str, plan: str, **how):
 @pytest.mark.parametrize("plan", PLANS)
 def test_plain_text_is_the_five_lines(plain, plan: str) -> None:
     model, tokenizer = plain
-    reading = kvtailor.read(model, tokenizer, CONTEXT, plan)
+    reading = kvtailor.read(model, tokenizer, CONTEXT, plan=plan)
     answers = reading.ask(QUESTIONS, **GREEDY)
     for question, ids, text in zip(QUESTIONS, answers.ids, answers.texts, strict=True):
         cache, expected = by_hand(model, tokenizer, CONTEXT, question, plan)
@@ -74,7 +74,7 @@ def test_plain_text_is_the_five_lines(plain, plan: str) -> None:
 @pytest.mark.parametrize("plan", [PLANS[1], PLANS[3], *(pytest.param(PLANS[i], marks=LONG) for i in (0, 2, 4))])
 def test_a_chat_template_is_cut_where_the_context_ends(chat, plan: str) -> None:
     model, tokenizer = chat
-    answers = kvtailor.ask(model, tokenizer, CONTEXT, QUESTIONS[:2], plan, chunk=64, answer_prefix="It", **GREEDY)
+    answers = kvtailor.ask(model, tokenizer, CONTEXT, QUESTIONS[:2], plan=plan, chunk=64, answer_prefix="It", **GREEDY)
     for question, ids in zip(QUESTIONS[:2], answers.ids, strict=True):
         rest = f"\n\n{question.rstrip()}</s>\n<|assistant|>\nIt"
         _, expected = by_hand(model, tokenizer, f"<|user|>\n{CONTEXT}", rest, plan, chunk=64)
@@ -95,7 +95,9 @@ def test_a_chat_template_is_cut_where_the_context_ends(chat, plan: str) -> None:
 def test_a_question_that_is_compressed_too(plain, chat, plan: str, place: str, templated: bool) -> None:
     """The ids of the whole prompt through a session, which reads all of it before the first new token."""
     model, tokenizer = chat if templated else plain
-    answers = kvtailor.ask(model, tokenizer, CONTEXT, QUESTIONS[:2], plan, question=place, separator=" So:", **GREEDY)
+    answers = kvtailor.ask(
+        model, tokenizer, CONTEXT, QUESTIONS[:2], plan=plan, question=place, separator=" So:", **GREEDY
+    )
     assert answers.ledger is None
     for index, question in enumerate(QUESTIONS[:2]):
         first, last = (question, CONTEXT) if place == "before" else (CONTEXT, question)
@@ -112,7 +114,7 @@ def test_a_question_that_is_compressed_too(plain, chat, plan: str, place: str, t
 
 def test_no_question_sees_another_ones_answer(plain) -> None:
     model, tokenizer = plain
-    reading = kvtailor.read(model, tokenizer, CONTEXT, "snapkv @ tokens=48")
+    reading = kvtailor.read(model, tokenizer, CONTEXT, plan="snapkv @ tokens=48")
     before = reading.cache.held()
     forwards = reading.ask(QUESTIONS, **GREEDY).texts
     backwards = reading.ask(QUESTIONS[::-1], **GREEDY).texts
@@ -122,7 +124,7 @@ def test_no_question_sees_another_ones_answer(plain) -> None:
 
 def test_generation_arguments_pass_through(plain) -> None:
     model, tokenizer = plain
-    reading = kvtailor.read(model, tokenizer, CONTEXT, "snapkv @ tokens=48")
+    reading = kvtailor.read(model, tokenizer, CONTEXT, plan="snapkv @ tokens=48")
     ids, new = reading.ids, tokenizer(QUESTIONS[0], return_tensors="pt", add_special_tokens=False).input_ids
     whole = torch.cat([ids, new], 1)
     beams = copy.deepcopy(reading.cache)
@@ -179,21 +181,21 @@ def test_a_template_that_does_not_write_the_message_once_is_refused(chat) -> Non
     for template, times in (("no message", 0), ("{{ messages[0]['content'] }}" * 2, 2)):
         tokenizer.chat_template = template
         with pytest.raises(CacheMisuse, match=f"message {times} times"):
-            kvtailor.read(model, tokenizer, CONTEXT, "full")
+            kvtailor.read(model, tokenizer, CONTEXT, plan="full")
 
 
 def test_a_context_may_speak_of_the_mark(chat) -> None:
     model, tokenizer = chat
     context = CONTEXT + "kvtailor-question-goes-here"
-    reading = kvtailor.read(model, tokenizer, context, "full")
+    reading = kvtailor.read(model, tokenizer, context, plan="full")
     assert tokenizer.decode(reading.ids[0]).count("kvtailor-question-goes-here") == 1
     assert reading.after == "</s>\n<|assistant|>\n"
 
 
 def test_a_result_is_frozen(plain) -> None:
     model, tokenizer = plain
-    answers = kvtailor.ask(model, tokenizer, CONTEXT, QUESTIONS[0], "snapkv @ tokens=48", **GREEDY)
+    answers = kvtailor.ask(model, tokenizer, CONTEXT, QUESTIONS[0], plan="snapkv @ tokens=48", **GREEDY)
     assert answers.ledger.held == 48 and answers.ledger.total < answers.ledger.full and len(answers.texts) == 1
-    for broken in (answers, kvtailor.read(model, tokenizer, CONTEXT, "full")):
+    for broken in (answers, kvtailor.read(model, tokenizer, CONTEXT, plan="full")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             broken.plan = broken.cache = None

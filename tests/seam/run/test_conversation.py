@@ -28,7 +28,7 @@ def other(length: int, state: int = 9) -> Tensor:
 @pytest.mark.filterwarnings("ignore:all 3 layers")
 def test_a_question_alone_is_refused_through_plain_generate(family: str, length: int) -> None:
     model = build(family)
-    cache = kvtailor.prefill(model, SNAP, prompts((40,))[0])
+    cache = kvtailor.prefill(model, prompts((40,))[0], plan=SNAP)
     with pytest.raises(CacheMisuse, match="whole conversation|columns") as caught:
         model.generate(other(length), past_key_values=cache, **GREEDY)
     assert "40 tokens" in str(caught.value) and "past_key_values=cache" in str(caught.value)
@@ -40,7 +40,7 @@ def test_a_padded_batch_of_questions_alone_is_refused(rows: tuple[int, int]) -> 
     ids, mask = prompts(rows)
     for lengths in ((10, 10), (30, 30), (30, 24), (40, 40), (37, 37)):
         question, real = prompts(lengths, state=4)
-        cache = kvtailor.prefill(model, SNAP, ids, mask)
+        cache = kvtailor.prefill(model, ids, mask, plan=SNAP)
         for given in ({}, {"attention_mask": real}):
             with pytest.raises(CacheMisuse, match="past_key_values=cache|padding"):
                 model.generate(question, past_key_values=copy.deepcopy(cache), **given, **GREEDY)
@@ -49,7 +49,7 @@ def test_a_padded_batch_of_questions_alone_is_refused(rows: tuple[int, int]) -> 
 def test_what_was_refused_left_the_cache_as_it_was() -> None:
     model = build("llama")
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(model, SNAP, ids)
+    cache = kvtailor.prefill(model, ids, plan=SNAP)
     whole = torch.cat([ids, other(5)], 1)
     expected = model.generate(whole, past_key_values=copy.deepcopy(cache), **GREEDY)
     for length in (10, 30, 40, 60):
@@ -68,7 +68,7 @@ def test_right_calls_stay_right(family: str) -> None:
         ids, mask = prompts(lengths)
         new = prompts((6,) * len(lengths), state=3)[0]
         whole, seen = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
-        cache = kvtailor.prefill(model, SNAP, ids, mask)
+        cache = kvtailor.prefill(model, ids, mask, plan=SNAP)
         found = model.generate(whole, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
         alone = model.generate(new, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
         assert torch.equal(alone[:, 6:], found[:, 46:])
@@ -81,19 +81,19 @@ def test_right_calls_stay_right(family: str) -> None:
 def made(model, how: str, ids: Tensor, mask: Tensor, folder: Path):
     """A cache that has seen (b, n) ids, by one of the ways in which kvtailor sees them too."""
     if how == "prefill":
-        return kvtailor.prefill(model, SNAP, ids, mask)
+        return kvtailor.prefill(model, ids, mask, plan=SNAP)
     if how == "chunks":
-        return kvtailor.prefill(model, SNAP, ids, mask, chunk=7)
+        return kvtailor.prefill(model, ids, mask, plan=SNAP, chunk=7)
     if how == "pieces":
-        cache = kvtailor.prefill(model, SNAP, ids[:, :25], mask[:, :25])
-        return kvtailor.prefill(model, cache, ids[:, 25:], mask)
+        cache = kvtailor.prefill(model, ids[:, :25], mask[:, :25], plan=SNAP)
+        return kvtailor.prefill(model, ids[:, 25:], mask, cache=cache)
     if how == "reset":
-        cache = kvtailor.prefill(model, SNAP, other(33).expand(len(ids), -1))
+        cache = kvtailor.prefill(model, other(33).expand(len(ids), -1), plan=SNAP)
         cache.reset()
-        return kvtailor.prefill(model, cache, ids, mask)
+        return kvtailor.prefill(model, ids, mask, cache=cache)
     if how == "saved":
-        kvtailor.prefill(model, SNAP, ids, mask).save(folder / "cache")
-        return kvtailor.load_cache(folder / "cache", model)
+        kvtailor.prefill(model, ids, mask, plan=SNAP).save(folder / "cache")
+        return kvtailor.load_cache(model, folder / "cache")
     if how == "generate":
         return kvtailor.generate(model, ids, mask, plan=SNAP, max_new_tokens=1, eos_token_id=[]).cache
     with kvtailor.session(model, SNAP) as s:
@@ -175,7 +175,7 @@ def test_plain_generate_follows_its_own_prompts_and_refuses_others(lengths: tupl
 def test_a_mask_that_fits_neither_all_tokens_nor_the_new_ones_is_refused() -> None:
     model = build("llama")
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(model, SNAP, ids)
+    cache = kvtailor.prefill(model, ids, plan=SNAP)
     for tokens, columns in ((5, 60), (50, 47), (5, 40)):
         with pytest.raises(CacheMisuse, match=f"{columns} columns.*{tokens} tokens"):
             mask = torch.ones((1, columns), dtype=torch.int64)
@@ -185,7 +185,7 @@ def test_a_mask_that_fits_neither_all_tokens_nor_the_new_ones_is_refused() -> No
 def test_embeddings_are_judged_by_their_length() -> None:
     model = build("llama")
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(model, SNAP, ids)
+    cache = kvtailor.prefill(model, ids, plan=SNAP)
     embedded = model.model.embed_tokens(torch.cat([ids, other(6)], 1)).detach()
     for length in (10, 30, 40):
         with pytest.raises(CacheMisuse, match=f"seen 40 tokens, and got a conversation of {length}"):
@@ -212,7 +212,7 @@ def _fails(*_: object, **__: object) -> None:
 def test_rows_move_with_their_hashes() -> None:
     model = build("llama")
     ids, mask = prompts((40, 31, 36))
-    cache = kvtailor.prefill(model, SNAP, ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan=SNAP)
     cache.batch_select_indices(torch.tensor([True, False, True]))
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
@@ -236,7 +236,7 @@ def test_rows_move_with_their_hashes() -> None:
 
 
 def _repeated(model, ids: Tensor, mask: Tensor):
-    cache = kvtailor.prefill(model, SNAP, ids[[2, 0]], mask[[2, 0]])
+    cache = kvtailor.prefill(model, ids[[2, 0]], mask[[2, 0]], plan=SNAP)
     cache.batch_repeat_interleave(2)
     return cache
 
@@ -257,24 +257,24 @@ def test_the_whole_conversation_again_is_no_prefill() -> None:
     """Without a mask nothing else would tell that the context comes twice."""
     model = build("llama")
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(model, SNAP, ids)
+    cache = kvtailor.prefill(model, ids, plan=SNAP)
     with pytest.raises(CacheMisuse, match=r"input_ids\[:, 40:\]"):
-        kvtailor.prefill(model, cache, torch.cat([ids, other(5)], 1))
+        kvtailor.prefill(model, torch.cat([ids, other(5)], 1), cache=cache)
     assert cache.seen == 40
-    kvtailor.prefill(model, cache, other(5))
+    kvtailor.prefill(model, other(5), cache=cache)
     # The same words twice may be meant; and what begins with a word or two as the cache does is no conversation.
-    small = kvtailor.prefill(model, SNAP, ids[:, :4])
-    kvtailor.prefill(model, small, ids[:, :12])
-    again = kvtailor.prefill(model, SNAP, ids)
-    kvtailor.prefill(model, again, ids)
+    small = kvtailor.prefill(model, ids[:, :4], plan=SNAP)
+    kvtailor.prefill(model, ids[:, :12], cache=small)
+    again = kvtailor.prefill(model, ids, plan=SNAP)
+    kvtailor.prefill(model, ids, cache=again)
 
 
 @torch.no_grad()
 def test_a_crop_takes_the_knowledge_back_with_the_tokens() -> None:
     model = build("llama")
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(model, "full", ids[:, :30])
-    kvtailor.prefill(model, cache, ids[:, 30:])
+    cache = kvtailor.prefill(model, ids[:, :30], plan="full")
+    kvtailor.prefill(model, ids[:, 30:], cache=cache)
     cache.crop(-4)
     assert cache.seen == 36 and cache.conversation.columns == 36
     fresh = torch.cat([ids[:, :36], other(6)], 1)
@@ -321,7 +321,7 @@ def test_a_cache_says_what_it_is() -> None:
     ids, _ = prompts((40,))
     cache = kvtailor.cache_for(model, SNAP)
     assert repr(cache) == "KvCache('snapkv(window=6) @ tokens=16', seen=0)"
-    kvtailor.prefill(model, cache, ids)
+    kvtailor.prefill(model, ids, cache=cache)
     ledger = cache.ledger()
     assert repr(cache) == (
         f"KvCache('snapkv(window=6) @ tokens=16', seen=40, held=16.0, bytes={ledger.total} of {ledger.full})"

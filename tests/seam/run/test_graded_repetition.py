@@ -79,7 +79,7 @@ def test_what_is_found_is_the_definition() -> None:
     learning = [each.requires_grad for each in model.parameters()]
     assert all(learning)
     with torch.inference_mode():
-        cache = kvtailor.prefill(model, KEPT, ids, mask, chunk=16, instruction=WORDS)
+        cache = kvtailor.prefill(model, ids, mask, plan=KEPT, chunk=16, instruction=WORDS)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert [each.requires_grad for each in model.parameters()] == learning
     assert all(each.grad is None for each in model.parameters())
@@ -104,7 +104,7 @@ def test_a_whole_model_keeps_what_kvpress_keeps(case: dict) -> None:
         parameter.data.copy_(whole_weight(name, *parameter.shape))
     kept = sum(len(head) for layer in case["kept"] for head in layer[0])
     line = f"kvgrad(chunk={case['chunk']}) + pooled(floor=0) @ keep={kept / 240}, slack=64"
-    cache = kvtailor.prefill(model, line, ids[None], instruction=words)
+    cache = kvtailor.prefill(model, ids[None], plan=line, instruction=words)
     for layer, columns in held_columns(cache).items():
         for head in range(2):
             assert columns[0, head].nonzero().flatten().tolist() == case["kept"][layer][0][head]
@@ -150,7 +150,7 @@ def test_a_gradient_is_what_a_small_step_changes() -> None:
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "qwen3"])
 def test_other_families_give_their_gradients(family: str) -> None:
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(build(family), "kvgrad(chunk=17) @ tokens=20", ids, instruction=WORDS)
+    cache = kvtailor.prefill(build(family), ids, plan="kvgrad(chunk=17) @ tokens=20", instruction=WORDS)
     assert cache.held().double().mean() == 20
 
 
@@ -168,7 +168,7 @@ def test_a_module_that_lets_no_gradient_through_is_refused_before_anything_is_fe
     module.register_forward_hook(lambda module, given, output: output.detach())
     cache = kvtailor.cache_for(model, "kvgrad @ tokens=20")
     with pytest.raises(CacheMisuse, match=rf"gives none: model.layers.1.{part} \(.*\) let none through"):
-        kvtailor.prefill(model, cache, ids)
+        kvtailor.prefill(model, ids, cache=cache)
     assert cache.seen == 0
 
 
@@ -177,7 +177,7 @@ def test_numbers_that_overflow_are_refused_before_anything_is_fed() -> None:
     model.model.layers[-1].mlp.down_proj.weight.data *= 1e30
     cache = kvtailor.cache_for(model, "kvgrad @ tokens=20")
     with pytest.raises(CacheMisuse, match="gives none: they are no finite numbers"):
-        kvtailor.prefill(model, cache, ids)
+        kvtailor.prefill(model, ids, cache=cache)
     assert cache.seen == 0
 
 

@@ -142,7 +142,7 @@ def test_a_prompt_of_another_mode(mode: Any) -> None:
     for graphs in (False, True):
         cache = kvtailor.cache_for(model, "full", graphs=graphs)
         with mode():
-            kvtailor.prefill(model, cache, ids[:, :-2], mask[:, :-2])
+            kvtailor.prefill(model, ids[:, :-2], mask[:, :-2], cache=cache)
         texts.append(model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9, do_sample=False))
     assert torch.equal(*texts) and cache.replays.replayed == 8
 

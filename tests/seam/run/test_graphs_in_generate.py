@@ -111,7 +111,7 @@ def test_a_loaded_cache_replays_what_follows(tmp_path: Path) -> None:
     for number, each in enumerate((plain, replayed)):
         each.save(tmp_path / str(number))
         # Whether the saved cache was one that replays does not matter.
-        loaded.append([kvtailor.load_cache(tmp_path / str(number), model, graphs=graphs) for graphs in (False, True)])
+        loaded.append([kvtailor.load_cache(model, tmp_path / str(number), graphs=graphs) for graphs in (False, True)])
     turn = torch.cat([texts[0], ids], 1)
     mask = torch.cat([mask, mask.new_ones(turn.shape[0], turn.shape[1] - ids.shape[1])], 1)
     every = [plain, *loaded[0], *loaded[1]]
@@ -122,7 +122,7 @@ def test_a_loaded_cache_replays_what_follows(tmp_path: Path) -> None:
         alike(plain, replaying)
     kvtailor.cache_for(model, "quest").save(tmp_path / "quest")
     with pytest.raises(UnsupportedModel, match="chooses anew"):
-        kvtailor.load_cache(tmp_path / "quest", model, graphs=True)
+        kvtailor.load_cache(model, tmp_path / "quest", graphs=True)
 
 
 def test_full_says_what_transformers_own_cache_says() -> None:
@@ -235,7 +235,7 @@ def test_a_saved_cache_holds_what_was_replayed(tmp_path) -> None:
     cache = kvtailor.cache_for(model, KIVI, graphs=True)
     text = model.generate(ids, past_key_values=cache, **TOLD)
     cache.save(tmp_path / "cache.safetensors")
-    loaded = kvtailor.load_cache(tmp_path / "cache.safetensors", model)
+    loaded = kvtailor.load_cache(model, tmp_path / "cache.safetensors")
     more = torch.cat([text, ids[:, :5]], 1)
     assert torch.equal(*(model.generate(more, past_key_values=each, **TOLD) for each in (cache, loaded)))
 
@@ -277,7 +277,7 @@ def test_kvtailors_own_functions_take_such_a_cache() -> None:
     ids, _ = prompts((41,))
     plain, replayed = both(model, KIVI)
     for each in (plain, replayed):
-        kvtailor.prefill(model, each, ids[:, :33], chunk=8, hold=True)
+        kvtailor.prefill(model, ids[:, :33], cache=each, chunk=8, hold=True)
     answers = [model.generate(ids, past_key_values=each, **TOLD) for each in (plain, replayed)]
     assert torch.equal(*answers)
     assert replayed.replays.replayed > 20

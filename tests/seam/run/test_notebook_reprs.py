@@ -70,7 +70,7 @@ def test_sizes_and_answers(demo):
     assert repr(size).startswith(f"CacheSize('{size.plan}', context=200, batch=1, new_tokens=0: ")
     assert f"of {size.full})" in repr(size) and "before any run" in size._repr_html_()
     answers = kvtailor.ask(
-        demo[0], demo[1], "The mill is old. " * 20, ["<b>Who?</b>"], "knorm @ keep=0.5", max_new_tokens=2
+        demo[0], demo[1], "The mill is old. " * 20, ["<b>Who?</b>"], plan="knorm @ keep=0.5", max_new_tokens=2
     )
     assert "&lt;b&gt;Who?&lt;/b&gt;" in answers._repr_html_() and "<b>" not in answers._repr_html_()
     assert repr(answers).startswith("Answers('knorm @ keep=0.5', {'<b>Who?</b>': ")

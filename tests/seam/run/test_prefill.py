@@ -43,7 +43,7 @@ def test_several_questions_on_copies_of_one_context(family: str, plan: str) -> N
     lengths = (48, 31)
     ids, mask = prompts(lengths)
     one, two = prompts((7, 7), state=5)[0], prompts((3, 3), state=6)[0]
-    cache = kvtailor.prefill(model, plan, ids, mask)
+    cache = kvtailor.prefill(model, ids, mask, plan=plan)
     held = cache.held()
     first, second = asked(model, cache, ids, mask, one), asked(model, cache, ids, mask, two)
     assert torch.equal(asked(model, cache, ids, mask, one, only_new=True), first)
@@ -51,7 +51,7 @@ def test_several_questions_on_copies_of_one_context(family: str, plan: str) -> N
     assert torch.equal(cache.held(), held) and cache.seen == 48
     for row, length in enumerate(lengths):
         mine = ids[row : row + 1, -length:]
-        alone = kvtailor.prefill(model, plan, mine)
+        alone = kvtailor.prefill(model, mine, plan=plan)
         answer = asked(model, alone, mine, torch.ones_like(mine), one[row : row + 1])
         assert torch.equal(answer[0], first[row]), f"row {row}"
 
@@ -61,10 +61,10 @@ def test_several_questions_on_copies_of_one_context(family: str, plan: str) -> N
 def test_a_prefill_is_the_models_own_forward(plan: str) -> None:
     model = build("llama")
     ids, mask = prompts((48, 31))
-    ours, plain = kvtailor.prefill(model, plan, ids, mask), kvtailor.cache_for(model, plan)
+    ours, plain = kvtailor.prefill(model, ids, mask, plan=plan), kvtailor.cache_for(model, plan)
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     model(ids, attention_mask=mask, position_ids=places, past_key_values=plain)
-    chunked, by_hand = kvtailor.prefill(model, plan, ids, mask, chunk=20), kvtailor.cache_for(model, plan)
+    chunked, by_hand = kvtailor.prefill(model, ids, mask, plan=plan, chunk=20), kvtailor.cache_for(model, plan)
     for last in (20, 40, 48):
         here = slice(last // 20 * 20 - 20 if last < 48 else 40, last)
         options = {"attention_mask": mask[:, :last], "position_ids": places[:, here]}
@@ -101,7 +101,7 @@ def test_a_chunked_prefill_never_holds_more_than_its_budget_and_a_chunk(
     monkeypatch.setattr(LayerState, "append", spying)
     ledgers = []
     model.register_forward_hook(lambda *_: ledgers.append(cache.ledger()))
-    kvtailor.prefill(model, cache, ids, mask, chunk=chunk)
+    kvtailor.prefill(model, ids, mask, cache=cache, chunk=chunk)
     assert [seen for seen, _ in after] == [*range(chunk, 190, chunk), 190]
     assert 0 < max(held for _, held in after) <= 20
     assert chunk < max(during) <= 20 + chunk + 6
@@ -115,7 +115,7 @@ def test_single_tokens_are_fed_as_decoded_ones(plan: str, most: int) -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, plan)
     after = spied(model, cache)
-    kvtailor.prefill(model, cache, prompts((100,))[0], chunk=1)
+    kvtailor.prefill(model, prompts((100,))[0], cache=cache, chunk=1)
     assert max(held for _, held in after) == most
 
 
@@ -125,7 +125,7 @@ def test_the_last_chunk_is_never_a_single_token() -> None:
     for chunk, expected in ((16, [16, 32, 47, 49]), (24, [24, 47, 49]), (2, [*range(2, 48, 2), 47, 49]), (49, [49])):
         cache = kvtailor.cache_for(model, "snapkv(window=6) @ tokens=16")
         found = spied(model, cache)
-        kvtailor.prefill(model, cache, ids, chunk=chunk)
+        kvtailor.prefill(model, ids, cache=cache, chunk=chunk)
         assert [seen for seen, _ in found] == expected
         assert cache.held().unique().tolist() == [16]
 
@@ -135,9 +135,9 @@ def test_the_last_chunk_is_never_a_single_token() -> None:
 def test_held_chunks_leave_what_the_whole_context_leaves(plan: str, chunk: int | None) -> None:
     model = build("llama")
     ids, mask = prompts((48, 31))
-    whole, held = kvtailor.prefill(model, plan, ids, mask), kvtailor.cache_for(model, plan)
+    whole, held = kvtailor.prefill(model, ids, mask, plan=plan), kvtailor.cache_for(model, plan)
     found = spied(model, held)
-    kvtailor.prefill(model, held, ids, mask, chunk=chunk, hold=True)
+    kvtailor.prefill(model, ids, mask, cache=held, chunk=chunk, hold=True)
     assert found[-1] == (48, 48.0), "something was dropped before the whole context was seen"
     assert held.ledger().by_stage.keys() == whole.ledger().by_stage.keys()
     assert torch.equal(held.held(), whole.held())
@@ -151,9 +151,9 @@ def test_a_used_cache_goes_on_with_what_follows() -> None:
     model = build("llama")
     ids, mask = prompts((48, 31))
     plan = "snapkv(window=6) @ tokens=16"
-    cache = kvtailor.prefill(model, plan, ids[:, :30], mask[:, :30])
-    kvtailor.prefill(model, cache, ids[:, 30:], mask)
-    chunked = kvtailor.prefill(model, plan, ids, mask, chunk=30)
+    cache = kvtailor.prefill(model, ids[:, :30], mask[:, :30], plan=plan)
+    kvtailor.prefill(model, ids[:, 30:], mask, cache=cache)
+    chunked = kvtailor.prefill(model, ids, mask, plan=plan, chunk=30)
     assert cache.seen == chunked.seen == 48
     for a, b in zip(held_columns(cache).values(), held_columns(chunked).values(), strict=True):
         assert torch.equal(a, b)
@@ -170,7 +170,7 @@ def test_what_does_not_fit_together_is_said_before_anything_is_fed() -> None:
         ({"input_ids": ids[0]}, r"\(30,\)"),
     ):
         with pytest.raises(CacheMisuse, match=sentence):
-            kvtailor.prefill(model, cache, **{"input_ids": ids, **arguments})
+            kvtailor.prefill(model, cache=cache, **{"input_ids": ids, **arguments})
     assert cache.seen == 0
 
 
@@ -182,7 +182,7 @@ def test_a_session_reads_a_prompt_twice_by_itself(plan: str) -> None:
     with kvtailor.session(model, plan) as s:
         found = s.generate(ids, attention_mask=mask, **options)
         assert s.last.held().double().mean() < 30
-        by_hand = kvtailor.prefill(model, plan, ids[:, :-1], mask[:, :-1])
+        by_hand = kvtailor.prefill(model, ids[:, :-1], mask[:, :-1], plan=plan)
         assert torch.equal(found, model.generate(ids, attention_mask=mask, past_key_values=by_hand, **options))
         assert torch.equal(s.generate(input_ids=ids, attention_mask=mask, **options), found)
         several = s.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=3, do_sample=False)
@@ -215,11 +215,11 @@ def test_prompt_lookup_behind_a_prompt_that_was_read_twice_is_right_or_refused(p
 @torch.no_grad()
 def test_recorded_tokens_are_fewer_than_those_before() -> None:
     model, (ids, _) = build("llama"), prompts((40,))
-    cache = kvtailor.prefill(model, "snapkv(window=6) @ tokens=16", ids[:, :10])
+    cache = kvtailor.prefill(model, ids[:, :10], plan="snapkv(window=6) @ tokens=16")
     cache.activate_past_recording()
     with pytest.raises(CacheMisuse, match="10 tokens when recording began, and 30 come at once"):
         model(ids[:, 10:], past_key_values=copy.deepcopy(cache))
-    few = kvtailor.prefill(model, "snapkv(window=6) @ tokens=16", ids[:, :30])
+    few = kvtailor.prefill(model, ids[:, :30], plan="snapkv(window=6) @ tokens=16")
     few.activate_past_recording()
     model(ids[:, 30:], past_key_values=few)
     few.crop(-3)
@@ -236,7 +236,7 @@ def test_a_session_scores_after_a_context_that_was_read_twice() -> None:
     with kvtailor.session(model, plan) as s:
         scores = s.score(ids[:, :30], ids[:, 30:])
         full = model(ids[:, :30], past_key_values=kvtailor.cache_for(model, "full")).logits[:, -1:]
-        cache = kvtailor.prefill(model, plan, ids[:, :30])
+        cache = kvtailor.prefill(model, ids[:, :30], plan=plan)
         rest = model(ids[:, 30:-1], past_key_values=cache).logits
     expected = torch.cat([full, rest], 1).log_softmax(-1).gather(-1, ids[:, 30:, None])[..., 0]
     assert error(scores, expected) < 1e-6
@@ -255,14 +255,14 @@ def test_a_tokenizer_makes_the_instruction() -> None:
     model = build("llama")
     ids, _ = prompts((40,))
     plan = "kvzip @ keep=0.5, slack=9"
-    told = kvtailor.prefill(model, plan, ids, tokenizer=Words())
+    told = kvtailor.prefill(model, ids, plan=plan, tokenizer=Words())
     spelled = kvtailor.prefill(
         model,
-        plan,
         ids,
+        plan=plan,
         instruction=[3 + ord(c) % 128 for c in "\n\nNow repeat all of the text above, word for word:\n"],
     )
-    silent = kvtailor.prefill(model, plan, ids)
+    silent = kvtailor.prefill(model, ids, plan=plan)
     looked = [cache.engine.states[0].observed.reconstruction for cache in (told, spelled, silent)]
     assert torch.equal(looked[0], looked[1]) and error(looked[2], looked[0]) > 1e-3
 
@@ -273,7 +273,7 @@ def test_a_saved_context_is_asked_in_another_cache(tmp_path) -> None:
     ids, mask = prompts((48, 31))
     question = prompts((7, 7), state=5)[0]
     for plan in TWICE:
-        cache = kvtailor.prefill(model, plan, ids, mask)
+        cache = kvtailor.prefill(model, ids, mask, plan=plan)
         cache.save(tmp_path / "context.safetensors")
-        later = kvtailor.load_cache(tmp_path / "context.safetensors", model)
+        later = kvtailor.load_cache(model, tmp_path / "context.safetensors")
         assert torch.equal(asked(model, later, ids, mask, question), asked(model, cache, ids, mask, question))

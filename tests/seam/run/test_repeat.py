@@ -59,7 +59,7 @@ def test_what_a_repetition_looks_at_is_the_definition(family: str) -> None:
     lengths = (63, 40, 9)
     ids, mask = prompts(lengths)
     for chunk in (None, 16):
-        cache = kvtailor.prefill(model, KEPT, ids, mask, chunk=chunk, instruction=WORDS)
+        cache = kvtailor.prefill(model, ids, mask, plan=KEPT, chunk=chunk, instruction=WORDS)
         for row, length in enumerate(lengths):
             expected = looked_at_by_hand(plain, ids[row, -length:])
             for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True):
@@ -80,7 +80,7 @@ def test_the_definition_notices_another_instruction_and_another_cut() -> None:
 def test_without_a_tokenizer_the_context_alone_is_fed_again() -> None:
     model, plain = build("llama"), build("llama", attention="eager")
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(model, KEPT, ids)
+    cache = kvtailor.prefill(model, ids, plan=KEPT)
     expected = looked_at_by_hand(plain, ids[0], words=torch.zeros(0, dtype=torch.int64))
     assert error(cache.engine.states[1].observed.reconstruction[0], expected[1]) < 1e-5
 
@@ -92,7 +92,7 @@ def test_without_a_tokenizer_the_context_alone_is_fed_again() -> None:
 def test_logits_after_it_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, plan: str) -> None:
     model, reference = build(family), MaskedReference(family)
     ids, mask = prompts((56, 43, 31))
-    cache = kvtailor.prefill(model, plan, ids, mask, instruction=WORDS)
+    cache = kvtailor.prefill(model, ids, mask, plan=plan, instruction=WORDS)
     reference(ids, mask, {})
     held = held_columns(cache)
     assert sum(int((~columns & mask.bool()[:, None]).sum()) for columns in held.values()) > 200
@@ -111,8 +111,8 @@ def test_the_passes_leave_no_trace(family: str) -> None:
     """With nothing to drop, tails, windows, logits and bytes are to the bit those of a plain prefill."""
     model = build(family)
     ids, mask = prompts((48, 33))
-    twice = kvtailor.prefill(model, "kvzip(chunk=10) @ keep=1.0", ids, mask, instruction=WORDS)
-    once = kvtailor.prefill(model, "random @ keep=1.0", ids, mask)
+    twice = kvtailor.prefill(model, ids, mask, plan="kvzip(chunk=10) @ keep=1.0", instruction=WORDS)
+    once = kvtailor.prefill(model, ids, mask, plan="random @ keep=1.0")
     assert twice.ledger().by_layer == once.ledger().by_layer
     assert twice.seen == once.seen == 48
     windows = 0
@@ -140,8 +140,8 @@ def test_what_comes_after_the_context_stays_unless_the_plan_has_a_slack() -> Non
     model = build("llama")
     ids, _ = prompts((60,))
     question = prompts((20,), state=5)[0]
-    published = kvtailor.prefill(model, "kvzip @ tokens=20", ids)
-    bounded = kvtailor.prefill(model, "kvzip @ tokens=20, slack=4", ids)
+    published = kvtailor.prefill(model, ids, plan="kvzip @ tokens=20")
+    bounded = kvtailor.prefill(model, ids, plan="kvzip @ tokens=20, slack=4")
     kept = held_columns(published)
     for cache in (published, bounded):
         assert cache.held().double().mean() == 20
@@ -168,7 +168,7 @@ def test_a_plain_generate_is_refused_before_any_work(plan: str) -> None:
     with pytest.raises(CacheMisuse, match="reads its context twice"):
         model(ids, past_key_values=cache)
     assert not worked
-    kvtailor.prefill(model, cache, ids, mask)
+    kvtailor.prefill(model, ids, mask, cache=cache)
     assert worked and cache.seen == 30
 
 
@@ -176,13 +176,13 @@ def test_a_plain_generate_is_refused_before_any_work(plan: str) -> None:
 def test_a_second_context_on_the_same_cache_is_refused_and_a_reset_one_takes_it() -> None:
     model = build("llama")
     ids, _ = prompts((30,))
-    cache = kvtailor.prefill(model, "kvzip @ keep=0.5", ids)
+    cache = kvtailor.prefill(model, ids, plan="kvzip @ keep=0.5")
     with pytest.raises(CacheMisuse, match="holds one already"):
-        kvtailor.prefill(model, cache, ids)
+        kvtailor.prefill(model, ids, cache=cache)
     cache.reset()
     with pytest.raises(CacheMisuse, match="reads its context twice"):
         model(ids, past_key_values=cache)
-    assert kvtailor.prefill(model, cache, ids).seen == 30
+    assert kvtailor.prefill(model, ids, cache=cache).seen == 30
 
 
 def test_a_context_that_leaves_no_positions_is_refused_and_pieces_shrink_to_what_is_left() -> None:
@@ -190,10 +190,10 @@ def test_a_context_that_leaves_no_positions_is_refused_and_pieces_shrink_to_what
     ids, _ = prompts((510,))
     cache = kvtailor.cache_for(model, KEPT)
     with pytest.raises(CacheMisuse, match="510 tokens.*512 positions"):
-        kvtailor.prefill(model, cache, ids, instruction=WORDS)
+        kvtailor.prefill(model, ids, cache=cache, instruction=WORDS)
     assert cache.seen == 0 and isinstance(cache.engine.phase, Compressing)
     # 512 positions: 6 are left for a piece after 500 tokens, 3 of instruction and 3 of lead.
-    cache = kvtailor.prefill(model, KEPT, ids[:, :500], instruction=WORDS)
+    cache = kvtailor.prefill(model, ids[:, :500], plan=KEPT, instruction=WORDS)
     looked = cache.engine.states[0].observed.reconstruction
     assert looked.shape[-1] == 500 and (looked > 0).all()
 
@@ -204,11 +204,11 @@ def test_a_failure_between_the_passes_leaves_no_half_made_cache(monkeypatch: pyt
     cache = kvtailor.cache_for(model, "kvzip @ keep=0.5")
     monkeypatch.setattr("kvtailor.engine.reading.reconstruct.ReconstructionPass._looked_at", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        kvtailor.prefill(model, cache, ids)
+        kvtailor.prefill(model, ids, cache=cache)
     assert cache.seen == 0
     monkeypatch.undo()
-    whole = kvtailor.prefill(model, cache, ids)
-    fresh = kvtailor.prefill(model, "kvzip @ keep=0.5", ids)
+    whole = kvtailor.prefill(model, ids, cache=cache)
+    fresh = kvtailor.prefill(model, ids, plan="kvzip @ keep=0.5")
     assert all(
         torch.equal(a, b) for a, b in zip(held_columns(whole).values(), held_columns(fresh).values(), strict=True)
     )

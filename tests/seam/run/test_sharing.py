@@ -33,8 +33,8 @@ def test_a_shared_prefill_is_as_if_each_cache_had_read_it(plan: str, family: str
     ids, mask = prompts((50, 33))
     source, mine, own = (kvtailor.cache_for(model, each) for each in ("vector(bits=8)", plan, plan))
     with sharing_prefill(source, [mine]):
-        kvtailor.prefill(model, source, ids, mask)
-    kvtailor.prefill(model, own, ids, mask)
+        kvtailor.prefill(model, ids, mask, cache=source)
+    kvtailor.prefill(model, ids, mask, cache=own)
     assert_same_state(mine, own)
     assert mine.ledger().total == own.ledger().total
     token, longer = torch.tensor([[7], [9]]), torch.cat([mask, mask.new_ones(2, 1)], 1)
@@ -51,10 +51,10 @@ def test_what_is_made_of_all_that_another_holds_is_what_is_read(plan: str) -> No
     ids, mask = prompts((50, 33))
     source, own = kvtailor.cache_for(model, "full"), kvtailor.cache_for(model, plan)
     keep_queries(source, own.plan)
-    kvtailor.prefill(model, source, ids[:, :44], mask[:, :44])
+    kvtailor.prefill(model, ids[:, :44], mask[:, :44], cache=source)
     for column in range(44, 50):
-        kvtailor.prefill(model, source, ids[:, column : column + 1], mask[:, : column + 1])
-    kvtailor.prefill(model, own, ids, mask)
+        kvtailor.prefill(model, ids[:, column : column + 1], mask[:, : column + 1], cache=source)
+    kvtailor.prefill(model, ids, mask, cache=own)
     mine = kvtailor.cache_for(model, plan)
     remake(mine, source, mask)
     assert_same_state(mine, own, mask)
@@ -70,7 +70,7 @@ def test_a_quantised_cache_of_padded_rows_hands_its_tokens_on() -> None:
     ids, mask = prompts((50, 33))
     source, own, mine = (kvtailor.cache_for(model, each) for each in ("vector(bits=8)", "full", "full"))
     for cache in (source, own):
-        kvtailor.prefill(model, cache, ids, mask)
+        kvtailor.prefill(model, ids, mask, cache=cache)
     remake(mine, source, mask)
     for one, two in zip(mine.engine.states, own.engine.states, strict=True):
         keys, expected = (state.stored.tail.as_segment().keys.view(2, 2, 50, -1) for state in (one, two))

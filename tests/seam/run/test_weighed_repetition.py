@@ -63,7 +63,7 @@ def test_what_is_found_is_the_definition() -> None:
     lengths = (37, 20, 9)
     ids, mask = prompts(lengths)
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-    cache = kvtailor.prefill(model, KEPT, ids, mask, chunk=16, instruction=WORDS)
+    cache = kvtailor.prefill(model, ids, mask, plan=KEPT, chunk=16, instruction=WORDS)
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
     for row, length in enumerate(lengths):
         for expected, state in zip(by_hand(plain, ids[row, -length:]), cache.engine.states, strict=True):
@@ -76,7 +76,7 @@ def test_what_is_found_is_the_definition() -> None:
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "qwen3", "gemma3"])
 def test_other_families_give_their_hidden_states(family: str) -> None:
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(build(family), "kvzip_plus(chunk=17) @ tokens=20", ids, instruction=WORDS)
+    cache = kvtailor.prefill(build(family), ids, plan="kvzip_plus(chunk=17) @ tokens=20", instruction=WORDS)
     assert cache.held().double().mean() == 20
 
 
@@ -84,7 +84,7 @@ def test_layers_that_share_their_keys_are_refused_before_anything_is_fed() -> No
     model, (ids, _) = build("gemma4_shared"), prompts((40,))
     cache = kvtailor.cache_for(model, "kvzip_plus @ tokens=20")
     with pytest.raises(CacheMisuse, match="several layers read one layer's keys"):
-        kvtailor.prefill(model, cache, ids)
+        kvtailor.prefill(model, ids, cache=cache)
     assert cache.seen == 0
 
 

@@ -46,7 +46,7 @@ def test_flipped_bits_are_refused_or_harmless(flips: int, old_flips: int, tmp_pa
 def test_a_file_without_checksums_is_read_with_a_warning(tmp_path: Path) -> None:
     model, cache, mask = saved("llama", PLANS[1], tmp_path / "new.safetensors", lengths=(40, 40))
     with pytest.warns(UserWarning, match="no checksums and no fingerprint") as told:
-        old = kvtailor.load_cache(OLD, model)
+        old = kvtailor.load_cache(model, OLD)
     assert len(told) == 1
     assert torch.equal(old.held(), cache.held()) and old.seen == cache.seen
     expected, found = continued(model, cache, mask), continued(model, old, mask)
@@ -98,7 +98,7 @@ def put(at: tuple[int, ...], number: int):
 def test_a_layout_out_of_range_or_order_is_refused(name: str, change, sentence: str, tmp_path: Path) -> None:
     path = altered(f"0.segment.0.layout.{name}", change, tmp_path / "bad.safetensors")
     with pytest.raises(CacheFileError, match=f"bad.safetensors.*{sentence}"):
-        kvtailor.load_cache(path, build("llama"))
+        kvtailor.load_cache(build("llama"), path)
 
 
 @pytest.mark.filterwarnings("error")
@@ -134,7 +134,7 @@ def test_edited_texts_are_refused_in_one_sentence(
     path = tmp_path / "bad.safetensors"
     save_file(load_file(OLD), path, about)
     with pytest.raises(CacheFileError, match=f"bad.safetensors.*({sentence})"):
-        kvtailor.load_cache(path, build("llama"))
+        kvtailor.load_cache(build("llama"), path)
 
 
 def test_texts_that_were_edited_under_checksums_are_refused(tmp_path: Path) -> None:
@@ -145,14 +145,14 @@ def test_texts_that_were_edited_under_checksums_are_refused(tmp_path: Path) -> N
         assert old in data
         path.write_bytes(data.replace(old, new))
         with pytest.raises(CacheFileError, match="checksum"):
-            kvtailor.load_cache(path, model)
+            kvtailor.load_cache(model, path)
 
 
 def test_a_loaded_cache_does_not_depend_on_its_file(tmp_path: Path) -> None:
     """Not on its later bytes, and not on there being any: a mapped file that becomes shorter ends the process."""
     path = tmp_path / "cache.safetensors"
     model, cache, mask = saved("llama", PLANS[0], path)
-    loaded = kvtailor.load_cache(path, model)
+    loaded = kvtailor.load_cache(model, path)
     path.write_bytes(bytes(path.stat().st_size))
     path.write_bytes(b"")
     assert torch.equal(continued(model, loaded, mask)[0], continued(model, cache, mask)[0])

@@ -87,7 +87,7 @@ def test_another_model_of_the_same_shape_is_refused(change: str, tmp_path) -> No
     other = build("llama")
     apply(other)
     with pytest.raises(CacheFileError, match=f"cache.safetensors.*another model.*{sentence}"):
-        kvtailor.load_cache(path, other)
+        kvtailor.load_cache(other, path)
 
 
 def test_another_rope_theta_is_refused(tmp_path) -> None:
@@ -100,7 +100,7 @@ def test_another_rope_theta_is_refused(tmp_path) -> None:
     other = AutoModelForCausalLM.from_config(config).eval()
     other.load_state_dict(model.state_dict())
     with pytest.raises(CacheFileError, match=r"rope_parameters is .*10000.* there and .*500.* here"):
-        kvtailor.load_cache(path, other)
+        kvtailor.load_cache(other, path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,13 +110,13 @@ def test_the_same_model_loaded_anew_is_taken(family: str, tmp_path) -> None:
     path = tmp_path / "cache.safetensors"
     model, cache, mask = saved(family, plan, path)
     if family == "opt":
-        assert kvtailor.load_cache(path, build(family)).seen == cache.seen
+        assert kvtailor.load_cache(build(family), path).seen == cache.seen
         return
     again = build(family)
     again.config._name_or_path = "elsewhere"
     again.config.use_cache = False
     again.generation_config.max_length = 77
-    loaded = kvtailor.load_cache(path, again)
+    loaded = kvtailor.load_cache(again, path)
     assert torch.equal(continued(again, loaded, mask)[0], continued(model, cache, mask)[0])
 
 
@@ -129,8 +129,8 @@ def test_a_copy_and_a_reset_cache_name_their_model(tmp_path) -> None:
     cache.reset()
     cache.save(path)
     with pytest.raises(CacheFileError, match="weights"):
-        kvtailor.load_cache(path, build("llama", state=1))
-    assert kvtailor.load_cache(path, model).seen == 0
+        kvtailor.load_cache(build("llama", state=1), path)
+    assert kvtailor.load_cache(model, path).seen == 0
 
 
 def test_adapters_count_by_their_state() -> None:
@@ -179,6 +179,6 @@ def test_a_model_that_is_gone_or_not_in_memory_is_warned_of(tmp_path) -> None:
     with pytest.warns(UserWarning, match="model of this cache is gone"):
         cache.save(path)
     with pytest.warns(UserWarning, match="has no fingerprint of its model"):
-        kvtailor.load_cache(path, build("llama"))
+        kvtailor.load_cache(build("llama"), path)
     with pytest.raises(CacheMisuse, match="model_type"):
-        kvtailor.load_cache(path, build("qwen2"))
+        kvtailor.load_cache(build("qwen2"), path)

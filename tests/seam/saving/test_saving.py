@@ -45,7 +45,7 @@ def saved(family: str, plan: str, path, lengths=(40, 33)):
 def test_a_saved_cache_goes_on_identically(family: str, plan: str, tmp_path) -> None:
     path = tmp_path / "cache.safetensors"
     model, cache, mask = saved(family, plan, path)
-    loaded = kvtailor.load_cache(path, model)
+    loaded = kvtailor.load_cache(model, path)
     assert loaded.seen == cache.seen and torch.equal(loaded.held(), cache.held())
     expected, found = continued(model, cache, mask), continued(model, loaded, mask)
     assert torch.equal(found[0], expected[0])
@@ -67,7 +67,7 @@ def test_a_saved_cache_goes_on_in_another_process(tmp_path) -> None:
         "from tests.seam.saving.test_saving import continued\n"
         "from tests.support.seam.zoo import build\n"
         "model = build('llama')\n"
-        "cache = kvtailor.load_cache(sys.argv[1] + '/cache.safetensors', model)\n"
+        "cache = kvtailor.load_cache(model, sys.argv[1] + '/cache.safetensors')\n"
         "torch.save(continued(model, cache, torch.load(sys.argv[1] + '/mask.pt'))[0], sys.argv[1] + '/tokens.pt')\n"
     )
     root = Path(__file__).parents[3]
@@ -84,12 +84,12 @@ def test_a_damaged_file_is_refused_by_name(tmp_path) -> None:
     cache.save(path)
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(CacheMisuse, match="cache.safetensors"):
-        kvtailor.load_cache(path, model)
+        kvtailor.load_cache(model, path)
     with pytest.raises(CacheMisuse, match="absent"):
-        kvtailor.load_cache(tmp_path / "absent.safetensors", model)
+        kvtailor.load_cache(model, tmp_path / "absent.safetensors")
     cache.save(path)
     with pytest.raises(CacheMisuse, match="model_type"):
-        kvtailor.load_cache(path, build("qwen2"))
+        kvtailor.load_cache(build("qwen2"), path)
 
 
 @pytest.mark.parametrize("write", [pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())])

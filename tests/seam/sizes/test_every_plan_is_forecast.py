@@ -72,7 +72,7 @@ def methods_in(plan: Plan) -> set[str]:
 def run(model: Any, plan: Plan, context: int, new_tokens: int, batch: int) -> kvtailor.KvCache:
     """The cache after a random prompt and random tokens."""
     ids = torch.randint(3, VOCABULARY, (batch, context + new_tokens), generator=torch.Generator().manual_seed(context))
-    cache = kvtailor.prefill(model, plan, ids[:, :context])
+    cache = kvtailor.prefill(model, ids[:, :context], plan=plan)
     for column in range(context, context + new_tokens):
         model(ids[:, column : column + 1], past_key_values=cache)
     return cache

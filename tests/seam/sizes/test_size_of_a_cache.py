@@ -114,7 +114,7 @@ def test_show_prints_what_the_ledger_has() -> None:
     plan = "snapkv + kivi(bits=4) @ keep=0.25"
     found, text = asked(plan, "--model", "demo", "--context", "1000", "--batch", "2")
     ids = torch.randint(5, 1000, (2, 1000), generator=torch.Generator().manual_seed(0))
-    ledger = kvtailor.prefill(model, plan, ids).ledger()
+    ledger = kvtailor.prefill(model, ids, plan=plan).ledger()
     size = found["size"]
     assert size["low"] == size["high"] == size["total"] == ledger.total and size["full"] == ledger.full
     assert {name: low for name, (low, _) in size["stages"].items()} == {n: b for n, b in ledger.by_stage.items() if b}

@@ -54,14 +54,14 @@ def test_evidence_is_the_models_own_probabilities(family: str) -> None:
     reference(ids, mask, {})
     model = build(family)
     cache = kvtailor.cache_for(model, "h2o(recent=6) @ keep=1.0")
-    kvtailor.prefill(model, cache, ids, mask, chunk=30)
+    kvtailor.prefill(model, ids, mask, cache=cache, chunk=30)
     for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True):
         given = reference.given[layer] * mask[:, None, :, None]
         expected = given.sum(2).unflatten(1, (state.heads, -1)).sum(2)
         mass = torch.cat(state.observed.evidence.mass, 1).view(expected.shape)
         assert error(mass.double(), expected * mask[:, None]) < 1e-5
     votes = kvtailor.cache_for(model, "snapkv(window=8, kernel=1) @ tokens=20")
-    kvtailor.prefill(model, votes, ids, mask)
+    kvtailor.prefill(model, ids, mask, cache=votes)
     for layer, columns in held_columns(votes).items():
         given = reference.given[layer][:, :, -8:].sum(2).unflatten(1, (columns.shape[1], -1)).mean(2)
         given[..., -8:] = torch.inf
@@ -75,7 +75,7 @@ def test_evidence_is_the_models_own_probabilities(family: str) -> None:
 def test_what_a_repetition_looks_at_is_of_the_models_own_softmax(family: str) -> None:
     """A sink has its share beside the tokens that a piece shares the attention with."""
     ids, _ = prompts((40,))
-    cache = kvtailor.prefill(build(family), KEPT, ids, instruction=WORDS)
+    cache = kvtailor.prefill(build(family), ids, plan=KEPT, instruction=WORDS)
     reference = MaskedReference(family)
     reference.model(ids, past_key_values=reference.cache)
     count = -(-40 // CHUNK)
@@ -137,8 +137,8 @@ def test_chunked_prefill_equals_one_piece(family: str) -> None:
     ids, mask = prompts((70, 41))
     for plan in ("full", "kivi(bits=4, group=8, recent=8)"):
         whole, pieces = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
-        kvtailor.prefill(model, whole, ids, mask)
-        kvtailor.prefill(model, pieces, ids, mask, chunk=23)
+        kvtailor.prefill(model, ids, mask, cache=whole)
+        kvtailor.prefill(model, ids, mask, cache=pieces, chunk=23)
         token, longer = torch.tensor([[7], [9]]), torch.cat([mask, mask.new_ones(2, 1)], 1)
         asked = {"attention_mask": longer, "position_ids": (longer.cumsum(-1) - 1)[:, -1:]}
         expected = model(token, past_key_values=whole, **asked).logits
@@ -149,7 +149,7 @@ def test_chunked_prefill_equals_one_piece(family: str) -> None:
 def test_a_saved_cache_goes_on_identically(family: str, plan: str, tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     model, cache, mask = saved(family, plan, path)
-    loaded = kvtailor.load_cache(path, model)
+    loaded = kvtailor.load_cache(model, path)
     expected, found = continued(model, cache, mask), continued(model, loaded, mask)
     assert torch.equal(found[0], expected[0]) and error(found[1], expected[1]) < 1e-5
 
@@ -166,7 +166,7 @@ def test_a_saved_cache_goes_on_in_another_process(tmp_path: Path) -> None:
         "found = {}\n"
         "for family, mask in torch.load(sys.argv[1] + '/masks.pt').items():\n"
         "    model = build(family)\n"
-        "    cache = kvtailor.load_cache(f'{sys.argv[1]}/{family}.safetensors', model)\n"
+        "    cache = kvtailor.load_cache(model, f'{sys.argv[1]}/{family}.safetensors')\n"
         "    found[family] = continued(model, cache, mask)[0]\n"
         "torch.save(found, sys.argv[1] + '/tokens.pt')\n"
     )
@@ -183,8 +183,8 @@ def test_a_loaded_cache_knows_its_softmax_before_any_forward(family: str, tmp_pa
     ids, mask = prompts((50, 33))
     source, own = kvtailor.cache_for(model, "full"), kvtailor.cache_for(model, plan)
     keep_queries(source, own.plan)
-    kvtailor.prefill(model, source, ids, mask)
-    kvtailor.prefill(model, own, ids, mask)
+    kvtailor.prefill(model, ids, mask, cache=source)
+    kvtailor.prefill(model, ids, mask, cache=own)
     for state in source.engine.states:
         told = state.model.softmax
         state.model.softmax = kvtailor.cache_for(model, "full").engine.states[state.index].model.softmax
@@ -205,8 +205,8 @@ def test_a_shared_prefill_is_as_if_each_cache_had_read_it(family: str) -> None:
         # The forward that is shared tells; what was known before it does not count.
         state.model.softmax = PLAIN_SOFTMAX
     with sharing_prefill(source, [mine]):
-        kvtailor.prefill(model, source, ids, mask)
-    kvtailor.prefill(model, own, ids, mask)
+        kvtailor.prefill(model, ids, mask, cache=source)
+    kvtailor.prefill(model, ids, mask, cache=own)
     assert_same_state(mine, own)
 
 

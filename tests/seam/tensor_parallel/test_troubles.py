@@ -91,7 +91,7 @@ def test_a_part_of_a_saved_cache_names_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_written_over_a_folder(tmp_path: Path) -> None:
-    cache = kvtailor.prefill(build("llama"), "streaming @ tokens=16", *prompts((20,)))
+    cache = kvtailor.prefill(build("llama"), *prompts((20,)), plan="streaming @ tokens=16")
     with pytest.raises(CacheFileError, match="which is a folder: one process writes a file"):
         cache.save(tmp_path)
 

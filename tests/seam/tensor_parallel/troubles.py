@@ -47,7 +47,7 @@ def no_score_in_one(model: Any) -> Any:
     KNorm.score = score  # type: ignore[method-assign]
     try:
         ids, mask = prompts(LENGTHS)
-        return kvtailor.prefill(model, "knorm @ tokens=40", ids, mask).seen
+        return kvtailor.prefill(model, ids, mask, plan="knorm @ tokens=40").seen
     finally:
         KNorm.score = own  # type: ignore[method-assign]
 
@@ -72,7 +72,7 @@ def no_room_in_one(model: Any, path: Path) -> str:
         saving.write_cache_file = own
     dist.barrier()
     after = sorted(each.name for each in path.iterdir())
-    return f"{told} | same files: {before == after} | {kvtailor.load_cache(path, model).seen == cache.seen}"
+    return f"{told} | same files: {before == after} | {kvtailor.load_cache(model, path).seen == cache.seen}"
 
 
 def sampled(model: Any) -> list[int]:
@@ -115,10 +115,10 @@ def foreign_file(model: Any, folder: Path) -> list[str]:
     first, second = folder / "first", folder / "second"
     cache, *_ = begun(model, PLAN)
     cache.save(first)
-    kvtailor.prefill(model, PLAN, *prompts((70, 80, 90), state=9)).save(second)
+    kvtailor.prefill(model, *prompts((70, 80, 90), state=9), plan=PLAN).save(second)
     dist.barrier()
     # Each process sees a folder of its own, as on machines without a shared one.
-    told.append(met(lambda: kvtailor.load_cache(first if dist.get_rank() == 0 else second, model)))
+    told.append(met(lambda: kvtailor.load_cache(model, first if dist.get_rank() == 0 else second)))
     for swap in (False, True):
         dist.barrier()
         if dist.get_rank() == 0:
@@ -131,7 +131,7 @@ def foreign_file(model: Any, folder: Path) -> list[str]:
                 kept = (first / about["files"][1]).read_bytes()
                 (first / about["files"][1]).write_bytes((second / other).read_bytes())
         dist.barrier()
-        told.append(met(lambda: kvtailor.load_cache(first, model)))
+        told.append(met(lambda: kvtailor.load_cache(model, first)))
         dist.barrier()
         if dist.get_rank() == 0 and not swap:
             (first / about["files"][1]).write_bytes(kept)
@@ -189,7 +189,7 @@ def main() -> None:
         "no score": met(lambda: no_score_in_one(model)),
         "no room": met(lambda: no_room_in_one(model, folder / "cache")),
         "strange folder": met(lambda: strange_folder(model, folder / "strange")),
-        "no cache": met(lambda: kvtailor.load_cache(folder / "model", model)),
+        "no cache": met(lambda: kvtailor.load_cache(model, folder / "model")),
         "sampled": met(lambda: sampled(model)),
         "adaptive": met(lambda: drafted(model)),
         "drafted": met(lambda: drafted(model, gamma=3, min_gain=None)),
@@ -198,7 +198,7 @@ def main() -> None:
         "foreign": foreign_file(model, folder),
         "other plans": met(lambda: other_plans(model)),
         "hidden": met(lambda: hidden_bytes(model)),
-        "calibrated": met(lambda: kvtailor.calibrate("duo", model, out=folder / "duo.safetensors")),
+        "calibrated": met(lambda: kvtailor.calibrate(model, "duo", out=folder / "duo.safetensors")),
         "own": [own.total, own.full],
         "whole": [whole.total, whole.full, whole.seen, sum(whole.by_layer), sum(whole.by_stage.values())],
     }

@@ -126,7 +126,7 @@ def begun(model: Any, plan: str) -> tuple[Any, Tensor, Tensor, Tensor]:
     """A cache that has seen a padded batch and some tokens more; all tokens, their mask, and the logits of the new."""
     ids, mask = prompts(LENGTHS)
     cache = kvtailor.cache_for(model, plan)
-    kvtailor.prefill(model, cache, ids[:, :-1], mask[:, :-1])
+    kvtailor.prefill(model, ids[:, :-1], mask[:, :-1], cache=cache)
     return (cache, *continued(model, cache, ids, mask))
 
 
@@ -167,7 +167,7 @@ def saved(model: Any, plan: str, path: Path) -> None:
 
 def loaded(model: Any, path: Path) -> dict[str, Any]:
     """What comes of a cache that was saved, perhaps by another number of processes."""
-    cache = kvtailor.load_cache(path, model)
+    cache = kvtailor.load_cache(model, path)
     tokens, mask = torch.load(f"{path}.tokens")
     tokens, mask, logits = continued(model, cache, tokens, mask)
     return described(cache, tokens, logits)

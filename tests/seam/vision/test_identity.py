@@ -134,7 +134,7 @@ def test_prefill_reads_images_for_several_questions(family: str) -> None:
     own, ours = build(family), build(family)
     context = prompt(family, ROWS[:1])
     given = context.inputs()
-    cache = kvtailor.prefill(ours, "full", given.pop("input_ids"), given.pop("attention_mask"), **given)
+    cache = kvtailor.prefill(ours, given.pop("input_ids"), given.pop("attention_mask"), plan="full", **given)
     for question in ((5,), (9,)):
         whole = turn_two(context, ROWS[:1], torch.zeros((1, 0), dtype=torch.int64), question)
         found = generated(ours, copy.deepcopy(cache), inputs_of_turn_two(family, ours, context, whole))
@@ -147,11 +147,11 @@ def test_prefill_of_a_padded_batch(family: str) -> None:
     own, ours = build(family), build(family)
     context = prompt(family, ROWS)
     given = context.inputs()
-    cache = kvtailor.prefill(ours, "full", given.pop("input_ids"), given.pop("attention_mask"), **given)
+    cache = kvtailor.prefill(ours, given.pop("input_ids"), given.pop("attention_mask"), plan="full", **given)
     text = torch.randint(vision.FIRST_TEXT, vision.VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(2))
     # kvtailor reads the text that follows, and generate() what follows it.
     whole = turn_two(context, ROWS, text, (6,))
     mask = torch.cat([context.mask, torch.ones_like(text)], 1)
-    kvtailor.prefill(ours, cache, text, mask)
+    kvtailor.prefill(ours, text, mask, cache=cache)
     found = generated(ours, cache, inputs_of_turn_two(family, ours, context, whole))
     assert apart(found, generated(own, None, whole.inputs())) < 1e-5

@@ -17,7 +17,7 @@ def test_placeholders_without_pixels(family: str) -> None:
     model, first = build(family), prompt(family, ROWS[:1])
     count = int((first.ids == IMAGE).sum())
     with pytest.raises(CacheMisuse, match=rf"prefill got {count} image tokens \(id 3\)"):
-        kvtailor.prefill(model, EVICTING, first.ids)
+        kvtailor.prefill(model, first.ids, plan=EVICTING)
     with pytest.raises(CacheMisuse, match=rf"kvtailor.generate got {count} image tokens"):
         kvtailor.generate(model, first.ids, plan=EVICTING)
     with pytest.raises(CacheMisuse, match="kvtailor.generate reads text alone, and got .*: call model.generate"):
@@ -36,25 +36,25 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(UnknownName, match="did you mean 'max_new_tokens'"):
         kvtailor.generate(model, text.ids, max_new_token=3)
     with pytest.raises(UnknownName, match="no input of LlavaForConditionalGeneration named 'pixel_value'"):
-        kvtailor.prefill(model, EVICTING, text.ids, pixel_value=torch.zeros(1))
+        kvtailor.prefill(model, text.ids, plan=EVICTING, pixel_value=torch.zeros(1))
 
 
 def test_what_cannot_go_with_images() -> None:
     model, first = build("qwen2_vl"), prompt("qwen2_vl", ROWS[:1])
     given = first.inputs()
     with pytest.raises(CacheMisuse, match="asked for chunk=8 and for .*pixel_values"):
-        kvtailor.prefill(model, EVICTING, **given, chunk=8)
+        kvtailor.prefill(model, plan=EVICTING, **given, chunk=8)
     with pytest.raises(CacheMisuse, match="reads its context twice by its token ids alone, and .*pixel_values"):
-        kvtailor.prefill(model, "kvzip @ tokens=20", **given)
+        kvtailor.prefill(model, plan="kvzip @ tokens=20", **given)
     with (
         kvtailor.session(model, "kvzip @ tokens=20") as session,
         pytest.raises(CacheMisuse, match="reads its context twice by its token ids alone"),
     ):
         session.generate(**given, max_new_tokens=3)
-    cache = kvtailor.prefill(model, EVICTING, **given)
+    cache = kvtailor.prefill(model, plan=EVICTING, **given)
     more = prompt("qwen2_vl", [((2, 2), 5)], state=3)
     with pytest.raises(CacheMisuse, match="the positions of an image among what follows"):
-        kvtailor.prefill(model, cache, more.ids, **more.pixels())
+        kvtailor.prefill(model, more.ids, cache=cache, **more.pixels())
     assert cache.seen == first.ids.shape[1]
 
 

@@ -52,7 +52,7 @@ def test_text_after_another_conversations_image(family: str) -> None:
 def test_copies_reset_and_rows(family: str) -> None:
     model, own, batch = build(family), build(family), prompt(family, ROWS)
     given = batch.inputs()
-    cache = kvtailor.prefill(model, "full", given.pop("input_ids"), given.pop("attention_mask"), **given)
+    cache = kvtailor.prefill(model, given.pop("input_ids"), given.pop("attention_mask"), plan="full", **given)
     whole = turn_two(batch, ROWS, torch.zeros((3, 0), dtype=torch.int64), (6,))
     expected = generated(own, None, whole.inputs())
     chosen = copy.deepcopy(cache)

@@ -55,7 +55,7 @@ def test_in_another_process(families: tuple[str, ...], tmp_path: Path) -> None:
             path = tmp_path / f"{family}{number}"
             model, whole = saved(family, plan, path)
             torch.save(whole, f"{path}.pt")
-            cache = kvtailor.load_cache(path, model)
+            cache = kvtailor.load_cache(model, path)
             # Another conversation has moved the model's state meanwhile.
             generated(model, None, prompt(family, [(3, (2, 5), 7)], state=4).inputs())
             expected[str(path)] = next_turn(model, cache, whole).logits
@@ -84,7 +84,7 @@ def test_a_file_without_the_shift_warns(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(saving, "write_cache_file", without)
     model, whole = saved("qwen2_5_vl", "full", tmp_path / "old")
     with pytest.warns(UserWarning, match="before kvtailor saved by how much images shift"):
-        cache = kvtailor.load_cache(tmp_path / "old", model)
+        cache = kvtailor.load_cache(model, tmp_path / "old")
     own = build("qwen2_5_vl")
     once = generated(own, None, whole.inputs()).logits
     # The positions matter: this is what the warning is for.
@@ -92,7 +92,7 @@ def test_a_file_without_the_shift_warns(tmp_path: Path, monkeypatch: pytest.Monk
     # With token types and grids a model that knows no shift computes the positions anew.
     other = build("qwen2_5_vl")
     with pytest.warns(UserWarning, match="before kvtailor saved"):
-        cache = kvtailor.load_cache(tmp_path / "old", other)
+        cache = kvtailor.load_cache(other, tmp_path / "old")
     grids = {"image_grid_thw": whole.pixels()["image_grid_thw"]}
     found = generated(other, cache, {**whole.text(), **grids})
     assert apart(found, generated(own, None, whole.inputs())) < 1e-5
@@ -103,4 +103,4 @@ def test_other_models_do_not_warn(family: str, tmp_path: Path) -> None:
     model, _ = saved(family, "full", tmp_path / "new")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kvtailor.load_cache(tmp_path / "new", model)
+        kvtailor.load_cache(model, tmp_path / "new")

@@ -84,7 +84,7 @@ def decoded(
     device = input_device(model)
     ids, mask = (each.to(device) for each in prompts(lengths))
     with count_syncs() as prefill:
-        cache = kvtailor.prefill(model, plan, ids, mask if masked else None, chunk=chunk)
+        cache = kvtailor.prefill(model, ids, mask if masked else None, plan=plan, chunk=chunk)
     if save is not None:
         cache.save(save)
     tokens, logits, by_token = decode(model, cache, mask, steps, masked=masked)

@@ -37,7 +37,7 @@ def flipped(data: bytes, chance: random.Random) -> tuple[bytes, int]:
 def outcome(path: Path, model, mask, expected) -> str:
     """What came of a file: "refused" with one sentence, "harmless", "other answer", or what else was raised."""
     try:
-        loaded = kvtailor.load_cache(path, model)
+        loaded = kvtailor.load_cache(model, path)
     except CacheMisuse as error:
         text = str(error)
         return "refused" if str(path) in text and "\n" not in text else f"refused in other words: {text}"
@@ -60,7 +60,7 @@ def count(plans: Sequence[str], flips: int, folder: Path, source: Path | None = 
         model, _, mask = saved("llama", plan, good, lengths=(40, 40))
         if source is not None:
             good = source
-        expected = continued(model, kvtailor.load_cache(good, model), mask, steps=2)[1]
+        expected = continued(model, kvtailor.load_cache(model, good), mask, steps=2)[1]
         data, chance = good.read_bytes(), random.Random(number)
         for _ in range(flips):
             changed, at = flipped(data, chance)

@@ -22,15 +22,17 @@ from kvtailor.bench.subject import Subject
 from kvtailor.cluster.contract import Executor
 from kvtailor.hf.model import processes as process_group
 from kvtailor.plan import Plan
+from kvtailor.plan.calls import check_call
 
 __all__ = ["evaluate"]
 
 
+@check_call
 def evaluate(
     model: Any,
-    plans: str | Plan | Sequence[str | Plan],
     texts: object = None,
     *,
+    plans: str | Plan | Sequence[str | Plan],
     tasks: str | Sequence[str] = "perplexity",
     tokenizer: Any = None,
     data: str | Path | None = None,
@@ -48,7 +50,7 @@ def evaluate(
     """Return what plans lose and save against `full`, measured by the bench on the same tokens.
 
     ```python
-    found = kvtailor.evaluate("demo", ["snapkv @ keep=0.25", "kivi(bits=4)"], context=256, windows=20)
+    found = kvtailor.evaluate("demo", plans=["snapkv @ keep=0.25", "kivi(bits=4)"], context=256, windows=20)
     found                                    # in a notebook: the table
     print(found)                             # elsewhere: the same as text
     found.row("kivi(bits=4)").loss           # nats per token over `full`, with its 95 % interval
@@ -61,9 +63,9 @@ def evaluate(
 
     Args:
         model: a transformers model (then with `tokenizer`), or the name or folder of one.
-        plans: plans in one line, paths of TOML files, or `Plan` objects.
         texts: what to measure on: a text, the path of one, `wikitext2`, `c4` or `pg19`, several of these, or texts by
             name. None: generated documents, on which perplexity is no measure of English.
+        plans: plans in one line, paths of TOML files, or `Plan` objects.
         tasks: names as of `--tasks`, such as `["perplexity", "needle", "longbench:qasper"]`.
         tokenizer: of a model that is given as an object.
         data: folder with data sets in their original layouts; None: they come from their usual home.

@@ -255,7 +255,7 @@ def prefill(
         *(Side(name=plan, run=once(plan)) for plan in plans),
     ]
     if context > _CHUNK:
-        run = lambda _: read_context(model, FULL, ids, chunk=_CHUNK)  # noqa: E731
+        run = lambda _: read_context(model, ids, plan=FULL, chunk=_CHUNK)  # noqa: E731
         sides.insert(3, Side(name=f"{FULL}, in chunks of {_CHUNK}", run=run))
     results = time_in_turns(sides, rounds, warmup=_PREFILL_WARMUP, device=device, advance=advance)
     for measured, side in zip(results, sides, strict=True):

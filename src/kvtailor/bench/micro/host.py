@@ -164,7 +164,7 @@ def prepared(plans: Sequence[str], device: torch.device, name: str = MODEL) -> P
     ready = Prepared(sides=[_side(BASE, stock, token, theirs)], layers=model.config.num_hidden_layers)
     for plan in plans:
         try:
-            cache = prefill(model, plan, ids)
+            cache = prefill(model, ids, plan=plan)
             model(token, past_key_values=cache)
         except KvtailorError as refusal:
             ready.refused[plan] = str(refusal)

@@ -92,6 +92,6 @@ def _repeated(subject: Subject, passage: Passage, teacher: Scorer) -> tuple[Tens
     """(l, h, n, d + dv) and (l, h, n) of all tokens of a passage."""
     listening = _Listening(of=teacher)
     ids = passage.ids[None].to(subject.device)
-    prefill(subject.model, Plan(score=listening, keep=1.0), ids, tokenizer=subject.tokenizer)
+    prefill(subject.model, ids, plan=Plan(score=listening, keep=1.0), tokenizer=subject.tokenizer)
     tokens, found = zip(*listening.heard, strict=True)
     return torch.stack(tokens), torch.stack(found)

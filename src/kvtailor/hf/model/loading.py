@@ -23,10 +23,12 @@ from kvtailor.hf.model import embedded
 from kvtailor.hf.model.calibrated import UNTRAINED
 from kvtailor.hf.model.config import RANDOM, RANDOM_SHAPES, check_hub, config_of, is_local, source_of
 from kvtailor.hf.model.processes import ALONE, Processes
+from kvtailor.plan.calls import check_call
 
 __all__ = ["check_device", "load", "load_bare", "new_model", "random_model", "save", "wrap_tokenizer"]
 
 
+@check_call
 def load(
     model: str | Path,
     *,

@@ -23,6 +23,7 @@ from kvtailor.hf.run.prefill import begin, prefill
 from kvtailor.ledger import Ledger
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
+from kvtailor.plan.calls import check_call
 
 __all__ = ["Answers", "Reading", "ask", "read"]
 
@@ -81,6 +82,7 @@ class Reading:
     ids: Tensor
     after: str
 
+    @check_call
     def ask(self, questions: str | Sequence[str], *, max_new_tokens: int = 256, **generation: Any) -> Answers:
         """Answers questions about the context, each as if it were the only one. See `kvtailor.ask`."""
         asked = _questions(questions)
@@ -91,12 +93,13 @@ class Reading:
         return _answered(self, asked, given, how, self.cache.ledger())
 
 
+@check_call
 def read(
     model: Any,
     tokenizer: Any,
     context: str,
-    plan: str | Plan,
     *,
+    plan: str | Plan,
     separator: str | None = None,
     answer_prefix: str = "",
     chunk: int | None = None,
@@ -105,7 +108,7 @@ def read(
     """Reads a context and compresses it, for questions that come later.
 
     ```python
-    reading = kvtailor.read(model, tokenizer, document, "snapkv @ tokens=1024")
+    reading = kvtailor.read(model, tokenizer, document, plan="snapkv @ tokens=1024")
     answers = reading.ask(["Who wrote it?", "When?"], max_new_tokens=64)
     ```
 
@@ -130,17 +133,18 @@ def read(
     prompt = _prompt(tokenizer, context, separator, answer_prefix)
     ids, after = prompt.split(context)
     ids = ids[None].to(input_device(model))
-    cache = prefill(model, cache_for(model, plan), ids, chunk=chunk, hold=hold, tokenizer=tokenizer)
+    cache = prefill(model, ids, cache=cache_for(model, plan), chunk=chunk, hold=hold, tokenizer=tokenizer)
     return Reading(model=model, prompt=prompt, cache=cache, ids=ids, after=after)
 
 
+@check_call
 def ask(
     model: Any,
     tokenizer: Any,
     context: str,
     questions: str | Sequence[str],
-    plan: str | Plan,
     *,
+    plan: str | Plan,
     question: Literal["after", "inside", "before"] = "after",
     max_new_tokens: int = 256,
     separator: str | None = None,
@@ -151,7 +155,7 @@ def ask(
     """Answers questions about a context from a compressed cache.
 
     ```python
-    answers = kvtailor.ask(model, tokenizer, document, ["Who wrote it?", "When?"], "snapkv @ tokens=1024")
+    answers = kvtailor.ask(model, tokenizer, document, ["Who wrote it?", "When?"], plan="snapkv @ tokens=1024")
     print(answers.texts, answers.ledger.ratio)
     ```
 
@@ -182,7 +186,8 @@ def ask(
     asked = _questions(questions)
     how = _generation(model, max_new_tokens, generation)
     if question == "after":
-        reading = read(model, tokenizer, context, plan, separator=separator, answer_prefix=answer_prefix, chunk=chunk)
+        how_read: dict[str, Any] = {"separator": separator, "answer_prefix": answer_prefix, "chunk": chunk}
+        reading = read(model, tokenizer, context, plan=plan, **how_read)
         return reading.ask(asked, max_new_tokens=max_new_tokens, **generation)
     prompt = _prompt(tokenizer, context, separator, answer_prefix)
     head, after = prompt.split(context)

@@ -24,6 +24,7 @@ from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
+from kvtailor.plan.calls import check_call
 from kvtailor.speculate.adaptive import Adaptive
 from kvtailor.speculate.contract import Draft, Lookahead, Rule
 from kvtailor.speculate.controller import Controller
@@ -73,6 +74,7 @@ class Generated:
         return html_block("kvtailor.generate", table, self.cache._repr_html_())
 
 
+@check_call
 @torch.no_grad()
 def generate(
     model: Any,

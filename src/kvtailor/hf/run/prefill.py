@@ -17,7 +17,7 @@ from torch import Tensor
 from kvtailor.engine import rollback
 from kvtailor.engine.phase import Compressing, Deferred
 from kvtailor.engine.reading.reconstruct import ReconstructionPass
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import ArgumentError, CacheMisuse
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.images.placeholders import check_inputs, check_text
 from kvtailor.hf.layers.of_cache import states_kept
@@ -27,6 +27,7 @@ from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.hidden_lengths import hidden_lengths
 from kvtailor.hf.run.gradients import check_gradients, log_gradients
 from kvtailor.plan import Plan
+from kvtailor.plan.calls import check_call
 from kvtailor.types import Repetition
 from kvtailor.types.late_checks import sent
 
@@ -39,12 +40,14 @@ INSTRUCTION = "\n\nNow repeat all of the text above, word for word:\n"
 _FIRST_POSITION = {"paligemma": 1}
 
 
+@check_call
 def prefill(
     model: Any,
-    plan: str | Plan | KvCache,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
+    plan: str | Plan | None = None,
+    cache: KvCache | None = None,
     chunk: int | None = None,
     hold: bool = False,
     tokenizer: Any = None,
@@ -54,15 +57,16 @@ def prefill(
     """A cache that has seen a context and holds what the plan leaves of it.
 
     ```python
-    cache = kvtailor.prefill(model, "snapkv @ tokens=1024", document_ids, chunk=512)
+    cache = kvtailor.prefill(model, document_ids, plan="snapkv @ tokens=1024", chunk=512)
     answer = model.generate(torch.cat([document_ids, question_ids], 1), past_key_values=copy.deepcopy(cache))
     ```
 
     Args:
         model: a transformers decoder-only model.
-        plan: one line, a `Plan`, or a cache; a used one goes on with what follows.
         input_ids: (b, n) the tokens that the cache has not seen.
         attention_mask: (b, columns) of all that the cache has seen and these tokens, 0 for padding; None: no padding.
+        plan: of a new cache: one line or a `Plan`.
+        cache: instead of a plan; a used one goes on with what follows.
         chunk: feed so many tokens at a time, and compress after each, so that the cache never holds more than its
             budget and a chunk. None: at once.
         hold: compress only when the whole context was seen; chunks then bound the activations alone.
@@ -76,7 +80,14 @@ def prefill(
             been fed then.
         UnknownName: the model takes no input of such a name.
     """
-    cache = plan if isinstance(plan, KvCache) else cache_for(model, plan)
+    if (plan is None) == (cache is None):
+        raise ArgumentError(
+            f"kvtailor.prefill takes a plan= for a new cache or the cache= to go on with, and got "
+            f"{'neither' if plan is None else 'both'}"
+        )
+    if cache is None:
+        assert plan is not None
+        cache = cache_for(model, plan)
     words = instruction_of(tokenizer) if instruction is None else torch.as_tensor(instruction, dtype=torch.int64)
     with torch.no_grad():
         read(model, cache, input_ids, attention_mask, chunk=chunk, hold=hold, instruction=words, inputs=inputs)
@@ -109,7 +120,7 @@ def begin(
         cache.engine.take_short_context()
         return
     mask = None if attention_mask is None else attention_mask[:, :-1]
-    prefill(model, cache, input_ids[:, :-1], mask, tokenizer=tokenizer, chunk=chunk)
+    prefill(model, input_ids[:, :-1], mask, cache=cache, tokenizer=tokenizer, chunk=chunk)
 
 
 def read(
@@ -283,7 +294,7 @@ def _check_images(model: Any, cache: KvCache, ids: Tensor, chunk: int | None, in
     """Raise where a prompt has images that cannot be fed, or tokens of images without the images."""
     twice = cache.engine.needs.reconstruction is not None
     if not inputs:
-        instead = "give it all that the processor made, kvtailor.prefill(model, plan, **inputs)"
+        instead = "give it all that the processor made, kvtailor.prefill(model, **inputs, plan=plan)"
         if twice:
             instead = f"{cache.plan} reads its context twice by its token ids alone, so choose another plan for images"
         return check_text(model, ids, "prefill", instead)

@@ -17,6 +17,7 @@ from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
 from kvtailor.hf.switch import attention_restored
 from kvtailor.plan import Plan
+from kvtailor.plan.calls import check_call
 
 __all__ = ["Session", "session"]
 
@@ -40,6 +41,7 @@ class Session:
         self.last = cache_for(self.model, self.plan, graphs=self.graphs)
         return self.last
 
+    @check_call
     def prefill(
         self,
         input_ids: Tensor,
@@ -51,7 +53,7 @@ class Session:
     ) -> KvCache:
         """A new cache that has seen a context; see `kvtailor.prefill`."""
         how: dict[str, Any] = {"chunk": chunk, "hold": hold, "tokenizer": self.tokenizer}
-        return prefill(self.model, self.cache(), input_ids, attention_mask, **how, **inputs)
+        return prefill(self.model, input_ids, attention_mask, cache=self.cache(), **how, **inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with a new cache, unless one is given as `past_key_values`.
@@ -92,6 +94,7 @@ class Session:
         _take_note(cache, certain, mask, first=before if alone else 0)
         return output
 
+    @check_call
     @torch.no_grad()
     def score(self, context: Tensor, continuation: Tensor, *, chunk: int | None = None) -> Tensor:
         """Log-probability of a continuation given a compressed context.
@@ -141,6 +144,7 @@ def _take_note(cache: KvCache, ids: Tensor, mask: Tensor | None, first: int) -> 
     cache.conversation.append(rows, mask, at=known)
 
 
+@check_call
 @contextmanager
 def session(model: Any, plan: str | Plan, tokenizer: Any = None, *, graphs: bool = False) -> Iterator[Session]:
     """A model under a plan; its own attention comes back at the end.

@@ -21,10 +21,12 @@ from kvtailor.hf.sizes.segments import SegmentBytes
 from kvtailor.hf.sizes.size import CacheSize, forecast_size
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
+from kvtailor.plan.calls import check_call
 
 __all__ = ["cache_size", "known_size"]
 
 
+@check_call
 def cache_size(
     model: Any,
     plan: str | Plan,

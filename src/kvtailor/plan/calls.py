@@ -1,0 +1,116 @@
+"""What a function of Python's face is called with, held to its annotations before it does anything."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from kvtailor.errors import ArgumentError, UnknownName, shown
+from kvtailor.plan.arguments import fit, spell
+
+__all__ = ["check_call"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_ORDER = "the model comes first, then what it reads, and a plan is given by name where something is read"
+
+
+def check_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refuse arguments that a function does not have, or of another kind than it takes, before it begins.
+
+    One decorator for the whole face, so that a new function or argument needs no check of its own. It looks at kinds
+    alone: whether a number is too small is for the function to say.
+    """
+    signature = inspect.signature(function)
+    named = inspect.unwrap(function)
+    inside = "." in named.__qualname__
+    name = named.__qualname__ if inside else f"kvtailor.{named.__name__}"
+    taken = [
+        each.name for each in signature.parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    open_ended = any(each.kind == each.VAR_KEYWORD for each in signature.parameters.values())
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            for each in () if open_ended else kwargs:
+                if each not in taken:
+                    raise UnknownName(f"argument of {name}", each, taken) from None
+            said = str(error)
+            raise ArgumentError(
+                f"{name}{_in_words(signature, inside)}: {said[:1].lower()}{said[1:]}; "
+                f"{'see its arguments' if inside else _ORDER}"
+            ) from None
+        hints = _hints(named)
+        for each, value in given.items():
+            hint, parameter = hints.get(each, Any), signature.parameters[each]
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or _is_of(value, hint):
+                continue
+            raise ArgumentError(
+                f"{name}: {each} must be {spell(hint)}, and is {_told(value)}"
+                + ("" if inside else f"; it is {name}{_in_words(signature, inside)}")
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@functools.cache
+def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
+    return types.MappingProxyType(typing.get_type_hints(function))
+
+
+def _in_words(signature: inspect.Signature, inside: bool) -> str:
+    """The arguments that must be given, and the first of the others."""
+    parts, by_name = [], False
+    for each in list(signature.parameters.values())[inside:]:
+        lacks = each.default is each.empty
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) or (
+            each.kind == each.KEYWORD_ONLY and not (lacks or each.name in ("plan", "cache"))
+        ):
+            continue
+        by_name = by_name or each.kind == each.KEYWORD_ONLY
+        parts.append(f"{each.name}=..." if each.kind == each.KEYWORD_ONLY else each.name)
+    return f"({', '.join(parts)})"
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    """Whether a value is of an annotation; what cannot be told is taken."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of(value, each) for each in inner)
+    if hint is Any or hint is object:
+        return True
+    if hint is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if origin is collections.abc.Sequence:
+        sequence = isinstance(value, collections.abc.Sequence) and not isinstance(value, str | bytes)
+        return sequence and all(_is_of(each, inner[0]) for each in typing.cast(collections.abc.Sequence[Any], value))
+    if isinstance(origin, type):
+        return isinstance(value, origin)
+    try:
+        fit(value, hint)
+    except TypeError:
+        return False
+    return True
+
+
+def _told(value: object) -> str:
+    """A value as a sentence shows it: short, and never the numbers of a tensor or the layers of a model."""
+    if isinstance(value, str):
+        return shown(value)
+    if value is None or isinstance(value, int | float | Path | list | tuple) and len(repr(value)) <= 60:
+        return repr(value)
+    kind = type(value).__name__
+    return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"
