@@ -95,8 +95,11 @@ def _is_of(value: object, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, numbers.Real) and not isinstance(value, bool)
     if origin is collections.abc.Sequence:
-        sequence = isinstance(value, collections.abc.Sequence) and not isinstance(value, str | bytes)
-        return sequence and all(_is_of(each, inner[0]) for each in typing.cast(collections.abc.Sequence[Any], value))
+        # Which of its entries is wrong the function says itself.
+        return isinstance(value, collections.abc.Sequence) and not isinstance(value, str | bytes)
+    if origin is typing.Literal and isinstance(value, str):
+        # So does it of a name that is none of its own, with the nearest that are.
+        return any(isinstance(each, str) for each in inner)
     if isinstance(origin, type):
         return isinstance(value, origin)
     try:
