@@ -27,6 +27,8 @@ SIZES = [(1, 2, 4, 1, 63, 128), (3, 1, 1, 1, 600, 64), (2, 3, 3, 5, 130, 24), (1
 @pytest.fixture(params=[False, True], ids=["floats", "bytes"])
 def by_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Products of bytes, whatever this processor does best, and lanes of any length; small pieces."""
+    if request.param and not folded_codes._products_are_exact():
+        pytest.skip("torch's products of bytes overflow on this processor, and are not used on it")
     monkeypatch.setattr(folded_codes, "_byte_arithmetic", lambda: request.param)
     monkeypatch.setattr(folded_codes, "_LONG", 1)
     monkeypatch.setattr(folded_codes, "_PIECE", 1 << 13)

@@ -224,9 +224,22 @@ def _zero(side: TokenCodes) -> int:
 
 @cache
 def _byte_arithmetic() -> bool:
-    """Whether this processor multiplies bytes, and torch makes use of it."""
+    """Return whether this processor multiplies bytes, and torch makes exact use of it."""
     vnni = getattr(torch.cpu, "_is_vnni_supported", None)
-    return bool(vnni is not None and vnni() and torch.backends.mkldnn.is_available() and hasattr(torch, "_int_mm"))
+    return bool(vnni is not None and vnni() and torch.backends.mkldnn.is_available() and _products_are_exact())
+
+
+def _products_are_exact() -> bool:
+    """Return whether torch's products of bytes are exact here.
+
+    Which instruction its library takes is that library's choice (ONEDNN_MAX_CPU_ISA may forbid the processor's best),
+    and its form for AVX2 adds pairs in 16 bits, where large bytes overflow without a word. So it is tried.
+    """
+    if not hasattr(torch, "_int_mm"):
+        return False
+    least, most = (torch.full((32, 64), each, dtype=torch.int8) for each in (-128, 127))
+    pairs = [(least, most), (most, least), (most, most), (least, least)]
+    return all(torch.equal(torch._int_mm(a, b.T), a.int() @ b.T.int()) for a, b in pairs)
 
 
 def _multiplies_bytes(side: TokenCodes) -> bool:
