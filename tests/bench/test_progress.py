@@ -9,6 +9,7 @@ from rich.console import Console
 from tests.support.bench.dummy import FULL, CountingModel, DummyCache, contestant, subject
 from tests.support.bench.frauds import TEXT, record, task
 
+from kvtailor.bench import progress
 from kvtailor.bench.progress import bar, watch
 from kvtailor.bench.runner import contestants_of, plan_run, run
 from kvtailor.bench.subject import Subject
@@ -100,3 +101,19 @@ def test_a_bar_that_does_not_tick_draws_only_between_samples() -> None:
         assert "a side" in file.getvalue()[drawn:] and "1/3" in file.getvalue()[drawn:]
     with bar(3, console):
         assert threading.active_count() == before + 1
+
+
+def test_paced_work_says_the_time_left_without_a_terminal_too(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    told = io.StringIO()
+    with progress.paced(6, Console(file=told, width=100)) as step:
+        assert told.getvalue().startswith("6 steps; the first will tell how long they take.")
+        for label, seconds in [("states", 2), ("states", 2), ("gradients", 60), ("gradients", 62), ("gradients", 1)]:
+            now[0] += seconds
+            step(label)
+    assert told.getvalue().splitlines()[1:] == [
+        "[1 of 6] states: 10 s left at this pace",
+        "[3 of 6] gradients: 3 min left at this pace",
+        "[4 of 6] gradients: 2 min left at this pace",
+    ]

@@ -8,9 +8,9 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
+import click
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -21,7 +21,6 @@ from kvtailor.bench.data.texts import generated_text
 from kvtailor.bench.micro import kernels
 from kvtailor.bench.micro.tables import Bench, Cell, Table, compared
 from kvtailor.bench.micro.timer import Measured
-from kvtailor.bench.subject import Subject
 from kvtailor.cli import demo, main
 from kvtailor.cli.fit import TerminalProgress, note_of_use, show
 from kvtailor.cli.words.lines import formatted_warning, python_lines, wrapped_row
@@ -134,26 +133,21 @@ def test_the_program_warns_so():
     assert too_wide(done.stderr) == []
 
 
-def test_demo_and_what_a_fit_ends_with(tmp_path, monkeypatch):
-    small = {
-        "CONTEXT": 128, "WINDOWS": 6, "FIDELITY_WINDOWS": 5, "DOCUMENTS": 1, "ROUNDS": 1, "LONGEST": 384,
-        "PLANS": ("full", PLAN),
-    }  # fmt: skip
+def test_demo(tmp_path, monkeypatch):
+    small = {"CONTEXT": 128, "WINDOWS": 6, "ROUNDS": 1, "LONGEST": 384, "PLANS": {"full": "all", PLAN: "less"}}
     for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
-    found, folder = made_fit(), tmp_path / "fit"
-
-    def fitted(subject, out, console):
-        # Its search takes a minute; test_fit.py has it. What it prints meanwhile is below.
-        show(found, folder)
-        return found
-
-    monkeypatch.setattr(demo, "_fit", fitted)
-    monkeypatch.setattr(Subject, "load", partial(Subject.load, dtype="float32"))
     text = said("demo", "--out", str(tmp_path))
     assert too_wide(text) == [], text
     asked = [line.strip() for line in text.splitlines() if line.startswith("    kvtailor ")]
     assert len(asked) == 5 and all(each.count('"') % 2 == 0 for each in asked)
+
+
+def test_what_a_fit_ends_with(tmp_path):
+    found, folder = made_fit(), tmp_path / "fit"
+    shown = click.command()(lambda: show(found, folder))
+    text = CliRunner(env={"COLUMNS": "80"}).invoke(shown, []).output
+    assert too_wide(text) == [], text
     assert found.plan in " ".join(text.split()) and str(folder / "fitted.toml") in text
     part = text[text.index("cache = kvtailor.cache_for(") :]
     names = {"kvtailor": SimpleNamespace(cache_for=lambda model, plan: plan), "model": None}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvtailor.bench.runner import Job
     from kvtailor.bench.tasks.contract import Task
 
-__all__ = ["Remaining", "Watch", "Work", "bar", "watch", "works_of"]
+__all__ = ["Remaining", "Watch", "Work", "bar", "paced", "watch", "works_of"]
 
 _WIDTH = 48
 _LEAST_WIDTH = 16
@@ -36,6 +36,8 @@ _LEAST_WIDTH = 16
 _NARROW = 120
 # Plans of which the pace must be known before a range is given.
 _TIMED = 2
+# Seconds between two lines on the time that is left.
+_OFTEN = 30.0
 # Records tell their beginning to the millisecond.
 _TICK = timedelta(milliseconds=1)
 
@@ -168,6 +170,44 @@ def bar(
         work = progress.add_task(_label(label, room), total=total)
         progress.refresh()
         yield lambda label: progress.update(work, advance=1, description=_label(label, room), refresh=not ticking)
+
+
+@contextmanager
+def paced(total: int, console: Console) -> Iterator[Callable[[str], None]]:
+    """As `bar`, and says in whole lines how long the rest takes, without a terminal too.
+
+    After the first step, then at most every half a minute, at the pace of the newest kind of step: steps of another
+    label may be slower, and the first of each is said as well.
+
+    Args:
+        total: units that will come.
+        console: where to.
+    """
+    done, newest, last = 0, "", -math.inf
+    before = time.monotonic()
+    since = before, 0
+    console.print(f"{total} steps; the first will tell how long they take. Ctrl-C stops it, and writes nothing.")
+    with bar(total, console) as count:
+
+        def step(label: str) -> None:
+            nonlocal done, newest, last, before, since
+            now, done = time.monotonic(), done + 1
+            first = label != newest
+            if first:
+                newest, since = label, (before, done - 1)
+            before = now
+            if done < total and (first or (now - last >= _OFTEN and not console.is_terminal)):
+                left = (now - since[0]) / (done - since[1]) * (total - done)
+                console.print(f"[{done} of {total}] {label}: {_span(left)} left at this pace", markup=False)
+                last = now
+            count(label)
+
+        yield step
+
+
+def _span(seconds: float) -> str:
+    """A time in one unit."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 class Watch:

@@ -74,7 +74,7 @@ def command(
         raise click.UsageError("--released measures nothing: leave out --text, --tokens and --context.")
     from rich.console import Console
 
-    from kvtailor.bench.progress import bar
+    from kvtailor.bench.progress import paced
     from kvtailor.bench.subject import Subject
     from kvtailor.calibration.contract import calibrator
     from kvtailor.calibration.released import import_released
@@ -100,7 +100,7 @@ def command(
                 context=context,
                 state=state,
                 again=again,
-                progress=lambda units: bar(units, console),
+                progress=lambda units: paced(units, console),
             )
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error

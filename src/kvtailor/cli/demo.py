@@ -1,5 +1,5 @@
-"""`kvtailor demo`: the tour. What plans cost and buy on the embedded model, in one sentence and a table; then the model
-reads a long text that hides facts, and answers from a cache cut to measure; then `fit` finds a plan for a memory."""
+"""`kvtailor demo`: the tour. The embedded model reads a text that hides facts, and answers questions from caches that
+hold all of it, fewer bits of it, or a quarter of its tokens; then a table says what each plan cost on more text."""
 
 from __future__ import annotations
 
@@ -20,35 +20,25 @@ if TYPE_CHECKING:
     from kvtailor.bench.contestant import Contestant
     from kvtailor.bench.data.synthetic.documents import Document
     from kvtailor.bench.subject import Subject
-    from kvtailor.fitting.result import Fit
 
 __all__ = ["command"]
 
-PLANS = (
-    FULL,
-    "kivi(key_bits=8, value_bits=4, recent=32)",
-    "snapkv(kernel=21) @ keep=0.25",
-    "snapkv(kernel=21) + adakv + kivi(bits=4, recent=32) @ keep=0.25",
-    "streaming @ keep=0.25",
-)
-LONGEST = 2048
+PLANS = {
+    FULL: "everything is kept, as every model does by itself",
+    "kivi(key_bits=8, value_bits=4, recent=32)": "every token is kept, in fewer bits",
+    "snapkv(kernel=21) @ keep=0.25": "a quarter of the tokens: those that the end of the text looks at",
+    "snapkv(kernel=21) + adakv + kivi(bits=4, recent=32) @ keep=0.25": "a quarter of the tokens, in 4 bits",
+    "streaming @ keep=0.25": "the first tokens and the newest: what lay between is gone",
+}
+"""The plans, each with what it keeps."""
+LONGEST = 1024
 ANSWER_ROOM = 24
 FACTS = 4
 CONTEXT = 384
-WINDOWS = 50
-FIDELITY_WINDOWS = 5
-# A tour has no time for the 46 needles that the usual margin of 10 points takes with four plans; 20 points take 21.
-DOCUMENTS = 7
-MARGIN_POINTS = 20.0
-ROUNDS = 3
-FIT_CONTEXT = 384
-FIT_WINDOWS = 40
-# A tour has no time for methods that read a prompt twice, or that fit levels to each token.
-FIT_WITHOUT = (
-    "kvzip", "kvzip_plus", "nuq", "minicache", "critical", "expected", "d2o", "dynamickv", "pairs", "compactor",
-    "noncausal",
-)  # fmt: skip
-FIT_SHARE = 0.2
+WINDOWS = 42
+ROUNDS = 2
+WORTH = 160.0
+"""Forwards of so many tokens as the text has that the whole tour is worth, as measured on two cores with AVX2."""
 # What to type next, each command on a line of its own that a terminal of 80 columns does not part.
 YOUR_TURN = (
     ("your model, your memory", "kvtailor fit --model NAME --text FILE --memory 2GiB --context 32768"),
@@ -74,13 +64,13 @@ YOUR_TURN = (
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and report.html.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on the last line of standard output.")
 def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
-    """The tour: which plan is shown to lose next to nothing at which memory, and then answers from such caches.
+    """The tour: answers from compressed caches, right or wrong, and then what each plan cost on more text.
 
-    Nothing in it is prepared: wrong answers are shown as wrong. Takes some two minutes on two cores.
+    Nothing in it is prepared: wrong answers are shown as wrong. It says first how long it takes, below two minutes on
+    two cores. With --out, a tour that was stopped goes on: what the table needs is not measured twice.
     """
     from rich.console import Console
 
-    from kvtailor.bench.measure.equivalence import Margins
     from kvtailor.bench.report import summarise
     from kvtailor.bench.report.pages.terminal import show
     from kvtailor.bench.runner import contestants_of
@@ -92,20 +82,59 @@ def command(model: str, state: int, out: Path | None, as_json: bool) -> None:
     console = Console(highlight=False)
     try:
         with Console(stderr=True).status(f"loading {model}"):
-            subject = Subject.load(model)
-        contestants = contestants_of(PLANS)
-        margins = Margins(points=MARGIN_POINTS)
-        summary = summarise(_bench(subject, contestants, out), margins)
-        show(summary, console)
+            subject = Subject.load(model, dtype=_dtype(model))
+        contestants = contestants_of(tuple(PLANS))
+        _begin(subject, console)
         answers = _answers(subject, contestants, state, console)
-        page = write(out, out, margins)[0] if out is not None else None
-        fitted = _fit(subject, out, console)
+        console.rule("what each plan cost, on more text", align="left", style="dim")
+        summary = summarise(_bench(subject, contestants, out))
+        show(summary, console)
+        page = write(out, out)[0] if out is not None else None
     except (KvtailorError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    _next(console, time.perf_counter() - begin, page)
+    seconds = time.perf_counter() - begin
+    _next(console, seconds, page)
     if as_json:
-        told = {"answers": answers, "fit": fitted.as_dict(), **summary.as_dict()}
+        told = {"answers": answers, "seconds": seconds, **summary.as_dict()}
         click.echo(json.dumps(told, ensure_ascii=False, allow_nan=False))
+
+
+def _dtype(model: str) -> str | None:
+    """float32 for an embedded model, which is small: a CPU without arithmetic in 16 bits takes far longer in them."""
+    from kvtailor.hf.model import embedded
+
+    return "float32" if model in embedded.NAMES else None
+
+
+def _begin(subject: Subject, console: Console) -> None:
+    """Say what a KV cache is, what is about to be shown, and how long that takes on this machine."""
+    import torch
+
+    from kvtailor.bench.report.pages.terminal import byte_text
+    from kvtailor.hf.sizes.of_model import cache_size
+
+    most = LONGEST if subject.positions is None else min(LONGEST, subject.positions)
+    ids = torch.arange(most).remainder(64)[None].to(subject.device) + 4
+    # The first forward of a process takes longer than any other.
+    for tokens in (8, most):
+        begin = time.perf_counter()
+        subject.forward(ids[:, :tokens], None)
+        subject.wait()
+        seconds = time.perf_counter() - begin
+    each = cache_size(subject.model, FULL, context=most).total / most
+    console.print(
+        "As a model reads, it keeps keys and values of every token, to look back at: its KV cache. Here that is "
+        f"{byte_text(each)} a token, and it grows with the text. kvtailor keeps fewer tokens, or fewer bits of each. "
+        f"You will see the same {FACTS} questions answered from {len(PLANS)} caches, right or wrong, and then a table."
+    )
+    console.print(f"All of it takes about {_minutes(WORTH * seconds)} here.", style="dim")
+
+
+def _minutes(seconds: float) -> str:
+    """A time that is no more than an estimate."""
+    if seconds < 90:
+        return f"{max(10, 10 * round(seconds / 10))} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds >= 150 else "2 minutes"
 
 
 def _answers(subject: Subject, contestants: list[Contestant], state: int, console: Console) -> list[dict[str, Any]]:
@@ -127,6 +156,7 @@ def _answers(subject: Subject, contestants: list[Contestant], state: int, consol
     told: list[dict[str, Any]] = []
     for contestant in contestants:
         console.print(Text(contestant.label, style="bold"))
+        console.print(f"  {PLANS.get(contestant.label, '')}", style="dim")
         right, last = 0, None
         for document in documents:
             found, good = _ask(subject, contestant, document, console, cold=not told)
@@ -223,8 +253,6 @@ def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) ->
     from kvtailor.bench.progress import watch
     from kvtailor.bench.runner import plan_run, run
     from kvtailor.bench.tasks.contract import Task
-    from kvtailor.bench.tasks.fidelity import Fidelity
-    from kvtailor.bench.tasks.needle import Needle
     from kvtailor.bench.tasks.perplexity import Perplexity
     from kvtailor.bench.tasks.speed import Speed
 
@@ -241,34 +269,10 @@ def _bench(subject: Subject, contestants: list[Contestant], out: Path | None) ->
             continuation=tail,
             windows=WINDOWS,
         ),
-        Needle(lengths=(context,), depths=(0.1, 0.5, 0.9), documents=DOCUMENTS),
-        Fidelity(text=text, source=source, context=context, continuation=tail, windows=FIDELITY_WINDOWS),
         Speed(text=text, source=source, context=context, tokens=24, rounds=ROUNDS, warmup=1),
     ]
     with watch(*plan_run(tasks, contestants), Terminal(stderr=True)) as seen:
-        return run(subject, contestants, tasks, out=out, advance=seen.step, finish=seen.finish, resume=False)
-
-
-def _fit(subject: Subject, out: Path | None, console: Console) -> Fit:
-    """The plan that is cut to a fifth of the cache, on generated text."""
-    from rich.console import Console as Terminal
-
-    from kvtailor.cli.fit import TerminalProgress, show
-    from kvtailor.fitting.material import generated
-    from kvtailor.fitting.pieces import CONTINUATION
-    from kvtailor.fitting.run import fit
-
-    context = FIT_CONTEXT if subject.positions is None else min(FIT_CONTEXT, subject.positions - CONTINUATION)
-    share = f"{100 * FIT_SHARE:g} %"
-    console.print()
-    console.rule(f"fit: the plan that is cut to {share} of the cache's bytes", align="left", style="dim")
-    folder = None if out is None else out / "fit"
-    found = fit(
-        subject, generated(context, FIT_WINDOWS), keep_bytes=FIT_SHARE, context=context, effort="tour", timed=False,
-        without=FIT_WITHOUT, out=folder, progress=TerminalProgress(Terminal(stderr=True, highlight=False)),
-    )  # fmt: skip
-    show(found, folder)
-    return found
+        return run(subject, contestants, tasks, out=out, advance=seen.step, finish=seen.finish)
 
 
 def _next(console: Console, seconds: float, page: Path | None) -> None:

@@ -51,7 +51,7 @@ _NAME = 16  # columns of a name of a plan that the others leave on a terminal of
 )
 @click.option(
     "--effort",
-    type=click.Choice([name for name in EFFORTS if name != "tour"]),
+    type=click.Choice(list(EFFORTS)),
     default="normal",
     show_default=True,
     help="How much is tried.",

@@ -1,4 +1,4 @@
-"""How much a fit tries: `quick`, `normal` and `thorough`; `tour` is for a look at it, in a minute."""
+"""How much a fit tries: `quick`, `normal` and `thorough`."""
 
 from __future__ import annotations
 
@@ -50,11 +50,6 @@ class Effort:
 EFFORTS: Mapping[str, Effort] = {
     each.name: each
     for each in (
-        Effort(
-            name="tour", first=(3, 1), rest=(3, 1), widths=(4, 2), shares=(0.25,), by_head=False, trials=6, front=1,
-            levels=(0.125, 0.5), fitted=1, presets=1, windows=(24, 5), reads_twice=False,
-            slow_points=False,
-        ),
         Effort(
             name="quick", first=(3, 1), rest=(5, 3), widths=(8, 4, 2), shares=(0.5, 0.25, 0.1), by_head=False,
             trials=14, front=2, levels=(0.06, 0.125, 0.25, 0.5), fitted=2, presets=2, windows=(24, 5),
