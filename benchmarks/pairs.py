@@ -92,7 +92,7 @@ class Decoded:
 
     def __init__(self, model: Any, plan: Plan, prompt: torch.Tensor):
         self.model, self.token = model, prompt[:, :1]
-        self.cache = kvtailor.prefill(model, plan, prompt)
+        self.cache = kvtailor.prefill(model, prompt, plan=plan)
         self.take(2)
 
     def take(self, tokens: int) -> float:
