@@ -109,3 +109,14 @@ def test_says_what_it_needs() -> None:
 def test_refuses_wrong_settings(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SnapKV(**wrong)  # type: ignore[arg-type]
+
+
+def test_by_default_a_look_at_where_a_number_begins_keeps_its_last_digit() -> None:
+    """The paper's kernel of 5 reaches two tokens further, and a code of nine digits ends eight tokens further."""
+    votes = [0.0] * 64 + [9.0] + [0.0] * 95
+    held = line(votes, window=1)
+    begins, ends = 64, 72
+    scores = SnapKV(window=1).score(held)[0, 0]
+    narrow = SnapKV(window=1, kernel=5).score(held)[0, 0]
+    assert scores[ends] > 10 * scores[20] and torch.isclose(scores[begins], scores[ends], rtol=1e-3)
+    assert narrow[ends] < 2 * narrow[20]

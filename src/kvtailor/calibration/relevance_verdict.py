@@ -25,7 +25,7 @@ from kvtailor.score.atskv import ATSKV
 __all__ = ["KEEPS", "RIVALS", "kept_mass", "of_attention", "of_models", "rank_correlation", "sentence"]
 
 KEEPS = (0.25, 0.1)
-RIVALS = {"snapkv": 2, "snapkv(kernel=21)": 3}
+RIVALS = {"snapkv(kernel=5)": 2, "snapkv(kernel=21)": 3}
 """Plans that score by one of the features, and which one. The first is SnapKV's own, the other shows how much of a gain
 is no more than a wider average.
 """

@@ -106,6 +106,7 @@ def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[st
     """Faults and notes of a plan on a model."""
     from kvtailor.cli.words.calibration import read_by
     from kvtailor.hf.layers.of_cache import plan_misfits
+    from kvtailor.hf.model.key_bias import said_without_weights
 
     faults, notes = [], []
     count = len(geometry.compressed)
@@ -121,6 +122,8 @@ def _against(plan: Plan | None, geometry: Geometry, model: str) -> tuple[list[st
         )
     if plan is not None and count:
         faults += plan_misfits(plan, geometry)
+        harm = None if faults else said_without_weights(plan, model, geometry)
+        notes += [] if harm is None else [f"warning: {harm}"]
         for word, found in read_by(plan, model).items():
             named = ", ".join(f"{each.name} of {each.model}" for each in found) or "none that is shipped"
             notes.append(f"{word} reads a calibration: {named}; it must be of this model's very weights")

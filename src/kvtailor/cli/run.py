@@ -80,6 +80,7 @@ class Generated:
         bytes_full: what the same tokens take uncompressed.
         ttft_seconds: from the call to the first token: prefill and compression.
         tpot_seconds: for each further token, on average.
+        dtype: of the model, and so of the cache whose bytes are `bytes_full`.
         started_cold: this was the process's first generation: times include what the first use of anything costs.
     """
 
@@ -96,6 +97,7 @@ class Generated:
     ttft_seconds: float | None
     tpot_seconds: float | None
     started_cold: bool = True
+    dtype: str | None = None
 
 
 def generate(
@@ -163,6 +165,7 @@ def generate(
         ttft_seconds=times[0] - begin if times else None,
         tpot_seconds=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
         started_cold=cold,
+        dtype=str(subject.model.dtype).removeprefix("torch."),
         **{name: weight.get(name) for name in _WEIGHED},
     )
 
@@ -323,7 +326,8 @@ def _say(found: Generated, console: Any) -> None:
     lines = []
     if found.bytes_held is not None and found.bytes_full:
         share = 100 * found.bytes_held / found.bytes_full
-        lines.append(f"cache   {byte_text(found.bytes_held)} held, {byte_text(found.bytes_full)} full: {share:.1f} %")
+        of = "" if found.dtype is None else f" in {found.dtype}"
+        lines.append(f"cache   {byte_text(found.bytes_held)} held, {byte_text(found.bytes_full)} full{of}: {share:.1f} %")
     if found.tokens_held is not None:
         read = "" if found.tokens_read is None else f"{found.tokens_read:.0f} read for the last token, "
         lines.append(

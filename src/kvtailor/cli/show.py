@@ -91,6 +91,11 @@ def command(
     for word, found in files.items():
         _say_files(word, found, model)
     notes = budget_notes(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
+    if geometry is not None and model is not None:
+        from kvtailor.hf.model.key_bias import said_without_weights
+
+        harm = said_without_weights(parsed, model, geometry)
+        notes += [] if harm is None else [f"warning: {harm}"]
     held = step = size = None
     if batch > 1 and tokens is None:
         raise click.UsageError("--batch needs --context, the length of each row")

@@ -33,7 +33,7 @@ __all__ = ["EXPECTED", "EVICTING", "KEEPS", "Order", "QUANTISED", "compare", "ma
 
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 EVICTING = (
-    "snapkv",
+    "snapkv(kernel=5)",
     "snapkv(kernel=21)",
     "snapkv(kernel=21) + adakv",
     "pyramidkv",
@@ -67,10 +67,10 @@ class Order:
 
 
 EXPECTED = (
-    Order(FULL, "snapkv @ keep={keep}", "needle"),
-    Order("snapkv @ keep={keep}", "streaming @ keep={keep}", "needle"),
+    Order(FULL, "snapkv(kernel=5) @ keep={keep}", "needle"),
+    Order("snapkv(kernel=5) @ keep={keep}", "streaming @ keep={keep}", "needle"),
     Order("snapkv(kernel=21) @ keep={keep}", "streaming @ keep={keep}", "needle"),
-    Order("snapkv @ keep={keep}", "random @ keep={keep}", "needle"),
+    Order("snapkv(kernel=5) @ keep={keep}", "random @ keep={keep}", "needle"),
     Order("streaming @ keep={keep}", "random @ keep={keep}", "needle"),
     Order("streaming @ keep={keep}", "sliding_window @ keep={keep}", "perplexity"),
     Order("streaming @ keep={keep}", "random @ keep={keep}", "perplexity"),

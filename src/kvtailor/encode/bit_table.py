@@ -76,6 +76,11 @@ class BitTable(Around, Codec):
         """The length of a list of bits."""
         return next((len(each) for each in (self.keys, self.values) if isinstance(each, tuple)), None)
 
+    @property
+    def bears_offset(self) -> bool:
+        """Whether the inner codec does in the bits of each layer's keys."""
+        return all(self._with(key_bits=bits).bears_offset for bits in self._key_bits)
+
     def misfit(self, *, layers: int, heads: int, size: int) -> str | None:
         """More layers, or bits for other layers, than the model has."""
         for name in ("keys", "values"):
@@ -117,6 +122,14 @@ class BitTable(Around, Codec):
     def decode_flops(self, *, tokens: int, key_size: int, value_size: int) -> int | None:
         """As `encode_flops`."""
         return self.of.decode_flops(tokens=tokens, key_size=key_size, value_size=value_size)
+
+    @property
+    def _key_bits(self) -> tuple[int, ...]:
+        """Bits of keys that a layer may have."""
+        if isinstance(self.keys, tuple):
+            return self.keys
+        of_all = (self.high,) if self.keys == 1.0 and isinstance(self.keys, float) else (self.high, self.low)
+        return of_all if self.keys else (self.low,)
 
     def _with(self, **bits: int) -> Codec:
         inner: Any = self.of

@@ -134,6 +134,11 @@ class Channels(ByBlocks, Codec):
         object.__setattr__(made, "_lengths", grouped.square().sum((2, 3)).sqrt().flatten(0, 1))
         return made
 
+    @property
+    def bears_offset(self) -> bool:
+        """Channels stay as they are, or go."""
+        return True
+
     def segment_type(self) -> type[ChannelsSegment]:
         return ChannelsSegment
 

@@ -87,6 +87,16 @@ class Codec(Method, ABC):
         return False
 
     @property
+    def bears_offset(self) -> bool:
+        """Whether one constant that is added to all keys of a head makes their codes hardly coarser.
+
+        A model whose key projection has a bias adds such a constant, and it may be many times what keys differ by. A
+        code in few levels with one scale for a whole key spends them on the constant; one with a scale for each channel
+        does not. Plans with a codec that does not say True here are warned of on such a model.
+        """
+        return self.exact
+
+    @property
     def weighs_tokens(self) -> bool:
         """Whether a slot may stand for several tokens, so that `Segment.view` has weights."""
         return False
@@ -300,6 +310,11 @@ class Around(Method):
     @property
     def needs_rotation(self) -> bool:
         return self.of.needs_rotation
+
+    @property
+    def bears_offset(self) -> bool:
+        """Whether the inner codec does."""
+        return self.of.bears_offset
 
     @property
     def weighs_tokens(self) -> bool:

@@ -62,6 +62,11 @@ class Fp8(ByGroups, TwoSided, Codec):
             raise ValueError(f"fp8: recent must be 0 or more tokens, found {self.recent}")
         self.check_groups("fp8")
 
+    @property
+    def bears_offset(self) -> bool:
+        """A float's error is a share of its own channel."""
+        return True
+
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> FloatCodes:
         return FloatCodes.of(keys, self.group)
 

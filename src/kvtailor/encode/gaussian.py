@@ -93,6 +93,11 @@ class Gaussian(ByBlocks, InBits, TwoSided, Codec):
                 raise ValueError(f"gaussian: qjl takes one bit of a code, and {name} have bits=1: write 2 or more")
         self.check_tokens("gaussian")
 
+    @property
+    def bears_offset(self) -> bool:
+        """Where keys are coded: in 8 bits."""
+        return not self.codes_keys or self.holds_offset
+
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> GaussianCodes | ResidualCodes:
         return self._coded(keys, self.bits_of_keys, self._projects_keys)
 

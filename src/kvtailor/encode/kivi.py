@@ -90,6 +90,11 @@ class Kivi(InBits, TwoSided, Codec):
         """Key groups run along time."""
         return self.group if self.codes_keys else 1
 
+    @property
+    def bears_offset(self) -> bool:
+        """Each channel has its own minimum, which takes the constant."""
+        return True
+
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> ChannelCodes:
         return quantiser(keys).channels(keys, self.bits_of_keys, self.group)
 

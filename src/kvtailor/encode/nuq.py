@@ -83,6 +83,11 @@ class Nuq(ByGroups, InBits, TwoSided, Codec):
                 raise ValueError(f"nuq: {name} must be {least} tokens or more, found {getattr(self, name)}")
         self.check_groups("nuq")
 
+    @property
+    def bears_offset(self) -> bool:
+        """Each channel has its own levels."""
+        return True
+
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> LevelCodes:
         return self._coded(keys, layout, first, self.bits_of_keys, by_channel=True)
 

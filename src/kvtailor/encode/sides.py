@@ -89,6 +89,11 @@ class SidesCodec(Codec):
         """Whether keys are turned back."""
         return self.keys.needs_rotation
 
+    @property
+    def bears_offset(self) -> bool:
+        """Whether the keys' codec does."""
+        return self._of("keys").bears_offset
+
     def one_sided(self, side: Sides, asked: str) -> Codec:
         """See `Codec.one_sided`; the other side becomes `plain`."""
         if isinstance(self.keys if side == "keys" else self.values, Plain):

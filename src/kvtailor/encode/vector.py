@@ -70,6 +70,11 @@ class Vector(ByBlocks, InBits, TwoSided, Codec):
         self.check_bits("vector", lambda name, bits: "; asymmetric codes can have 1" if bits == 1 else "", least=least)
         self.check_tokens("vector")
 
+    @property
+    def bears_offset(self) -> bool:
+        """Where keys are coded: in 8 bits."""
+        return not self.codes_keys or self.holds_offset
+
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> TokenCodes:
         return self._coded(keys, self.bits_of_keys)
 

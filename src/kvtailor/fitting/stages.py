@@ -52,7 +52,7 @@ from kvtailor.presets import FULL
 __all__ = ["Fitting"]
 
 _CLOSER = 3
-_QUICK_SCORES = ("snapkv(kernel=21)", "snapkv", "h2o", "tova", "keydiff", "expected")
+_QUICK_SCORES = ("snapkv", "snapkv(kernel=5)", "h2o", "tova", "keydiff", "expected")
 
 
 @dataclass(kw_only=True)

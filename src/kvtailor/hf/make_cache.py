@@ -23,6 +23,7 @@ from kvtailor.hf.model.attending.softmax import check_plan_softmax, softmax_befo
 from kvtailor.hf.model.calibrated import calibrations_of, tensors_of
 from kvtailor.hf.model.devices import input_device, runs_on
 from kvtailor.hf.model.geometry import Geometry, check
+from kvtailor.hf.model.key_bias import warn_of_key_bias
 from kvtailor.hf.model.modules import modules_by_layer, rotation_of
 from kvtailor.hf.model.projection import OutputProjection
 from kvtailor.hf.model.tensor_parallel import check_plan, check_same_plan, share_of
@@ -83,6 +84,8 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
         if layer in known:
             state.model.softmax = softmax_before(known[layer], share)
     _equip(cache, model, devices)
+    if share.ranks == 1:
+        warn_of_key_bias(model, cache.plan, geometry)
     cache.lease = switch(model, NAME)
     if isinstance(cache, ReplayedCache):
         cache.forward_lease = lend_forward(model)

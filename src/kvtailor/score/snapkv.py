@@ -9,9 +9,12 @@ observation window, our `kernel` = its pooling kernel.
 
 *Source*: the paper and a description of its repository (Apache-2.0).
 
-*Departs*: one kv head has one kept set, where the official code repeats keys and keeps one per query head; votes of a
-group are reduced before pooling, which for `pooling="max"` is not the same as after. Rows with padding pool over their
-real tokens alone. When tokens are evicted again, the softmax runs over what is held, not over what was evicted before.
+*Departs*: the pooling is 21 tokens wide by default, where the paper has 5 or 7 (`kernel=5` is the paper's). The last
+queries look at where a number or a name begins, and a tokenizer of single digits writes on for longer than the two
+tokens that a kernel of 5 reaches: the first digits stay and the last ones go. One kv head has one kept set, where the
+official code repeats keys and keeps one per query head; votes of a group are reduced before pooling, which for
+`pooling="max"` is not the same as after. Rows with padding pool over their real tokens alone. When tokens are evicted
+again, the softmax runs over what is held, not over what was evicted before.
 
 *Cost*: the last `window` queries; time and scratch O(q * window * n), one kv head at a time, so the scratch is float32
 (b, g * window, n).
@@ -43,13 +46,13 @@ class SnapKV(Scorer):
 
     Attributes:
         window: newest queries that vote, and newest tokens that always stay.
-        kernel: odd width of the pooling, in tokens.
+        kernel: odd width of the pooling, in tokens; the paper has 5 or 7.
         pooling: "average" (edges padded with zeros that count) or "max".
         reduce: how the votes of a kv head's query heads become one.
     """
 
     window: int = 32
-    kernel: int = 5
+    kernel: int = 21
     pooling: Pooling = "average"
     reduce: Reduce = "mean"
     splits_heads: ClassVar[bool] = True

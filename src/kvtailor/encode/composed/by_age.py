@@ -106,6 +106,11 @@ class ByAge(Codec):
         """Whether a codec does."""
         return any(codec.needs_rotation for codec in self.of)
 
+    @property
+    def bears_offset(self) -> bool:
+        """Whether the codecs of all ages do."""
+        return all(codec.bears_offset for codec in self.of)
+
     def in_blocks(self, tokens: int) -> ByAge:
         """See `Codec.in_blocks`."""
         return replace(self, of=tuple(codec.in_blocks(tokens) for codec in self.of))

@@ -25,6 +25,11 @@ class FloatsInBlocks(ByBlocks, TwoSided, ABC):
     def bytes_of(self, size: int) -> float:
         """Closed form for one token of `size` channels on one side, scales included."""
 
+    @property
+    def bears_offset(self) -> bool:
+        """Where keys are coded: floats of 4 bits share a scale among channels, and the large ones take it."""
+        return not self.codes_keys
+
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> Coded:
         return self.coded(keys)
 

@@ -62,6 +62,11 @@ class MxFp8(FloatsInBlocks, Codec):
             raise ValueError(f"mxfp8: element must be e4m3 or e5m2, found {self.element!r}")
         self.check_tokens("mxfp8")
 
+    @property
+    def bears_offset(self) -> bool:
+        """A float's error is a share of its own channel."""
+        return True
+
     def coded(self, states: Tensor) -> MxCodes:
         return MxCodes.of(states, self.element, _BLOCK)
 

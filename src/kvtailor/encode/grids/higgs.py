@@ -76,6 +76,11 @@ class Higgs(ByBlocks, InBits, TwoSided, Codec):
                 raise ValueError(f"higgs: {name} must be 2, 3 or 4, for which there are grids, found {bits}")
         self.check_tokens("higgs")
 
+    @property
+    def bears_offset(self) -> bool:
+        """Where keys are coded: in 8 bits."""
+        return not self.codes_keys or self.holds_offset
+
     def code_keys(self, keys: Tensor, layout: Layout, first: Tensor | None) -> GridCodes:
         return GridCodes.of(keys, self.bits_of_keys, keep_norm=self.keep_norm)
 

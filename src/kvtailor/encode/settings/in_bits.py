@@ -22,6 +22,15 @@ class InBits:
     def bits_of_values(self) -> int:
         return self.value_bits or self.bits
 
+    @property
+    def holds_offset(self) -> bool:
+        """Whether a key's code, one scale for all of its channels, has levels enough for a constant in all keys.
+
+        On Qwen2.5-Coder-0.5B, whose key biases are up to 180 times what keys differ by, codes of 8 bits lost 0.004 nats
+        a token, and codes of 4 bits 0.06 to 1.8.
+        """
+        return self.bits_of_keys >= 8
+
     def check_bits(self, codec: str, more: Callable[[str, int], str], *, least: int = 1) -> None:
         """Raise `ValueError` for bits that are not `least` to 8; `more` ends the sentence on a name and its bits."""
         for name in ("bits", "key_bits", "value_bits"):

@@ -152,6 +152,11 @@ class Kvtc(ByGroups, Projecting, CalibratedMethod, Codec):
     def wants_calibration(self) -> bool:
         return self.basis == "calibrated"
 
+    @property
+    def bears_offset(self) -> bool:
+        """Each component of a group of tokens has its own minimum, which takes the constant."""
+        return True
+
     def one_sided(self, side: Sides, asked: str) -> Codec:
         if self.only not in ("both", side):
             return super().one_sided(side, asked)

@@ -137,6 +137,12 @@ class LowRank(Projecting, CalibratedMethod, Codec):
     def lane_multiple(self) -> int:
         return 1 if self._latents is None else self._latents.lane_multiple
 
+    @property
+    def bears_offset(self) -> bool:
+        """Where keys are coded in coordinates: the mean is taken off before, or what codes those bears it."""
+        codec = self.coordinates
+        return self.only == "values" or self.centred or codec is None or codec.bears_offset
+
     def one_sided(self, side: Sides, asked: str) -> LowRank:
         of = None if self.of is None else self.of.one_sided(side, asked)
         if of is None and self.only not in ("both", side):

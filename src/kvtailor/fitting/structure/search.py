@@ -264,7 +264,7 @@ def _constrain(trial: optuna.Trial, over: float) -> None:
 def _crossed(candidates: Iterable[Candidate], space: Space) -> list[dict[str, Any]]:
     """Points between presets: the scorers of the best ones, with stage 1's layers and with codecs."""
     named = [score for each in _presets(candidates)[:6] for score in space.scores if same_score(each.plan, score)]
-    best = list(dict.fromkeys([*named, *(score for score in space.scores if score.startswith("snapkv(kernel"))]))[:3]
+    best = list(dict.fromkeys([*named, *(score for score in space.scores if score == "snapkv")]))[:3]
     found: list[dict[str, Any]] = []
     for score in best:
         if space.layers is not None:

@@ -33,7 +33,7 @@ TABLE = "table"
 """The allocation of stage 1's optimum."""
 POOLED = "pooled(floor=0.0)"
 _SCORES = (
-    "snapkv", "snapkv(kernel=21)", "critical(of=snapkv(kernel=21))", "h2o", "tova", "expected", "kvzip", "keydiff",
+    "snapkv(kernel=5)", "snapkv", "critical(of=snapkv)", "h2o", "tova", "expected", "kvzip", "keydiff",
     "position(sinks=4)",
 )  # fmt: skip
 _ALLOCATORS = ("uniform", "adakv", POOLED, "pyramid")

@@ -24,7 +24,15 @@ from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 from kvtailor.types.late_checks import require_none
 
-__all__ = ["attention_modules", "is_part_of", "makes_causal_mask", "modules_by_layer", "own_attention", "rotation_of"]
+__all__ = [
+    "attention_modules",
+    "is_part_of",
+    "makes_causal_mask",
+    "modules_by_layer",
+    "own_attention",
+    "rotation_of",
+    "zero_angles",
+]
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
@@ -261,6 +269,17 @@ def _angles(rotary: Any, positions: Tensor, layer_type: str | None) -> tuple[Ten
     kinds = isinstance(getattr(rotary, "rope_type", None), dict)
     cos, sin = rotary(like, positions, layer_type) if kinds else rotary(like, positions)
     return cos[0].float(), sin[0].float()
+
+
+def zero_angles(
+    model: Any, module: torch.nn.Module, layer_type: str | None, tokens: int
+) -> tuple[Tensor, Tensor] | None:
+    """cos and sin (1, tokens, r) of position 0, as the model makes them; None: it has no rotary embedding."""
+    rotary = _rotary(model, module)
+    if rotary is None:
+        return None
+    cos, sin = _angles(rotary, torch.zeros(1, tokens, dtype=torch.int64, device=runs_on(rotary)), layer_type)
+    return cos[None], sin[None]
 
 
 def _candidates(cos: Tensor, sin: Tensor) -> Iterator[tuple[Tensor, bool]]:

@@ -1,0 +1,264 @@
+"""The constant that a model's key projections add to all keys, and the plans that it harms.
+
+A bias of the key projection is in every key, and in Qwen2 and Qwen2.5 it is many times what keys differ by. Codes in
+few levels with one scale for a whole key spend them on it (`Codec.bears_offset`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from kvtailor.encode.contract import Codec, CodecContext
+from kvtailor.hf.model.devices import runs_on
+from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.model.loading import load_bare
+from kvtailor.hf.model.modules import modules_by_layer, zero_angles
+from kvtailor.hf.model.projection import output_layer
+from kvtailor.plan import Plan
+
+__all__ = [
+    "INSTEAD",
+    "harmed_by_key_bias",
+    "has_key_bias",
+    "key_bias_bits",
+    "said_without_weights",
+    "sentence_of",
+    "warn_of_key_bias",
+]
+
+INSTEAD = "kivi4 or kvquant4"
+"""Presets that lose nothing by such a bias."""
+_MUCH = 2.0
+_PAIRS = 4
+# Names under which attention modules of transformers take a cache.
+_CACHES = ("past_key_values", "cache", "past_key_value", "layer_past", "curr_past_key_values", "past")
+# Bits of an attention module, found once for the biases that it had then.
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[object, float]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+class _KeysSeen(Exception):
+    """Ends an attention's forward once it has handed its keys to the cache."""
+
+    def __init__(self, keys: Tensor):
+        super().__init__("keys")
+        self.keys = keys
+
+
+class _Probe:
+    """Stands for a cache in an attention's forward, and takes the keys (1, h, t, d)."""
+
+    is_updated: Mapping[int, bool] = {}
+
+    def update(self, keys: Tensor, *_: object, **__: object) -> None:
+        raise _KeysSeen(keys)
+
+    def get_seq_length(self, *_: object) -> int:
+        return 0
+
+
+def has_key_bias(module: nn.Module) -> bool:
+    """Whether an attention module has a projection with a bias, its output projection apart."""
+    return bool(_biases(module))
+
+
+def key_bias_bits(model: Any, geometry: Geometry) -> dict[int, float]:
+    """Return the bits of a key's codes that the constant in all keys takes, by compressed layer that has a bias.
+
+    Of a kv head: 0.5 log2(1 + |o|^2 / E|W x|^2), where o is what the layer makes of no input and W x what its keys
+    differ by, for inputs of independent channels behind the layer's norm. The largest of the layer's heads counts. A
+    layer whose keys are not of that form, or whose forward cannot be asked, is left out.
+
+    Args:
+        model: a transformers causal language model, its weights loaded.
+        geometry: of the model.
+    """
+    modules = modules_by_layer(model)
+    found = {}
+    for layer in geometry.compressed:
+        if layer in modules and has_key_bias(modules[layer]) and not geometry.shapes[layer].latents:
+            bits = _bits_of(model, modules[layer], geometry.shapes[layer].kind)
+            if bits is not None:
+                found[layer] = bits
+    return found
+
+
+def harmed_by_key_bias(plan: Plan, layers: Sequence[int], bits: Mapping[int, float]) -> dict[int, float]:
+    """Return the bits of the layers where the constant takes two or more, and where the plan codes keys coarsely.
+
+    Args:
+        plan: of a cache.
+        layers: that the plan compresses.
+        bits: as `key_bias_bits` gives them.
+    """
+    large = {index: bits[layer] for index, layer in enumerate(layers) if bits.get(layer, 0.0) >= _MUCH}
+    if plan.encode.bears_offset or not large:
+        return {}
+    return {layers[index]: much for index, much in large.items() if not _on(plan, index, len(layers)).bears_offset}
+
+
+def sentence_of(plan: Plan, harmed: Mapping[int, float]) -> str:
+    """Return what to say of a plan on a model in whose `harmed` layers it codes keys coarsely; not empty."""
+    worst = max(harmed, key=lambda layer: harmed[layer])
+    where = f"layer {worst}" if len(harmed) == 1 else f"{len(harmed)} layers, most in layer {worst}"
+    return (
+        f"{plan} harms this model: its key projections have a bias, many times what keys differ by ({where}), and this "
+        f"codec has few levels and one scale for a whole key. Use {INSTEAD}, or measure the loss with kvtailor bench"
+    )
+
+
+def said_without_weights(plan: Plan, name: str, geometry: Geometry) -> str | None:
+    """Return what to say of a plan on a model that is not loaded: `sentence_of`, a condition, or None.
+
+    Biases and key projections are read from a folder's safetensors, where the model has a `k_proj`.
+
+    Args:
+        plan: of a cache.
+        name: see `hf.model.loading.load`.
+        geometry: of the model.
+    """
+    if plan.encode.bears_offset or not geometry.compressed:
+        return None
+    bare = load_bare(name)
+    modules = {layer: each for layer, each in modules_by_layer(bare).items() if layer in geometry.compressed}
+    biased = {layer: each for layer, each in modules.items() if has_key_bias(each)}
+    if not biased:
+        return None
+    bits = _bits_of_folder(Path(name), bare, biased, geometry)
+    if bits is not None:
+        harmed = harmed_by_key_bias(plan, geometry.compressed, bits)
+        return sentence_of(plan, harmed) if harmed else None
+    return (
+        f"{plan}: the key projections of this model may have a bias. Where it is large, as in Qwen2 and Qwen2.5, this "
+        f"codec loses much and {INSTEAD} do not; `run`, `bench` and cache_for look at the weights and tell"
+    )
+
+
+def warn_of_key_bias(model: Any, plan: Plan, geometry: Geometry, *, stacklevel: int = 3) -> None:
+    """Warn once of each plan whose codec is harmed by the bias of a model's key projections."""
+    said = _warned.setdefault(model, set())
+    if str(plan) in said or plan.encode.bears_offset:
+        return
+    said.add(str(plan))
+    harmed = harmed_by_key_bias(plan, geometry.compressed, key_bias_bits(model, geometry))
+    if harmed:
+        warnings.warn(sentence_of(plan, harmed), stacklevel=stacklevel)
+
+
+def _on(plan: Plan, index: int, layers: int) -> Codec:
+    """The plan's codec on one layer, as far as its table of layers goes."""
+    return plan.encode.for_layer(CodecContext(layer=index, layers=layers)) if plan.encode.table_layers else plan.encode
+
+
+def _biases(module: nn.Module) -> list[Tensor]:
+    out = output_layer(module)
+    outside = () if out is None else tuple(out.modules())
+    found = (getattr(each, "bias", None) for each in module.modules() if each is not module and each not in outside)
+    # A norm of queries or keys may have a bias too, and is a vector of weights.
+    weighs = [each for each in module.modules() if getattr(getattr(each, "weight", None), "ndim", 0) >= 2]
+    return [each for each in found if isinstance(each, Tensor)] if weighs else []
+
+
+@torch.no_grad()
+def _bits_of(model: Any, module: nn.Module, kind: str | None) -> float | None:
+    now = tuple((id(each), each._version) for each in _biases(module))
+    if module in _known and _known[module][0] == now:
+        return _known[module][1]
+    keys = _keys_of(model, module, kind)
+    if keys is None or not bool(keys.isfinite().all()):
+        return None
+    # (h, 1 + 2 pairs, d): of no input, of some inputs, and of their negatives.
+    constant, plus, minus = keys[:, :1], keys[:, 1 : 1 + _PAIRS], keys[:, 1 + _PAIRS :]
+    if not torch.allclose(plus + minus, 2 * constant.expand_as(plus), rtol=1e-2, atol=1e-2 * float(keys.abs().max())):
+        return None
+    spread = (plus - constant).square().sum(-1).mean(-1)
+    ratio = constant[:, 0].square().sum(-1) / spread.clamp_min(1e-30)
+    bits = 0.5 * math.log2(1 + float(ratio.max())) if constant.any() else 0.0
+    _known[module] = (now, bits)
+    return bits
+
+
+def _keys_of(model: Any, module: nn.Module, kind: str | None) -> Tensor | None:
+    """(h, 1 + 2 pairs, d) float32 keys at position 0; None: this attention cannot be asked in this way."""
+    like = next((each for each in module.parameters() if each.is_floating_point() and each.ndim >= 2), None)
+    width = getattr(getattr(module, "config", None), "hidden_size", None)
+    if like is None or width is None or like.device.type == "meta":
+        return None
+    device = runs_on(module)
+    inputs = torch.randn(_PAIRS, width, generator=torch.Generator().manual_seed(0)).to(device, like.dtype)
+    try:
+        norm = _norm_before(model, module)
+        inputs = inputs if norm is None else norm(inputs)
+        hidden = torch.cat([inputs.new_zeros(1, width), inputs, -inputs])[None]
+        taken = inspect.signature(module.forward).parameters
+        given: dict[str, Any] = {name: _Probe() for name in _CACHES if name in taken}
+        angles = zero_angles(model, module, kind, hidden.shape[1])
+        if "position_embeddings" in taken and angles is not None:
+            given["position_embeddings"] = tuple(each.to(device, like.dtype) for each in angles)
+        if "attention_mask" in taken:
+            given["attention_mask"] = None
+        for name in ("position_ids", "cache_position"):
+            if name in taken:
+                zeros = torch.zeros(hidden.shape[1], dtype=torch.int64, device=device)
+                given[name] = zeros[None] if name == "position_ids" else zeros
+        module.forward(hidden, **given)
+    except _KeysSeen as seen:
+        return seen.keys[0].float()
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        # What cannot be asked says nothing: no warning is made of a guess.
+        return None
+    return None
+
+
+def _norm_before(model: Any, module: nn.Module) -> nn.Module | None:
+    """The norm in front of an attention: the first norm of the layer that the attention is a child of."""
+    for layer in model.modules():
+        if any(child is module for child in layer.children()):
+            names = ((name, child) for name, child in layer.named_children() if child is not module)
+            return next((child for name, child in names if "norm" in name or name.startswith("ln")), None)
+    return None
+
+
+def _bits_of_folder(
+    folder: Path, bare: Any, biased: Mapping[int, nn.Module], geometry: Geometry
+) -> dict[int, float] | None:
+    """`key_bias_bits` of the weights in a folder; None: they are not there, or under other names."""
+    files = (
+        {key: path for path in sorted(folder.glob("*.safetensors")) for key in _keys_in(path)}
+        if folder.is_dir()
+        else {}
+    )
+    names = {module: name for name, module in bare.named_modules()}
+    found = {}
+    for layer, module in biased.items():
+        norm = _norm_before(bare, module)
+        wanted = [f"{names[module]}.k_proj.bias", f"{names[module]}.k_proj.weight"]
+        if norm is None or any(each not in files for each in (*wanted, f"{names[norm]}.weight")):
+            return None
+        bias, weight, scale = (_read(files[each], each) for each in (*wanted, f"{names[norm]}.weight"))
+        heads = geometry.shapes[layer].kv_heads
+        spread = (weight * scale).square().view(heads, -1).sum(-1)
+        ratio = bias.square().view(heads, -1).sum(-1) / spread.clamp_min(1e-30)
+        found[layer] = 0.5 * math.log2(1 + float(ratio.max()))
+    return found
+
+
+def _keys_in(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _read(path: Path, key: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(key)
+        return tensor.float()
