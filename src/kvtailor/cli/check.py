@@ -55,6 +55,7 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
     if model is not None:
         from kvtailor.hf.model.config import config_of
         from kvtailor.hf.model.geometry import Geometry, refusal
+        from kvtailor.hf.model.loading import faster_dtype, slow_here
 
         config = config_of(model)
         sentence = refusal(config)
@@ -63,6 +64,8 @@ def command(ctx: click.Context, plan: tuple[str, ...], model: str | None, tokens
         else:
             geometry, element = Geometry.of(config), ELEMENT_SIZES[element_of(config, None)]
             found, notes = _against(parsed, geometry, model)
+            if not torch.cuda.is_available() and faster_dtype(config) is not None:
+                notes.append(f"{model}: {slow_here(config)}")
             reach = reachable(geometry, element, tokens)
             notes += say_reachable(reach)
             faults += found

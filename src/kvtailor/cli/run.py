@@ -327,7 +327,8 @@ def _say(found: Generated, console: Any) -> None:
     if found.bytes_held is not None and found.bytes_full:
         share = 100 * found.bytes_held / found.bytes_full
         of = "" if found.dtype is None else f" in {found.dtype}"
-        lines.append(f"cache   {byte_text(found.bytes_held)} held, {byte_text(found.bytes_full)} full{of}: {share:.1f} %")
+        held, full = byte_text(found.bytes_held), byte_text(found.bytes_full)
+        lines.append(f"cache   {held} held, {full} full{of}: {share:.1f} %")
     if found.tokens_held is not None:
         read = "" if found.tokens_read is None else f"{found.tokens_read:.0f} read for the last token, "
         lines.append(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,18 @@ from kvtailor.hf.model.config import RANDOM, RANDOM_SHAPES, check_hub, config_of
 from kvtailor.hf.model.processes import ALONE, Processes
 from kvtailor.plan.calls import check_call
 
-__all__ = ["check_device", "load", "load_bare", "new_model", "random_model", "save", "wrap_tokenizer"]
+__all__ = [
+    "check_device",
+    "cpu_computes",
+    "faster_dtype",
+    "load",
+    "load_bare",
+    "new_model",
+    "random_model",
+    "save",
+    "slow_here",
+    "wrap_tokenizer",
+]
 
 
 @check_call
@@ -41,7 +53,8 @@ def load(
     Args:
         model: "demo" or "demo-draft" for the embedded models (nothing is downloaded), a local folder, or a name on the
             Hugging Face hub; or one of `hf.model.config.RANDOM_SHAPES`, such as "random-llama".
-        dtype: of the weights. None: that of the checkpoint's own config.
+        dtype: of the weights. None: that of the checkpoint's own config; float32 in place of 16 bits on a CPU without
+            arithmetic for them, which a warning reports.
         device: to put the weights on. None: CPU.
         processes: that share the model by tensor parallelism, each on a device of its own.
 
@@ -63,6 +76,13 @@ def load(
             )
         return _random(str(model), dtype, device)
     name = source_of(model)
+    if dtype is None and torch.device(device or "cpu").type == "cpu":
+        # What cannot be read is refused below, in the words of what reads the weights.
+        with suppress(KvtailorError):
+            config = config_of(str(model))
+            dtype = faster_dtype(config)
+            if dtype is not None:
+                warnings.warn(f"{model}: {slow_here(config)}", stacklevel=2)
     try:
         tokenizer, loaded = _read(name, dtype, processes)
     except ConnectionError:
@@ -94,6 +114,39 @@ def load_bare(model: str, *, dtype: torch.dtype | None = None) -> PreTrainedMode
     with torch.device("meta"):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted)
     return made.eval()
+
+
+def faster_dtype(config: Any) -> torch.dtype | None:
+    """Return float32 for a model in 16 bits that this CPU has no arithmetic for; None: the model's own dtype is right.
+
+    Args:
+        config: of the model. One whose weights are quantised is left as it is.
+    """
+    own = config.get_text_config(decoder=True).dtype
+    if getattr(config, "quantization_config", None) is not None or cpu_computes(own):
+        return None
+    return torch.float32
+
+
+def cpu_computes(dtype: torch.dtype | None) -> bool:
+    """Whether this CPU multiplies matrices of a dtype in it, as oneDNN says; without that it is several times slower.
+
+    oneDNN asks the processor, and `ONEDNN_MAX_CPU_ISA` where it is set. A torch that does not tell is taken to compute.
+    """
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    if name is None or not torch.backends.mkldnn.is_available():
+        return True
+    told = getattr(torch.ops.mkldnn, name, None)
+    return True if told is None else bool(told())
+
+
+def slow_here(config: Any) -> str:
+    """Return the sentence for a model that is computed in float32 because this CPU cannot do otherwise fast."""
+    own = str(config.get_text_config(decoder=True).dtype).removeprefix("torch.")
+    return (
+        f"its weights are {own}, for which this CPU has no arithmetic (a prompt took 7 times as long), so it computes "
+        f"in float32, with twice the bytes; dtype={own} (--dtype {own}) keeps them"
+    )
 
 
 def _read(
