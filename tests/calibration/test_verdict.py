@@ -10,7 +10,7 @@ def found(value: float, low: float | None, high: float | None) -> dict[str, floa
 
 
 def both(narrow: dict, wide: dict) -> dict:
-    return {"against snapkv": narrow, "against snapkv(kernel=21)": wide}
+    return {"against snapkv(kernel=5)": narrow, "against snapkv(kernel=21)": wide}
 
 
 def test_each_rival_has_its_own_words() -> None:

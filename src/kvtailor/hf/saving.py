@@ -29,7 +29,13 @@ from kvtailor.store.cache_file import write_cache_file
 __all__ = ["save"]
 
 
-def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard, conversation: Conversation) -> None:
+def save(
+    path: str | os.PathLike[str],
+    layers: Sequence[Any],
+    guard: CacheGuard,
+    conversation: Conversation,
+    more: Mapping[str, str] | None = None,
+) -> None:
     """Write a cache, which must not be between a recorded forward and its crop. The file appears whole or not at all.
 
     The file has a checksum of every tensor and of its header, and a fingerprint of the model, for which all weights are
@@ -42,6 +48,7 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
         layers: of the cache.
         guard: of the cache.
         conversation: that the cache has seen.
+        more: further texts of the header, by names that a cache does not use.
 
     Raises:
         CacheFileError: the file cannot be written; one that was there is as it was.
@@ -69,6 +76,7 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], guard: CacheGuard,
         tensors["rope_deltas"] = guard.rope.values
     once, same = _once(tensors)
     about = {
+        **(more or {}),
         "plan": str(guard.plan),
         "plan_hash": guard.plan.hash,
         "geometry": json.dumps(said_of_geometry(guard.geometry)),

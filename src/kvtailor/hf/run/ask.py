@@ -7,26 +7,36 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvtailor.errors import CacheMisuse, UnknownName
+from kvtailor.errors import CacheFileError, CacheMisuse, UnknownName
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.load_saved import load_cache
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.run.chat import Prompt
 from kvtailor.hf.run.prefill import begin, prefill
+from kvtailor.hf.saved_ranks import shards_of
+from kvtailor.hf.saving import save
 from kvtailor.ledger import Ledger
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
+from kvtailor.store.cache_file import read_cache_file
 
 __all__ = ["Answers", "Reading", "ask", "read"]
 
+# In the header of a saved reading: the name of its text, and a question whose tokens tell tokenizers apart.
+_READING = "reading"
+_PROBE = "Who wrote it, and when? 0123 äöü"
 _OURS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values")
 
 
@@ -91,6 +101,57 @@ class Reading:
             torch.cat([self.ids, self.prompt.question(each, self.after)[None].to(self.ids.device)], 1) for each in asked
         ]
         return _answered(self, asked, given, how, self.cache.ledger())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compressed context, and how questions are put to it, to one file; see `load` and `KvCache.save`.
+
+        The file is a saved cache as well, which `kvtailor.load_cache` reads.
+
+        Raises:
+            CacheFileError: the file cannot be written; one that was there is as it was.
+        """
+        self.cache.guard.check_settled()
+        about = {
+            "separator": self.prompt.separator,
+            "answer_prefix": self.prompt.answer_prefix,
+            "after": self.after,
+            "ids": self.ids[0].tolist(),
+            "question": self.prompt.question(_PROBE, self.after).tolist(),
+        }
+        save(path, self.cache.layers, self.cache.guard, self.cache.conversation, {_READING: json.dumps(about)})
+
+    @classmethod
+    def load(cls, model: Any, tokenizer: Any, path: str | os.PathLike[str]) -> Reading:
+        """Read a context that was saved, in this or another process, so that questions go on.
+
+        Args:
+            model: that the context was read by.
+            tokenizer: of the model.
+            path: that `save` wrote.
+
+        Raises:
+            CacheFileError: the file is damaged or no saved reading, the model is another one, or the tokenizer writes
+                a question otherwise.
+        """
+        cache = load_cache(model, path)
+        text = read_cache_file(shards_of(Path(path))[0].path).about.get(_READING)
+        if text is None:
+            raise CacheFileError(
+                f"{os.fspath(path)!r} is a saved cache without the prompt that questions follow: give a file that "
+                "Reading.save wrote, or read it with kvtailor.load_cache"
+            )
+        about = json.loads(text)
+        prompt = Prompt(tokenizer, about["separator"], about["answer_prefix"])
+        if prompt.question(_PROBE, about["after"]).tolist() != about["question"]:
+            raise CacheFileError(
+                f"{os.fspath(path)!r} was saved with another tokenizer than this one, which writes a question in other "
+                "tokens: give the tokenizer of the model that read the context"
+            )
+        ids = torch.tensor([about["ids"]], dtype=torch.int64, device=input_device(model))
+        return cls(model=model, prompt=prompt, cache=cache, ids=ids, after=about["after"])
+
+    def __repr__(self) -> str:
+        return f"Reading({str(self.cache.plan)!r}, {self.ids.shape[1]} tokens, {self.cache.ledger()!r})"
 
 
 @check_call
