@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,14 +18,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from kvtailor.errors import CalibrationError
+from kvtailor.errors import CalibrationError, FileError
 from kvtailor.method import Method
-from kvtailor.ops.files import read_file, safetensors_metadata
+from kvtailor.ops.files import read_file
+from kvtailor.ops.tensor_file import Format, tensors_of, write_tensor_file
 
 __all__ = [
     "HEAD_BY_HEAD", "CalibratedMethod", "Calibration", "Shapes", "calibrated", "how_to", "read", "shipped", "write",
@@ -33,7 +33,12 @@ __all__ = [
 HEAD_BY_HEAD = "it is calibrated head by head, and such a layer holds one latent for all heads"
 """Why a method with tensors of each kv head is refused on latents: see `Method.latent_refusal`."""
 
-_FORMAT = "kvtailor-calibration-1"
+_FORMAT = Format(
+    name="kvtailor-calibration-2",
+    unchecked="kvtailor-calibration-1",
+    what="calibration file",
+    cure="fetch it again, or make it again",
+)
 _HOME = Path(__file__).parent / "calibration" / "shipped"
 _ENTRIES = ("kind", "model", "fingerprints", "shapes", "made", "facts", "calibrated_on")
 
@@ -204,18 +209,21 @@ def read(path: str, kind: str, asked: str) -> Calibration:
     content = read_file(path, asked)
     found = f"{asked} is {path!r}"
     try:
-        tensors = safetensors.torch.load(content.data)
-        metadata = safetensors_metadata(content.data)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{found}, which is damaged or no safetensors file ({error}): {how_to(kind)}") from error
-    if metadata.get("format") != _FORMAT or not all(name in metadata for name in _ENTRIES):
-        raise ValueError(
-            f"{found}, which is no calibration file of this kvtailor (format {metadata.get('format')!r}, expected "
-            f"{_FORMAT!r}): {how_to(kind)}"
+        file = tensors_of(content.data, content.name, _FORMAT)
+    except FileError as error:
+        raise ValueError(f"{found}, which cannot be used: {error}: {how_to(kind)}") from error
+    metadata = file.about
+    if lacking := [name for name in _ENTRIES if name not in metadata]:
+        raise ValueError(f"{found}, which lacks {', '.join(lacking)} in its head: {how_to(kind)}")
+    if not file.checked:
+        warnings.warn(
+            f"{found}, which was written without checksums, so damage to its tensors would not be noticed: make it "
+            f"again ({how_to(kind)})",
+            stacklevel=2,
         )
     if metadata["kind"] != kind:
         raise ValueError(f"{found}, which holds a calibration of kind {metadata['kind']!r}: {how_to(kind)}")
-    made = Calibration(name=content.name, hash=content.hash, kind=kind, tensors=tensors, metadata=metadata)
+    made = Calibration(name=content.name, hash=content.hash, kind=kind, tensors=file.tensors, metadata=metadata)
     _check(made, found)
     return made
 
@@ -234,16 +242,10 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata:
     lacking = [name for name in _ENTRIES if name not in metadata]
     if lacking:
         raise ValueError(f"a calibration file needs {', '.join(lacking)} in its head")
-    target = Path(path).expanduser()
-    partial = target.with_name(target.name + ".partial")
-    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
-        partial.write_bytes(safetensors.torch.save(held, {"format": _FORMAT, **metadata}))
-        os.replace(partial, target)
-    except OSError as error:
+        write_tensor_file(Path(path).expanduser(), tensors, metadata, _FORMAT)
+    except FileError as error:
         raise CalibrationError(f"asked to write a calibration to {os.fspath(path)!r}, which failed: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @cache
@@ -258,7 +260,7 @@ def _check(made: Calibration, found: str) -> None:
         shapes = made.shapes
         for name in ("fingerprints", "made", "facts", "texts"):
             getattr(made, name)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{found}, whose head cannot be read ({error}): {how_to(made.kind)}") from error
     wrong = sorted(name for name, tensor in made.tensors.items() if tensor.shape[:1] != (shapes.layers,))
     if wrong or not made.tensors:

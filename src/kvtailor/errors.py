@@ -10,6 +10,7 @@ __all__ = [
     "CacheFileError",
     "CacheMisuse",
     "CalibrationError",
+    "FileError",
     "KvtailorError",
     "MethodError",
     "PlanError",
@@ -78,6 +79,10 @@ class MethodError(KvtailorError, TypeError):
 
 class CacheFileError(CacheMisuse):
     """A file of a saved cache that cannot be written, is damaged, or is not of this model; names the file."""
+
+
+class FileError(KvtailorError, OSError):
+    """A file that cannot be read or written, is no regular file, or is not as it was written; names the file."""
 
 
 class TierError(KvtailorError, RuntimeError):

@@ -48,9 +48,9 @@ def test_what_is_no_calibration_of_the_kind_is_refused(tmp_path: Path) -> None:
     fewer = write_file(tmp_path / "fewer.safetensors", "qfilters", {"filters": tensors["filters"][:2]}, MODEL)
     head = write_file(tmp_path / "head.safetensors", "qfilters", tensors, MODEL, shapes="{}")
     for path, reason in (
-        (cut, "damaged or no safetensors file"),
-        (noise, "damaged or no safetensors file"),
-        (foreign, r"no calibration file of this kvtailor \(format None"),
+        (cut, "damaged or was changed"),
+        (noise, "damaged or was changed"),
+        (foreign, r"not a calibration file of this kvtailor \(format None"),
         (other, "of kind 'duo'"),
         (fewer, "its head has 3 layers, and filters has other ones"),
         (head, "whose head cannot be read"),

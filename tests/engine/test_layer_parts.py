@@ -35,6 +35,9 @@ LEFT_OUT = {
 }
 
 
+PLAN = Plan.parse("streaming @ tokens=16, slack=8")
+
+
 def filled() -> LayerState:
     """A layer of which every field of every part has a value of its own."""
     generator = torch.Generator().manual_seed(3)
@@ -60,7 +63,7 @@ def test_all_of_a_layer_comes_back() -> None:
     state = filled()
     fields, tensors = state_of(state)
     found = LayerState(0)
-    restore(found, json.loads(json.dumps(fields)), tensors, Plan(), 3)
+    restore(found, json.loads(json.dumps(fields)), tensors, PLAN, 3, torch.float32)
     assert found.stored.seen == state.stored.seen == 11 and found.model.scaling == 0.25
     for one, two in zip(found.parts(), state.parts(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.decode(), two.decode(), strict=True))
@@ -91,7 +94,7 @@ def same(one: tuple[dict, dict], two: tuple[dict, dict]) -> bool:
 
 
 def test_files_keep_the_names_of_the_first_version() -> None:
-    """Of them all but `prompt`, without which a file is read as well."""
+    """Of them all but `prompt`, `held` and `tensors`, without which a file is read as well."""
     fields, _ = state_of(filled())
     assert fields.keys() == {
         "seen",
@@ -104,11 +107,14 @@ def test_files_keep_the_names_of_the_first_version() -> None:
         "heads",
         "tail",
         "segments",
+        "held",
+        "tensors",
     }
     fields, tensors = state_of(filled())
-    del fields["prompt"]
+    for name in ("prompt", "held", "tensors"):
+        del fields[name]
     found = LayerState(0)
-    restore(found, fields, tensors, Plan(), 3)
+    restore(found, fields, tensors, PLAN, 3, torch.float32)
     assert found.clock.prompt == 0 and found.clock.growth == 7
 
 
@@ -118,7 +124,7 @@ def test_files_keep_the_names_of_the_first_version() -> None:
 def test_a_number_that_is_none_is_refused_by_name(name: str, value: object) -> None:
     fields, tensors = state_of(filled())
     with pytest.raises(ValueError, match=f"{name} of a layer is"):
-        restore(LayerState(0), {**fields, name: value}, tensors, Plan(), 3)
+        restore(LayerState(0), {**fields, name: value}, tensors, PLAN, 3, torch.float32)
 
 
 def test_a_checkpoint_is_not_changed_by_what_comes_after() -> None:

@@ -63,8 +63,8 @@ def test_a_write_that_fails_leaves_what_was_there(
     monkeypatch.setattr(os, name, failing_after(name, call, number))
     with pytest.raises(
         CacheFileError,
-        match=rf"cannot write the cache to '{re.escape(str(path))}', \d{{7}} bytes: {os.strerror(number)}; its file "
-        r"system has \d+ bytes free.*as it was",
+        match=rf"cannot write the saved cache to '{re.escape(str(path))}', \d{{7}} bytes: {os.strerror(number)}; "
+        r"its file system has \d+ bytes free.*as it was",
     ):
         write_cache_file(path, BIG, ABOUT)
     monkeypatch.undo()
@@ -107,7 +107,7 @@ def test_a_limit_of_the_process_is_named(tmp_path: Path) -> None:
 
     with child(work) as (_, lines, process):
         line = lines.readline()
-        assert "cannot write the cache" in line and os.strerror(errno.EFBIG) in line and line.endswith("[]\n")
+        assert "cannot write the saved cache" in line and os.strerror(errno.EFBIG) in line and line.endswith("[]\n")
         os.waitpid(process, 0)
 
 
@@ -167,12 +167,12 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         write_cache_file(tmp_path / "absent" / "cache", TENSORS, ABOUT)
     with pytest.raises(CacheFileError, match="absent.*No such file or directory"):
         read_cache_file(tmp_path / "absent")
-    with pytest.raises(CacheFileError, match="Is a directory"):
+    with pytest.raises(CacheFileError, match="is a folder and no regular file"):
         read_cache_file(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(8), b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])
 def test_what_is_no_cache_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(data)
-    with pytest.raises(CacheFileError, match="cache' is damaged or was changed|not a saved kvtailor cache"):
+    with pytest.raises(CacheFileError, match="cache' is damaged or was changed|not a saved cache of this kvtailor"):
         read_cache_file(tmp_path / "cache")

@@ -119,7 +119,8 @@ def _read(content: FileContent) -> object:
             return safetensors.torch.load(content.data)["weights"].tolist()
     except KeyError as error:
         raise ValueError(f"table: {content.name} has no 'weights': write weights = [...]") from error
-    except (ValueError, SafetensorError) as error:
+    # Python's own readers let through its error for brackets that are thousands deep.
+    except (ValueError, SafetensorError, RecursionError) as error:
         raise ValueError(f"table: {content.name} is not {kind}: {error}") from error
     raise ValueError(f"table: {content.name} is no file of a known kind: give .json, .toml or .safetensors")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtailor.bench.data.overlap import Calibrated
 from kvtailor.errors import KvtailorError, PlanError
+from kvtailor.ops.files import read_toml
 from kvtailor.presets import FULL
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Contestant:
         from kvtailor.plan import Plan
 
         try:
-            plan = Plan.from_toml(Path(text).expanduser().read_text(encoding="utf-8"))
+            plan = Plan.from_toml(read_toml(Path(text).expanduser()))
         except OSError as error:
             raise KvtailorError(f"asked for the plan in {text}, which cannot be read: {error}") from error
         return cls(label=str(plan), text=str(plan), hash=plan.hash, plan=plan)

@@ -19,13 +19,14 @@ from kvtailor.bench.kinds import KINDS
 from kvtailor.bench.loop import Given, records_of
 from kvtailor.bench.measure import machine
 from kvtailor.bench.resources import CellResources
-from kvtailor.bench.schema import NoRecords, Record, read_records
+from kvtailor.bench.schema import NoRecords, Record, leave_out, read_records
 from kvtailor.bench.spread import SpreadJob, machines_of, spread
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.contract import Task
 from kvtailor.cluster.contract import Executor
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model import processes as process_group
+from kvtailor.ops.files import append_line
 from kvtailor.presets import FULL
 
 __all__ = ["Job", "contestants_of", "finished", "plan_run", "run"]
@@ -101,7 +102,10 @@ def plan_run(tasks: Sequence[Task | Job], contestants: Sequence[Contestant] = ()
 
 
 def finished(
-    out: Path | None, device: torch.device | None = None, machines: Sequence[Mapping[str, object]] | None = None
+    out: Path | None,
+    device: torch.device | None = None,
+    machines: Sequence[Mapping[str, object]] | None = None,
+    without: Sequence[str] = (),
 ) -> dict[str, Record]:
     """The records in a folder that can stand for measuring again, by their keys.
 
@@ -112,6 +116,7 @@ def finished(
         out: the folder.
         device: of the model; None: CPU.
         machines: those that measure now, see `machine.describe`; None: this one. A record of any of them will do.
+        without: records that stand for nothing, see `bench.schema.leave_out`.
 
     Raises:
         RecordError: a file in the folder holds something else.
@@ -121,7 +126,7 @@ def finished(
     now = [machine.describe(bandwidth=False, device=device)] if machines is None else machines
     clean = [each for each in now if not str(each["commit"]).endswith("-dirty")]
     try:
-        records = sorted(read_records(out), key=lambda record: record.started)
+        records = sorted(leave_out(read_records(out), without), key=lambda record: record.started)
     except NoRecords:
         # A run that was killed before its first record was whole: there is nothing that could stand for anything.
         return {}
@@ -143,6 +148,7 @@ def run(
     finish: Callable[[Record], None] = lambda record: None,
     bandwidth: bool = True,
     resume: bool = True,
+    without: Sequence[str] = (),
     allow: Sequence[str] = (),
     executor: Executor | None = None,
     resources: CellResources | None = None,
@@ -159,6 +165,7 @@ def run(
         finish: called with each record once it is written, or known to be there.
         bandwidth: measure the machine's read bandwidth and its arithmetic first.
         resume: take what `finished` finds in `out` instead of measuring it again.
+        without: records in `out` that are measured again all the same, see `bench.schema.leave_out`.
         allow: sanity checks of `checks.MAY_BE_ALLOWED` that may fail; every record says so in its notes.
         executor: what the cells run on, see `bench.spread`; None: the cells run here, one after the other.
         resources: what a cell takes of an executor's machines; None: one processor.
@@ -221,8 +228,7 @@ def run(
         record = replace(found, notes=tuple(dict.fromkeys((*own, *verdicts.get(found.label, ()), *permits))))
         # One that was there is written again only where other sanity checks were allowed for it.
         if path is not None and (record.run == name or record.notes != found.notes):
-            with path.open("a", encoding="utf-8") as lines:
-                lines.write(record.to_json() + "\n")
+            append_line(path, record.to_line())
         finish(record)
         return record
 
@@ -233,14 +239,14 @@ def run(
     work = [(job, steps, given_for(job, steps)) for job in jobs for steps in [_Steps(advance, job)]]
     if executor is None:
         # Of processes that share a model, one knows what is there.
-        done = processes.told(finished(out, subject.device) if resume and processes.first else {})
+        done = processes.told(finished(out, subject.device, without=without) if resume and processes.first else {})
         records = [
             written(found)
             for job, steps, given in work
             for found in _records_of(job, replace(given, known=partial(_known, done)), steps)
         ]
     else:
-        cluster = _Cluster(executor, resources or CellResources(), subject, out if resume else None)
+        cluster = _Cluster(executor, resources or CellResources(), subject, out if resume else None, without)
         told = [(place, written(found)) for place, found in _records_of_cluster(work, cluster)]
         records = [record for _, record in sorted(told, key=lambda each: each[0])]
     judge(records)
@@ -313,12 +319,13 @@ def _known(records: Mapping[str, Record], blank: Record) -> Record | None:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """What a run on a cluster has besides: `out` is where records may be known from."""
+    """What a run on a cluster has besides: `out` is where records may be known from, but those of `without`."""
 
     executor: Executor
     resources: CellResources
     subject: Subject
     out: Path | None
+    without: Sequence[str]
 
 
 def _records_of_cluster(
@@ -336,7 +343,7 @@ def _records_of_cluster(
         if asked.threads not in known_by_threads:
             # A worker computes in as many threads as its cell has processors, whatever the process began with.
             like = [{**each, "threads": asked.threads} for each in machines]
-            known_by_threads[asked.threads] = finished(cluster.out, cluster.subject.device, like)
+            known_by_threads[asked.threads] = finished(cluster.out, cluster.subject.device, like, cluster.without)
         spread_jobs[number] = SpreadJob(
             task=job.task,
             contestants=given.contestants,

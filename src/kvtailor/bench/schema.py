@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -17,14 +18,29 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtailor.bench.record_sums import check_sums
-from kvtailor.errors import KvtailorError
+from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.ops.files import read_bytes, read_text, seal_json, unseal_json
 from kvtailor.presets import FULL
 
-__all__ = ["NoRecords", "Record", "RecordError", "SCHEMA", "damaged_ends", "latest", "read_records"]
+__all__ = [
+    "NoRecords",
+    "Record",
+    "RecordError",
+    "SCHEMA",
+    "TOLD_BY",
+    "damaged_ends",
+    "latest",
+    "leave_out",
+    "read_records",
+    "say_unchecked",
+    "unchecked",
+]
 
 # Fields that records of before have under another name.
 _NOW_CALLED = {"bytes_by_room": "bytes_by_stage"}
 SCHEMA = 1
+TOLD_BY = ("text", "label", "plan", "task", "model", "run", "key", "text_hash", "model_hash", "dtype", "device")
+"""The fields of records by which `leave_out` tells them."""
 _LARGEST = 2**63
 
 
@@ -189,14 +205,29 @@ class Record:
                 "write None for what was not measured"
             ) from error
 
-    @classmethod
-    def from_json(cls, line: str) -> Record:
-        """The record that `to_json` wrote.
+    def to_line(self) -> str:
+        """`to_json` with a checksum as its last entry, as it is written to a file.
 
         Raises:
-            RecordError: not JSON, another schema, unknown or missing fields, or numbers that are not those of its
-                samples.
+            RecordError: as `to_json`.
         """
+        return seal_json(self.to_json())
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The record that `to_json` or `to_line` wrote.
+
+        Raises:
+            RecordError: not as it was written, not JSON, another schema, unknown or missing fields, or numbers that
+                are not those of its samples. A line without a checksum is read.
+        """
+        try:
+            line, _ = unseal_json(line)
+        except ValueError as error:
+            raise RecordError(
+                f"{error}: it is damaged or was edited. Take the line away, and run the bench again: it measures what "
+                "is missing"
+            ) from error
         try:
             found = json.loads(line, parse_constant=_no_number)
             if "\\ud" in line.lower():
@@ -207,6 +238,11 @@ class Record:
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             schema = found.get("schema") if isinstance(found, dict) else None
             raise RecordError(f"expected a record of schema {SCHEMA}, found {schema!r}: run the bench again")
+        if "checksum" in found:
+            raise RecordError(
+                "a record has a checksum that is not in its place or form, so it is damaged, or another program wrote "
+                "it anew: take the entry `checksum` out of its line, or the line out of its file"
+            )
         found = {_NOW_CALLED.get(name, name): value for name, value in found.items()}
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(found) - known)
@@ -228,24 +264,35 @@ def read_records(path: Path) -> list[Record]:
     """The records of a JSONL file, or of all `*.jsonl` files of a folder in the order of their names.
 
     A last line that a killed process left unfinished (no line break at its end) is not a record and is passed over:
-    `damaged_ends` names such files.
+    `damaged_ends` names such files. Each line is held to its checksum; of lines without one a warning tells how many.
 
     Raises:
         RecordError: the path holds no record, or a finished line is none.
     """
     if not path.exists():
         raise NoRecords(f"asked for the records in {path}, which is not there: run `kvtailor bench --out {path}` first")
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    found = [record for file in files for record in _records_of(file)]
+    found = [record for file in _files(path) for record in _records_of(file)]
     if not found:
         raise NoRecords(f"asked for the records in {path}, found none: run `kvtailor bench --out {path}` first")
+    if count := unchecked(path):
+        warnings.warn(f"{path}: {say_unchecked(count)}", stacklevel=2)
     return found
 
 
 def damaged_ends(path: Path) -> list[Path]:
     """Of a JSONL file, or of all of a folder, those whose last line is cut, so that it was passed over."""
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    return [file for file in files if _is_cut(file)]
+    return [file for file in _files(path) if _is_cut(file)]
+
+
+def unchecked(path: Path) -> int:
+    """Of a JSONL file, or of all of a folder, the lines without a checksum, of which no damage shows."""
+    return sum(bool(line.strip()) and not _is_sealed(line) for file in _files(path) for line in _lines(file))
+
+
+def say_unchecked(count: int) -> str:
+    """A sentence on records without a checksum."""
+    are = "1 record has" if count == 1 else f"{count} records have"
+    return f"{are} no checksum, so damage there would not be noticed: an earlier kvtailor wrote them, or an editor."
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -259,12 +306,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 def _records_of(file: Path) -> Iterator[Record]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"asked for the records in {file}, which cannot be read: {error}") from error
-    # Not splitlines(): a name in a record may hold other line separators of Unicode.
-    for number, line in enumerate(text.split("\n")[:-1], 1):
+    for number, line in enumerate(_lines(file), 1):
         if line.strip():
             try:
                 yield Record.from_json(line)
@@ -272,8 +314,54 @@ def _records_of(file: Path) -> Iterator[Record]:
                 raise RecordError(f"{file}, line {number}: {error}") from error
 
 
+def leave_out(records: Iterable[Record], asked: Sequence[str]) -> list[Record]:
+    """Records without those that a caller names.
+
+    Args:
+        records: of a folder.
+        asked: FIELD=VALUE each, such as "text=novel.txt"; what one of them names is left out.
+
+    Raises:
+        UnknownName: records are not told by such a field.
+        RecordError: one of them is no such pair, or names no record.
+    """
+    left = list(records)
+    for each in asked:
+        name, sign, value = each.partition("=")
+        if not sign:
+            raise RecordError(f"asked to leave out {each!r}: write FIELD=VALUE, such as text=novel.txt")
+        if name not in TOLD_BY:
+            raise UnknownName("field of records that are left out", name, TOLD_BY)
+        kept = [record for record in left if str(getattr(record, name)) != value]
+        if len(kept) == len(left):
+            there = dict.fromkeys(str(getattr(record, name)) for record in left)
+            raise RecordError(
+                f"asked to leave out {each!r}, which no record is; {name} is {', '.join(there) or 'none'}"
+            )
+        left = kept
+    return left
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+
+
+def _lines(file: Path) -> list[str]:
+    """All lines that end."""
+    try:
+        text = read_text(file)
+    except OSError as error:
+        raise RecordError(f"asked for the records in {file}, which cannot be read: {error}") from error
+    # Not splitlines(): a name in a record may hold other line separators of Unicode.
+    return text.split("\n")[:-1]
+
+
+def _is_sealed(line: str) -> bool:
+    return unseal_json(line)[1]
+
+
 def _is_cut(file: Path) -> bool:
-    text = file.read_bytes()
+    text = read_bytes(file)
     return bool(text[text.rfind(b"\n") + 1 :].strip())
 
 

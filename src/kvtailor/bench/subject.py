@@ -7,6 +7,7 @@ whose right answers are known.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvtailor.plan import Plan
 
 __all__ = ["Subject", "Tokens", "hash_of"]
+
+_UNREAD = f"unread-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,13 @@ class Subject:
         return sum(p.numel() for p in parameters), total, total if tied else total - of_all(storage_bytes([table]))
 
     def fingerprint(self) -> str | None:
-        """See `hf.model.fingerprint.fingerprint`; None for a model without parameters."""
-        return fingerprint(self.model)
+        """See `hf.model.fingerprint.fingerprint`; None for a model without parameters.
+
+        It is taken anew at each call, since weights may have been changed in place. Weights that cannot be read have
+        one that this process alone has, so that their records stand for no others.
+        """
+        found = fingerprint(self.model)
+        return found or (_UNREAD if hasattr(self.model, "get_input_embeddings") else None)
 
     def provenance(self, contestant: Contestant) -> tuple[Calibrated, ...]:
         """What a plan's calibration files for this model were made from, and what the contestant says itself.

@@ -34,7 +34,7 @@ from kvtailor.calibration.run import head_of, subject_of
 from kvtailor.calibration_file import Calibration, read, write
 from kvtailor.errors import CalibrationError, UnknownName
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.ops.files import read_file
+from kvtailor.ops.files import read_file, read_text
 
 __all__ = ["RELEASED", "import_released"]
 
@@ -151,8 +151,8 @@ def _beside(path: Path) -> dict[str, Any]:
     if not config.is_file():
         return {}
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(read_text(config))
+    except (OSError, ValueError, RecursionError) as error:
         raise CalibrationError(f"{config} is no JSON ({error}): fetch it again, or take it away") from error
     return dict(found) if isinstance(found, dict) else {}
 

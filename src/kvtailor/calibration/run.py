@@ -160,7 +160,13 @@ def head_of(kind: str, subject: Subject, made: Mapping[str, Any]) -> dict[str, s
 def _fingerprints(subject: Subject) -> list[str]:
     """Of the weights as they are, and as they would be in smaller dtypes; each once."""
     found = (weight_fingerprint(subject.model, dtype) for dtype in (None, torch.bfloat16, torch.float16))
-    return list(dict.fromkeys(found))
+    told = list(dict.fromkeys(each for each in found if each is not None))
+    if not told:
+        raise CalibrationError(
+            f"the weights of {subject.name} cannot all be read (some are nowhere in memory, or packed for this CPU), "
+            "so a file could not say which weights it is for: load the model anew, without what packs or moves them"
+        )
+    return told
 
 
 def _shapes(subject: Subject) -> Shapes:

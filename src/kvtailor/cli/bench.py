@@ -31,6 +31,7 @@ from kvtailor.cli.asked import (
 )
 from kvtailor.cli.machine_share import WAITING
 from kvtailor.cli.micro import BenchOrMicro
+from kvtailor.cli.report import LEAVE_OUT
 from kvtailor.cli.suite_time import MEASURED, say_estimate, say_time_of
 from kvtailor.cli.torchrun import under_torchrun
 from kvtailor.cli.words.lines import say
@@ -113,6 +114,7 @@ OF_ONE_RUN = {
     help="What a cell takes on the cluster, such as 'cpus=2, memory=8GiB, speed.cpus=8'.  [cpus=1]",
 )
 @click.option("--again", is_flag=True, help="Measure anew what --out already has.")
+@click.option("--leave-out", "without", multiple=True, metavar="FIELD=VALUE", help=LEAVE_OUT)
 @click.option("--allow", multiple=True, help="Go on past this sanity check, by its name; the report says so.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for records and pages; goes on there."
@@ -162,6 +164,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
             "--ray under torchrun: a sweep sends whole models to a cluster, and torchrun's processes share one; leave "
             "out one of them."
         )
+    if options["without"] and options["out"] is None:
+        raise click.UsageError("--leave-out without --out: it is about the records of that folder.")
     if options["resources"] and not options["ray"]:
         raise click.UsageError("--resources without --ray: a run in one process has all that the process has.")
     tasks, values = split_tasks(options["tasks"]), values_of(options)
@@ -197,7 +201,7 @@ command.option_groups = {
     "What is measured": ("tasks", *(name for name in OPTIONS if name not in chain.from_iterable(GROUPS.values()))),
     **GROUPS,
     "Where it runs": ("dtype", "device", "ray", "resources"),
-    "Results": ("out", "again", "allow", "margin", "margin_points", "send_to", "as_json"),
+    "Results": ("out", "again", "without", "allow", "margin", "margin_points", "send_to", "as_json"),
 }
 
 
@@ -233,13 +237,13 @@ def _one_run(
     with watch(*plan_run(tasks, contestants), console, works_of(tasks, contestants)) as seen:
         records = run(
             subject, contestants, tasks, out=options["out"], advance=seen.step, finish=_each(seen.finish, sinks.take),
-            resume=not options["again"], allow=options["allow"], **spread,
+            resume=not options["again"], without=options["without"], allow=options["allow"], **spread,
         )  # fmt: skip
     seen.say_machines()
     _say_kept(begun, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
     summary = summarise(records, margins)
-    _pages(options["out"], margins)
+    _pages(options["out"], margins, options["without"])
     _picture(summary, options["out"])
     show(summary, _terminal())
     return summary.as_dict()
@@ -256,6 +260,7 @@ def _suite(
     from kvtailor.bench.suite.fitted import fit_shares, known_before, written
     from kvtailor.bench.suite.run import prepare
     from kvtailor.bench.suite.suite import read_suite, suites
+    from kvtailor.ops.files import make_folder, read_toml, seal_toml, write_whole
 
     suite, kept = read_suite(options["suite"]), None
     if options["out"] is not None:
@@ -268,21 +273,20 @@ def _suite(
         console.print(f"not to be had here: {sentence}", style="yellow", markup=False)
     if kept is not None:
         # Beside the records and before them, so that the pages can be made from this folder alone, whatever happens.
-        text = suites().get(options["suite"], Path(options["suite"])).read_text(encoding="utf-8")
-        text = written(suite, text, kept)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(text, encoding="utf-8")
+        text = written(suite, read_toml(suites().get(options["suite"], Path(options["suite"]))), kept)
+        make_folder(kept.parent)
+        write_whole(kept, seal_toml(text))
     say_time_of(prepared, console)
     begun = datetime.now(UTC)
     with watch(*prepared.size, console, works_of(prepared.jobs)) as seen:
         records = prepared.run(
             out=options["out"], advance=seen.step, finish=_each(seen.finish, sinks.take), resume=not options["again"],
-            allow=options["allow"], **spread,
+            without=options["without"], allow=options["allow"], **spread,
         )  # fmt: skip
     seen.say_machines()
     _say_kept(begun, records, console)
     margins = margins_of(options["margin"], options["margin_points"])
-    _pages(options["out"], margins)
+    _pages(options["out"], margins, options["without"])
     pages = suite_pages(suite, records, only=options["tables"])
     summary = summarise(records, margins)
     _terminal().print(f"\n[bold]{escape(summary.headline)}[/]")
@@ -321,11 +325,11 @@ def _say_kept(begun: datetime, records: list[Record], console: Console) -> None:
         console.print(f"{kept} of {len(records)} records were there already (--again measures anew)", style="dim")
 
 
-def _pages(out: Path | None, margins: Margins) -> None:
+def _pages(out: Path | None, margins: Margins, without: Sequence[str]) -> None:
     from kvtailor.cli.report import write
 
     if out is not None:
-        made = write(out, out, margins)
+        made = write(out, out, margins, without)
         say(f"{made[0]} and {len(made) - 1} files beside it", dim=True, err=True)
 
 

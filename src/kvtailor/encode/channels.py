@@ -48,6 +48,7 @@ class KeptChannels(TimeGrouped):
     kept: Tensor
     of_tokens = ("states",)
     shared = ("kept",)
+    dtypes = {**TimeGrouped.dtypes, "kept": (torch.uint8, torch.int16)}
 
     def decode(self) -> Tensor:
         # Until tokens move, all groups of a lane have the same channels.

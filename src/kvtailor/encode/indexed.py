@@ -57,6 +57,15 @@ class IndexedSegment(Segment):
     def decode(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
 
+    def check(self, dtype: torch.dtype) -> None:
+        lanes, pages = self.layout.lanes, -(-self.layout.size // self.page) if self.page > 0 else 0
+        wanted = {"keys": self.layout.size, "values": self.layout.size, "low": pages, "high": pages}
+        for name, count in wanted.items():
+            states = getattr(self, name)
+            size = (self.values if name == "values" else self.keys).shape[-1]
+            if states.dtype != dtype or tuple(states.shape) != (lanes, count, size):
+                raise ValueError(f"the {name} of pages are {states.dtype} of shape {tuple(states.shape)}")
+
     def rows(self, index: Tensor) -> IndexedSegment:
         lanes, layout = self.layout.lanes_of_rows(index)
         lanes = lanes.to(self.keys.device)

@@ -12,6 +12,7 @@ from kvtailor.fitting.layers.layer_map import solved_plan
 from kvtailor.fitting.question import Question
 from kvtailor.fitting.result import Fit, FrontPoint
 from kvtailor.fitting.sizing import Sizer
+from kvtailor.ops.files import seal_toml, write_whole
 from kvtailor.plan import Plan
 
 __all__ = ["Again", "another_memory"]
@@ -158,5 +159,5 @@ def _written(plan: str, folder: Path | None) -> str | None:
     if folder is None:
         return None
     path = folder / AGAIN_FILE
-    path.write_text(Plan.parse(plan).to_toml(), encoding="utf-8")
+    write_whole(path, seal_toml(Plan.parse(plan).to_toml()))
     return str(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from kvtailor.fitting.engines import EngineSetting, nearest_settings
 from kvtailor.fitting.judging.verdict import Family, Judged
 from kvtailor.fitting.layers.layer_map import Additivity, LayerMap
 from kvtailor.fitting.question import Question
+from kvtailor.ops.files import make_folder, read_text, seal_json, seal_toml, unseal_json, write_whole
 from kvtailor.ops.notebook_html import Share, Shown, Strong, html_block, html_table
 from kvtailor.plan import Plan, registry
 
@@ -136,17 +137,19 @@ class Fit:
         return "\n".join([*head, "", Plan.parse(self.plan).to_toml()])
 
     def save(self, folder: str | Path) -> Path:
-        """Write the plan (fitted.toml), the evidence (fit.json) and the page (fit.html); return the plan's path."""
+        """Write the plan (fitted.toml), the evidence (fit.json) and the page (fit.html); return the plan's path.
+
+        Raises:
+            FileError: the folder cannot be written; each file that was there is as it was, or new.
+        """
         from kvtailor.fitting.page import page
 
         where = Path(folder)
-        where.mkdir(parents=True, exist_ok=True)
-        (where / PLAN_FILE).write_text(self.toml(), encoding="utf-8")
-        (where / "fit.html").write_text(page(self), encoding="utf-8")
-        # The file that says that a fit has ended comes last, and whole or not at all.
-        half = where / f"{RESULT_FILE}.half"
-        half.write_text(json.dumps(self.as_dict(), ensure_ascii=False), encoding="utf-8")
-        os.replace(half, where / RESULT_FILE)
+        make_folder(where)
+        write_whole(where / PLAN_FILE, seal_toml(self.toml()))
+        write_whole(where / "fit.html", page(self))
+        # The file that says that a fit has ended comes last.
+        write_whole(where / RESULT_FILE, seal_json(json.dumps(self.as_dict(), ensure_ascii=False)))
         return where / PLAN_FILE
 
     @classmethod
@@ -154,20 +157,27 @@ class Fit:
         """Return the result that `save` wrote into a folder.
 
         Raises:
-            KvtailorError: there is none, or it is of another schema.
+            KvtailorError: there is none, it is not as it was written, or it is of another schema.
         """
         where = Path(folder) / RESULT_FILE
         try:
-            found = json.loads(where.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            text, sealed = unseal_json(read_text(where))
+            found = json.loads(text)
+        except (OSError, ValueError, RecursionError) as error:
             raise KvtailorError(
                 f"asked for the fit in {folder}, which cannot be read ({error}): run `kvtailor fit --out {folder}`"
             ) from error
         if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
             raise KvtailorError(f"{where} is not a fit of schema {SCHEMA}: run the fit again")
+        if not sealed:
+            warnings.warn(
+                f"{where} has no checksum, so damage to it would not be noticed: an earlier kvtailor wrote it, or an "
+                "editor",
+                stacklevel=2,
+            )
         try:
             return _read(found)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise KvtailorError(f"{where} is damaged ({error}): run the fit again") from error
 
     def as_dict(self) -> dict[str, Any]:

@@ -280,9 +280,12 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
         if isinstance(layer, CompressedLayer):
             heads = cache.own_geometry.shapes[index].kv_heads
             held = {name: tensor for name, tensor in mine.items() if not name.startswith("state.")}
-            restore(layer.state, fields, held, cache.plan, heads)
-            if fields["dtype"] is not None:
-                like = torch.empty(0, dtype=getattr(torch, fields["dtype"]), device=places[index])
+            shape = cache.own_geometry.shapes[index]
+            sizes = None if cache.own_geometry.has_latents else (shape.key_size, shape.value_size)
+            dtype = None if fields["dtype"] is None else _dtype(fields["dtype"])
+            restore(layer.state, fields, held, cache.plan, heads, dtype, sizes)
+            if dtype is not None:
+                like = torch.empty(0, dtype=dtype, device=places[index])
                 layer.lazy_initialization(like, like)
         elif isinstance(layer, WindowLayer) and mine:
             heads = cache.own_geometry.shapes[index].kv_heads
@@ -291,12 +294,26 @@ def _fill(cache: KvCache, layers: list[Any], saved: Mapping[str, Tensor], model:
                     raise ValueError(f"a window of layer {index} has the shape {tuple(states.shape)}")
             layer.lazy_initialization(mine["keys"], mine["values"])
             layer.keys, layer.values, layer.cumulative_length = mine["keys"], mine["values"], fields["seen"]
+        known = ("state.",) if not isinstance(layer, WindowLayer) else ("state.", "keys", "values")
+        if not isinstance(layer, CompressedLayer) and (odd := [name for name in mine if not name.startswith(known)]):
+            raise ValueError(f"layer {index} is one of the model's own, and has {', '.join(odd[:3])}")
         if isinstance(layer, StatesMixin):
             layer.restore_states(fields["states"], under("state.", mine), next(iter(rows), None))
+    beside = {"real", "conversation.real", "rope_deltas"}
+    numbers = {str(index) for index in range(len(layers))}
+    if odd := [name for name in tensors if name not in beside and name.partition(".")[0] not in numbers]:
+        raise ValueError(f"it has tensors of no layer: {', '.join(odd[:3])}")
     real = tensors.get("real")
     if real is not None and (real.dtype != torch.bool or real.ndim != 2 or real.shape[0] not in (rows or {len(real)})):
         raise ValueError(f"its mask of tokens that are no padding is {real.dtype} of shape {tuple(real.shape)}")
     cache.guard.real = real
+
+
+def _dtype(name: object) -> torch.dtype:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"its dtype is said to be {name!r}")
+    return found
 
 
 def _fill_conversation(cache: KvCache, known: list[Any], real: Tensor | None) -> None:

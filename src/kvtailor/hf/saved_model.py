@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvtailor.hf.model.fingerprint import config_values, exact_fingerprint, rotary_frequencies
+from kvtailor.hf.model.fingerprint import config_values, rotary_frequencies, weight_fingerprint
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.shapes.layer_shapes import LayerShape
 
@@ -46,7 +46,7 @@ def _said_of_layer(shape: LayerShape) -> str:
 def said_of_model(model: Any) -> dict[str, Any]:
     """What the meaning of a cache depends on beside shapes, JSON-able.
 
-    It costs what `exact_fingerprint` does: all weights are read.
+    It costs what `weight_fingerprint` does: all weights are read.
 
     Returns:
         dtype: of the model. config: its values, see `config_values`. rotary: see `rotary_frequencies`. weights: the
@@ -56,7 +56,7 @@ def said_of_model(model: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": config_values(model.config),
         "rotary": rotary_frequencies(model),
-        "weights": exact_fingerprint(model),
+        "weights": weight_fingerprint(model),
     }
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import secrets
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtailor.errors import CacheFileError
+from kvtailor.errors import CacheFileError, FileError
 from kvtailor.hf.model.tensor_parallel import RankHeads, agreed, told_by_first
+from kvtailor.ops.files import read_text, seal_json, unseal_json, write_whole
 
 __all__ = ["Shard", "StandIn", "save_ranks", "shards_of"]
 
@@ -117,15 +118,20 @@ def shards_of(path: Path) -> list[Shard]:
     if not path.is_dir():
         return [Shard(path=path, rank=0, ranks=1)]
     try:
-        about = json.loads((path / _LIST).read_text(encoding="utf-8"))
+        text, sealed = unseal_json(read_text(path / _LIST))
+        about = json.loads(text)
         files, ranks, saving = list(about["files"]), about["ranks"], str(about["saving"])
         if about["format"] != _FORMAT or ranks != len(files) or not all(_OURS.fullmatch(str(each)) for each in files):
             raise ValueError(f"{_LIST} lists {len(files)} files for {ranks} processes, format {about['format']!r}")
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CacheFileError(
             f"{str(path)!r} is a folder, and no saved cache of several processes ({type(error).__name__}: {error}): "
             "name the file or the folder that cache.save was given"
         ) from error
+    if not sealed:
+        warnings.warn(
+            f"{str(path / _LIST)!r} has no checksum: save the cache again with cache.save(path)", stacklevel=2
+        )
     return [Shard(path=path / name, rank=rank, ranks=ranks, saving=saving) for rank, name in enumerate(files)]
 
 
@@ -149,16 +155,11 @@ def _prepare(path: Path) -> None:
 
 def _list(path: Path, files: list[str], saving: str) -> None:
     """Let the folder be the cache in these files, and remove those of savings before."""
-    partial = path / f".{_LIST}.{secrets.token_hex(4)}"
+    about = {"format": _FORMAT, "saving": saving, "ranks": len(files), "files": files}
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump({"format": _FORMAT, "saving": saving, "ranks": len(files), "files": files}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path / _LIST)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CacheFileError(f"cannot write {str(path / _LIST)!r}: {error.strerror or error}") from error
+        write_whole(path / _LIST, seal_json(json.dumps(about)))
+    except FileError as error:
+        raise CacheFileError(str(error)) from error
     for each in path.iterdir():
         if _OURS.fullmatch(each.name) and each.name not in files:
             with contextlib.suppress(OSError):

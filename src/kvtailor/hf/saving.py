@@ -39,7 +39,7 @@ def save(
     """Write a cache, which must not be between a recorded forward and its crop. The file appears whole or not at all.
 
     The file has a checksum of every tensor and of its header, and a fingerprint of the model, for which all weights are
-    read once more: see `hf.model.fingerprint.exact_fingerprint` for what that costs.
+    read once more: see `hf.model.fingerprint.weight_fingerprint` for what that costs.
 
     Where the kv heads lie on several processes, all of them call it, and `path` becomes a folder with a file of each.
 

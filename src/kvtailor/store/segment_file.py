@@ -30,10 +30,10 @@ from torch import Tensor
 
 from kvtailor.errors import TierError
 from kvtailor.ops.cpu.checksum import crc32
+from kvtailor.ops.files import free_space, sync_folder, write_all
 from kvtailor.ops.segments.packed import Packing
 from kvtailor.store.deflate import deflated, inflated
 from kvtailor.store.offload.folder import PARTIAL, Folder
-from kvtailor.store.written import free_space, sync_folder, write_all
 
 __all__ = ["SegmentFile"]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from kvtailor.types.lanes import Layout
@@ -72,6 +73,13 @@ class Segment(ABC):
             lane: (m', s') int64 lane of this segment from which each new slot is filled.
             slot: (m', s') int64 slot of that lane. Filler slots of `layout` repeat some filled one.
             layout: the new layout, m' lanes of s' slots.
+        """
+
+    def check(self, dtype: torch.dtype) -> None:  # noqa: B027
+        """Raise where its own tensors, which may come from a file, are not those of its layout and the cache's dtype.
+
+        Raises:
+            ValueError: a clause without a full stop.
         """
 
     @abstractmethod

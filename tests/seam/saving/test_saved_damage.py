@@ -15,9 +15,11 @@ import kvtailor
 from kvtailor.errors import CacheFileError
 from tests.seam.saving.test_saving import continued, saved
 from tests.support.seam.flips import PLANS
+from tests.support.seam.hostile import trial
 from tests.support.seam.zoo import build
 
 ROOT = Path(__file__).parents[3]
+HOSTILE = (*PLANS, "nuq(bits=4, group=8, block_size=8)", "turboquant4", "streaming @ tokens=20", "nvfp4", "channels")
 OLD = ROOT / "tests" / "data" / "cache_of_format_1.safetensors"
 """What kvtailor 0.1.0 saved of the llama of the zoo under `PLANS[1]`: `saved` with lengths (40, 40)."""
 
@@ -156,3 +158,13 @@ def test_a_loaded_cache_does_not_depend_on_its_file(tmp_path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
     path.write_bytes(b"")
     assert torch.equal(continued(model, loaded, mask)[0], continued(model, cache, mask)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("most", [60, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", HOSTILE)
+def test_parts_that_do_not_fit_each_other_are_refused(plan: str, most: int, tmp_path: Path) -> None:
+    """Well formed, with right checksums: an emptied list of segments, a step of another dtype, a slot too few."""
+    came, odd = trial(plan, tmp_path, most)
+    assert not odd
+    assert came["refused"] > 0.7 * sum(came.values())

@@ -12,7 +12,7 @@ from torch import nn
 
 import kvtailor
 from kvtailor.errors import CacheFileError, CacheMisuse
-from kvtailor.hf.model.fingerprint import exact_fingerprint
+from kvtailor.hf.model.fingerprint import weight_fingerprint
 from tests.seam.saving.test_saving import continued, saved
 from tests.support.seam.zoo import FAMILIES, build, configs, prompts
 
@@ -138,7 +138,7 @@ def test_adapters_count_by_their_state() -> None:
     for attributes in ({}, {"disable_adapters": True}, {"scaling": {"default": 2.0}}, {"active_adapters": []}):
         model = build("llama")
         adapt(model, **attributes)
-        found.append(exact_fingerprint(model))
+        found.append(weight_fingerprint(model))
     assert len(set(found)) == len(found)
 
 
@@ -151,7 +151,7 @@ def test_every_value_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     def of(tensor: torch.Tensor) -> str | None:
         module = nn.Module()
         module.register_parameter("held", nn.Parameter(tensor, requires_grad=False))
-        return exact_fingerprint(module)
+        return weight_fingerprint(module)
 
     assert of(values) == of(values.clone())
     assert of(values) == of(values.repeat_interleave(2, -1)[..., ::2] if shape else values.clone())
@@ -171,7 +171,7 @@ def test_a_model_that_is_gone_or_not_in_memory_is_warned_of(tmp_path) -> None:
     cache = kvtailor.cache_for(model, PLAN)
     with torch.no_grad():
         model(prompts((30,))[0], past_key_values=cache)
-    assert exact_fingerprint(copy.deepcopy(model).to("meta")) is None
+    assert weight_fingerprint(copy.deepcopy(model).to("meta")) is None
     for layer in cache.layers:
         layer._module = None
     del model

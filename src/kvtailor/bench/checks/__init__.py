@@ -6,6 +6,7 @@ them have been written. `CHECKS` names them all.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -66,15 +67,34 @@ def findings(records: Sequence[Record]) -> Iterator[Finding]:
     return chain(of_holdings(records), of_texts(records), of_results(records), of_times(records))
 
 
-def check_records(records: Sequence[Record]) -> None:
+def check_records(records: Sequence[Record], *, stored: bool = False) -> None:
     """Nothing in the records of a run shows that it was fooled.
+
+    Args:
+        records: of a run, or of a folder.
+        stored: they are those of a folder, which cannot be measured otherwise now: the sentence of an error says how
+            to leave out those that show it.
 
     Raises:
         Fraud: the first sanity check that they fail and that was not allowed, see `run(allow=...)`.
     """
     for finding in findings(records):
         if not finding.allowed:
-            raise Fraud(finding.name, finding.sentence)
+            raise Fraud(finding.name, finding.sentence + (f". {_cure(finding)}" if stored else ""))
+
+
+def _cure(finding: Finding) -> str:
+    """How to leave out the newest records that show it, by the field that tells them from the others."""
+    first, last = finding.records[0], max(finding.records, key=lambda record: record.started)
+    others = [each for each in finding.records if each is not last] or [first]
+    for name in ("text", "run", "label", "task"):
+        own = getattr(last, name)
+        if own is not None and all(getattr(each, name) != own for each in others):
+            break
+    else:
+        name, own = "key", last.key
+    option = shlex.join(["--leave-out", f"{name}={own}"])
+    return f"To go on without some of these records, leave them out: {option}, or leave_out=[{f'{name}={own}'!r}]"
 
 
 def warnings_of(records: Sequence[Record]) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvtailor.errors import KvtailorError
+from kvtailor.ops.files import read_bytes
 
 __all__ = ["HubRows", "find_files", "hub_archive", "hub_rows", "library", "read_rows", "read_utf8"]
 
@@ -150,7 +151,7 @@ def read_utf8(path: Path) -> str:
         KvtailorError: it cannot be read, or is not UTF-8.
     """
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        raw = gzip.decompress(read_bytes(path)) if path.suffix == ".gz" else read_bytes(path)
         return raw.decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise KvtailorError(f"asked for the data in {path}, which cannot be read: {error}") from error

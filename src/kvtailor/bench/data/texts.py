@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtailor.bench.data.synthetic.documents import TASKS, make_document
 from kvtailor.errors import KvtailorError
+from kvtailor.ops import files
 
 __all__ = ["BETWEEN", "STATES", "generated_documents", "generated_text", "named_texts", "read_text", "starts_of"]
 
@@ -25,8 +26,8 @@ def read_text(path: Path) -> str:
         KvtailorError: it cannot be read, is not UTF-8, or is empty.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.read_text(path).replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
         raise KvtailorError(f"asked for the text in {path}, which cannot be read: {error}") from error
     if not text.strip():
         raise KvtailorError(f"asked for the text in {path}, which is empty: give a file with some text")

@@ -19,7 +19,9 @@ from kvtailor.bench.report.tables.grid import Cell, Grid
 from kvtailor.bench.report.tables.quality import difference, documents_of
 from kvtailor.bench.report.tables.tables import main_grid, measured, quality_grid
 from kvtailor.bench.schema import Record, latest, read_records
+from kvtailor.bench.schema import leave_out as without
 from kvtailor.errors import KvtailorError, UnknownName
+from kvtailor.ops.files import write_whole
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
 
@@ -122,12 +124,12 @@ class Evaluation:
             where.mkdir(parents=True, exist_ok=True)
             for run in dict.fromkeys(record.run for record in self.records):
                 path = where / f"records-{run}.jsonl"
-                lines = "".join(record.to_json() + "\n" for record in self.records if record.run == run)
+                lines = "".join(record.to_line() + "\n" for record in self.records if record.run == run)
                 # A run that wrote its records there itself may have written more than these.
                 if not path.exists():
-                    path.write_text(lines, encoding="utf-8")
+                    write_whole(path, lines)
             for name, text in texts(self.records, margins=self.summary.margins).items():
-                (where / name).write_text(text, encoding="utf-8")
+                write_whole(where / name, text)
         except OSError as error:
             raise KvtailorError(
                 f"asked to write an evaluation to {folder}, which cannot be written ({error}): give another folder"
@@ -135,14 +137,21 @@ class Evaluation:
         return where / "report.html"
 
     @classmethod
-    def load(cls, folder: str | Path, *, margin: float = 0.02, margin_points: float = 10.0) -> Evaluation:
+    def load(
+        cls, folder: str | Path, *, margin: float = 0.02, margin_points: float = 10.0, leave_out: Sequence[str] = ()
+    ) -> Evaluation:
         """Return the evaluation of the records in a folder, of `save`, of `out=` or of `kvtailor bench --out`.
+
+        Args:
+            folder: with records.
+            margin, margin_points: what counts as no loss, in nats and in points.
+            leave_out: records that are left out, FIELD=VALUE each, such as "text=novel.txt".
 
         Raises:
             RecordError: there are none, or a line is damaged.
         """
         where = Path(folder)
-        records = latest(read_records(where))
+        records = latest(without(read_records(where), leave_out))
         margins = Margins(nats=margin, points=margin_points)
         return cls(records=tuple(records), summary=summarise(records, margins), out=where)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvtailor.bench.lm_eval.layouts import LocalSet, local_set
 from kvtailor.errors import KvtailorError
+from kvtailor.ops.files import read_text, write_whole
 
 __all__ = ["write_task"]
 
@@ -56,7 +57,7 @@ def write_task(
         rows, said = _rows(file, layout, task)
         notes += [note for note in said if note not in notes]
         target = into / f"{task}-{split}.jsonl"
-        target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        write_whole(target, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         files[split] = str(target)
     if asked not in files:
         stands = ", ".join(layout.splits.get(str(asked), (str(asked),)))
@@ -78,7 +79,7 @@ def write_task(
         **alias,
     }
     # JSON is YAML.
-    (into / f"{task}.yaml").write_text(json.dumps(written, indent=1), encoding="utf-8")
+    write_whole(into / f"{task}.yaml", json.dumps(written, indent=1))
     return notes
 
 
@@ -122,7 +123,7 @@ def _file(home: Path, splits: Iterable[str]) -> Path | None:
 
 def _rows(file: Path, layout: LocalSet, task: str) -> tuple[list[dict[str, Any]], list[str]]:
     rows, notes = [], []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(read_text(file).split("\n"), 1):
         if not line.strip():
             continue
         try:

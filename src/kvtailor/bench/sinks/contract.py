@@ -115,4 +115,4 @@ def numbers_of(record: Record) -> dict[str, float]:
 
 def lines_of(records: Sequence[Record]) -> str:
     """Return records as the bench writes them, a line each, so that nothing of them is lost."""
-    return "".join(record.to_json() + "\n" for record in records)
+    return "".join(record.to_line() + "\n" for record in records)

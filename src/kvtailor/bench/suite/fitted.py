@@ -22,6 +22,7 @@ from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.sizes.largest import largest_tokens
 from kvtailor.hf.sizes.segments import SegmentBytes
 from kvtailor.hf.sizes.size import forecast_size
+from kvtailor.ops.files import read_toml
 from kvtailor.plan import Plan
 
 __all__ = ["fit_shares", "known_before", "written"]
@@ -110,8 +111,10 @@ def _fitted_in(path: Path) -> dict[str, dict[str, str]]:
     if not path.is_file():
         return {}
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8")).get("fitted", {})
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        found = tomllib.loads(read_toml(path)).get("fitted", {})
+        if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+            raise ValueError("its budgets are no tables")
+    except (OSError, ValueError, RecursionError) as error:
         raise KvtailorError(
             f"the suite beside the records, {path}, cannot be read ({error}): take it away, or give another --out"
         ) from error

@@ -48,6 +48,7 @@ from kvtailor.bench.suite.cells import Cell, Table, check_keys, tables_of
 from kvtailor.bench.suite.leaderboard import Leaderboard, read_leaderboard
 from kvtailor.bench.suite.lists import everything
 from kvtailor.errors import KvtailorError, PlanError, UnknownName, suggest
+from kvtailor.ops.files import read_toml
 from kvtailor.plan import registry
 from kvtailor.plan.check import SETTINGS
 from kvtailor.plan.grammar import Word, read_line
@@ -153,8 +154,11 @@ def read_suite(name_or_path: str | Path) -> Suite:
         raise UnknownName("suite", str(name_or_path), suites())
     faults: list[str] = []
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raw = tomllib.loads(read_toml(path))
+    except OSError as error:
+        raise SuiteError(path.stem, [f"{path} cannot be read: {error}"]) from error
+    # Beside its own error, a ValueError, tomllib lets through Python's errors for long numbers and deep brackets.
+    except (ValueError, RecursionError) as error:
         raise SuiteError(path.stem, [f"{path} is not TOML: {error}"]) from error
     check_keys(raw, _KEYS, "the file", faults)
     suite = Suite(

@@ -20,12 +20,13 @@ def read_plan(words: tuple[str, ...]) -> Plan:
         PlanError: with all faults at once.
         KvtailorError: the TOML file cannot be read.
     """
+    from kvtailor.ops.files import read_toml
     from kvtailor.plan import Plan
 
     text = " ".join(words)
     if not text.strip().endswith(".toml"):
         return Plan.parse(text)
     try:
-        return Plan.from_toml(Path(text.strip()).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return Plan.from_toml(read_toml(Path(text.strip()).expanduser()))
+    except OSError as error:
         raise KvtailorError(f"the plan file {text.strip()} cannot be read: {error}") from error

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvtailor.calibration_file import CalibratedMethod, Calibration, Shapes, calibrated, how_to, shipped
 from kvtailor.errors import CalibrationError
 from kvtailor.hf.model.config import RANDOM
-from kvtailor.hf.model.fingerprint import weight_fingerprint
+from kvtailor.hf.model.fingerprint import remembered_fingerprint
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
@@ -37,7 +37,7 @@ def calibrations_of(plan: Plan, model: Any) -> dict[str, list[Calibration]]:
     wanted = {stage: methods for stage, part in plan.parts.items() if (methods := calibrated(with_nested(part)))}
     if not wanted:
         return {}
-    own, geometry = weight_fingerprint(model), Geometry.of(model.config)
+    own, geometry = remembered_fingerprint(model), Geometry.of(model.config)
     if not geometry.alike:
         raise CalibrationError(
             f"the plan {plan} reads a calibration, which has one number of heads and one head size, and the compressed "
@@ -72,7 +72,7 @@ def tensors_of(found: Sequence[Calibration], plan: Plan, device: Any) -> dict[st
     return tensors
 
 
-def _for_model(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibration:
+def _for_model(method: CalibratedMethod, own: str | None, geometry: Geometry) -> Calibration:
     kind, found = method.calibrates, method.calibration
     if found is None:
         for each in shipped(kind):
@@ -86,6 +86,11 @@ def _for_model(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibr
     sentence = method.misfit(layers=len(geometry.compressed), heads=geometry.kv_heads, size=geometry.head_dim)
     if sentence is not None:
         raise CalibrationError(sentence)
+    if own is None:
+        raise CalibrationError(
+            f"{kind}: {found.name} was made for {found.model}, and the weights of this {geometry.model_type} cannot be "
+            "read to compare them (some are nowhere in memory, or packed for this CPU): load the model anew"
+        )
     if own not in found.fingerprints:
         raise CalibrationError(
             f"{kind}: {found.name} was made for {found.model}, and this {geometry.model_type} has other weights of the "
@@ -94,7 +99,7 @@ def _for_model(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibr
     return found
 
 
-def _random(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibration:
+def _random(method: CalibratedMethod, own: str | None, geometry: Geometry) -> Calibration:
     """Random tensors of a kind, the same at every call."""
     shapes = Shapes(
         layers=len(geometry.compressed),
@@ -110,7 +115,7 @@ def _random(method: CalibratedMethod, own: str, geometry: Geometry) -> Calibrati
         value_size=geometry.compressed_shapes[0].value_size,
         generator=torch.Generator().manual_seed(0),
     )
-    head = {"fingerprints": [own], "shapes": asdict(shapes), "made": {}, "facts": {"verdict": _NO_VERDICT}}
+    head = {"fingerprints": [own or ""], "shapes": asdict(shapes), "made": {}, "facts": {"verdict": _NO_VERDICT}}
     told = {name: json.dumps(entry) for name, entry in head.items()}
     metadata = {"kind": method.calibrates, "model": RANDOM, "calibrated_on": "[]", **told}
     digest = hashlib.sha256(f"{_NO_VERDICT} {method.calibrates} {own}".encode()).hexdigest()

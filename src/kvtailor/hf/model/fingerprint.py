@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from kvtailor.hf.model.devices import named_values, uncompiled
 from kvtailor.hf.model.sharded import whole
 from kvtailor.types.late_checks import sent
 
-__all__ = ["config_values", "exact_fingerprint", "fingerprint", "rotary_frequencies", "weight_fingerprint"]
+__all__ = ["config_values", "fingerprint", "remembered_fingerprint", "rotary_frequencies", "weight_fingerprint"]
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "_attn_implementation_internal")
 # Entries of a config about how a model was trained, how it is called and what it returns. States do not depend on them.
@@ -28,42 +29,37 @@ _NOT_THE_STATES = frozenset(
 _TRAINING = ("dropout", "pdrop")
 # Words of a row: rows and columns of so many are summed, whatever the shape of a parameter is.
 _WIDTH = 1024
+_REMEMBERED: WeakKeyDictionary[Any, tuple[str, str | None]] = WeakKeyDictionary()
 
 
 def fingerprint(model: Any) -> str | None:
-    """SHA-256 of the config and of up to 64 values of every parameter; None for a model without parameters.
+    """Return the SHA-256 of the config and of `weight_fingerprint`.
 
-    Tells two trainings of one model apart, and a folder whose weights were replaced, without reading all bytes.
+    Returns:
+        64 hex digits; None for a model without parameters or without a config, or whose weights cannot be read.
     """
     if not hasattr(model, "named_parameters") or not hasattr(model, "config"):
         return None
+    weights = weight_fingerprint(model)
+    if weights is None:
+        return None
     config = model.config.to_diff_dict() if hasattr(model.config, "to_diff_dict") else {}
     kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-    head = json.dumps(kept, sort_keys=True, default=str).encode()
-    return _digest(head, _sampled(model, None))
+    return _digest(iter([json.dumps(kept, sort_keys=True, default=str).encode(), weights.encode()]))
 
 
-def weight_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str:
-    """SHA-256 of up to 64 values of every parameter, and nothing of the config, whose form follows the library.
-
-    Args:
-        model: of torch.
-        dtype: that the values are rounded to first; None: as they are. So a file can also name the same weights as they
-            are loaded elsewhere.
-    """
-    return _digest(b"", _sampled(model, dtype))
-
-
-def exact_fingerprint(model: Any) -> str | None:
-    """SHA-256 over all bytes of every parameter, as sums, and over the state of adapters.
+def weight_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str | None:
+    """Return the SHA-256 over all bytes of every parameter, as sums, and over the state of adapters.
 
     One changed bit gives another fingerprint, as does a parameter of another name, shape or dtype (such as those of an
-    adapter), an adapter that is switched on or off, or another strength of one. All bytes are read twice, and nothing
-    is copied. Measured: 7 GB/s on one core of an AMD EPYC, so 2 s for 14 GB of weights. On an accelerator the sums are
-    taken there; that was not measured.
+    adapter), an adapter that is switched on or off, or another strength of one. Of the config there is nothing in it,
+    since its form follows the library. All bytes are read twice, and nothing is copied. Measured: 7 GB/s on one core of
+    an AMD EPYC, so 2 s for 14 GB of weights. On an accelerator the sums are taken there; that was not measured.
 
     Args:
         model: of torch.
+        dtype: that floating-point parameters are rounded to first, one at a time; None: as they are. So a file can also
+            name the same weights as they are loaded elsewhere.
 
     Returns:
         64 hex digits; None where a parameter's values are nowhere to be found: on the device "meta", and not among
@@ -72,7 +68,21 @@ def exact_fingerprint(model: Any) -> str | None:
     """
     if _packed(model) or any(values.device.type == "meta" for _, _, values in named_values(model)):
         return None
-    return _digest(b"", _exact(model))
+    return _digest(_exact(model, dtype))
+
+
+def remembered_fingerprint(model: Any) -> str | None:
+    """Return `weight_fingerprint`, taken again only where the weights have changed since the last call.
+
+    For what is asked at every cache. A change shows by a parameter's place in memory, by torch's count of changes in
+    place, or by 64 of its values. What is written past torch (`parameter.data`, a view of another library) and touches
+    none of these values does not show.
+    """
+    marks = _digest(_marks(model))
+    known = _REMEMBERED.get(model)
+    if known is None or known[0] != marks:
+        known = _REMEMBERED[model] = marks, weight_fingerprint(model)
+    return known[1]
 
 
 def config_values(config: Any) -> dict[str, Any]:
@@ -109,11 +119,13 @@ def _values(one_or_by_name: Any) -> list[Any]:
     return list(one_or_by_name.values()) if isinstance(one_or_by_name, dict) else [one_or_by_name]
 
 
-def _exact(model: Any) -> Iterator[bytes]:
-    yield from _sampled(model, None)
+def _exact(model: Any, dtype: torch.dtype | None) -> Iterator[bytes]:
     for name, parameter, own in named_values(model):
-        yield f"{name} {parameter.dtype}".encode()
-        yield from _sums(whole(own))
+        values = whole(own)
+        if dtype is not None and values.is_floating_point() and not is_traceable_wrapper_subclass(values):
+            values = values.to(dtype)
+        yield f"{name} {values.dtype} {tuple(values.shape)}".encode()
+        yield from _sums(values)
         for scale in _scales_beside(parameter):
             yield from _sums(scale.detach())
     for name, module in model.named_modules():
@@ -162,15 +174,17 @@ def _sums(tensor: Tensor) -> Iterator[bytes]:
     yield data[whole:].cpu().numpy().tobytes()
 
 
-def _sampled(model: Any, dtype: torch.dtype | None) -> Iterator[bytes]:
+def _marks(model: Any) -> Iterator[bytes]:
+    """Where each parameter lies, how often torch has changed it in place, and up to 64 of its values."""
     found: list[bytes | Tensor] = []
     for name, parameter, own in named_values(model):
-        found.append(f"{name}{tuple(parameter.shape)}".encode())
+        version = None if parameter.is_inference() else parameter._version
+        place = None if is_traceable_wrapper_subclass(own) else own.data_ptr()
+        found.append(f"{name} {parameter.dtype} {tuple(parameter.shape)} {place} {version}".encode())
         for part in _parts(whole(own)):
             flat = part.flatten()
             at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).to(torch.int64)
-            values = flat[sent(at, flat.device)]
-            found.append((values if dtype is None else values.to(dtype)).double())
+            found.append(flat[sent(at, flat.device)].double())
     # One transfer for each device.
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in found:
@@ -184,11 +198,7 @@ def _sampled(model: Any, dtype: torch.dtype | None) -> Iterator[bytes]:
 
 
 def _parts(parameter: Tensor) -> Iterator[Tensor]:
-    """A parameter, or the tensors of codes and scales that it is made of.
-
-    Of quantised weights torchao's know few operations and are taken apart; quanto's are read as the numbers for which
-    they stand, which files of fingerprints that exist were made of.
-    """
+    """A parameter, or the tensors of codes and scales that it is made of: torchao's weights know few operations."""
     if is_traceable_wrapper_subclass(parameter) and type(parameter).__module__.startswith("torchao."):
         for name in parameter.__tensor_flatten__()[0]:
             yield from _parts(getattr(parameter, name))
@@ -196,8 +206,8 @@ def _parts(parameter: Tensor) -> Iterator[Tensor]:
         yield parameter
 
 
-def _digest(head: bytes, pieces: Iterator[bytes]) -> str:
-    digest = hashlib.sha256(head)
+def _digest(pieces: Iterator[bytes]) -> str:
+    digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()

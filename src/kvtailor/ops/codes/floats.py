@@ -198,6 +198,7 @@ class NvCodes(TimeGrouped):
     tensor_scale: Tensor
     of_tokens = ("codes", "scales")
     shared = ("tensor_scale",)
+    dtypes = {**TimeGrouped.dtypes, "tensor_scale": (torch.float32,)}
     element = "e2m1"
 
     @classmethod

@@ -52,6 +52,7 @@ class LevelCodes(TimeGrouped):
     counts: Tensor
     channels: Tensor
     exact: Tensor
+    dtypes = {**TimeGrouped.dtypes, **dict.fromkeys(("counts", "channels"), (torch.uint8, torch.int16))}
 
     def rows(self, lanes: Tensor) -> Self:
         slots = torch.arange(self.counts.shape[1], device=lanes.device)

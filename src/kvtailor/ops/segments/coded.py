@@ -29,9 +29,12 @@ class Coded(ABC):
     Attributes:
         of_tokens: names of the tensors (m, s, ...), of which each token has its own part; one
             that is None is left out.
+        dtypes: by name, the dtypes that a tensor may have where it is neither of the cache's dtype nor, of whole
+            numbers, uint8.
     """
 
     of_tokens: ClassVar[tuple[str, ...]]
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {}
 
     @abstractmethod
     def decode(self) -> Tensor:
@@ -111,6 +114,7 @@ class TimeGrouped(Coded):
     """
 
     shared: ClassVar[tuple[str, ...]]
+    dtypes = {"row": (torch.int32,)}
     group: int
     row: Tensor | None = None
 

@@ -51,29 +51,55 @@ def check_layout(layout: Layout, seen: int) -> None:
     _check_growth(layout)
 
 
-def check_segment(segment: Segment) -> None:
-    """Raise unless the tensors of a segment, and of those inside it, have the shapes that its layout requires.
+def check_segment(segment: Segment, dtype: torch.dtype, sizes: tuple[int, int] | None = None) -> None:
+    """Raise unless the tensors of a segment, and of those inside it, have the shapes and dtypes that it requires.
 
-    Rows of tables are checked as well. The segment's own layout must have passed `check_layout`.
+    Rows of tables are checked as well. The segment's own layout must have passed `check_layout`. In the end the segment
+    is decoded once: numbers of bits, groups and channels that do not fit their tensors show there.
+
+    Args:
+        segment: to be checked.
+        dtype: of the cache.
+        sizes: channels of the keys and values that the layer holds; None: not known.
 
     Raises:
         ValueError: one sentence about the first fault, without a full stop.
     """
     for each in _segments_in(segment):
         lanes, slots = each.layout.lanes, each.layout.size
+        if slots < 1:
+            raise ValueError(f"a {each.codec} segment has lanes of {slots} slots")
         if isinstance(each, PlainSegment):
             for name, states in (("keys", each.keys), ("values", each.values)):
                 _check_shape(f"{name} of a plain segment", states, lanes, slots)
+                _check_dtype(f"{name} of a plain segment", states, dtype)
         elif isinstance(each, HalfSegment):
             for own in (each.keys, each.values):
                 own.check(lanes, slots)
+                for name, tensor in own.tensors().items():
+                    _check_dtype(f"{name} of a half segment", tensor, torch.int32 if name == "places" else dtype)
         elif isinstance(each, PairSegment):
             for name, side in (("keys", each.keys), ("values", each.values)):
-                _check_side(f"{name} of a {each.codec} segment", side, lanes, slots)
+                _check_side(f"{name} of a {each.codec} segment", side, lanes, slots, dtype)
+        each.check(dtype)
+    decoded = segment.decode()
+    lanes, slots = segment.layout.lanes, segment.layout.size
+    for name, states, size in zip(("keys", "values"), decoded, sizes or (None, None), strict=True):
+        _check_dtype(f"decoded {name}", states, dtype)
+        _check_shape(f"decoded {name}", states, lanes, slots)
+        if size is not None and states.shape[2] != size:
+            raise ValueError(f"the decoded {name} have {states.shape[2]} channels, and those of the layer {size}")
 
 
-def _check_side(name: str, side: Coded, lanes: int, slots: int) -> None:
+def _check_side(name: str, side: Coded, lanes: int, slots: int, dtype: torch.dtype) -> None:
     tensors = side.tensors()
+    for each, tensor in tensors.items():
+        known = side.dtypes.get(each, (dtype,) if tensor.is_floating_point() else (torch.uint8,))
+        if tensor.dtype not in known:
+            said = " or ".join(str(one).removeprefix("torch.") for one in known)
+            raise ValueError(f"{each} of {name} are {tensor.dtype} and not {said}")
+    if getattr(side, "dtype", str(dtype).removeprefix("torch.")) != str(dtype).removeprefix("torch."):
+        raise ValueError(f"the {name} are said to be of {getattr(side, 'dtype', None)}, and the cache is of {dtype}")
     for each in side.of_tokens:
         if each in tensors:
             _check_shape(f"{each} of {name}", tensors[each], lanes, slots)
@@ -123,6 +149,11 @@ def _segments_in(segment: Segment) -> Iterator[Segment]:
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise ValueError(f"the {name} are {tensor.dtype} of shape {tuple(tensor.shape)} and not {dtype} of {shape}")
+
+
+def _check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"the {name} are {tensor.dtype} and not {dtype}")
 
 
 def _check_shape(name: str, tensor: Tensor, lanes: int, slots: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from kvtailor.bench.report import Summary
 from kvtailor.bench.report.rows import OWN
 from kvtailor.errors import KvtailorError
+from kvtailor.ops.files import write_whole
 
 __all__ = ["plot"]
 
@@ -17,7 +19,7 @@ def plot(summary: Summary, path: Path) -> Path:
     """Writes loss in nats (with intervals) against the share of bytes held.
 
     Raises:
-        KvtailorError: matplotlib is missing, or no plan has both a loss and bytes.
+        KvtailorError: matplotlib is missing, no plan has both a loss and bytes, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -44,5 +46,7 @@ def plot(summary: Summary, path: Path) -> Path:
     axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix[1:] or "png")
+    write_whole(path, drawn.getvalue())
     return path
