@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtailor
 from kvtailor.errors import FileError, KvtailorError
 from kvtailor.ops.files import (
     append_line,
@@ -24,6 +26,38 @@ from kvtailor.ops.files import (
     unseal_toml,
     write_whole,
 )
+
+SOURCE = Path(kvtailor.__file__).parent
+# Of this package, of the system, or of the recipe of the embedded models, which is run by hand.
+OWN = ("plan/registry.py", "cli/__init__.py", "calibration/contract.py", "bench/declared.py", "cli/machine_share.py")
+OWN = (*OWN, "ops/huge_pages.py", "bench/measure", "bench/micro", "demo", "fitting/page", "bench/report/pages/style.py")
+
+
+def test_nothing_else_reads_or_writes_files() -> None:
+    """Who does finds its own half of what can go wrong there: pipes, full disks, links, cut pages."""
+    odd = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if name.startswith((*OWN, "ops/files.py")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            owner = getattr(getattr(node.func, "value", None), "id", "")
+            # `read_text(path)` of `ops/files.py` is a name, and `path.read_text()` an attribute of a path.
+            of_path = isinstance(node.func, ast.Attribute) and owner not in ("files", "formatter", "sizes")
+            if of_path:
+                found = called in ("read_text", "read_bytes", "write_text", "write_bytes")
+            else:
+                found = called == "open" and "devnull" not in ast.unparse(node)
+            if (
+                found
+                or called in ("save_file", "load_file")
+                or (called == "savefig" and "drawn" not in ast.unparse(node))
+            ):
+                odd.append(f"{name}:{node.lineno} {ast.unparse(node)[:60]}")
+    assert not odd
 
 
 def full(monkeypatch: pytest.MonkeyPatch, after: int, number: int = errno.ENOSPC) -> None:

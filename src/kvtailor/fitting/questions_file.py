@@ -47,7 +47,7 @@ def read_questions(subject: Subject, path: Path, context: int, notes: list[str])
             prompt, answer = found["prompt"], found["answer"]
             if not isinstance(prompt, str) or not isinstance(answer, str):
                 raise TypeError("prompt and answer must be text")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise KvtailorError(
                 f'line {number + 1} of {path} is {line[:60]!r}: write {{"prompt": "...", "answer": "..."}} ({error})'
             ) from error

@@ -46,6 +46,7 @@ from kvtailor.fitting.sizing import Sizer
 from kvtailor.fitting.structure.search import Candidate, Searched, search
 from kvtailor.fitting.structure.slow_scores import slow_points, with_slow_points
 from kvtailor.fitting.structure.space import Space
+from kvtailor.ops.files import read_bytes
 from kvtailor.plan import Plan
 from kvtailor.presets import FULL
 
@@ -383,7 +384,7 @@ class Fitting:
 
     def _records(self) -> int:
         folder = self.folder / "records"
-        return sum(line.count(b"\n") for line in (path.read_bytes() for path in folder.glob("*.jsonl")))
+        return sum(line.count(b"\n") for line in (read_bytes(path) for path in folder.glob("*.jsonl")))
 
 
 def _shown(points: float | None) -> str:

@@ -178,7 +178,8 @@ def read_rows(path: Path, member: str | None = None) -> Iterator[dict[str, Any]]
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        # Python itself refuses numbers of thousands of digits, and brackets that are thousands deep.
+        except (ValueError, RecursionError) as error:
             raise KvtailorError(f"asked for the rows of {path}, but line {number} is no JSON: {error}") from error
         if not isinstance(row, dict):
             raise KvtailorError(f"asked for the rows of {path}, but line {number} is no JSON object: {line[:60]!r}")

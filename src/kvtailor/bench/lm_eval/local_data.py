@@ -130,7 +130,7 @@ def _rows(file: Path, layout: LocalSet, task: str) -> tuple[list[dict[str, Any]]
             row = json.loads(line)
             made = layout.convert(row)
             note = layout.note(row)
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise KvtailorError(
                 f"asked for the task {task!r} from {file}, but its line {number} is {line[:60]!r}: expected rows with "
                 f"{layout.expects} ({type(error).__name__}: {error})"
