@@ -24,7 +24,7 @@ from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.attending.own_layers import own_attention
 from kvtailor.hf.model.attending.softmax import softmax_of
-from kvtailor.hf.switch import forward_began
+from kvtailor.hf.switch import forward_began, name_before
 
 __all__ = [
     "HANDLE",
@@ -221,6 +221,10 @@ def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
     """`lazy_mask` for a forward of a model with this configuration, whose attention stays ours until it ends."""
     # A forward begins. What one before it expected, and was broken off, must not be found by this one's attention.
     _EXPECTED.layer = None
+    # transformers' sdpa goes without a mask for what is merely causal, and by the module's `is_causal`. A model with
+    # another attention of its own gets the whole mask, and some of these modules say False (BigBird-Pegasus).
+    if config is not None and name_before(config) not in ("sdpa", NAME):
+        kwargs["allow_is_causal_skip"] = False
     mask = lazy_mask(*args, **kwargs)
     mask.config = config
     if config is not None and not torch.compiler.is_compiling():

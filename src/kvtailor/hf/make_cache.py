@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,10 +68,10 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
         CalibrationError: a method needs a calibration, and there is none for this very model.
     """
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
-    check(model, NAME)
+    attending = check(model, NAME)
     register()
     config = model.config.get_text_config(decoder=True)
-    geometry = Geometry.of(model.config)
+    geometry = replace(Geometry.of(model.config), multiplies=attending.multiplies)
     devices, known, share = checked(model, parsed, geometry)
     check_same_plan(parsed, share)
     if graphs:

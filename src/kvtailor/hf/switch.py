@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-__all__ = ["Lease", "attention_restored", "forward_began", "switch"]
+__all__ = ["Lease", "attention_restored", "forward_began", "name_before", "switch"]
 
 
 class _Turn:
@@ -135,6 +135,17 @@ def forward_began(config: Any, mask: Any) -> None:
         if record is not None and record.text() is text:
             key, ended = id(mask), record.forward_ended
             record.masks[key] = weakref.ref(mask, lambda _: ended(key))
+
+
+def name_before(config: Any) -> str | None:
+    """Return the name of the attention that a configuration had before ours took its place; its own where none has."""
+    text = config.get_text_config(decoder=True)
+    with _turn:
+        record = _switched.get(id(text))
+        if record is not None and record.text() is text and id(config) in record.before:
+            return record.before[id(config)][1]
+    name: str | None = config._attn_implementation
+    return name
 
 
 @contextmanager

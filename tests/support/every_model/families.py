@@ -48,6 +48,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     # Its linear attention multiplies rounding from layer to layer.
     "minimax": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 1},
+    # One layer before the loop, two in it, one behind; twice as many in what is written to a configuration's file.
+    "dory": {
+        "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
+        "layer_types": _LOCAL_AND_GLOBAL[:4],
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
         "num_key_value_heads": 4, "head_dim": 24, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,

@@ -26,6 +26,7 @@ WORKS, REFUSED, LATE, CRASH, DIFFERS, NOT_BUILT = "works", "refused", "refused l
 VERDICTS = (WORKS, REFUSED, LATE, CRASH, DIFFERS, NOT_BUILT)
 EVICTING = "snapkv(window=4) @ tokens=16"
 ENCODING = "kivi(bits=4, group=8, recent=8)"
+BESIDE = "its own cache while one of ours is alive"
 PROMPT, DECODED, TURN = 40, 8, 6
 EXACT = 1e-5
 """Largest difference of a logit, relative to the largest logit."""
@@ -108,6 +109,8 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
     with _errors("full"):
         ours = _generated(model, ids, torch.ones_like(ids), cache)
         numbers["full"] = _compared(ours, own, "full")
+    with _errors(BESIDE):
+        numbers["own beside ours"] = _compared(_generated(model, ids, torch.ones_like(ids)), own, BESIDE)
     with _errors("turn two of full"):
         turn = _prompt(1, TURN, state=5)
         if not cache.geometry.restarts:
@@ -130,10 +133,14 @@ def _judge(pair: Pair, numbers: dict[str, float]) -> None:
         with _errors("a padded batch"):
             cache = kvtailor.cache_for(model, "full")
             found = _generated(model, padded, mask, cache)
+            expected = own_padded
             if error(found.logits, own_padded.logits) > EXACT:
                 # MiniMax's own cache reads padding while it decodes; each row alone is what a batch has to give.
-                own_padded = _each_alone(model, padded, mask)
-            numbers["padded batch"] = _compared(found, own_padded, "a padded batch")
+                expected = _each_alone(model, padded, mask)
+            numbers["padded batch"] = _compared(found, expected, "a padded batch")
+        with _errors(BESIDE):
+            beside = _generated(model, padded, mask)
+            numbers["padded beside ours"] = _compared(beside, own_padded, BESIDE)
             del cache, found
     if not _compressed(model):
         raise _Ends(WORKS, "every layer has a sliding window of the model's own: there is nothing to compress", "")

@@ -7,25 +7,20 @@ from functools import cached_property
 from typing import Any
 
 from kvtailor.errors import UnsupportedModel
-from kvtailor.hf.model.modules import makes_causal_mask, own_attention
+from kvtailor.hf.model.modules import attending_by_source
+from kvtailor.hf.model.probe import Attending, probed
 from kvtailor.hf.model.shapes.layer_shapes import LayerShape, has_indexer, layer_config, layer_shapes, unknown_kinds
 
 __all__ = ["Geometry", "check", "refusal"]
 
+# Families by name: for what a configuration alone is asked (`kvtailor check`), and for what no tiny forward shows.
+# `tests/seam/model/test_probe.py` tells which entry no class of the installed transformers needs any more.
 # Their attention changes keys or values between the cache and the attention function: the hand-over would be lost.
-_CHANGES_STATES = frozenset({"diffllama", "jetmoe", "moonshine", "moonshine_streaming"})
+_CHANGES_STATES = frozenset({"diffllama", "jetmoe"})
 # Their recurrent layers read the state where one token comes alone, and begin with zeros where several do.
 _RESTARTS = frozenset({"jamba", "zamba"})
 # The state of such a model lies in its modules, whatever cache it is given: two texts on one model would share it.
 _STATES_IN_MODULES = frozenset({"recurrent_gemma"})
-# Attention without transformers' interface: two products and a softmax, which `hf.layers.products` follows. Only what
-# `tests/seam/model/test_every_model.py` has shown to work stands here, since what a model computes is known too late.
-_MULTIPLIES = frozenset(
-    {
-        "big_bird", "codegen", "falcon", "gpt_neox_japanese", "gptj", "megatron-bert", "mvp", "rembert", "roformer",
-        "trocr", "xglm",
-    }
-)  # fmt: skip
 _ADDS_TO_LOGITS = frozenset({"inkling_text", "inkling2_text"})
 _BY_BLOCKS = frozenset({"diffusion_gemma_text"})
 _MASKS_BY_STATES = frozenset({"doge"})
@@ -39,11 +34,14 @@ class Geometry:
         shapes: what each layer of the cache keeps.
         max_positions: the positions the model was made for; None if its configuration has no such number.
         model_type: transformers' name of the architecture.
+        multiplies: the model computes its attention itself, in products that kvtailor follows. A configuration does not
+            say it; see `check`.
     """
 
     shapes: tuple[LayerShape, ...]
     max_positions: int | None
     model_type: str
+    multiplies: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Geometry:
@@ -85,11 +83,6 @@ class Geometry:
             if shape.reads in self.compressed and shape.reads is not None:
                 found[shape.reads] = (*found.get(shape.reads, ()), index)
         return found
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether the model computes its attention itself, in products that kvtailor follows."""
-        return self.model_type in _MULTIPLIES
 
     @property
     def restarts(self) -> bool:
@@ -252,12 +245,15 @@ def refusal(config: Any) -> str | None:
     return None
 
 
-def check(model: Any, own_name: str) -> None:
+def check(model: Any, own_name: str) -> Attending:
     """Raises `UnsupportedModel` for a model that cannot use kvtailor's cache as it was loaded.
 
     Args:
         model: a transformers causal language model.
         own_name: the name under which kvtailor's attention is registered.
+
+    Returns:
+        What its attention does with a cache.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
@@ -266,22 +262,6 @@ def check(model: Any, own_name: str) -> None:
     sentence = refusal(config)
     if sentence is not None:
         raise UnsupportedModel(sentence)
-    # PEFT's wrappers hand this method on, and not what a class declares.
-    inner = getattr(model.set_attn_implementation, "__self__", model)
-    if not getattr(inner, "_supports_attention_backend", False):
-        # Not all families declare it whose attention can be replaced.
-        own = own_attention(model)
-        if own is None:
-            raise UnsupportedModel(
-                f"no attention of {type(model).__name__} hands its keys and values to a cache of transformers "
-                "(past_key_values.update), so there is nothing that kvtailor could compress"
-            )
-        followed = config.get_text_config(decoder=True).model_type in _MULTIPLIES and makes_causal_mask(model)
-        if own and not followed:
-            raise UnsupportedModel(
-                f"{type(model).__name__} computes its attention itself ({', '.join(own)}) and does not ask "
-                "transformers' AttentionInterface for it, so kvtailor's attention cannot take its place"
-            )
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise UnsupportedModel(
@@ -308,4 +288,24 @@ def check(model: Any, own_name: str) -> None:
             f"this model was loaded with attn_implementation={asked!r}, and kvtailor's cache comes with an attention "
             "of its own; load the model without attn_implementation, or call model.set_attn_implementation('sdpa') "
             "first"
+        )
+    # By the source only where the model's code does not run without numbers.
+    attending = probed(model) or attending_by_source(model)
+    _check_attending(type(model).__name__, name, attending)
+    return attending
+
+
+def _check_attending(kind: str, name: str, attending: Attending) -> None:
+    """Raise where the attention of a class of models cannot use a cache of ours."""
+    if not attending.hands_over:
+        raise UnsupportedModel(
+            f"no attention of {kind} hands its keys and values to a cache of transformers, so there is nothing that "
+            "kvtailor could compress"
+        )
+    if attending.refusal is not None:
+        raise UnsupportedModel(f"{name} {attending.refusal}")
+    if attending.itself and not attending.multiplies:
+        raise UnsupportedModel(
+            f"{kind} computes its attention itself ({', '.join(attending.itself)}) and does not ask transformers' "
+            "AttentionInterface for it, so kvtailor's attention cannot take its place"
         )

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.devices import runs_on
+from kvtailor.hf.model.probe import Attending
 from kvtailor.hf.model.projection import output_layer
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 from kvtailor.types.late_checks import require_none
 
 __all__ = [
+    "attending_by_source",
     "attention_modules",
     "is_part_of",
-    "makes_causal_mask",
     "modules_by_layer",
-    "own_attention",
     "rotation_of",
     "zero_angles",
 ]
@@ -37,7 +37,7 @@ __all__ = [
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_a_proj_with_mqa")
 _SAME_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 # What a layer calls to hand its new keys to a cache, under each name that transformers' families have for it.
-_READS_CACHE = re.compile(r"\b(past_key_values?|curr_past_key_values?|layer_past|cache|past)\.update\(")
+_READS_CACHE = re.compile(r"\b(\w*past_key_values?|layer_past|\w*cache|past)\.update\(")
 # Whether an attention module turns its keys, found once: finding it costs a forward of a few tokens.
 # On a GPU the answer stays there, so that the host waits for those of all layers at once.
 _turning: weakref.WeakKeyDictionary[torch.nn.Module, bool | Tensor] = weakref.WeakKeyDictionary()
@@ -87,37 +87,17 @@ def _projects_keys(module: torch.nn.Module) -> bool:
     return any(isinstance(getattr(module, name, None), torch.nn.Module) for name in _KEY_PROJECTIONS)
 
 
-def own_attention(model: Any) -> list[str] | None:
-    """Which classes of a model read a cache and compute their attention themselves, instead of asking the interface.
+def attending_by_source(model: Any) -> Attending:
+    """What the source of a model's classes says of its attention, where `probed` has no answer.
 
-    The source of each class tells, as it does for transformers' own `set_attn_implementation`: an attention that can be
-    replaced looks its function up in `ALL_ATTENTION_FUNCTIONS`.
-
-    Returns:
-        The classes' names; empty where all that read a cache ask the interface; None where none reads one.
+    An attention that can be replaced looks its function up in `ALL_ATTENTION_FUNCTIONS`, as transformers' own
+    `set_attn_implementation` has it. These words change with transformers; what is not found is refused.
     """
     kinds = dict.fromkeys(type(module) for module in model.modules())
     sources = {kind.__name__: _source(kind) for kind in kinds}
     reading = {name: source for name, source in sources.items() if _READS_CACHE.search(source)}
-    if not reading:
-        return None
-    return [name for name, source in reading.items() if "ALL_ATTENTION_FUNCTIONS" not in source]
-
-
-def makes_causal_mask(model: Any) -> bool:
-    """Whether a model gets its mask from transformers' `create_causal_mask`, which asks for ours by its name.
-
-    The encoders that may be decoders did not do so before transformers 5.18.
-    """
-    inner = getattr(model.set_attn_implementation, "__self__", model)
-    return "create_causal_mask" in _source_of_module(type(inner))
-
-
-def _source_of_module(kind: type) -> str:
-    try:
-        return inspect.getsource(sys.modules[kind.__module__])
-    except (OSError, TypeError):
-        return ""
+    itself = tuple(name for name, source in reading.items() if "ALL_ATTENTION_FUNCTIONS" not in source)
+    return Attending(hands_over=bool(reading), itself=itself)
 
 
 def _source(kind: type) -> str:
