@@ -3,6 +3,7 @@
     python docs/write_models.py             judges every pair under the installed transformers, then writes
     python docs/write_models.py gptj mpt    judges these types of models alone, then writes
     python docs/write_models.py --page      writes from what was judged before (so does `make docs`)
+    python docs/write_models.py --changes   judges every pair, writes nothing, and names what is not as recorded last
 
 The verdicts lie in `docs/models.json`, a column for each version of transformers; a run replaces the column of the
 installed version. A run takes five minutes of one core. `tests/support/every_model/` has the builder and the judge.
@@ -26,7 +27,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-__all__ = ["DATA", "PAGE", "README", "column_of", "page", "readme_block", "recorded", "stale", "unjudged", "write"]
+__all__ = [
+    "DATA",
+    "PAGE",
+    "README",
+    "changes",
+    "column_of",
+    "page",
+    "readme_block",
+    "recorded",
+    "stale",
+    "unjudged",
+    "write",
+]
 
 DATA, PAGE, README = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md", ROOT / "README.md"
 BEGIN, END = "<!-- models: made by `make docs` from docs/models.json -->", "<!-- /models -->"
@@ -92,6 +105,7 @@ KNOWN = {
 }
 
 Rows = list[dict[str, Any]]
+Key = tuple[str, str, str]
 
 
 def recorded() -> dict[str, Any]:
@@ -107,6 +121,21 @@ def column_of(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def _judged(types: Sequence[str] = ()) -> dict[Key, list[str]]:
+    """The verdict and its reason, where it has one, of each pair of these types, or of every pair."""
+    pairs = import_module("tests.support.every_model.pairs").every_pair()
+    pairs = [pair for pair in pairs if not types or pair.model_type in types]
+    judged = import_module("tests.support.every_model.run").judged
+    began, found = time.perf_counter(), {}
+    for number, verdict in enumerate(judged(pairs), 1):
+        said = [verdict.verdict, verdict.reason] if verdict.reason else [verdict.verdict]
+        found[verdict.mapping, verdict.model_type, verdict.model_class] = said
+        what = f"{verdict.verdict} {verdict.reason}".strip()[:150]
+        print(f"{number}/{len(pairs)} {verdict.mapping} {verdict.model_type}: {what}", flush=True)
+    print(f"{len(pairs)} pairs in {time.perf_counter() - began:.0f} s")
+    return found
+
+
 def judge_all(types: Sequence[str] = ()) -> dict[str, Any]:
     """Judge pairs under the installed transformers; return the recorded verdicts with its column replaced.
 
@@ -114,29 +143,44 @@ def judge_all(types: Sequence[str] = ()) -> dict[str, Any]:
         types: of the models that are judged; empty: all.
     """
     torch, transformers = import_module("torch"), import_module("transformers")
-    pairs = import_module("tests.support.every_model.pairs").every_pair()
-    pairs = [pair for pair in pairs if not types or pair.model_type in types]
-    judged = import_module("tests.support.every_model.run").judged
-    column, began = column_of(transformers.__version__), time.perf_counter()
-    found = {}
-    for number, verdict in enumerate(judged(pairs), 1):
-        found[verdict.mapping, verdict.model_type, verdict.model_class] = verdict
-        what = f"{verdict.verdict} {verdict.reason}".strip()[:150]
-        print(f"{number}/{len(pairs)} {verdict.mapping} {verdict.model_type}: {what}", flush=True)
-    data = recorded()
+    column, found, data = column_of(transformers.__version__), _judged(types), recorded()
     rows = {(row["mapping"], row["type"], row["class"]): row for row in data["pairs"]}
     for key, row in rows.items():
         if key not in found and not types:
             row.pop(column, None)
-    for key, verdict in found.items():
+    for key, said in found.items():
         row = rows.setdefault(key, dict(zip(("mapping", "type", "class"), key, strict=True)))
-        row[column] = [verdict.verdict, verdict.reason] if verdict.reason else [verdict.verdict]
+        row[column] = said
     versions = data["versions"] | {
         column: {"transformers": transformers.__version__, "torch": torch.__version__, "date": str(date.today())}
     }
     kept = [rows[key] for key in sorted(rows) if any(column in rows[key] for column in versions)]
-    print(f"{len(pairs)} pairs in {time.perf_counter() - began:.0f} s")
     return {"versions": dict(sorted(versions.items(), key=lambda each: _order(each[0]))), "pairs": kept}
+
+
+def changes(found: dict[Key, list[str]], data: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return what is not as it was recorded for the newest version, a line for each pair.
+
+    Args:
+        found: of each pair the verdict, and the reason where it has one.
+        data: as recorded.
+
+    Returns:
+        What kvtailor has to mend (it worked and does not; a late refusal, a crash, another text), and the rest.
+    """
+    newest = max(data["versions"], key=_order)
+    known = {(row["mapping"], row["type"], row["class"]): row[newest] for row in data["pairs"] if newest in row}
+    faults, others = [], []
+    for key in sorted(found.keys() | known.keys()):
+        was, now = known.get(key), found.get(key)
+        if was == now:
+            continue
+        before = f"was not there in {newest}" if was is None else f"{newest} has {': '.join(was)}"
+        line = f"{' '.join(key)}: {'is gone' if now is None else ': '.join(now)} ({before})"
+        worked = was is not None and was[0] == "works"
+        broken = now is not None and (now[0] in ("refused late", "differs", "crash") or (worked and now[0] != "works"))
+        (faults if broken else others).append(line)
+    return faults, others
 
 
 def unjudged(column: str) -> list[str]:
@@ -311,8 +355,14 @@ def main() -> None:
     """Judge, unless `--page` is given, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="judge nothing, write from docs/models.json")
+    parser.add_argument("--changes", action="store_true", help="judge all, write nothing, name what changed")
     parser.add_argument("types", nargs="*", help="types of models to judge; all where none is given")
     given = parser.parse_args()
+    if given.changes:
+        faults, others = changes(_judged(), recorded())
+        for title, lines in (("No longer work, or go wrong", faults), ("Otherwise not as recorded", others)):
+            print("\n".join([f"\n## {title}: {len(lines)}", *(f"- {line}" for line in lines)]))
+        sys.exit(1 if faults else 0)
     write(recorded() if given.page else judge_all(given.types))
 
 

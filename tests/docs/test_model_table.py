@@ -49,5 +49,33 @@ def test_families_that_share_a_reason_stand_together(writer: dict) -> None:
     assert "| llama | `LlamaForCausalLM` | works |" in page
 
 
+def test_what_changed_between_two_versions_is_named_and_what_broke_stands_apart(writer: dict) -> None:
+    def row(name: str, *said: str) -> dict:
+        return {"mapping": "causal", "type": name, "class": "A", "5.9": ["works"], "5.24": list(said)}
+
+    data = {
+        "versions": {"5.9": {}, "5.24": {}},
+        "pairs": [row("a", "works"), row("b", "refused", "why"), row("c", "works")],
+    }
+    same = {("causal", "a", "A"): ["works"], ("causal", "b", "A"): ["refused", "why"], ("causal", "c", "A"): ["works"]}
+    assert writer["changes"](same, data) == ([], [])
+    now = {
+        ("causal", "a", "A"): ["refused", "since"],
+        ("causal", "b", "A"): ["works"],
+        ("causal", "d", "A"): ["crash", "hard"],
+        ("causal", "e", "A"): ["refused", "new"],
+    }
+    faults, others = writer["changes"](now, data)
+    assert faults == [
+        "causal a A: refused: since (5.24 has works)",
+        "causal d A: crash: hard (was not there in 5.24)",
+    ]
+    assert others == [
+        "causal b A: works (5.24 has refused: why)",
+        "causal c A: is gone (5.24 has works)",
+        "causal e A: refused: new (was not there in 5.24)",
+    ]
+
+
 def str_of(row: dict) -> str:
     return f"{row['mapping']} {row['type']} {row['class']}"

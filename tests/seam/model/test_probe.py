@@ -20,6 +20,7 @@ from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model import geometry, probe
 from kvtailor.hf.model.modules import attending_by_source
 from kvtailor.hf.model.shapes import layer_shapes
+from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache
 from tests.support.every_model.build import NotBuilt, build
 from tests.support.every_model.judge import WORKS, error, judge
 from tests.support.every_model.pairs import Pair, every_pair
@@ -99,7 +100,7 @@ def test_big_bird_is_the_same_fresh_and_after_a_forward() -> None:
             kvtailor.cache_for(model, "full")
         return
     fresh = kvtailor.cache_for(model, "full")
-    found = model(prompt(), past_key_values=fresh).logits
+    found = model(prompt(), **hand_cache(fresh)).logits
     assert error(found, build(pair)(prompt()).logits) < 1e-5
     assert kvtailor.cache_for(model, "full").geometry.multiplies
 
@@ -131,8 +132,7 @@ class Changing(modeling_llama.LlamaAttention):
     """Attends to other values than the cache gave."""
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **given: Any) -> Any:
-        cache = given.pop("past_key_values", None)
-        cache = given.pop("cache", cache)
+        cache = next((given.pop(name) for name in CACHE_ARGUMENTS if name in given), None)
 
         class Between:
             def update(self, keys: Tensor, values: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ class Changing(modeling_llama.LlamaAttention):
                 return keys, values * 2
 
         taken = inspect.signature(modeling_llama.LlamaAttention.forward).parameters
-        name = "cache" if "cache" in taken else "past_key_values"
+        name = next(name for name in CACHE_ARGUMENTS if name in taken)
         given[name] = None if cache is None else Between()
         return super().forward(hidden_states, position_embeddings, attention_mask, **given)
 

@@ -11,10 +11,13 @@ import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.graphs.obstacles import obstacle
 from kvtailor.hf.layers.products import Operand
+from kvtailor.hf.versions import hand_cache
 from tests.support.every_model.build import build
 from tests.support.every_model.judge import error
 from tests.support.every_model.pairs import every_pair
 
+# In every release that is supported; GPT-J and others have moved to the interface.
+MULTIPLYING = "gpt_neox_japanese"
 SNAP = "snapkv(window=4) @ tokens=16"
 
 
@@ -34,12 +37,12 @@ def test_a_padded_batch_of_three_is_each_row_alone(model_type: str) -> None:
     mask[1, :7], mask[2, :15] = 0, 0
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     cache = kvtailor.cache_for(model, SNAP)
-    found = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    found = model.generate(ids, attention_mask=mask, **hand_cache(cache), **options)
     assert cache.held().max() <= 16 + 6
     for row in range(3):
         alone = ids[row : row + 1, int((1 - mask[row]).sum()) :]
         cache = kvtailor.cache_for(model, SNAP)
-        solo = model.generate(alone, attention_mask=torch.ones_like(alone), past_key_values=cache, **options)
+        solo = model.generate(alone, attention_mask=torch.ones_like(alone), **hand_cache(cache), **options)
         assert torch.equal(found[row, 40:], solo[0, alone.shape[1] :])
 
 
@@ -62,26 +65,26 @@ def test_plain_forwards_are_the_models_own_while_a_cache_of_ours_lives(model_typ
 
 @torch.no_grad()
 def test_a_cache_of_another_model_is_refused_and_nothing_changed() -> None:
-    first, second, ids = made("gptj"), made("gptj"), prompt()
+    first, second, ids = made(MULTIPLYING), made(MULTIPLYING), prompt()
     cache, other = kvtailor.cache_for(first, "full"), kvtailor.cache_for(second, "full")
-    with pytest.raises(CacheMisuse, match="made for another model than the gptj"):
-        second(ids, past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="made for another model than the gpt_neox_japanese"):
+        second(ids, **hand_cache(cache))
     assert cache.seen == other.seen == 0
-    assert torch.isfinite(first(ids, past_key_values=cache).logits).all() and cache.seen == 40
+    assert torch.isfinite(first(ids, **hand_cache(cache)).logits).all() and cache.seen == 40
 
 
 def test_dropout_is_refused() -> None:
-    model = made("gptj").train()
+    model = made(MULTIPLYING).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.1
     with pytest.raises(CacheMisuse, match=r"call model.eval\(\) first"), torch.no_grad():
-        model(prompt(), past_key_values=kvtailor.cache_for(model, "full"))
+        model(prompt(), **hand_cache(kvtailor.cache_for(model, "full")))
 
 
 def test_no_gradient_goes_through_it() -> None:
-    model = made("gptj")
-    logits = model(prompt(), past_key_values=kvtailor.cache_for(model, "full")).logits
+    model = made(MULTIPLYING)
+    logits = model(prompt(), **hand_cache(kvtailor.cache_for(model, "full"))).logits
     with pytest.raises(CacheMisuse, match="no gradient"):
         logits.sum().backward()
 
@@ -104,7 +107,7 @@ def test_no_gradient_goes_through_it() -> None:
 )
 @torch.no_grad()
 def test_what_is_not_understood_is_refused_and_the_cache_stays_as_it_was(what, sentence: str) -> None:
-    model = made("gptj")
+    model = made(MULTIPLYING)
     cache = kvtailor.cache_for(model, "full")
     states = torch.randn(1, 4, 40, 16)
     keys, values = cache.update(states, states, 0)
@@ -112,7 +115,7 @@ def test_what_is_not_understood_is_refused_and_the_cache_stays_as_it_was(what, s
     with pytest.raises(UnsupportedModel, match=sentence):
         what(states, keys, values)
     assert cache.seen == 0
-    model(prompt(), past_key_values=cache)
+    model(prompt(), **hand_cache(cache))
     assert cache.seen == 40
 
 
@@ -126,19 +129,19 @@ def test_falcon_with_alibi_is_refused() -> None:
 
 
 def test_graphs_are_refused() -> None:
-    model = made("gptj")
+    model = made(MULTIPLYING)
     why = obstacle(kvtailor.cache_for(model, "kivi4"), model)
-    assert why is not None and "gptj computes its attention itself" in why
+    assert why is not None and "gpt_neox_japanese computes its attention itself" in why
 
 
 def test_a_saved_cache_goes_on(tmp_path) -> None:
-    model, ids = made("gptj"), prompt()
+    model, ids = made(MULTIPLYING), prompt()
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     cache = kvtailor.cache_for(model, SNAP)
-    first = model.generate(ids, past_key_values=cache, **options)
+    first = model.generate(ids, **hand_cache(cache), **options)
     cache.save(tmp_path / "saved.safetensors")
     loaded = kvtailor.load_cache(model, tmp_path / "saved.safetensors")
     more = torch.cat([first, prompt(tokens=5)], 1)
     assert torch.equal(
-        model.generate(more, past_key_values=cache, **options), model.generate(more, past_key_values=loaded, **options)
+        model.generate(more, **hand_cache(cache), **options), model.generate(more, **hand_cache(loaded), **options)
     )

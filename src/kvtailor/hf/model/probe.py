@@ -31,6 +31,7 @@ from kvtailor.hf.layers.products import operands
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.attending.softmax import softmax_of
 from kvtailor.hf.model.shapes.layer_shapes import layer_shapes
+from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 
 __all__ = ["Attending", "probed"]
 
@@ -235,7 +236,7 @@ def _forwards(shadow: Any, *, following: bool, masked: bool) -> tuple[_Notes, bo
         cache = _noting(text)
         layers = len(notes.shapes)
         taken = inspect.signature(shadow.forward).parameters
-        name = "cache" if "cache" in taken else "past_key_values"
+        name = next((name for name in CACHE_ARGUMENTS if name in taken), CACHE_ARGUMENT)
         for new, columns in ((_PROMPT, _PROMPT), (1, _PROMPT + 1)):
             given: dict[str, Any] = {"input_ids": _ids(new), name: cache, "use_cache": True}
             if masked:
