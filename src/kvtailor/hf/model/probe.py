@@ -272,7 +272,7 @@ def _noting(text: Any) -> Any:
 
         base, options = MiniMaxCache, {}
 
-    class Noting(base):  # type: ignore[misc,valid-type]
+    class Noting(base):
         def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             notes = _current.notes
