@@ -37,6 +37,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan, registry
 from kvtailor.plan.arguments import samples_of
 
@@ -99,7 +100,7 @@ class Decoded:
         """Decode so many tokens; return milliseconds for each."""
         begin = time.perf_counter()
         for _ in range(tokens):
-            self.model(self.token, past_key_values=self.cache, logits_to_keep=1)
+            self.model(self.token, **hand_cache(self.cache), logits_to_keep=1)
         return 1000 * (time.perf_counter() - begin) / tokens
 
 

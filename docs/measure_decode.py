@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from kvtailor.hf.versions import hand_cache
+
 PLANS = ("full", "streaming @ tokens=128", "snapkv(window=16) + adakv @ tokens=128",
          "kivi(bits=4, group=32, residual=32)", "h2o @ tokens=128", "tova @ tokens=128")  # fmt: skip
 PROMPT, WARM, TOKENS, TIMES = 300, 4, 48, 4
@@ -40,11 +42,11 @@ def measure() -> dict[str, float]:
         for _ in range(TIMES):
             for plan, seconds in found.items():
                 cache = kvtailor.cache_for(model, plan)
-                model(ids, past_key_values=cache)
+                model(ids, **hand_cache(cache))
                 for step in range(WARM + TOKENS):
                     if step == WARM:
                         begin = time.process_time()
-                    model(ids[:, :1], past_key_values=cache)
+                    model(ids[:, :1], **hand_cache(cache))
                 seconds.append((time.process_time() - begin) / TOKENS)
     return {plan: min(seconds) for plan, seconds in found.items()}
 

@@ -18,6 +18,7 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 
 PLANS = ("full", "snapkv @ keep=0.125", "vector(bits=8)")
 
@@ -47,14 +48,14 @@ def main(tokens: int = 8192, rounds: int = 15, dtype: str = "float32") -> None:
         # In pieces: torch's own kernel for keys and values of unequal sizes holds a whole n x n matrix on the CPU.
         step = 512 if name != "snapkv @ keep=0.125" else tokens
         for first in range(0, tokens, step):
-            model(ids[:, first : first + step], past_key_values=cache, logits_to_keep=1)
+            model(ids[:, first : first + step], **hand_cache(cache), logits_to_keep=1)
         prefill[name] = time.perf_counter() - started
     times: dict[str, list[float]] = {name: [] for name in caches}
     token = torch.tensor([[7]])
     for turn in range(rounds + 2):
         for name, cache in caches.items():
             started = time.perf_counter()
-            model(token, past_key_values=cache)
+            model(token, **hand_cache(cache))
             if turn >= 2:
                 times[name].append(time.perf_counter() - started)
     own = statistics.median(times["transformers' DynamicCache"])

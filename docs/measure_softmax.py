@@ -21,6 +21,7 @@ from kvtailor.bench.micro.cases import VOCABULARY, model_states, random_llama
 from kvtailor.bench.micro.timer import Side, time_in_turns
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import fill
+from kvtailor.hf.versions import hand_cache
 
 CPU = torch.device("cpu")
 SINKS = torch.linspace(-1, 1, 32)
@@ -55,11 +56,11 @@ def decoding(dtype: torch.dtype, context: int, rounds: int) -> None:
         for name, given in GIVEN.items():
             cache = cache_for(model, plan)
             fill(cache, states)
-            model(ids, past_key_values=cache, logits_to_keep=1, **given)
-            model(token, past_key_values=cache, **given)
+            model(ids, **hand_cache(cache), logits_to_keep=1, **given)
+            model(token, **hand_cache(cache), **given)
 
             def run(_: int, cache: Any = cache, given: dict[str, Any] = given) -> object:
-                return model(token, past_key_values=cache, **given)
+                return model(token, **hand_cache(cache), **given)
 
             sides.append(Side(name=name, run=run))
         compared(f"token after {context}, {dtype}, {plan}", sides, rounds)
@@ -72,7 +73,7 @@ def prompts(dtype: torch.dtype, context: int, rounds: int) -> None:
     ids = torch.randint(0, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(3))
 
     def once(given: dict[str, Any]) -> Callable[[int], object]:
-        return lambda _: model(ids, past_key_values=cache_for(model, "full"), logits_to_keep=1, **given)
+        return lambda _: model(ids, **hand_cache(cache_for(model, "full")), logits_to_keep=1, **given)
 
     compared(f"prompt of {context}, {dtype}", [Side(name=n, run=once(g)) for n, g in GIVEN.items()], rounds)
 

@@ -17,7 +17,7 @@ batch = tokenizer(
     return_token_type_ids=False,
 )
 cache = kvtailor.cache_for(model, plan)
-out = model.generate(**batch, past_key_values=cache, max_new_tokens=12, do_sample=False)
+out = model.generate(**batch, cache=cache, max_new_tokens=12, do_sample=False)
 for row, text in enumerate(tokenizer.batch_decode(out[:, batch.input_ids.shape[1] :])):
     print(f"row {row}: held {cache.held()[row].float().mean():.0f} tokens per head; {text!r}")
 
@@ -26,5 +26,5 @@ more = tokenizer(["And then", "And then"], return_tensors="pt", add_special_toke
 conversation = torch.cat([out, more], 1)
 mask = torch.cat([batch.attention_mask, torch.ones(2, conversation.shape[1] - batch.input_ids.shape[1])], 1).long()
 before = cache.seen
-model.generate(conversation, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
+model.generate(conversation, attention_mask=mask, cache=cache, max_new_tokens=12, do_sample=False)
 print(f"turn two fed {cache.seen - before} tokens, not {conversation.shape[1]}")

@@ -24,7 +24,7 @@ def main() -> None:
     model, tokenizer = kvtailor.load_model("demo")
     inputs = tokenizer("The quick brown fox", return_tensors="pt")
     cache = kvtailor.cache_for(model, found.plan)
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    output = model.generate(**inputs, cache=cache, max_new_tokens=8, do_sample=False)
     print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 

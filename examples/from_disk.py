@@ -15,7 +15,7 @@ ids = tokenizer(text + "The ferry left", return_tensors="pt").input_ids
 def told(plan: str) -> str:
     """Eight tokens under a plan; the prompt comes in pieces, so that no layer ever holds all of it as it is."""
     cache = kvtailor.prefill(model, ids[:, :-1], plan=plan, chunk=64)
-    answer = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    answer = model.generate(ids, cache=cache, max_new_tokens=8, do_sample=False)
     tiers, moved = cache.ledger().by_tier, cache.traffic()
     print(f"  {tiers}; {moved.hits} layers were there, {moved.misses} came, {moved.bytes_read} bytes in all")
     return tokenizer.decode(answer[0, ids.shape[1] :])

@@ -10,7 +10,7 @@ prompt = "The old mill stood at the end of the village, and nobody had lived the
 inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
 
 cache = kvtailor.cache_for(model, "snapkv + adakv @ keep=0.25")
-output = model.generate(**inputs, past_key_values=cache, max_new_tokens=24, do_sample=False)
+output = model.generate(**inputs, cache=cache, max_new_tokens=24, do_sample=False)
 
 print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :]))
 ledger = cache.ledger()

@@ -15,7 +15,7 @@ document = tokenizer("The ferry left the island twice a day, at six and at nine.
 
 cache = kvtailor.cache_for(model, "snapkv(window=16) + kivi(bits=4) @ keep=0.5")
 with torch.no_grad():
-    model(document, past_key_values=cache)
+    model(document, cache=cache)
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "document.safetensors"
@@ -25,5 +25,5 @@ with tempfile.TemporaryDirectory() as folder:
 
 question = tokenizer(" The ferry left", return_tensors="pt", add_special_tokens=False).input_ids
 whole = torch.cat([document, question], 1)
-answer = model.generate(whole, past_key_values=later, max_new_tokens=12, do_sample=False)
+answer = model.generate(whole, cache=later, max_new_tokens=12, do_sample=False)
 print(tokenizer.decode(answer[0, whole.shape[1] :]))

@@ -25,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
 
     # `expected` reads each layer's rotary embedding, and `pooled` compares the tokens of all layers.
     cache = kvtailor.cache_for(model, "expected + pooled @ keep=0.25")
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=24, do_sample=False)
+    output = model.generate(**inputs, cache=cache, max_new_tokens=24, do_sample=False)
 
     print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :]))
     print(f"layers on: {sorted({str(device) for device in model.hf_device_map.values()})}")

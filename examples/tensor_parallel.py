@@ -31,7 +31,7 @@ inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
 
 # Heads share their layer's budget (adakv), whichever process has them.
 cache = kvtailor.cache_for(model, "snapkv + adakv @ keep=0.25")
-output = model.generate(**inputs, past_key_values=cache, max_new_tokens=24, do_sample=False)
+output = model.generate(**inputs, cache=cache, max_new_tokens=24, do_sample=False)
 
 # Every process calls these two: they speak with each other.
 whole = cache.whole_ledger()

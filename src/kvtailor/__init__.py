@@ -5,7 +5,7 @@ costs.
 import kvtailor
 
 cache = kvtailor.cache_for(model, "snapkv + adakv @ tokens=1024")
-output = model.generate(**inputs, past_key_values=cache)
+output = model.generate(**inputs, cache=cache)
 print(cache.ledger().ratio)
 ```
 """

@@ -13,6 +13,7 @@ from tests.support.seam.zoo import build, held_columns, prompts
 import kvtailor
 from kvtailor.allocate.contract import BudgetRequest
 from kvtailor.allocate.duo import Duo
+from kvtailor.hf.versions import hand_cache
 
 Gates = tuple[tuple[float, ...], ...]
 
@@ -90,7 +91,7 @@ def test_with_positions_streaming_heads_hold_sinks_and_recents() -> None:
     ids, mask = prompts((60,))
     plan = "position(sinks=4) + duo(gates=[[0.9, 0.1], [0.3, 0.2], [0.1, 1.0]], streaming=12) @ tokens=28"
     cache = kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     # 168 in all, 72 for streaming: 48 fill up each of the two highest gates.
     assert cache.held()[0].tolist() == [[60, 12], [12, 12], [12, 60]]
     held = held_columns(cache)

@@ -20,6 +20,7 @@ from kvtailor.calibration.lukv import LUKV as Profile
 from kvtailor.calibration.lukv import _gains_of, best_split, relaxed
 from kvtailor.calibration.passages import Passage, cut
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.expected import Expected
 from kvtailor.types import Held
 
@@ -113,7 +114,7 @@ def test_what_a_token_is_worth_is_the_models_own_attention_to_it() -> None:
     )
     (found,) = _gains_of(job, [Passage(ids=ids, text="", source="")])
     full = DynamicCache(config=plain.config)
-    attentions = plain(ids[None], past_key_values=full, output_attentions=True).attentions
+    attentions = plain(ids[None], **hand_cache(full), output_attentions=True).attentions
     order = []
 
     class Listening(Expected):
@@ -148,7 +149,7 @@ def test_a_profile_is_measured_and_splits_a_budget(tmp_path: Path) -> None:
     assert len(lost["profile"]) == len(lost["equal"]) == 3 and lost["profile"] != lost["equal"]
     plan = f"expected(epsilon=0.02) + lukv(file='{tmp_path / 'l.safetensors'}') @ tokens=12"
     cache = kvtailor.cache_for(subject.model, plan)
-    subject.model(prompts((40,))[0], past_key_values=cache)
+    subject.model(prompts((40,))[0], **hand_cache(cache))
     held = cache.held()
     assert held.double().mean() == 12 and len(held.unique()) > 1
     with pytest.raises(KvtailorError, match="at least 384 tokens"):

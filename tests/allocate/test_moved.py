@@ -21,6 +21,7 @@ from kvtailor.allocate.inverse import Inverse
 from kvtailor.allocate.pyramid import Pyramid
 from kvtailor.allocate.shuffled import Shuffled
 from kvtailor.allocate.uniform import Uniform
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import parse
 from kvtailor.types import Held, Needs
 
@@ -201,7 +202,7 @@ def test_a_cache_holds_the_inverted_pyramid() -> None:
     for name in ("pyramid", "inverse(of=pyramid)", "shuffled(of=pyramid, state=1)"):
         cache = kvtailor.cache_for(model, parse(f"snapkv(window=4, kernel=3) + {name} @ tokens=16"))
         with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **hand_cache(cache))
         held[name] = cache.held().sum(-1)
     assert torch.equal(held["inverse(of=pyramid)"], held["pyramid"].flip(1))
     assert (held["pyramid"][:, 0] > held["pyramid"][:, -1]).all()

@@ -10,6 +10,7 @@ from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
 from kvtailor.allocate.by_attention.simlayerkv import SimLayerKV
+from kvtailor.hf.versions import hand_cache
 
 
 @pytest.mark.parametrize("window", [1, 5])
@@ -51,11 +52,11 @@ def test_lazy_layers_keep_both_ends_and_the_others_share_the_rest() -> None:
 def test_in_a_model_lazy_layers_free_what_they_do_not_keep() -> None:
     model, (ids, _) = build("llama"), prompts((60,))
     cache = kvtailor.cache_for(model, "position(sinks=2) + simlayerkv(initial=2, recent=6, threshold=0.0) @ tokens=8")
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     for columns in held_columns(cache).values():
         assert columns[0, 0].nonzero().flatten().tolist() == [0, 1, *range(54, 60)]
     full = kvtailor.cache_for(model, "full")
-    model(ids, past_key_values=full)
+    model(ids, **hand_cache(full))
     assert cache.ledger().total < full.ledger().total / 3
 
 

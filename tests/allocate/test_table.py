@@ -18,6 +18,7 @@ from kvtailor.allocate.inverse import Inverse
 from kvtailor.allocate.table import Table
 from kvtailor.cli import main
 from kvtailor.errors import PlanError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan, parse
 
 FLAT = [3.0, 0.0, 1.0]
@@ -193,7 +194,7 @@ def test_a_cache_holds_the_shares() -> None:
         model, "snapkv(window=4, kernel=3) + table(weights=[[4, 2], [1, 2], [1, 2]]) @ tokens=12"
     )
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
     # 72 tokens for each row, six for each weight.
     assert cache.held().tolist() == [[[24, 12], [6, 12], [6, 12]]] * 2
 

@@ -19,6 +19,7 @@ from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.rolling import Rolling
 from kvtailor.attend.segments import Segments
 from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.hf.versions import hand_cache
 from kvtailor.types import Layout, PlainSegment, Rotation
 
 CPU = torch.device("cpu")
@@ -217,7 +218,7 @@ def check_rolling(family: str, plan: str) -> None:
     token, held = ids, {}
     for step in range(12):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -token.shape[1] :]
-        logits = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        logits = model(token, attention_mask=mask, position_ids=positions, **hand_cache(cache)).logits
         real = mask[:, -token.shape[1] :, None]
         assert error(logits * real, reference(token, mask, held) * real) < 2e-5, f"at forward {step}"
         held = held_columns(cache)
@@ -233,11 +234,11 @@ def test_the_reference_notices_original_positions() -> None:
     model, reference = build("llama"), Unrotated("llama")
     ids, mask = prompts((40,))
     cache = kvtailor.cache_for(model, "position @ tokens=12, slack=0")
-    token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(ids, **hand_cache(cache)).logits[:, -1:].argmax(-1)
     reference(ids, mask, {})
     held = held_columns(cache)
     mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
-    found = model(token, past_key_values=cache).logits
+    found = model(token, **hand_cache(cache)).logits
     assert error(found, reference(token, mask, held)) > 1e-2
 
 
@@ -261,6 +262,6 @@ def test_only_what_is_held_counts_for_the_warning(plan: str, warns: bool, pieces
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for piece in torch.randint(3, 131, (1, 640)).split(pieces, 1):
-            model(piece, past_key_values=cache)
+            model(piece, **hand_cache(cache))
     said = [str(each.message) for each in caught if "trained on" in str(each.message)]
     assert len(said) == warns and cache.seen == 640

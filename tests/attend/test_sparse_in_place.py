@@ -16,6 +16,7 @@ from kvtailor.attend.contract import AttentionContext
 from kvtailor.attend.quest import Quest
 from kvtailor.encode.indexed import Indexed
 from kvtailor.engine.steady import general_way
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import dispatch
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.dispatch import using
@@ -51,7 +52,7 @@ def test_both_ways_choose_the_same(plan: str, monkeypatch: pytest.MonkeyPatch) -
         for first, end in FORWARDS:
             # The short way of what chooses is held by tests/seam/test_steady.py.
             with general_way():
-                logits.append(model(ids[:, first:end], past_key_values=cache).logits[:, -1])
+                logits.append(model(ids[:, first:end], **hand_cache(cache)).logits[:, -1])
             tokens += [state.observed.tokens_read for state in cache.engine.states]
         found.append((logits, tokens, sum(each is not None for each in taken)))
     assert found[0][2] >= 36 and not found[1][2]

@@ -18,6 +18,7 @@ from kvtailor.calibration.queries.qfilters import filters_of
 from kvtailor.calibration.watching import LayerStates, watched
 from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.versions import hand_cache
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gemma3"])
@@ -30,8 +31,8 @@ def test_what_is_watched_is_the_models_own_attention(family: str) -> None:
     model, seen = build(family), []
     cache = cache_for(model, "full")
     with watched(cache, seen.append):
-        model(ids, past_key_values=cache)
-    model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
+    model(ids, **hand_cache(cache))
     assert [states.layer for states in seen] == list(range(len(cache.geometry.compressed)))
     for states, layer in zip(seen, cache.geometry.compressed, strict=True):
         group = cache.geometry.q_heads // cache.geometry.kv_heads
@@ -46,10 +47,10 @@ def test_new_tokens_after_a_prompt_see_all_before_them() -> None:
     ids, model, seen = prompts((30,))[0], build("llama"), []
     whole, parts = cache_for(model, "full"), cache_for(model, "full")
     with watched(whole, seen.append):
-        model(ids, past_key_values=whole)
-    model(ids[:, :22], past_key_values=parts)
+        model(ids, **hand_cache(whole))
+    model(ids[:, :22], **hand_cache(parts))
     with watched(parts, seen.append):
-        model(ids[:, 22:], past_key_values=parts)
+        model(ids[:, 22:], **hand_cache(parts))
     for once, later in zip(seen[:3], seen[3:], strict=True):
         torch.testing.assert_close(later.attention(1, 0, 8), once.attention(1, 22, 30), atol=1e-5, rtol=1e-4)
 
@@ -86,7 +87,7 @@ def test_ranks_are_those_of_the_whole_mean_matrix() -> None:
     model, ranks = build("qwen2"), _Ranks()
     cache = cache_for(model, "full")
     with watched(cache, ranks.add):
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     for found, matrix in zip(ranks.by_layer, own, strict=True):
         values = torch.linalg.svdvals(matrix[0].double().mean(0))
         shares = values / values.sum()

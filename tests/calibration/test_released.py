@@ -19,6 +19,7 @@ from kvtailor.calibration.released import import_released
 from kvtailor.cli.calibrate import command
 from kvtailor.cli.words.calibration import lines_of
 from kvtailor.errors import CalibrationError, UnknownName
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_keys.qfilters import QFilters
 
 SUBJECT = tiny()
@@ -48,7 +49,7 @@ def test_filters_score_by_minus_their_projection(tmp_path: Path) -> None:
     assert made.facts["released"]["beside"]["num_kv_heads"] == 2 and "not known" in made.facts["verdict"]
     assert any("from model.safetensors, which another project released" in line for line in lines_of(made))
     cache = kvtailor.cache_for(SUBJECT.model, f"qfilters(file='{tmp_path / 'q.safetensors'}') @ tokens=12")
-    SUBJECT.model(prompts((40,))[0], past_key_values=cache)
+    SUBJECT.model(prompts((40,))[0], **hand_cache(cache))
     assert cache.held().double().mean() == 12
 
 

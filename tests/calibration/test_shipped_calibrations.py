@@ -20,6 +20,7 @@ from kvtailor.calibration_file import Calibration, shipped
 from kvtailor.demo import NAMES
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.loading import load
+from kvtailor.hf.versions import hand_cache
 
 PLANS = {
     "qfilters": "qfilters @ tokens=24",
@@ -59,7 +60,7 @@ def test_the_model_finds_its_files_in_every_dtype(name: str, dtype: torch.dtype)
     for kind, plan in PLANS.items():
         cache = kvtailor.cache_for(model, plan)
         assert [(each.kind, each.model) for each in cache.calibrations] == [(kind, name)]
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
         assert cache.held().double().mean() == 24
 
 
@@ -72,7 +73,7 @@ def test_the_untrained_model_gets_random_numbers_and_says_so() -> None:
         (one,), (other,) = (cache.calibrations for cache in caches)
         assert one.kind == kind and one.model == "random-llama" and one.hash == other.hash
         assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
-        subject.model(ids, past_key_values=caches[0])
+        subject.model(ids, **hand_cache(caches[0]))
         assert caches[0].held().double().mean() == 24
         (said,) = subject.verdicts(Contestant.of(plan))
         assert said.startswith(f"{kind} of random-llama: random numbers") and not subject.provenance(

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 import kvtailor
 from kvtailor.cli import main
 from kvtailor.hf.model.loading import load
+from kvtailor.hf.versions import hand_cache
 
 RESIDENT = ("tail", "encode", "store")
 
@@ -45,7 +46,7 @@ def test_what_is_shown_as_held_is_what_a_cache_holds(plan: str, held: int, recen
     cache = kvtailor.cache_for(model, plan)
     ids = torch.randint(5, 1000, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     assert {int(count) for state in cache.engine.states for count in state.counts().flatten()} == {held}
     assert {state.stored.tail.length for state in cache.engine.states} == {recent}
     assert (said["tokens_seen"], said["tokens_held"], said["tokens_full_precision"]) == (300, held, recent)

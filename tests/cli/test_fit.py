@@ -20,6 +20,7 @@ from kvtailor.cli.fit import command
 from kvtailor.fitting import effort as efforts
 from kvtailor.fitting.effort import Effort
 from kvtailor.fitting.result import Fit
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 
 CONTEXT = 160
@@ -71,7 +72,7 @@ def test_a_fit_gives_a_plan_that_every_verb_reads(fitted, text):
     model, tokenizer = kvtailor.load_model("demo", dtype="float32")
     ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[:, :CONTEXT]
     cache = kvtailor.cache_for(model, plan)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     assert abs(cache.ledger().total - chosen.bytes) <= 0.02 * chosen.bytes
     # What a user reads.
     assert found.plan in done.stdout.replace("\n", "") and "that the search never saw" in done.stdout

@@ -21,6 +21,7 @@ from kvtailor.cli import run
 from kvtailor.hf.model import loading
 from kvtailor.hf.model.config import check_hub, config_of
 from kvtailor.hf.model.loading import load, new_model, save
+from kvtailor.hf.versions import hand_cache
 
 LONG = "The baker of the town found a silver spoon under the old bridge. " * 12
 ROLLING = "streamingllm @ tokens=64"
@@ -59,7 +60,7 @@ def test_a_chunked_prompt_gives_the_text_of_chunks_by_hand() -> None:
     assert found["tokens_held"] <= 48 + 40 and found["tokens_seen"] == whole["tokens_seen"] == ids.shape[1] + 3
     chunked = kvtailor.cache_for(model, plan)
     with torch.inference_mode():
-        out = model.generate(ids, past_key_values=chunked, prefill_chunk_size=40, max_new_tokens=4, do_sample=False)
+        out = model.generate(ids, **hand_cache(chunked), prefill_chunk_size=40, max_new_tokens=4, do_sample=False)
     assert found["text"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 

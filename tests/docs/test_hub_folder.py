@@ -12,6 +12,7 @@ import torch
 from tests.support.seam.zoo import build
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache, read_cache
 
 FOLDER = Path(__file__).parents[2] / "examples" / "hub"
 PLAN = "snapkv(window=4) + adakv @ tokens=12"
@@ -46,7 +47,7 @@ def test_it_gives_the_text_of_a_session_and_the_cache(family: str, hub: str) -> 
         max_new_tokens=6, do_sample=False,
     )  # fmt: skip
     assert torch.equal(named, same)
-    ledger = found.past_key_values.ledger()
+    ledger = read_cache(found).ledger()
     assert ledger.seen == 45 and ledger.held < 20 and 0 < ledger.total < ledger.full
 
 
@@ -64,10 +65,10 @@ def test_what_it_cannot_do_is_refused(hub: str) -> None:
     model = build("llama")
     with pytest.raises(ValueError, match="without a plan: give plan="):
         asked(model, hub)
-    with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
-        asked(model, hub, plan=PLAN, past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(ValueError, match="the cache given is a DynamicCache"):
+        asked(model, hub, plan=PLAN, **hand_cache(DynamicCache(config=model.config)))
     with pytest.raises(ValueError, match="under the plan knorm @ keep=0.5"):
-        asked(model, hub, plan=PLAN, past_key_values=kvtailor.cache_for(model, "knorm @ keep=0.5"))
+        asked(model, hub, plan=PLAN, **hand_cache(kvtailor.cache_for(model, "knorm @ keep=0.5")))
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(torch.ones(1, 4, dtype=torch.int64), custom_generate=hub, plan=PLAN, trust_remote_code=False)
 
@@ -77,10 +78,10 @@ def test_the_next_turn_goes_on_with_the_cache(hub: str) -> None:
     first = asked(model, hub, plan=PLAN, return_dict_in_generate=True)
     more = torch.cat([first.sequences, torch.full((2, 3), 7)], 1)
     found = model.generate(
-        more, custom_generate=hub, trust_remote_code=True, plan=PLAN, past_key_values=first.past_key_values,
+        more, custom_generate=hub, trust_remote_code=True, plan=PLAN, **hand_cache(read_cache(first)),
         attention_mask=torch.ones_like(more), max_new_tokens=3, do_sample=False,
     )  # fmt: skip
-    assert found.shape == (2, more.shape[1] + 3) and first.past_key_values.seen == more.shape[1] + 2
+    assert found.shape == (2, more.shape[1] + 3) and read_cache(first).seen == more.shape[1] + 2
 
 
 def test_the_folder_has_what_the_hub_wants() -> None:

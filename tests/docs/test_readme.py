@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from tests.docs.test_site import wrong_options
 from tests.docs.test_site_build import SNIPPET
+from tests.support.docs_code import as_installed
 
 import kvtailor
 from kvtailor.cli import main
@@ -45,7 +46,7 @@ def test_every_command_has_its_options():
 def test_its_code_runs_as_it_stands(capsys):
     (code,) = [code for mark, _, code in SNIPPET.findall(README) if not mark]
     assert len(code.strip().splitlines()) <= 10
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(as_installed(code), "README.md", "exec"), {})
     ratio = float(capsys.readouterr().out.split()[-1])
     assert 0.2 < ratio < 0.45
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.docs.test_paths import names
+from tests.support.docs_code import as_installed
 
 import kvtailor
 from kvtailor.fitting.effort import Effort
@@ -65,7 +66,7 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
             continue
         if mark == "needs":
             put(about, tmp_path)
-        exec(compile(code, str(path), "exec"), known)
+        exec(compile(as_installed(code), str(path), "exec"), known)
     assert capsys.readouterr().out.strip() or path.stem == "many-gpus"
 
 

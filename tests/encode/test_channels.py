@@ -11,6 +11,7 @@ from torch import Tensor
 import kvtailor
 from kvtailor.encode.channels import Channels
 from kvtailor.errors import PlanError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.types import Layout
 
@@ -75,16 +76,16 @@ def test_a_padded_batch_is_as_each_row_alone(scorer: str) -> None:
     more = prompts((20, 20), state=5)[0]
     batch = kvtailor.cache_for(model, plan)
     alone = [kvtailor.cache_for(model, plan) for _ in lengths]
-    model(ids, attention_mask=mask, past_key_values=batch, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    model(ids, attention_mask=mask, **hand_cache(batch), position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
     for row, (length, cache) in enumerate(zip(lengths, alone, strict=True)):
-        model(ids[row : row + 1, -length:], past_key_values=cache)
+        model(ids[row : row + 1, -length:], **hand_cache(cache))
     changed = 0.0
     for step in range(20):
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
         token = more[:, step : step + 1]
-        found = model(token, attention_mask=mask, past_key_values=batch, position_ids=mask.sum(-1, keepdim=True) - 1)
+        found = model(token, attention_mask=mask, **hand_cache(batch), position_ids=mask.sum(-1, keepdim=True) - 1)
         for row, cache in enumerate(alone):
-            expected = model(token[row : row + 1], past_key_values=cache).logits
+            expected = model(token[row : row + 1], **hand_cache(cache)).logits
             assert error(found.logits[row : row + 1], expected) < 1e-4
             changed += float(expected.abs().sum())
     assert changed > 0 and batch.ledger().total == batch.ledger().closed_form
@@ -100,7 +101,7 @@ def test_the_queries_change_which_channels_stay() -> None:
     kept = []
     for plan in ("channels(keep=0.5, window=8)", "channels(keep=0.5, window=1)"):
         cache = kvtailor.cache_for(model, plan)
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
         kept.append(torch.stack([state.stored.segments[0].keys.kept for state in cache.engine.states]))
         assert cache.ledger().by_stage["observe"] > 0
     assert not torch.equal(*kept)

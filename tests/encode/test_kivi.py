@@ -9,6 +9,7 @@ from tests.support.segments_of import states
 
 from kvtailor import cache_for
 from kvtailor.encode.kivi import Kivi, KiviSegment
+from kvtailor.hf.versions import hand_cache
 from kvtailor.types import Layout
 
 
@@ -110,8 +111,8 @@ def test_without_a_recent_window_all_of_a_prompt_is_encoded_and_then_whole_group
     state, held = cache.engine.states[0], []
     with torch.inference_mode():
         for each in ids[:, :21], *ids[:, 21:].split(1, 1):
-            ours = model(each, past_key_values=cache).logits
-            theirs = model(each, past_key_values=exact).logits
+            ours = model(each, **hand_cache(cache)).logits
+            theirs = model(each, **hand_cache(exact)).logits
             held.append(state.stored.tail.length)
             assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
     assert held == [0, *[i % 8 for i in range(1, 20)]]

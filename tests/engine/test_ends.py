@@ -12,6 +12,7 @@ import kvtailor
 from kvtailor.engine.ends.drop_middle import first_tokens
 from kvtailor.engine.ends.steady_ends import SteadyEnds
 from kvtailor.engine.steady import general_way
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.plan import Plan
 from kvtailor.store.recent_window import Tail
@@ -33,7 +34,7 @@ def decoded(plan, *, by_scores=False, rows=3, prompt=63, steps=24, family="llama
     logits, columns = [], []
     for step in range(steps + 1):
         ids = torch.randint(3, VOCABULARY, (rows, 1 if step else prompt), generator=generator)
-        logits.append(model(ids, past_key_values=cache).logits[:, -1])
+        logits.append(model(ids, **hand_cache(cache)).logits[:, -1])
         layouts = [state.stored.tail.as_segment().layout for state in cache.engine.states]
         columns.append([each.columns("cpu").expand(each.lanes, -1).clone() for each in layouts])
     return logits, columns, cache
@@ -101,14 +102,14 @@ def test_padding_is_left_to_scores():
         mask[0, :9] = 0
         if by_scores:
             cache.engine.eviction.first = None
-        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **hand_cache(cache))
         for step in range(9):
             mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
             out = model(
                 ids[:, step : step + 1],
                 attention_mask=mask,
                 position_ids=mask.sum(1, keepdim=True) - 1,
-                past_key_values=cache,
+                **hand_cache(cache),
             )
         caches.append((cache, out.logits))
     assert torch.equal(caches[0][1], caches[1][1]) and torch.equal(caches[0][0].held(), caches[1][0].held())
@@ -121,7 +122,7 @@ def test_the_short_way_leaves_what_others_hold():
     cache = decoded(PLANS[0], steps=5, model=model)[2]
     tails = [state.stored.tail for state in cache.engine.states]
     copies = [(tail.copied(), tail.tensors()["keys"].clone()) for tail in tails]
-    model(torch.full((3, 1), 7), past_key_values=cache)
+    model(torch.full((3, 1), 7), **hand_cache(cache))
     for tail, (copied, keys) in zip(tails, copies, strict=True):
         length = copied.length
         assert torch.equal(copied.tensors()["keys"][:, :length], keys[:, :length]) and not tail.shared
@@ -136,7 +137,7 @@ def test_layers_of_other_rotations_are_turned_by_their_own():
             cache = decoded(PLANS[0], steps=0, model=model)[2]
             last = cache.engine.states[-1].model
             last.rotation = replace(last.rotation, frequencies=last.rotation.frequencies / 2)
-            logits.append([model(torch.full((3, 1), 5 + i), past_key_values=cache).logits for i in range(4)])
+            logits.append([model(torch.full((3, 1), 5 + i), **hand_cache(cache)).logits for i in range(4)])
     assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
 
 

@@ -10,6 +10,7 @@ from tests.support.seam.zoo import build, prompts
 
 import kvtailor
 from kvtailor.engine.observe import observe
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Held, Needs, Rotation
 from kvtailor.types.evidence import Evidence
@@ -65,7 +66,7 @@ def test_mass_is_the_column_sum_of_eager_attention(family: str, chunk: int) -> N
     seen = 0
     for piece in pieces:
         end = seen + piece.shape[1]
-        model(piece, attention_mask=mask[:, :end], position_ids=positions[:, seen:end], past_key_values=cache)
+        model(piece, attention_mask=mask[:, :end], position_ids=positions[:, seen:end], **hand_cache(cache))
         seen = end
     attentions = eager(ids, attention_mask=mask, position_ids=positions, output_attentions=True).attentions
     for state, attention in zip(cache.engine.states, attentions, strict=True):

@@ -22,6 +22,7 @@ from kvtailor.engine.phase import (
 )
 from kvtailor.engine.reading.reconstruct import ReconstructionPass
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 
 PIECE = ReconstructionPass(
     columns=[torch.arange(3)], sinks=[torch.arange(1)], real=torch.ones((1, 2), dtype=torch.bool)
@@ -43,7 +44,7 @@ def filled(plan: str = "full") -> tuple[Any, torch.Tensor, kvtailor.KvCache]:
     """A model, a prompt (1, 12), and a cache under a plan that has seen it."""
     model, ids = build("llama"), torch.arange(12)[None]
     cache = kvtailor.cache_for(model, plan)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     return model, ids, cache
 
 
@@ -124,7 +125,7 @@ def test_a_cache_whose_steps_are_replayed_takes_nothing_else(use: str, tmp_path)
     steps.step(ids[:, :1])
     with pytest.raises(CacheMisuse, match="being read by replayed steps that have not landed"):
         if use == "forward":
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **hand_cache(cache))
         elif use == "crop":
             cache.crop(-1)
         elif use == "save":
@@ -134,7 +135,7 @@ def test_a_cache_whose_steps_are_replayed_takes_nothing_else(use: str, tmp_path)
     steps.step(ids[:, 1:2])
     steps.land()
     assert cache.seen == 14
-    model(ids[:, 2:3], past_key_values=cache)
+    model(ids[:, 2:3], **hand_cache(cache))
     assert cache.seen == 15
 
 
@@ -160,20 +161,20 @@ def test_a_recording_that_was_left_on_does_not_hinder_a_prefill(family: str, bef
     if before == "prompt lookup":
         text = ids.repeat(1, 2)
         told = {"max_new_tokens": 6, "do_sample": False}
-        model.generate(text, past_key_values=cache, prompt_lookup_num_tokens=3, **told)
-        model.generate(text, past_key_values=plain, **told)
+        model.generate(text, **hand_cache(cache), prompt_lookup_num_tokens=3, **told)
+        model.generate(text, **hand_cache(plain), **told)
     elif before == "a crop":
-        model(ids, past_key_values=plain)
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(plain))
+        model(ids, **hand_cache(cache))
         cache.activate_past_recording()
-        model(more[:, :2], past_key_values=cache)
+        model(more[:, :2], **hand_cache(cache))
         cache.crop(-2)
     else:
         cache.activate_past_recording()
     for each in (cache, plain):
         kvtailor.prefill(model, more, cache=each, chunk=5, hold=True)
     assert torch.equal(cache.held(), plain.held())
-    logits = [model(more[:, :1], past_key_values=each).logits for each in (cache, plain)]
+    logits = [model(more[:, :1], **hand_cache(each)).logits for each in (cache, plain)]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
@@ -182,7 +183,7 @@ def test_a_prefill_that_is_refused_before_it_feeds_leaves_the_cache_as_it_was() 
     model, ids, cache = filled()
     with rollback.speculating(cache.engine), pytest.raises(CacheMisuse, match="end that first"):
         kvtailor.prefill(model, ids[:, :4], cache=cache, hold=True)
-    model(ids[:, :1], past_key_values=cache)
+    model(ids[:, :1], **hand_cache(cache))
     assert cache.seen == 13
 
 
@@ -193,12 +194,12 @@ def test_a_crop_may_come_after_a_recording_that_ended_without_one(plan: str) -> 
     model, ids = build("gemma3"), torch.arange(3, 43)[None]
     cache, plain = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
     cache.activate_past_recording()
-    model(ids[:, :30], past_key_values=cache)
-    model(ids[:, :30], past_key_values=plain)
+    model(ids[:, :30], **hand_cache(cache))
+    model(ids[:, :30], **hand_cache(plain))
     for i in range(30, 36):
-        model(ids[:, i : i + 1], past_key_values=cache)
+        model(ids[:, i : i + 1], **hand_cache(cache))
         if i < 33:
-            model(ids[:, i : i + 1], past_key_values=plain)
+            model(ids[:, i : i + 1], **hand_cache(plain))
     cache.crop(-3)
-    logits = [model(ids[:, 39:], past_key_values=each).logits for each in (cache, plain)]
+    logits = [model(ids[:, 39:], **hand_cache(each)).logits for each in (cache, plain)]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)

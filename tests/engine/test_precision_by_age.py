@@ -11,6 +11,7 @@ from tests.seam.test_modes import decoded
 from tests.support.seam.zoo import build, error, prompts
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.segments.aged import AgedSegment
 from kvtailor.types import Segment
 
@@ -73,20 +74,18 @@ def test_beams_in_low_precision_and_a_draft_that_is_taken_back() -> None:
     model = build("llama", dtype=torch.bfloat16)
     ids, mask = prompts((40, 29, 35))
     cache = kvtailor.cache_for(model, THREE)
-    out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=40, do_sample=False, num_beams=2
-    )
+    out = model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=40, do_sample=False, num_beams=2)
     assert out.shape == (3, 80) and cache.ledger().total == cache.ledger().closed_form
     model, tokens = build("llama"), prompts((30, 30), state=4)[0]
     logits = []
     for drafting in (False, True):
         cache = kvtailor.cache_for(model, THREE)
-        model(prompts((40, 40))[0], past_key_values=cache)
+        model(prompts((40, 40))[0], **hand_cache(cache))
         if drafting:
             cache.activate_past_recording()
-            model(prompts((5, 5), state=9)[0], past_key_values=cache)
+            model(prompts((5, 5), state=9)[0], **hand_cache(cache))
             cache.crop(-5)
-        logits.append(torch.cat([model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(30)], 1))
+        logits.append(torch.cat([model(tokens[:, i : i + 1], **hand_cache(cache)).logits for i in range(30)], 1))
     assert error(*logits) < 2e-5
 
 
@@ -97,7 +96,7 @@ def test_no_token_is_in_fewer_bits_than_its_age_says(plan: str) -> None:
     model, evicts = build("llama"), "@" in plan
     ids, mask = prompts((90, 61))
     cache = kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     late = 0
     for step in range(61):
         for state in cache.engine.states:
@@ -117,7 +116,7 @@ def test_no_token_is_in_fewer_bits_than_its_age_says(plan: str) -> None:
             if step == 0:
                 assert late < (1 if evicts else 8)
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-        model(prompts((1, 1), state=step)[0], attention_mask=mask, past_key_values=cache)
+        model(prompts((1, 1), state=step)[0], attention_mask=mask, **hand_cache(cache))
     assert evicts or late < 16
     assert {each.level for each in aged(state.stored.segments)} == {0, 1, 2}
 
@@ -131,7 +130,7 @@ def test_bytes_are_known_before_a_run_where_nothing_is_dropped(plan: str, contex
     cache = kvtailor.prefill(model, ids[:, :context], plan=plan)
     with torch.no_grad():
         for column in range(context, context + new):
-            model(ids[:, column : column + 1], past_key_values=cache)
+            model(ids[:, column : column + 1], **hand_cache(cache))
     assert size.low <= cache.ledger().total <= size.high
     if "@" not in plan:
         assert size.exact and size.total == cache.ledger().total

@@ -12,6 +12,7 @@ from tests.ops.cpu.coded_truth import merges_ragged_lanes, same, truth
 from tests.support.seam.zoo import build, error, prompts
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention import folded_codes
 from kvtailor.ops.attention.folded_codes import attend_coded, unsuited
@@ -111,13 +112,13 @@ def test_where_nothing_was_compiled_no_segment_is_decoded(plan: str, monkeypatch
     for which in ("auto", "reference"):
         cache = kvtailor.cache_for(model, plan)
         with torch.no_grad(), dispatch.using(which):
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **hand_cache(cache))
             if which == "auto":
                 for kind in (TokenCodes, ChannelCodes):
                     monkeypatch.setattr(kind, "decode", None)
             more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
             positions = (more.cumsum(-1) - 1)[:, -1:]
-            found[which] = model(ids[:, :1], attention_mask=more, position_ids=positions, past_key_values=cache).logits
+            found[which] = model(ids[:, :1], attention_mask=more, position_ids=positions, **hand_cache(cache)).logits
         monkeypatch.undo()
         monkeypatch.setattr(dispatch, "library", lambda: None)
     assert error(found["auto"], found["reference"]) < 1e-4

@@ -171,3 +171,8 @@ def test_what_does_not_exist_is_seen() -> None:
         "release/nothing.py",
         "nothing.txt",
     ]
+
+
+def test_the_weekly_run_names_what_is_read_and_gone() -> None:
+    said = [each.get("run", "") for each in steps(read(ROOT / ".github" / "workflows" / "transformers-main.yml"))]
+    assert any("kvtailor.hf.versions import broken_assumptions" in each for each in said)

@@ -11,6 +11,7 @@ from tests.support.held_rows import example_tensors, held_by, held_of, make_row
 from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.atskv import ATSKV
 from kvtailor.types import Held
 
@@ -143,10 +144,10 @@ def test_sinks_and_window_stay_while_it_is_asked_again_and_again(tmp_path) -> No
     tensors = example_tensors(ATSKV(), layers=3, heads=2, group=2, size=16)
     path = write_file(tmp_path / "a.safetensors", "atskv", tensors, model)
     cache = kvtailor.cache_for(model, f"atskv(file='{path}', window=8) @ tokens=24")
-    token = model(prompts((60,))[0], past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(prompts((60,))[0], **hand_cache(cache)).logits[:, -1:].argmax(-1)
     sizes = []
     for step in range(80):
-        token = model(token, past_key_values=cache).logits.argmax(-1)
+        token = model(token, **hand_cache(cache)).logits.argmax(-1)
         sizes.append(int(cache.held().max()))
         for state in cache.engine.states:
             held = torch.cat([p.layout.columns(torch.device("cpu"))[:1] for p in state.parts()], 1)

@@ -14,6 +14,7 @@ from tests.support.held_rows import held_of, make_row
 import kvtailor
 from kvtailor.calibration.passages import cut
 from kvtailor.calibration.watching import watched
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.lanes.rotate import turn, turn_on_average
 from kvtailor.plan import Plan
 from kvtailor.score.expected import Expected
@@ -115,7 +116,7 @@ def test_calibrated_statistics_are_those_of_all_texts_and_score_as_the_prompts_w
         cache = kvtailor.cache_for(subject.model, "expected @ keep=1.0")
         seen: list[torch.Tensor] = []
         with watched(cache, lambda states, seen=seen: seen.append(states.queries)), torch.no_grad():
-            subject.model(passage.ids[None], past_key_values=cache)
+            subject.model(passage.ids[None], **hand_cache(cache))
         rotation = cache.engine.states[1].model.rotation
         queries.append(turn(seen[1], -torch.arange(64), rotation)[:, 4:])
     together = torch.cat(queries, 1).double()

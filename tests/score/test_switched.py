@@ -11,6 +11,7 @@ from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
 from kvtailor.errors import PlanError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.score.h2o import H2O
 from kvtailor.score.snapkv import SnapKV
@@ -35,7 +36,7 @@ def columns_after(plan: str, decoded: int, chunk: int | None = None) -> dict[int
     for index in range(decoded):
         token = torch.tensor([[3 + index], [40 + index]])
         mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
-        model(token, attention_mask=mask, past_key_values=cache, position_ids=mask.sum(-1, keepdim=True) - 1)
+        model(token, attention_mask=mask, **hand_cache(cache), position_ids=mask.sum(-1, keepdim=True) - 1)
     return held_columns(cache)
 
 
@@ -73,7 +74,7 @@ def test_a_new_turn_is_a_prompt_again() -> None:
     )]  # fmt: skip
     for cache in caches:
         for new in (ids, turn[:, :1], turn[:, 1:]):
-            model(new, past_key_values=cache)
+            model(new, **hand_cache(cache))
     one, other = (held_columns(cache) for cache in caches)
     assert all(torch.equal(one[layer], other[layer]) for layer in one)
 

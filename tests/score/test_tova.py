@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.tova import TOVA
 from kvtailor.types import Needs
 
@@ -80,7 +81,7 @@ def test_keeps_what_the_models_own_attention_says(family: str) -> None:
     ids, mask = prompts((56, 43))
     model = build(family)
     cache = kvtailor.cache_for(model, "tova @ tokens=20")
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     plain = build(family, attention="eager")(ids, attention_mask=mask, position_ids=positions, output_attentions=True)
     for layer, held in held_columns(cache).items():

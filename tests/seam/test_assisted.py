@@ -10,6 +10,7 @@ import transformers
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import build, error, held_columns, prompts
@@ -56,7 +57,7 @@ def assistant_of(family: str, how: str):
 def generated(model, plan: str, ids, **options):
     cache = kvtailor.cache_for(model, plan)
     told = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(ids, past_key_values=cache, **told, **options), cache
+    return model.generate(ids, **hand_cache(cache), **told, **options), cache
 
 
 def most_error(plan: str) -> float:
@@ -145,7 +146,7 @@ def test_a_turn_after_assisted_decoding_is_a_turn() -> None:
         found, cache = generated(model, plan, ids, **options)
         more = torch.cat([found.sequences, prompts((30,), state=5)[0]], 1)
         out = model.generate(
-            more, past_key_values=cache, max_new_tokens=6, do_sample=False, return_dict_in_generate=True,
+            more, **hand_cache(cache), max_new_tokens=6, do_sample=False, return_dict_in_generate=True,
             output_logits=True,
         )  # fmt: skip
         outcome.append((out, cache))
@@ -160,11 +161,11 @@ def test_assisted_decoding_on_a_used_cache_is_refused_before_any_work() -> None:
     cache = kvtailor.prefill(model, ids[:, :40], plan="snapkv(window=8) @ tokens=32")
     before = copy.deepcopy(cache)
     with pytest.raises(CacheMisuse, match="feed the whole prompt again"):
-        model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, max_new_tokens=4, do_sample=False)
+        model.generate(ids, **hand_cache(cache), prompt_lookup_num_tokens=4, max_new_tokens=4, do_sample=False)
     assert cache.seen == 40
     token = ids[:, 40:41]
     with torch.no_grad():
-        assert torch.equal(model(token, past_key_values=cache).logits, model(token, past_key_values=before).logits)
+        assert torch.equal(model(token, **hand_cache(cache)).logits, model(token, **hand_cache(before)).logits)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -175,15 +176,15 @@ def test_a_recorded_forward_on_a_used_cache_is_decoded_tokens(plan: str) -> None
     new, wrong = prompts((9,), state=2)[0], prompts((4,), state=6)[0]
     drafted, plain = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
     for cache in (drafted, plain):
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     drafted.activate_past_recording()
-    first = model(torch.cat([new[:, :5], wrong], 1), past_key_values=drafted).logits[:, :5]
+    first = model(torch.cat([new[:, :5], wrong], 1), **hand_cache(drafted)).logits[:, :5]
     drafted.crop(-4)
-    second = model(torch.cat([new[:, 5:], wrong[:, :1]], 1), past_key_values=drafted).logits[:, :4]
+    second = model(torch.cat([new[:, 5:], wrong[:, :1]], 1), **hand_cache(drafted)).logits[:, :4]
     drafted.crop(-1)
     found = torch.cat([first, second], 1)
     for i in range(9):
-        expected = model(new[:, i : i + 1], past_key_values=plain).logits[:, 0]
+        expected = model(new[:, i : i + 1], **hand_cache(plain)).logits[:, 0]
         assert error(found[:, i], expected) < most_error(plan), f"token {i}"
     assert torch.equal(drafted.held(), plain.held())
     for layer, columns in held_columns(plain).items():

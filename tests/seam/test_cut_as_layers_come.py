@@ -14,6 +14,7 @@ from torch import Tensor
 import kvtailor
 from kvtailor.allocate.contract import Allocator, BudgetRequest
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.allocate.test_dynamickv import rounds
 from tests.seam.test_modes import decoded
@@ -37,7 +38,7 @@ PLANS = (
 @torch.no_grad()
 def prefilled(model, plan, ids: Tensor, mask: Tensor):
     cache = kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    model(ids, attention_mask=mask, **hand_cache(cache), position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
     return cache
 
 
@@ -88,14 +89,14 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(plan: str) -> 
     ids, mask = prompts((56, 43, 31))
     cache = kvtailor.cache_for(model, plan)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    token = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits[:, -1:].argmax(-1)
+    token = model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits[:, -1:].argmax(-1)
     reference(ids, mask, {})
     for step in range(12):
         held = held_columns(cache)
         assert sum(int((~columns & mask.bool()[:, None]).sum()) for columns in held.values()) > 0
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         positions = mask.sum(-1, keepdim=True) - 1
-        logits = model(token, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+        logits = model(token, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits
         assert error(logits, reference(token, mask, held)) < 1e-5, f"at decoded token {step}"
         token = logits.argmax(-1)
 
@@ -112,7 +113,7 @@ def most_held(model, plan: str, ids: Tensor, mask: Tensor, monkeypatch: pytest.M
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(LayerState, "append", spied)
         cache = kvtailor.cache_for(model, plan)
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
     return max(held)
 
 
@@ -187,8 +188,8 @@ def test_layers_that_were_cut_early_are_encoded_in_the_end(codec: str, lengths: 
     mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
     with torch.no_grad():
-        logits = model(token, past_key_values=found, **options).logits
-        assert error(logits, model(token, past_key_values=expected, **options).logits) < 1e-6
+        logits = model(token, **hand_cache(found), **options).logits
+        assert error(logits, model(token, **hand_cache(expected), **options).logits) < 1e-6
     assert found.ledger().total == expected.ledger().total
 
 
@@ -209,7 +210,7 @@ def test_nothing_outlives_the_walk_but_what_the_ledger_lists(plan: str) -> None:
     prefilled(model, plan, ids, mask)
     with torch.inference_mode(), LiveBytes() as count:
         cache = kvtailor.cache_for(model, plan)
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
         gc.collect()
         torch.zeros(1)
     assert count.now <= cache.ledger().total + 64
@@ -229,7 +230,7 @@ def test_a_chunked_prefill_is_bounded_and_ends_within_the_budget(plan: str, monk
     monkeypatch.setattr(LayerState, "append", spied)
     cache = kvtailor.cache_for(model, plan)
     out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=16, max_new_tokens=4, do_sample=False
+        ids, attention_mask=mask, **hand_cache(cache), prefill_chunk_size=16, max_new_tokens=4, do_sample=False
     )
     assert out.shape == (2, 124)
     # Each layer: its budget, the chunk, what is decoded, and a generous share where one waits for the next update.
@@ -249,16 +250,16 @@ def test_a_rejected_draft_leaves_no_trace(plan: str) -> None:
     drafted, plain = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
     for cache in (drafted, plain):
         cache.activate_past_recording()
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
         cache.crop(0)
     assert float(plain.held().double().mean()) < 40
-    model(torch.cat([good, wrong], 1), past_key_values=drafted)
+    model(torch.cat([good, wrong], 1), **hand_cache(drafted))
     drafted.crop(-count)
-    model(good, past_key_values=plain)
+    model(good, **hand_cache(plain))
     plain.crop(0)
     token = prompts((1,), state=11)[0]
-    expected = model(token, past_key_values=plain).logits
-    assert error(model(token, past_key_values=drafted).logits, expected) < 2e-6
+    expected = model(token, **hand_cache(plain)).logits
+    assert error(model(token, **hand_cache(drafted)).logits, expected) < 2e-6
 
 
 @torch.no_grad()
@@ -269,9 +270,9 @@ def test_a_forward_that_broke_off_half_way_leaves_nothing_behind() -> None:
     layer = model.model.layers[3]
     hook = layer.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        model(ids, attention_mask=mask, past_key_values=broken)
+        model(ids, attention_mask=mask, **hand_cache(broken))
     hook.remove()
     broken.reset()
-    logits = model(ids, attention_mask=mask, past_key_values=broken).logits
-    assert torch.equal(logits, model(ids, attention_mask=mask, past_key_values=fresh).logits)
+    logits = model(ids, attention_mask=mask, **hand_cache(broken)).logits
+    assert torch.equal(logits, model(ids, attention_mask=mask, **hand_cache(fresh)).logits)
     assert torch.equal(broken.held(), fresh.held())

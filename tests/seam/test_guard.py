@@ -16,6 +16,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import build, error, prompts
 
@@ -67,10 +68,10 @@ def assert_right_or_refused(plan: str, family: str, points: int | None) -> tuple
     """Interrupts a prompt, decoding, a crop ...; how often the cache was refused, and how often it was right."""
     model, ids = build(family), prompts((40,))[0]
     tokens = prompts((6,), state=3)[0]
-    feed = lambda cache, column: model(tokens[:, column : column + 1], past_key_values=cache).logits  # noqa: E731
+    feed = lambda cache, column: model(tokens[:, column : column + 1], **hand_cache(cache)).logits  # noqa: E731
     empty = kvtailor.cache_for(model, plan)
     after_prompt = copy.deepcopy(empty)
-    model(ids, past_key_values=after_prompt)
+    model(ids, **hand_cache(after_prompt))
     # What each token gives by the number of tokens seen before it.
     expected, cache = {}, copy.deepcopy(after_prompt)
     for column in range(6):
@@ -80,16 +81,16 @@ def assert_right_or_refused(plan: str, family: str, points: int | None) -> tuple
     few = tokens[:, :2] if "minicache" in plan else tokens[:, :4]
 
     def draft(cache):
-        model(few, past_key_values=cache)
+        model(few, **hand_cache(cache))
         cache.crop(-1)
 
     starts = {
-        "prompt": (empty, lambda cache: model(ids, past_key_values=cache)),
+        "prompt": (empty, lambda cache: model(ids, **hand_cache(cache))),
         "token": (after_prompt, lambda cache: feed(cache, 0)),
         "tokens": (after_prompt, lambda cache: [feed(cache, column) for column in range(3)]),
         "draft": (recorded, draft),
         "rows": (after_prompt, lambda cache: cache.reorder_cache(torch.tensor([0]))),
-        "reset": (after_prompt, lambda cache: (cache.reset(), model(ids, past_key_values=cache))),
+        "reset": (after_prompt, lambda cache: (cache.reset(), model(ids, **hand_cache(cache)))),
     }
     refused = right = 0
     generator = torch.Generator().manual_seed(0)
@@ -111,7 +112,7 @@ def assert_right_or_refused(plan: str, family: str, points: int | None) -> tuple
                 continue
             try:
                 if cache.seen == 0:
-                    model(ids, past_key_values=cache)
+                    model(ids, **hand_cache(cache))
                 found, seen = feed(cache, cache.seen - 40), cache.seen - 1
             except CacheMisuse as refusal:
                 assert "not to be trusted" in str(refusal) or "its end" in str(refusal), (name, line)
@@ -139,17 +140,17 @@ def test_an_interrupt_at_every_line(family: str, plan: str) -> None:
 def test_an_error_in_the_midst_of_a_forward_ends_the_cache_until_it_is_reset() -> None:
     model, ids = build("llama"), prompts((40,))[0]
     cache = kvtailor.cache_for(model, PLANS[0])
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
 
     def fail(*_):
         raise RuntimeError("out of memory, say")
 
     handle = model.model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **hand_cache(cache))
     handle.remove()
     for use in (
-        lambda: model(ids[:, :1], past_key_values=cache),
+        lambda: model(ids[:, :1], **hand_cache(cache)),
         lambda: cache.crop(0),
         lambda: cache.save("nowhere"),
         lambda: cache.reorder_cache(torch.tensor([0])),
@@ -158,14 +159,14 @@ def test_an_error_in_the_midst_of_a_forward_ends_the_cache_until_it_is_reset() -
             use()
     cache.reset()
     fresh = kvtailor.cache_for(model, PLANS[0])
-    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=fresh).logits)
+    assert torch.equal(model(ids, **hand_cache(cache)).logits, model(ids, **hand_cache(fresh)).logits)
 
 
 @torch.no_grad()
 def test_a_mask_that_does_not_fit_changes_nothing() -> None:
     model, (ids, mask) = build("llama"), prompts((40, 31))
     cache = kvtailor.cache_for(model, PLANS[0])
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     before = copy.deepcopy(cache)
     token, more = prompts((1, 1), state=7)[0], torch.cat([mask, mask.new_ones(2, 1)], 1)
     shown = more.clone()
@@ -178,11 +179,11 @@ def test_a_mask_that_does_not_fit_changes_nothing() -> None:
         (torch.cat([more, more], 1), "has 82 columns, but the cache has seen 40"),
     ):
         with pytest.raises(CacheMisuse, match=said):
-            model(token, attention_mask=wrong, past_key_values=cache)
+            model(token, attention_mask=wrong, **hand_cache(cache))
     for each in (cache, before):
         assert each.seen == 40
-    found = model(token, attention_mask=more, past_key_values=cache).logits
-    assert torch.equal(found, model(token, attention_mask=more, past_key_values=before).logits)
+    found = model(token, attention_mask=more, **hand_cache(cache)).logits
+    assert torch.equal(found, model(token, attention_mask=more, **hand_cache(before)).logits)
 
 
 @torch.no_grad()
@@ -190,11 +191,11 @@ def test_a_crop_that_cannot_be_changes_nothing() -> None:
     model, ids = build("gemma3"), prompts((40,))[0]
     cache, same = kvtailor.cache_for(model, "full"), kvtailor.cache_for(model, "full")
     for each in (cache, same):
-        model(ids, past_key_values=each)
+        model(ids, **hand_cache(each))
     with pytest.raises(CacheMisuse, match="layer 0 has a window of 16 tokens of the model's own and has seen 40"):
         cache.crop(-2)
     token = prompts((1,), state=7)[0]
-    assert torch.equal(model(token, past_key_values=cache).logits, model(token, past_key_values=same).logits)
+    assert torch.equal(model(token, **hand_cache(cache)).logits, model(token, **hand_cache(same)).logits)
 
 
 @pytest.mark.parametrize("threads", [2, 8])
@@ -210,7 +211,7 @@ def test_threads_on_one_cache_all_get_an_error(threads: int) -> None:
             try:
                 with torch.no_grad():
                     for _ in range(200):
-                        model(ids, past_key_values=cache)
+                        model(ids, **hand_cache(cache))
                 outcomes.append("finished")
             except CacheMisuse as refusal:
                 outcomes.append(str(refusal))
@@ -228,10 +229,10 @@ def test_threads_on_one_cache_all_get_an_error(threads: int) -> None:
         assert len(outcomes) == threads
         assert all("two threads use this cache at once" in outcome for outcome in outcomes), outcomes
         with pytest.raises(CacheMisuse, match="two threads"):
-            model(ids, past_key_values=cache)
+            model(ids, **hand_cache(cache))
         cache.reset()
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **hand_cache(cache))
 
 
 @torch.no_grad()
@@ -243,11 +244,11 @@ def test_threads_may_take_turns() -> None:
     for column in range(3):
         piece = ids[:, column * 12 : column * 12 + 12]
         thread = threading.Thread(
-            target=lambda piece=piece: found.append(torch.no_grad()(model)(piece, past_key_values=cache).logits)
+            target=lambda piece=piece: found.append(torch.no_grad()(model)(piece, **hand_cache(cache)).logits)
         )
         thread.start()
         thread.join()
-        assert torch.equal(found[-1], model(piece, past_key_values=alone).logits)
+        assert torch.equal(found[-1], model(piece, **hand_cache(alone)).logits)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_a_dropped_cache_is_freed_at_once(plan: str, family: str, tmp_path: Path
     gc.disable()
     try:
         cache = kvtailor.cache_for(model, plan.replace("{tmp}", str(tmp_path)))
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=6, do_sample=False)
         twin = copy.deepcopy(cache)
         held = [weakref.ref(tensor) for each in (cache, twin) for state in each.engine.states
                 for entry in state.entries(0) for tensor in entry.tensors.values()]  # fmt: skip
@@ -296,10 +297,10 @@ def test_a_session_and_a_prefill_leave_nothing_behind() -> None:
 def test_held_and_ledger_count_no_padding(plan: str) -> None:
     model, (ids, mask) = build("llama"), prompts((40, 10))
     cache = kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     alone = [kvtailor.cache_for(model, plan) for _ in range(2)]
     for row, length in enumerate((40, 10)):
-        model(ids[row : row + 1, -length:], past_key_values=alone[row])
+        model(ids[row : row + 1, -length:], **hand_cache(alone[row]))
     held = cache.held()
     for row in range(2):
         assert torch.equal(held[row], alone[row].held()[0])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import huge_pages
 from kvtailor.ops.cpu.library import built
 from tests.support.seam.zoo import build, prompts
@@ -61,9 +62,9 @@ def decoded(plan: str, asked: bool, steps: int = 40) -> tuple[list[torch.Tensor]
     more = prompts((steps + 20,), state=3)[0]
     with huge_pages.asking(asked):
         cache = kvtailor.cache_for(model, plan)
-        found = [model(ids, past_key_values=cache).logits]
-        found += [model(more[:, i : i + 1], past_key_values=cache).logits for i in range(steps)]
-        found.append(model(more[:, steps:], past_key_values=cache).logits)
+        found = [model(ids, **hand_cache(cache)).logits]
+        found += [model(more[:, i : i + 1], **hand_cache(cache)).logits for i in range(steps)]
+        found.append(model(more[:, steps:], **hand_cache(cache)).logits)
     return found, cache
 
 
@@ -124,7 +125,7 @@ def test_a_loaded_cache_lies_in_them_as_well(tmp_path: Path, advised: list[int])
     model, path = build("llama"), tmp_path / "cache.safetensors"
     with torch.no_grad():
         cache = kvtailor.cache_for(model, "kivi(bits=4, group=8, recent=8)")
-        model(prompts(TOKENS)[0], past_key_values=cache)
+        model(prompts(TOKENS)[0], **hand_cache(cache))
     cache.save(path)
     advised.clear()
     loaded = kvtailor.load_cache(model, path)

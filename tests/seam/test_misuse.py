@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.attention import HANDLE, NAME
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import VOCABULARY, build, error, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
@@ -28,7 +29,7 @@ def test_a_static_cache_asked_for_at_the_same_time_is_refused() -> None:
     ids, _ = prompts((20,))
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(
-            ids, past_key_values=kvtailor.cache_for(model, SNAP), cache_implementation="static", max_new_tokens=2
+            ids, **hand_cache(kvtailor.cache_for(model, SNAP)), cache_implementation="static", max_new_tokens=2
         )
 
 
@@ -57,7 +58,7 @@ def test_a_budget_above_the_prompt_keeps_it_whole(plan: str) -> None:
     own, ours = build("llama"), build("llama")
     ids, mask = prompts((40, 33))
     cache = kvtailor.cache_for(ours, plan)
-    found = ours.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    found = ours.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=6, do_sample=False)
     assert torch.equal(found, own.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False))
     # All but the last token were fed, and the padding of the second row is not held.
     assert cache.seen == 45 and cache.ledger().held == (45 + 38) / 2
@@ -69,7 +70,7 @@ def test_a_budget_above_the_prompt_keeps_it_whole(plan: str) -> None:
 def test_one_token_prompts(plan: str) -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, plan)
-    out = model.generate(torch.tensor([[5]]), past_key_values=cache, max_new_tokens=30, do_sample=False)
+    out = model.generate(torch.tensor([[5]]), **hand_cache(cache), max_new_tokens=30, do_sample=False)
     assert out.shape == (1, 31)
 
 
@@ -77,7 +78,7 @@ def test_an_empty_prompt_is_an_error() -> None:
     model = build("llama")
     with pytest.raises((ValueError, IndexError, RuntimeError)):
         model.generate(
-            torch.zeros((1, 0), dtype=torch.long), past_key_values=kvtailor.cache_for(model, SNAP), max_new_tokens=2
+            torch.zeros((1, 0), dtype=torch.long), **hand_cache(kvtailor.cache_for(model, SNAP)), max_new_tokens=2
         )
 
 
@@ -86,7 +87,7 @@ def test_a_prompt_beyond_the_models_positions_is_said() -> None:
     model = build("llama")
     ids = torch.randint(3, VOCABULARY, (1, 520))
     with pytest.warns(UserWarning, match="512 positions"):
-        model(ids, past_key_values=kvtailor.cache_for(model, SNAP))
+        model(ids, **hand_cache(kvtailor.cache_for(model, SNAP)))
 
 
 @torch.no_grad()
@@ -96,7 +97,7 @@ def test_nan_in_keys_is_an_error_where_it_would_decide() -> None:
     ids, _ = prompts((40,))
     for plan in (SNAP, "h2o(recent=6) @ tokens=16", "kivi(bits=4, group=8, recent=8)"):
         with pytest.raises(CacheMisuse, match="(?i)nan"):
-            model(ids, past_key_values=kvtailor.cache_for(model, plan))
+            model(ids, **hand_cache(kvtailor.cache_for(model, plan)))
 
 
 @torch.no_grad()
@@ -104,14 +105,14 @@ def test_a_cache_reused_on_another_model_is_an_error() -> None:
     one, other, third = build("llama"), build("llama", state=3), build("qwen2")
     cache = kvtailor.cache_for(one, SNAP)
     ids, _ = prompts((30,))
-    one(ids, past_key_values=cache)
+    one(ids, **hand_cache(cache))
     for model in (other, third):
         own = kvtailor.cache_for(model, "full")
         with pytest.raises(CacheMisuse, match="another model"):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **hand_cache(cache))
         del own
         cache = kvtailor.cache_for(one, SNAP)
-        one(ids, past_key_values=cache)
+        one(ids, **hand_cache(cache))
 
 
 @torch.no_grad()
@@ -120,7 +121,7 @@ def test_a_model_whose_attention_was_switched_away_raises_at_once() -> None:
     cache = kvtailor.cache_for(model, SNAP)
     model.set_attn_implementation("sdpa")
     with pytest.raises(CacheMisuse, match="attn_implementation"):
-        model(prompts((30,))[0], past_key_values=cache)
+        model(prompts((30,))[0], **hand_cache(cache))
 
 
 @torch.no_grad()
@@ -132,18 +133,18 @@ def test_a_lost_handle_gives_nan_and_then_raises() -> None:
     cache = kvtailor.cache_for(model, SNAP)
     model.set_attn_implementation("sdpa")
     ids = torch.randint(0, 64, (1, 12))
-    assert model(ids, past_key_values=cache).logits.isnan().any()
+    assert model(ids, **hand_cache(cache)).logits.isnan().any()
     with pytest.raises(CacheMisuse, match="never used it"):
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
 
 
 @torch.no_grad()
 def test_another_batch_on_a_used_cache_is_an_error() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, SNAP)
-    model(prompts((30,))[0], past_key_values=cache)
+    model(prompts((30,))[0], **hand_cache(cache))
     with pytest.raises((CacheMisuse, ValueError, RuntimeError)):
-        model(prompts((1, 1))[0], past_key_values=cache)
+        model(prompts((1, 1))[0], **hand_cache(cache))
 
 
 @torch.no_grad()
@@ -158,9 +159,9 @@ def test_a_mask_that_contradicts_the_cache() -> None:
         (None, "padding"),
     ):
         cache = kvtailor.cache_for(model, SNAP)
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
         with pytest.raises(CacheMisuse, match=match):
-            model(token, attention_mask=wrong, past_key_values=cache)
+            model(token, attention_mask=wrong, **hand_cache(cache))
 
 
 @torch.no_grad()
@@ -170,7 +171,7 @@ def test_a_4d_mask_of_the_wrong_shape_is_an_error() -> None:
         model(
             prompts((8,))[0],
             attention_mask=torch.ones(1, 1, 8, 9, dtype=torch.bool),
-            past_key_values=kvtailor.cache_for(model, "full"),
+            **hand_cache(kvtailor.cache_for(model, "full")),
         )
 
 
@@ -178,7 +179,7 @@ def test_a_4d_mask_of_the_wrong_shape_is_an_error() -> None:
 def test_cropping_into_what_is_compressed_is_an_error() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, SNAP)
-    model(prompts((30,))[0], past_key_values=cache)
+    model(prompts((30,))[0], **hand_cache(cache))
     with pytest.raises(CacheMisuse, match="activate_past_recording"):
         cache.crop(-3)
     with pytest.raises(CacheMisuse, match="minus"):
@@ -190,15 +191,15 @@ def test_a_full_cache_crops_anywhere() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, "full")
     ids, _ = prompts((30,))
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     cache.crop(-10)
-    found = model(ids[:, 20:], past_key_values=cache).logits
+    found = model(ids[:, 20:], **hand_cache(cache)).logits
     assert error(found, build("llama")(ids).logits[:, 20:]) < 1e-5
 
 
 def test_a_backward_through_the_cache_is_an_error() -> None:
     model = build("llama")
-    logits = model(prompts((20,))[0], past_key_values=kvtailor.cache_for(model, "full")).logits
+    logits = model(prompts((20,))[0], **hand_cache(kvtailor.cache_for(model, "full"))).logits
     with pytest.raises(CacheMisuse, match="inference"):
         logits.sum().backward()
 
@@ -208,7 +209,7 @@ def test_dropout_is_an_error() -> None:
     config = transformers.LlamaConfig(**_TINY, attention_dropout=0.5)
     model = AutoModelForCausalLM.from_config(config).train()
     with pytest.raises(CacheMisuse, match="eval"):
-        model(torch.ones(1, 4, dtype=torch.long), past_key_values=kvtailor.cache_for(model, "full"))
+        model(torch.ones(1, 4, dtype=torch.long), **hand_cache(kvtailor.cache_for(model, "full")))
 
 
 def test_the_name_of_the_attention_is_safe() -> None:
@@ -227,7 +228,7 @@ def test_two_models_of_one_configuration_object() -> None:
     other = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     ids, _ = prompts((20,))
     before = other.generate(ids, max_new_tokens=4, do_sample=False)
-    one.generate(ids, past_key_values=kvtailor.cache_for(one, SNAP), max_new_tokens=4, do_sample=False)
+    one.generate(ids, **hand_cache(kvtailor.cache_for(one, SNAP)), max_new_tokens=4, do_sample=False)
     assert torch.equal(other.generate(ids, max_new_tokens=4, do_sample=False), before)
 
 
@@ -235,7 +236,7 @@ def test_two_models_of_one_configuration_object() -> None:
 def test_the_handle_is_never_put_on_a_stored_buffer() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, "full")
-    model(prompts((20,))[0], past_key_values=cache)
+    model(prompts((20,))[0], **hand_cache(cache))
     assert not any(hasattr(t, HANDLE) for state in cache.engine.states for t in state.stored.tail.tensors().values())
 
 
@@ -244,10 +245,10 @@ def test_reset_and_reuse() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, SNAP)
     ids, mask = prompts((30, 22))
-    first = model(ids, attention_mask=mask, past_key_values=cache).logits
+    first = model(ids, attention_mask=mask, **hand_cache(cache)).logits
     cache.reset()
     assert cache.seen == 0 and cache.ledger().total == 0
-    assert torch.equal(model(ids, attention_mask=mask, past_key_values=cache).logits, first)
+    assert torch.equal(model(ids, attention_mask=mask, **hand_cache(cache)).logits, first)
 
 
 def test_a_model_of_windows_only_is_said_to_have_nothing_to_compress() -> None:
@@ -264,7 +265,7 @@ def test_autocast() -> None:
     model = build("llama")
     ids, _ = prompts((30,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model(ids, past_key_values=kvtailor.cache_for(model, SNAP)).logits
+        found = model(ids, **hand_cache(kvtailor.cache_for(model, SNAP))).logits
         expected = build("llama")(ids).logits
     assert error(found.float(), expected.float()) < 5e-2
 
@@ -274,5 +275,5 @@ def test_inputs_embeds_and_hidden_states() -> None:
     ids, _ = prompts((20,))
     embedded = ours.model.embed_tokens(ids)
     options = {"max_new_tokens": 4, "do_sample": False, "output_hidden_states": True, "return_dict_in_generate": True}
-    found = ours.generate(inputs_embeds=embedded, past_key_values=kvtailor.cache_for(ours, "full"), **options)
+    found = ours.generate(inputs_embeds=embedded, **hand_cache(kvtailor.cache_for(ours, "full")), **options)
     assert torch.equal(found.sequences, own.generate(inputs_embeds=embedded, **options).sequences)

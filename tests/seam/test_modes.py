@@ -10,6 +10,7 @@ import torch
 
 import kvtailor
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import COMPRESSIBLE, build, error, held_columns, prompts
@@ -44,12 +45,12 @@ def decoded(model, ids, mask, plan, steps=9, forced=None):
     """Logits (b, steps, v) of greedy (or forced) decoding on a fresh cache, and the cache."""
     cache = kvtailor.cache_for(model, plan)
     options = {} if model.config.model_type == "opt" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    logits = [model(ids, attention_mask=mask, past_key_values=cache, **options).logits[:, -1]]
+    logits = [model(ids, attention_mask=mask, **hand_cache(cache), **options).logits[:, -1]]
     for step in range(steps):
         token = logits[-1].argmax(-1, keepdim=True) if forced is None else forced[:, step : step + 1]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         options = {} if model.config.model_type == "opt" else {"position_ids": mask.sum(-1, keepdim=True) - 1}
-        logits.append(model(token, attention_mask=mask, past_key_values=cache, **options).logits[:, -1])
+        logits.append(model(token, attention_mask=mask, **hand_cache(cache), **options).logits[:, -1])
     return torch.stack(logits, 1), cache
 
 
@@ -81,7 +82,7 @@ def test_beams_and_several_sequences_run(options: dict, plan: str) -> None:
     ids, mask = prompts((40, 33))
     cache = kvtailor.cache_for(model, plan)
     out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, **{"do_sample": False, **options}
+        ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=8, **{"do_sample": False, **options}
     )
     assert out.shape[1] == 48
     assert cache.ledger().total == cache.ledger().closed_form
@@ -95,12 +96,12 @@ def test_a_reordered_cache_is_the_cache_of_the_reordered_batch(plan: str) -> Non
     order = torch.tensor([2, 0, 2, 1])
     token = prompts((1,) * 4, state=9)[0]
     cache, direct = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    model(ids[order], attention_mask=mask[order], past_key_values=direct)
+    model(ids, attention_mask=mask, **hand_cache(cache))
+    model(ids[order], attention_mask=mask[order], **hand_cache(direct))
     cache.reorder_cache(order)
     mask = torch.cat([mask[order], torch.ones(4, 1, dtype=mask.dtype)], 1)
-    found = model(token, attention_mask=mask, past_key_values=cache).logits
-    assert error(found, model(token, attention_mask=mask, past_key_values=direct).logits) < 1e-5
+    found = model(token, attention_mask=mask, **hand_cache(cache)).logits
+    assert error(found, model(token, attention_mask=mask, **hand_cache(direct)).logits) < 1e-5
 
 
 @pytest.mark.parametrize(("family", "plan"), crossed(["llama", "gpt_neox", "gpt2"], PLANS, possible=can_rotate))
@@ -109,24 +110,24 @@ def test_turn_two_equals_the_same_walk_by_hand(family: str, plan: str) -> None:
     model = build(family)
     ids, mask = prompts((36,))
     by_generate, by_hand = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
-    first = model.generate(ids, attention_mask=mask, past_key_values=by_generate, max_new_tokens=6, do_sample=False)
+    first = model.generate(ids, attention_mask=mask, **hand_cache(by_generate), max_new_tokens=6, do_sample=False)
     second = torch.cat([first, prompts((9,), state=4)[0]], 1)
     out = model.generate(
         second,
         attention_mask=torch.ones_like(second),
-        past_key_values=by_generate,
+        **hand_cache(by_generate),
         max_new_tokens=5,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
     )
     with torch.no_grad():
-        model(ids, past_key_values=by_hand)
+        model(ids, **hand_cache(by_hand))
         for column in range(36, 41):
-            model(second[:, column : column + 1], past_key_values=by_hand)
-        logits = [model(second[:, 41:], past_key_values=by_hand).logits[:, -1]]
+            model(second[:, column : column + 1], **hand_cache(by_hand))
+        logits = [model(second[:, 41:], **hand_cache(by_hand)).logits[:, -1]]
         for column in range(51, 55):
-            logits.append(model(out.sequences[:, column : column + 1], past_key_values=by_hand).logits[:, -1])
+            logits.append(model(out.sequences[:, column : column + 1], **hand_cache(by_hand)).logits[:, -1])
     assert max(error(a, b) for a, b in zip(out.logits, logits, strict=True)) < 1e-5
 
 
@@ -147,7 +148,7 @@ def test_a_chunked_prefill_is_bounded(plan: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LayerState, "append", spied)
     cache = kvtailor.cache_for(model, plan)
     model.generate(
-        ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=16, max_new_tokens=4, do_sample=False
+        ids, attention_mask=mask, **hand_cache(cache), prefill_chunk_size=16, max_new_tokens=4, do_sample=False
     )
     assert cache.seen == 203
     assert 30 < max(most) <= 20 + 16 + 6
@@ -167,9 +168,9 @@ def test_decoding_is_bounded_by_budget_and_slack(plan: str) -> None:
     model = build("llama")
     ids, _ = prompts((30,))
     cache = kvtailor.cache_for(model, plan)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     for token in prompts((40,), state=8)[0][0]:
-        model(token[None, None], past_key_values=cache)
+        model(token[None, None], **hand_cache(cache))
         assert float(cache.held().double().mean()) <= 12 + 5
     assert cache.seen == 70
 
@@ -179,7 +180,7 @@ def test_prompt_lookup_with_plans_that_bind(plan: str) -> None:
     model = build("llama")
     ids = prompts((14,))[0].repeat(1, 4)
     cache = kvtailor.cache_for(model, plan)
-    out = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=16, do_sample=False)
+    out = model.generate(ids, **hand_cache(cache), prompt_lookup_num_tokens=3, max_new_tokens=16, do_sample=False)
     assert out.shape[1] == 56 + 16
     assert cache.ledger().total == cache.ledger().closed_form
     if cache.plan.evicts:
@@ -192,7 +193,7 @@ def test_what_a_crop_accepts_is_encoded_in_whole_blocks(plan: str) -> None:
     model = build("llama")
     ids = prompts((14,))[0].repeat(1, 4)
     cache = kvtailor.cache_for(model, plan)
-    model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=40, do_sample=False)
+    model.generate(ids, **hand_cache(cache), prompt_lookup_num_tokens=3, max_new_tokens=40, do_sample=False)
     for state in cache.engine.states:
         codec = state.codec(cache.plan)
         # The last forward waits for a crop that never came.
@@ -212,15 +213,15 @@ def test_a_rejected_draft_leaves_no_trace(plan: str) -> None:
     drafted, plain = kvtailor.cache_for(model, plan), kvtailor.cache_for(model, plan)
     for cache in (drafted, plain):
         cache.activate_past_recording()
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
         cache.crop(0)
-    model(torch.cat([good, wrong], 1), past_key_values=drafted)
+    model(torch.cat([good, wrong], 1), **hand_cache(drafted))
     drafted.crop(-count)
-    model(good, past_key_values=plain)
+    model(good, **hand_cache(plain))
     plain.crop(0)
     token = prompts((1,), state=11)[0]
-    expected = model(token, past_key_values=plain).logits
-    assert error(model(token, past_key_values=drafted).logits, expected) < 2e-6
+    expected = model(token, **hand_cache(plain)).logits
+    assert error(model(token, **hand_cache(drafted)).logits, expected) < 2e-6
     assert drafted.seen == plain.seen == 44
 
 
@@ -230,13 +231,13 @@ def test_a_deep_copy_is_another_cache(plan: str) -> None:
     model = build("llama")
     ids, _ = prompts((40,))
     cache = kvtailor.cache_for(model, plan)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     token = prompts((1,), state=11)[0]
     twin = copy.deepcopy(cache)
-    model(prompts((5,), state=12)[0], past_key_values=cache)
+    model(prompts((5,), state=12)[0], **hand_cache(cache))
     fresh = kvtailor.cache_for(model, plan)
-    model(ids, past_key_values=fresh)
-    assert torch.equal(model(token, past_key_values=twin).logits, model(token, past_key_values=fresh).logits)
+    model(ids, **hand_cache(fresh))
+    assert torch.equal(model(token, **hand_cache(twin)).logits, model(token, **hand_cache(fresh)).logits)
 
 
 def test_two_threads_on_two_caches() -> None:
@@ -244,14 +245,14 @@ def test_two_threads_on_two_caches() -> None:
     ids = [prompts((40,), state=i)[0] for i in range(2)]
     plans = ("snapkv(window=6) + adakv @ tokens=16", "h2o(recent=6) @ tokens=16, slack=3")
     alone = [
-        model.generate(i, past_key_values=kvtailor.cache_for(model, p), max_new_tokens=20, do_sample=False)
+        model.generate(i, **hand_cache(kvtailor.cache_for(model, p)), max_new_tokens=20, do_sample=False)
         for i, p in zip(ids, plans, strict=True)
     ]
     found: list = [None, None]
 
     def work(which: int) -> None:
         cache = kvtailor.cache_for(model, plans[which])
-        found[which] = model.generate(ids[which], past_key_values=cache, max_new_tokens=20, do_sample=False)
+        found[which] = model.generate(ids[which], **hand_cache(cache), max_new_tokens=20, do_sample=False)
 
     threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
     [thread.start() for thread in threads]
@@ -268,7 +269,7 @@ def test_low_precision_runs_every_family(family: str, dtype: torch.dtype) -> Non
         "snapkv(window=6) + kivi(bits=4, group=8, recent=8) @ tokens=24",
     ):
         cache = kvtailor.cache_for(model, plan)
-        out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        out = model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=6, do_sample=False)
         assert out.shape == (2, 46)
 
 

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status"),
@@ -69,13 +70,13 @@ def grown(plan: str) -> dict[str, int]:
     )  # fmt: skip
     ids = torch.randint(0, 64, (1, TOKENS))
     warm = kvtailor.cache_for(model, plan)
-    model(ids[:, : TOKENS // 4], past_key_values=warm, logits_to_keep=1)
+    model(ids[:, : TOKENS // 4], **hand_cache(warm), logits_to_keep=1)
     del warm
     before = resident()
     cache = kvtailor.cache_for(model, plan)
     for chunk in ids.split(TOKENS // 4, 1):
-        model(chunk, past_key_values=cache, logits_to_keep=1)
-    model(ids[:, :1], past_key_values=cache)
+        model(chunk, **hand_cache(cache), logits_to_keep=1)
+    model(ids[:, :1], **hand_cache(cache))
     return {"grown": resident() - before, "total": cache.ledger().total, "full": cache.ledger().full}
 
 
@@ -85,9 +86,9 @@ def peak_of_a_prompt(plan: str) -> int:
         head_dim=16,
     )  # fmt: skip
     ids = torch.randint(0, 64, (1, PROMPT))
-    model(ids[:, :256], past_key_values=kvtailor.cache_for(model, plan), logits_to_keep=1)
+    model(ids[:, :256], **hand_cache(kvtailor.cache_for(model, plan)), logits_to_keep=1)
     before = high_water()
-    model(ids, past_key_values=kvtailor.cache_for(model, plan), logits_to_keep=1)
+    model(ids, **hand_cache(kvtailor.cache_for(model, plan)), logits_to_keep=1)
     return high_water() - before
 
 

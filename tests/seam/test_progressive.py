@@ -15,6 +15,7 @@ from kvtailor.allocate.uniform import Uniform
 from kvtailor.encode.contract import Codec
 from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.plain import Plain
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.score.by_keys.knorm import KNorm
 from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts
@@ -39,13 +40,13 @@ def test_a_layer_without_a_tail_can_be_cut_again(codec: Codec) -> None:
     ids, mask = prompts((56, 31))
     cache = kvtailor.cache_for(model, Plan(score=KNorm(), allocate=Shrinking(), encode=codec, tokens=20))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    token = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits[:, -1:].argmax(-1)
+    token = model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits[:, -1:].argmax(-1)
     held = held_columns(cache)
     assert [columns.sum(-1).tolist() for columns in held.values()] == [[[17, 20]] * 2] * 3
     assert cache.ledger().total == cache.ledger().closed_form
     reference(ids, mask, {})
     mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
     positions = mask.sum(-1, keepdim=True) - 1
-    logits = model(token, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+    logits = model(token, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits
     if codec.exact:
         assert error(logits, reference(token, mask, held)) < 1e-5

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
@@ -28,7 +29,7 @@ def test_generation_without_a_cache_over_a_cache_is_refused(how: str) -> None:
         else:
             told = {"use_cache": False}
             given = told if how == "generate" else {"generation_config": GenerationConfig(**told, pad_token_id=0)}
-            model.generate(ids, past_key_values=kvtailor.cache_for(model, SNAP), **given, **GREEDY)
+            model.generate(ids, **hand_cache(kvtailor.cache_for(model, SNAP)), **given, **GREEDY)
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def test_a_prefill_that_breaks_off_on_a_used_cache_leaves_no_empty_one() -> None
         kvtailor.prefill(model, prompts((12,), state=5)[0], cache=cache, chunk=4)
     handle.remove()
     with pytest.raises(CacheMisuse, match=r"kvtailor.prefill added to this cache did not come to its end.*reset\(\)"):
-        model(prompts((12,), state=5)[0], past_key_values=cache)
+        model(prompts((12,), state=5)[0], **hand_cache(cache))
 
 
 def test_a_draft_that_was_not_judged_is_no_part_of_the_text() -> None:
@@ -63,16 +64,16 @@ def test_a_draft_that_was_not_judged_is_no_part_of_the_text() -> None:
     cache = kvtailor.cache_for(model, SNAP)
     with pytest.raises(RuntimeError, match="of the user's"):
         model.generate(
-            REPEATED, past_key_values=cache, prompt_lookup_num_tokens=4,
+            REPEATED, **hand_cache(cache), prompt_lookup_num_tokens=4,
             logits_processor=LogitsProcessorList([processor]), **GREEDY,
         )  # fmt: skip
     more = torch.cat([REPEATED, prompts((10,), state=4)[0]], 1)
-    for use in (lambda: model.generate(more, past_key_values=cache, **GREEDY), lambda: cache.save("nowhere")):
+    for use in (lambda: model.generate(more, **hand_cache(cache), **GREEDY), lambda: cache.save("nowhere")):
         with pytest.raises(CacheMisuse, match="broken off before it had judged its last draft"):
             use()
     cache.reset()
-    found = model.generate(more, past_key_values=cache, **GREEDY)
-    assert torch.equal(found, model.generate(more, past_key_values=kvtailor.cache_for(model, SNAP), **GREEDY))
+    found = model.generate(more, **hand_cache(cache), **GREEDY)
+    assert torch.equal(found, model.generate(more, **hand_cache(kvtailor.cache_for(model, SNAP)), **GREEDY))
 
 
 def test_turn_two_after_beams_is_refused() -> None:
@@ -83,16 +84,16 @@ def test_turn_two_after_beams_is_refused() -> None:
         more = torch.cat([out, prompts((5,), state=9)[0].expand(2, -1)], 1)
         for generate in (s.generate, model.generate):
             with pytest.raises(CacheMisuse, match="beam search has left its beams"):
-                generate(more, past_key_values=s.last, **GREEDY)
+                generate(more, **hand_cache(s.last), **GREEDY)
 
 
 def test_another_conversation_after_prompt_lookup_is_refused() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, SNAP)
-    model.generate(REPEATED, past_key_values=cache, prompt_lookup_num_tokens=4, **GREEDY)
+    model.generate(REPEATED, **hand_cache(cache), prompt_lookup_num_tokens=4, **GREEDY)
     assert cache.conversation.columns == 60
     with pytest.raises(CacheMisuse, match="another conversation"):
-        model.generate(prompts((90,), state=99)[0], past_key_values=cache, **GREEDY)
+        model.generate(prompts((90,), state=99)[0], **hand_cache(cache), **GREEDY)
 
 
 def test_a_crop_keeps_what_is_known_of_the_conversation() -> None:
@@ -101,7 +102,7 @@ def test_a_crop_keeps_what_is_known_of_the_conversation() -> None:
     cache.crop(-2)
     assert cache.conversation.columns == cache.seen == 38
     with pytest.raises(CacheMisuse, match="another conversation"):
-        model.generate(prompts((60,), state=99)[0], past_key_values=cache, **GREEDY)
+        model.generate(prompts((60,), state=99)[0], **hand_cache(cache), **GREEDY)
     cache.check_ids(torch.cat([ids[:, :38], prompts((9,), state=2)[0]], 1))
 
 
@@ -113,11 +114,11 @@ def test_two_models_of_one_configuration_do_not_share_a_cache() -> None:
             module.config = one.config
     cache = kvtailor.cache_for(one, SNAP)
     with pytest.raises(CacheMisuse, match="made for another model"):
-        two.generate(ids, past_key_values=cache, **GREEDY)
+        two.generate(ids, **hand_cache(cache), **GREEDY)
     # Nothing of it was taken.
     fresh = kvtailor.cache_for(one, SNAP)
-    found = one.generate(ids, past_key_values=cache, **GREEDY)
-    assert torch.equal(found, one.generate(ids, past_key_values=fresh, **GREEDY))
+    found = one.generate(ids, **hand_cache(cache), **GREEDY)
+    assert torch.equal(found, one.generate(ids, **hand_cache(fresh), **GREEDY))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -125,15 +126,15 @@ def test_a_recording_ends_with_its_loop_and_with_a_reset(family: str) -> None:
     model, ids = build(family), prompts((40,))[0]
     fresh = kvtailor.prefill(model, ids, plan=SNAP)
     cache = kvtailor.cache_for(model, SNAP)
-    model.generate(REPEATED, past_key_values=cache, prompt_lookup_num_tokens=4, **GREEDY)
+    model.generate(REPEATED, **hand_cache(cache), prompt_lookup_num_tokens=4, **GREEDY)
     cache.reset()
     kvtailor.prefill(model, ids, cache=cache)
     assert torch.equal(cache.held(), fresh.held()) and cache.ledger().total == fresh.ledger().total
     again, plain = kvtailor.cache_for(model, SNAP), kvtailor.cache_for(model, SNAP)
-    out = model.generate(REPEATED, past_key_values=again, prompt_lookup_num_tokens=4, **GREEDY)
-    model.generate(REPEATED, past_key_values=plain, **GREEDY)
+    out = model.generate(REPEATED, **hand_cache(again), prompt_lookup_num_tokens=4, **GREEDY)
+    model.generate(REPEATED, **hand_cache(plain), **GREEDY)
     more = torch.cat([out, prompts((100,), state=7)[0]], 1)
-    texts = [model.generate(more, past_key_values=each, **GREEDY) for each in (again, plain)]
+    texts = [model.generate(more, **hand_cache(each), **GREEDY) for each in (again, plain)]
     assert torch.equal(*texts)
     assert again.ledger().by_stage == plain.ledger().by_stage
 
@@ -143,18 +144,18 @@ def test_a_refusal_behind_a_window_changes_nothing() -> None:
     """gemma3's first layer has a window of its own, which takes new tokens before a mask can be refused."""
     model, (ids, mask) = build("gemma3"), prompts((40, 31))
     cache = kvtailor.cache_for(model, SNAP)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     same = copy.deepcopy(cache)
     token, more = prompts((1, 1), state=7)[0], torch.cat([mask, mask.new_ones(2, 1)], 1)
     with pytest.raises(CacheMisuse, match="tokens that were padding"):
-        model(token, attention_mask=torch.ones_like(more), past_key_values=cache)
+        model(token, attention_mask=torch.ones_like(more), **hand_cache(cache))
     with pytest.raises(CacheMisuse, match="holds 2 rows"):
-        model(token[:1], past_key_values=cache)
+        model(token[:1], **hand_cache(cache))
     with pytest.raises(CacheMisuse, match="tokens that were padding"):
         kvtailor.prefill(model, token, torch.ones_like(more), cache=cache)
     assert cache.seen == 40
-    found = model(token, attention_mask=more, past_key_values=cache).logits
-    assert torch.equal(found, model(token, attention_mask=more, past_key_values=same).logits)
+    found = model(token, attention_mask=more, **hand_cache(cache)).logits
+    assert torch.equal(found, model(token, attention_mask=more, **hand_cache(same)).logits)
 
 
 @torch.no_grad()
@@ -166,10 +167,10 @@ def test_an_attention_that_was_not_ours_is_said_once_and_then_forgiven(family: s
     same, whole = copy.deepcopy(cache), torch.cat([ids, prompts((5,), state=2)[0]], 1)
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(CacheMisuse, match="its attention never used it"):
-        model.generate(whole, past_key_values=cache, **GREEDY)
+        model.generate(whole, **hand_cache(cache), **GREEDY)
     model.set_attn_implementation("kvtailor")
-    found = model.generate(whole, past_key_values=cache, **GREEDY)
-    assert torch.equal(found, model.generate(whole, past_key_values=same, **GREEDY))
+    found = model.generate(whole, **hand_cache(cache), **GREEDY)
+    assert torch.equal(found, model.generate(whole, **hand_cache(same), **GREEDY))
 
 
 @torch.no_grad()
@@ -178,10 +179,10 @@ def test_dropout_is_refused_and_nothing_is_lost() -> None:
     cache = kvtailor.cache_for(model, "full")
     model.train()
     with pytest.raises(CacheMisuse, match="call model.eval"):
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     model.eval()
     fresh = kvtailor.cache_for(model, "full")
-    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=fresh).logits)
+    assert torch.equal(model(ids, **hand_cache(cache)).logits, model(ids, **hand_cache(fresh)).logits)
 
 
 def test_the_rows_without_padding_of_a_padded_batch_go_on() -> None:
@@ -190,8 +191,8 @@ def test_the_rows_without_padding_of_a_padded_batch_go_on() -> None:
     cache.batch_select_indices(torch.tensor([0]))
     whole = torch.cat([ids[:1], prompts((5,), state=2)[0]], 1)
     alone = kvtailor.prefill(model, ids[:1], plan=SNAP)
-    found = model.generate(whole, past_key_values=cache, **GREEDY)
-    assert torch.equal(found, model.generate(whole, past_key_values=alone, **GREEDY))
+    found = model.generate(whole, **hand_cache(cache), **GREEDY)
+    assert torch.equal(found, model.generate(whole, **hand_cache(alone), **GREEDY))
 
 
 def test_a_session_takes_a_positional_generation_config() -> None:

@@ -10,6 +10,7 @@ import kvtailor
 from kvtailor.engine.phase import Compressing
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.model.loading import load
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import VOCABULARY, build, error, held_columns, prompts
 
 TARGETS = [
@@ -40,7 +41,7 @@ def plain(model, ids: Tensor, plan: str, count: int = LENGTH, mask: Tensor | Non
     """transformers' own greedy decoding, one token at a time."""
     cache = kvtailor.cache_for(model, plan)
     options = {} if mask is None else {"attention_mask": mask}
-    return model.generate(ids, past_key_values=cache, max_new_tokens=count, do_sample=False, **options), cache
+    return model.generate(ids, **hand_cache(cache), max_new_tokens=count, do_sample=False, **options), cache
 
 
 def nearly(family: str, strength: float = 0.05):
@@ -175,7 +176,7 @@ def test_eos_inside_an_accepted_run_ends_text_and_cache_there() -> None:
     assert found.cache.seen == 40 + first
     # The conversation goes on from there as if nothing had been drafted beyond.
     token = torch.tensor([[7]])
-    more = model(torch.cat([found.sequences[:, -1:], token], 1), past_key_values=found.cache).logits[:, -1]
+    more = model(torch.cat([found.sequences[:, -1:], token], 1), **hand_cache(found.cache)).logits[:, -1]
     alone = model(torch.cat([found.sequences, token], 1)).logits[:, -1]
     assert error(more, alone) < 1e-5
 

@@ -9,6 +9,7 @@ import torch
 import kvtailor
 from kvtailor.engine.engine import Engine
 from kvtailor.engine.steady import SteadyLayer, general_way
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu.library import library
 from kvtailor.ops.dispatch import using
 from kvtailor.plan import Plan
@@ -103,16 +104,16 @@ def decoded(model, plan, *, rows=2, prompt=70, steps=24, between=None):
     ids = torch.randint(3, VOCABULARY, (rows, prompt), generator=generator)
     if Plan.parse(plan).needs.reconstruction:
         cache = kvtailor.prefill(model, ids[:, :-1], plan=plan)
-        out = model(ids[:, -1:], past_key_values=cache)
+        out = model(ids[:, -1:], **hand_cache(cache))
     else:
         cache = kvtailor.cache_for(model, plan)
-        out = model(ids, past_key_values=cache)
+        out = model(ids, **hand_cache(cache))
     tokens, logits = [], [out.logits[:, -1]]
     for step in range(steps):
         tokens.append(logits[-1].argmax(-1, keepdim=True))
         if between is not None:
             cache, tokens[-1] = between(step, cache, tokens[-1])
-        logits.append(model(tokens[-1], past_key_values=cache).logits[:, -1])
+        logits.append(model(tokens[-1], **hand_cache(cache)).logits[:, -1])
     return tokens, logits, cache
 
 
@@ -228,7 +229,7 @@ def padded(model, plan, steps=24, hide=None):
     """As `decoded`, of a left-padded batch; `hide`: a token and a column that is masked from then on."""
     ids, mask = prompts((61, 20, 44))
     cache = kvtailor.cache_for(model, plan)
-    out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache)
+    out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), **hand_cache(cache))
     tokens, logits = [], [out.logits[:, -1]]
     for step in range(steps):
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
@@ -236,7 +237,7 @@ def padded(model, plan, steps=24, hide=None):
             mask[0, hide[1]] = 0
         tokens.append(logits[-1].argmax(-1, keepdim=True))
         where = mask.sum(-1, keepdim=True) - 1
-        out = model(tokens[-1], attention_mask=mask, position_ids=where, past_key_values=cache)
+        out = model(tokens[-1], attention_mask=mask, position_ids=where, **hand_cache(cache))
         logits.append(out.logits[:, -1])
     return tokens, logits, cache
 
@@ -322,12 +323,12 @@ def test_a_copy_and_its_original_go_on_apart(taken):
     _, logits, cache = decoded(model, plan, steps=5)
     other, token = copy.deepcopy(cache), logits[-1].argmax(-1, keepdim=True)
     for each in (cache, other):
-        model((token + 1) % VOCABULARY if each is other else token, past_key_values=each)
-        model(token, past_key_values=each)
+        model((token + 1) % VOCABULARY if each is other else token, **hand_cache(each))
+        model(token, **hand_cache(each))
     again = decoded(model, plan, steps=5)[2]
     with general_way():
-        model(token, past_key_values=again)
-        model(token, past_key_values=again)
+        model(token, **hand_cache(again))
+        model(token, **hand_cache(again))
     for state, reference in zip(cache.engine.states, again.engine.states, strict=True):
         for name, tensor in state.stored.tail.state()[1].items():
             assert error(tensor.float(), reference.stored.tail.state()[1][name].float()) < 1e-5
@@ -350,18 +351,18 @@ def test_other_threads_masks_and_evidence_end_it(taken):
     token = logits[-1].argmax(-1, keepdim=True)
     before = dict(taken)
     hidden = torch.ones(2, cache.seen + 1, dtype=torch.int64)
-    model(token, past_key_values=cache, attention_mask=hidden)
+    model(token, **hand_cache(cache), attention_mask=hidden)
     assert taken["short"] == before["short"] + model.config.num_hidden_layers
     # A token that sees no longer all of the earlier ones.
     allowed = torch.ones(2, 1, 1, cache.seen + 1, dtype=torch.bool)
     allowed[:, :, :, 3:9] = False
     short = taken["short"]
-    model(token, past_key_values=cache, attention_mask=allowed)
+    model(token, **hand_cache(cache), attention_mask=allowed)
     assert taken["short"] == short
     cache.engine.keep_queries(4)
-    model(token, past_key_values=cache)
+    model(token, **hand_cache(cache))
     assert taken["short"] == short
-    model(token, past_key_values=cache)
+    model(token, **hand_cache(cache))
     assert taken["short"] > short and cache.engine.states[0].observed.evidence.queries.shape[2] == 2
 
 
@@ -371,7 +372,7 @@ def test_the_reference_is_not_skipped(taken):
     _, logits, cache = decoded(model, "vector(bits=8)", steps=4)
     short = taken["short"]
     with using("reference"):
-        model(logits[-1].argmax(-1, keepdim=True), past_key_values=cache)
+        model(logits[-1].argmax(-1, keepdim=True), **hand_cache(cache))
     assert taken["short"] == short
 
 
@@ -379,7 +380,7 @@ def test_gradients_go_the_general_way(taken):
     model = build("llama")
     _, logits, cache = decoded(model, "full", steps=4)
     short = taken["short"]
-    out = model(logits[-1].argmax(-1, keepdim=True), past_key_values=cache).logits
+    out = model(logits[-1].argmax(-1, keepdim=True), **hand_cache(cache)).logits
     assert taken["short"] == short
     with pytest.raises(kvtailor.errors.CacheMisuse, match="no gradient"):
         out.sum().backward()

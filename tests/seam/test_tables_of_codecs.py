@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.errors import PlanError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention import parts
 from tests.seam.methods.test_codecs import check_rows_and_bytes, check_saved
@@ -102,13 +103,13 @@ def check_goes_on(plan: str, path: Path) -> None:
     model = build("llama")
     ids, mask = prompts((40, 33))
     cache = kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     cache.save(path)
     again = kvtailor.load_cache(model, path)
     for step in range(9):
         token = prompts((1, 1), state=step)[0]
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-        logits = [model(token, attention_mask=mask, past_key_values=each).logits for each in (cache, again)]
+        logits = [model(token, attention_mask=mask, **hand_cache(each)).logits for each in (cache, again)]
         assert error(*logits) < 5e-6
     for one, other in zip(cache.engine.states, again.engine.states, strict=True):
         assert [type(each) for each in one.stored.segments] == [type(each) for each in other.stored.segments]
@@ -120,9 +121,7 @@ def test_generates_in_low_precision_with_beams(dtype: torch.dtype, plan: str) ->
     model = build("llama", dtype=dtype)
     ids, mask = prompts((40, 29, 35))
     cache = kvtailor.cache_for(model, plan)
-    out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False, num_beams=2
-    )
+    out = model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=12, do_sample=False, num_beams=2)
     assert out.shape == (3, 52) and cache.ledger().total == cache.ledger().closed_form
 
 
@@ -135,12 +134,12 @@ def test_a_recorded_forward_is_taken_back_without_a_trace(plan: str) -> None:
     logits: list[Tensor] = []
     for drafting in (False, True):
         cache = kvtailor.cache_for(model, plan)
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
         if drafting:
             cache.activate_past_recording()
-            model(prompts((5, 5), state=9)[0], past_key_values=cache)
+            model(prompts((5, 5), state=9)[0], **hand_cache(cache))
             cache.crop(-5)
-        logits.append(torch.cat([model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(12)], 1))
+        logits.append(torch.cat([model(tokens[:, i : i + 1], **hand_cache(cache)).logits for i in range(12)], 1))
     assert torch.allclose(logits[0], logits[1], atol=2e-5)
 
 
@@ -167,7 +166,7 @@ def test_a_table_reads_by_the_kernels_that_the_codecs_alone_read_by(monkeypatch:
     def kernels(plan: str) -> list[list[str]]:
         """For each layer the kernel of each part that is encoded."""
         cache, found = kvtailor.cache_for(model, plan), []
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
 
         def watched(query: Tensor, keys, values, **how):  # type: ignore[no-untyped-def]
             kernel = asked(query, keys, values, **how)
@@ -175,7 +174,7 @@ def test_a_table_reads_by_the_kernels_that_the_codecs_alone_read_by(monkeypatch:
             return kernel
 
         monkeypatch.setattr(parts.dispatch, "coded_attention", watched)
-        model(prompts((1, 1), state=5)[0], past_key_values=cache)
+        model(prompts((1, 1), state=5)[0], **hand_cache(cache))
         monkeypatch.setattr(parts.dispatch, "coded_attention", asked)
         return found
 
@@ -192,7 +191,7 @@ def test_a_table_reads_by_the_kernels_that_the_codecs_alone_read_by(monkeypatch:
 def test_layers_hold_what_their_codecs_say() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, PLANS[0])
-    model(prompts((40,))[0], past_key_values=cache)
+    model(prompts((40,))[0], **hand_cache(cache))
     kinds = [[segment.codec for segment in state.stored.segments] for state in cache.engine.states]
     assert kinds == [["kivi"], ["vector"], []]
     with pytest.raises(PlanError, match="by_layer: it has codecs for 2 layers; the plan compresses 3 of this model"):
@@ -216,7 +215,7 @@ def test_a_budget_of_bytes_pays_for_the_mean_layer() -> None:
     model = build("llama")
     table = "by_layer(of=[plain, kivi(bits=8, group=8, recent=8), kivi(group=8, recent=8)])"
     cache = kvtailor.cache_for(model, f"streaming + {table} @ bytes=24KiB")
-    model(prompts((400,))[0], past_key_values=cache)
+    model(prompts((400,))[0], **hand_cache(cache))
     # A last group that is not full costs the 32 scales of a full one: 128 bytes for each of 6 heads.
     assert 0.97 * 24 * 1024 < cache.ledger().total <= 24 * 1024 + 6 * 128
 
@@ -273,10 +272,10 @@ def test_layers_of_latents() -> None:
         f"by_layer(of=[{one}], layers={[0] * count})",
         f"by_layer(of=[sides(keys={one}, values={one}), {one}], layers={[0] + [1] * (count - 1)})",
     ]
-    expected = model(ids, attention_mask=mask, past_key_values=kvtailor.cache_for(model, one)).logits
+    expected = model(ids, attention_mask=mask, **hand_cache(kvtailor.cache_for(model, one))).logits
     for plan in tables:
         cache = kvtailor.cache_for(model, plan)
-        assert torch.equal(model(ids, attention_mask=mask, past_key_values=cache).logits, expected)
+        assert torch.equal(model(ids, attention_mask=mask, **hand_cache(cache)).logits, expected)
         assert cache.ledger().total == cache.ledger().closed_form and cache.ledger().by_stage["encode"] > 0
     turned = f"by_layer(of=[unrotated(of={one}), {one}], layers={[0] + [1] * (count - 1)})"
     with pytest.raises(PlanError, match="unrotated does not serve layers that hold latents"):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.dispatch import using
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
 from tests.support.seam.zoo import VOCABULARY, build, error, prompts
@@ -79,11 +80,11 @@ def logits(plan: str, which: str, lengths: tuple[int, ...]) -> Tensor:
     fed = torch.randint(3, VOCABULARY, (len(lengths), 3), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     found = []
     with using(which):
-        found.append(model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:])
+        found.append(model(ids, attention_mask=mask, **hand_cache(cache)).logits[:, -1:])
         for new in (fed[:, :2], fed[:, 2:]):
             mask = torch.cat([mask, torch.ones_like(new)], 1)
             positions = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
-            found.append(model(new, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+            found.append(model(new, attention_mask=mask, position_ids=positions, **hand_cache(cache)).logits)
     return torch.cat(found, 1).float()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, error, held_columns, prompts
 
 LENGTH = 100
@@ -17,7 +18,7 @@ def prefilled(plan: str, ids, mask=None, model=None):
     model = build("llama") if model is None else model
     cache = kvtailor.cache_for(model, plan)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
     return cache
 
 
@@ -90,7 +91,7 @@ def test_what_is_held_still_answers(plan: str = "snapkv + kivi(bits=8, group=8, 
     model = build("llama")
     with pytest.warns(UserWarning, match="nothing but the newest"), torch.no_grad():
         plain, coded = (prefilled(each, ids, model=model) for each in ("snapkv @ keep=0.1", plan))
-        logits = [model(ids[:, :1], past_key_values=cache).logits for cache in (plain, coded)]
+        logits = [model(ids[:, :1], **hand_cache(cache)).logits for cache in (plain, coded)]
     assert 0 < error(logits[1], logits[0]) < 0.1
 
 

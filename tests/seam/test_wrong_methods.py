@@ -14,6 +14,7 @@ from kvtailor.allocate.uniform import Uniform
 from kvtailor.attend.segments import Segments
 from kvtailor.encode.vector import Vector
 from kvtailor.errors import KvtailorError, MethodError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.merge.contract import Merged, Merger
 from kvtailor.plan import Plan
 from kvtailor.score.by_keys.knorm import KNorm
@@ -33,8 +34,8 @@ def run(**parts: Any) -> None:
     ids, _ = prompts((TOKENS,))
     cache = kvtailor.cache_for(model, Plan(**{"score": KNorm(), "tokens": 16, **parts}))
     with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(ids[:, :3], past_key_values=cache)
+        model(ids, **hand_cache(cache))
+        model(ids[:, :3], **hand_cache(cache))
 
 
 def changed(base: type, method: str, change: Callable[..., Any], **declared: Any) -> Any:
@@ -133,7 +134,7 @@ def test_a_kept_set_of_padding() -> None:
     first = changed(TopK, "select", lambda kept: (torch.arange(TOKENS) < 16).expand_as(kept))
     cache = kvtailor.cache_for(model, Plan(score=KNorm(), select=first, tokens=16))
     with pytest.raises(MethodError, match=r"Theirs .* kept 32 slots that hold no token"), torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import kvtailor
 from kvtailor.allocate.uniform import Uniform
 from kvtailor.bench.whole_budget import plans_at_whole_budget
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan, parse
 from kvtailor.score.by_keys.knorm import KNorm
 from kvtailor.select.threshold import Threshold
@@ -76,11 +77,11 @@ def test_a_cache_holds_what_reaches_the_bar_under_any_budget() -> None:
     model = build("llama")
     ids, mask = prompts((56, 31))
     full = kvtailor.cache_for(model, "full")
-    model(ids, attention_mask=mask, past_key_values=full)
+    model(ids, attention_mask=mask, **hand_cache(full))
     norms = [state.stored.tail.as_segment().keys.unflatten(0, (2, 2)).norm(dim=-1) for state in full.engine.states]
     bar = float(torch.cat([norm[:, :, 25:].flatten() for norm in norms]).median())
     cache = kvtailor.cache_for(model, f"knorm + threshold(at={-bar!r}, of='score') @ keep=1.0")
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     for held, norm in zip(held_columns(cache).values(), norms, strict=True):
         expected = (norm <= bar) & mask.bool()[:, None]
         alone = expected.sum(-1, keepdim=True) == 0
@@ -104,7 +105,7 @@ def test_is_asked_once_for_each_layer_also_where_budgets_are_given_again_and_aga
         for each in (Uniform(), Again())
     ]
     for cache in caches:
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
     once, again = (held_columns(cache) for cache in caches)
     assert all(torch.equal(once[layer], again[layer]) for layer in once)
 

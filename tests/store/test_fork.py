@@ -14,6 +14,7 @@ import torch
 from tests.support.seam.zoo import build, prompts
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.store.segment_file import SegmentFile
 
 SECONDS = 60
@@ -40,7 +41,7 @@ def in_child(work: Callable[[], None]) -> int:
 def step(model, cache, count: int) -> torch.Tensor:
     """Logits of `count` further tokens, always the same ones."""
     ids = prompts((40,), state=5)[0][:, :count]
-    return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(count)])
+    return torch.cat([model(ids[:, i : i + 1], **hand_cache(cache)).logits for i in range(count)])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_child_and_parent_both_go_on(plan: str, tmp_path: Path) -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, plan.format(tmp_path))
     with torch.no_grad():
-        model(prompts((60,))[0], past_key_values=cache)
+        model(prompts((60,))[0], **hand_cache(cache))
     step(model, cache, 3)
     expected = step(model, copy.deepcopy(cache), 20)
     ready, written = os.pipe()
@@ -73,7 +74,7 @@ def test_a_fork_while_a_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.M
     model, parent, real = build("llama"), os.getpid(), SegmentFile.read
     cache = kvtailor.cache_for(model, f"full + disk(folder='{tmp_path}', block=8)")
     with torch.no_grad():
-        model(prompts((60,))[0], past_key_values=cache)
+        model(prompts((60,))[0], **hand_cache(cache))
     expected = step(model, copy.deepcopy(cache), 2)
     reading, go_on = threading.Event(), threading.Event()
 
@@ -104,14 +105,14 @@ def test_what_a_dead_process_left_goes_when_the_next_cache_is_made(tmp_path: Pat
     plan = f"full + disk(folder='{tmp_path}', block=8)"
     mine = kvtailor.cache_for(model, plan)
     with torch.no_grad():
-        model(prompts((60,))[0], past_key_values=mine)
+        model(prompts((60,))[0], **hand_cache(mine))
     (living,) = tmp_path.iterdir()
     kept = sorted(living.iterdir())
 
     def work() -> None:
         cache = kvtailor.cache_for(model, plan)
         with torch.no_grad():
-            model(prompts((60,))[0], past_key_values=cache)
+            model(prompts((60,))[0], **hand_cache(cache))
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(work) == signal.SIGKILL

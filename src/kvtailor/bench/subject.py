@@ -24,6 +24,7 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.fingerprint import fingerprint
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.sharded import local_part
+from kvtailor.hf.versions import hand_cache, read_cache
 from kvtailor.ledger import storage_bytes
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class Subject:
 
     Attributes:
         name: name or folder it was loaded from.
-        model: called as `model(input_ids=, past_key_values=, use_cache=True, logits_to_keep=)`.
+        model: called as `model(input_ids=, cache=, use_cache=True, logits_to_keep=)`, the cache by the name that
+            `hf.versions` found.
         tokenizer: called as transformers' tokenizers are; None where no task needs text.
         make_cache: (model, plan in one line) -> cache; None: `kvtailor.cache_for`.
         whole_budget: the plans that a plan becomes where it may keep and read everything, see `bench.whole_budget`;
@@ -248,9 +250,9 @@ class Subject:
         Returns:
             logits (b, t, V), or (b, 1, V) with `last_only`, and the cache (a new one where it was None).
         """
-        given = {"past_key_values": cache} if cache is not None else {}
+        given = hand_cache(cache) if cache is not None else {}
         out = self.model(input_ids=ids.to(self.device), use_cache=True, logits_to_keep=1 if last_only else 0, **given)
-        return out.logits, out.past_key_values
+        return out.logits, read_cache(out)
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, cache: Any, *, last_only: bool = False) -> tuple[Tensor, Any]:

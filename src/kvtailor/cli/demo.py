@@ -49,7 +49,7 @@ YOUR_TURN = (
     (
         "in Python",
         'cache = kvtailor.cache_for(model, "snapkv @ tokens=1024")',
-        "model.generate(**inputs, past_key_values=cache)",
+        "model.generate(**inputs, cache=cache)",
     ),
 )
 

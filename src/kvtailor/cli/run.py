@@ -130,6 +130,7 @@ def generate(
     from kvtailor.bench.measure.cache_fields import weigh
     from kvtailor.hf.model.processes import same_seed
     from kvtailor.hf.run.prefill import begin as read_twice
+    from kvtailor.hf.versions import hand_cache
 
     cache = subject.new_cache(contestant)
     streamer = Streamer(subject.text, show)
@@ -149,7 +150,7 @@ def generate(
         subject.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **hand_cache(cache),
             max_new_tokens=tokens,
             pad_token_id=subject.tokenizer.pad_token_id,
             streamer=streamer,

@@ -1,6 +1,6 @@
 """The attention function that every layer of the model calls, and how it finds the cache.
 
-`past_key_values` never reaches an attention function. So a compressed layer's `update` gives the model, in place of
+The cache never reaches an attention function. So a compressed layer's `update` gives the model, in place of
 keys, an object that carries the layer as an attribute; the function reads it and calls the layer. The values in it are
 NaN: where some other attention runs on it after all, the output is NaN instead of silently wrong.
 """

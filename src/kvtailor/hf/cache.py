@@ -18,6 +18,7 @@ from transformers import Cache
 from kvtailor.calibration_file import Calibration
 from kvtailor.engine import rollback
 from kvtailor.engine.engine import Engine
+from kvtailor.engine.phase import Recording
 from kvtailor.errors import CacheMisuse, PlanError
 from kvtailor.hf.assisted import ids_of_caller, prompt_of_caller, refusal
 from kvtailor.hf.conversation import Conversation, Shown, check_longer, right_call, shown_to_generate
@@ -32,6 +33,7 @@ from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
 from kvtailor.hf.saving import save
 from kvtailor.hf.switch import Lease
+from kvtailor.hf.versions import CACHE_ARGUMENT
 from kvtailor.ledger import Entry, Ledger
 from kvtailor.ops.notebook_html import html_block
 from kvtailor.plan import Plan
@@ -306,6 +308,14 @@ class KvCache(Cache):
             self.conversation.crop(self.seen)
 
     @property
+    def is_croppable(self) -> bool:
+        """Whether a crop can undo the newest forward whatever it brings: while forwards are recorded.
+
+        transformers asks it in assisted decoding, and elsewhere before it feeds tokens that it may take back.
+        """
+        return isinstance(self.engine.phase, Recording)
+
+    @property
     def is_linear(self) -> list[bool]:
         """Of each layer, whether it keeps states and no keys."""
         return [isinstance(layer, StateLayer) for layer in self.layers]
@@ -348,7 +358,7 @@ class KvCache(Cache):
         if not shown.uses_cache:
             raise CacheMisuse(
                 "use_cache=False feeds the whole text again at every token, and this cache would take all of it as "
-                "new: leave it out, or call generate() without past_key_values"
+                f"new: leave it out, or call generate() without {CACHE_ARGUMENT}"
             )
         seen = self.seen
         self.conversation.check_rows(seen=seen)

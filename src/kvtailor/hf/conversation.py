@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.generation import utils
 
 from kvtailor.errors import CacheMisuse
-from kvtailor.hf.versions import PREFILL
+from kvtailor.hf.versions import CACHE_ARGUMENT, PREFILL
 
 __all__ = ["Conversation", "Known", "Shown", "check_longer", "right_call", "shown_to_generate"]
 
@@ -175,8 +175,8 @@ def check_longer(tokens: int, *, seen: int) -> None:
 def right_call() -> str:
     """What to do with a used cache, in words."""
     return (
-        "hand it the whole conversation, model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), of "
-        "which generate() feeds what is new; for another conversation make a new cache or call cache.reset(); for "
+        f"hand it the whole conversation, model.generate(torch.cat([seen_ids, new_ids], 1), {CACHE_ARGUMENT}=cache), "
+        "of which generate() feeds what is new; for another conversation make a new cache or call cache.reset(); for "
         "several questions on one context, kvtailor.read(model, tokenizer, context, plan=plan).ask(questions)"
     )
 

@@ -41,11 +41,11 @@ __all__ = ["cache_for", "checked", "layer_devices"]
 
 @check_call
 def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
-    """A cache that compresses by a plan, to be handed to the model as `past_key_values`.
+    """A cache that compresses by a plan, to be handed to the model as `cache`.
 
     ```python
     cache = kvtailor.cache_for(model, "snapkv + adakv @ tokens=1024")
-    output = model.generate(**inputs, past_key_values=cache)
+    output = model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
     ```
 
     The model's attention is switched to "kvtailor" (`model.set_attn_implementation`), which is transformers' own sdpa

@@ -115,7 +115,7 @@ def broken_assumptions() -> list[str]:
         missing = [name for name in names if name not in code.co_varnames]
         if missing:
             found.append(f"{owner}.{function} of {module} has no {', '.join(missing)}, which is read from its frame")
-    asked = getattr(CacheLayerMixin, "__abstractmethods__", frozenset())
+    asked: frozenset[str] = getattr(CacheLayerMixin, "__abstractmethods__", frozenset())
     for name in sorted(_ASKED_OF_LAYERS - asked):
         found.append(f"layers of a cache need no {name} any more")
     for name in sorted(asked - _ASKED_OF_LAYERS - _LENGTHS):

@@ -24,6 +24,7 @@ from kvtailor.bench.lm_eval.model import HarnessModel
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError, PlanError
 from kvtailor.hf.model.config import source_of
+from kvtailor.hf.versions import hand_cache
 
 pytestmark = pytest.mark.usefixtures("few_harness_tasks")
 STATE = random.Random()
@@ -201,7 +202,7 @@ def test_a_window_of_a_text_is_cut_in_the_middle(subject, hf):
     half = (fed.shape[1] + 1) // 2
     cache = kvtailor.cache_for(subject.model, PLANS[0])
     with torch.inference_mode():
-        logits = [subject.model(piece, past_key_values=cache).logits for piece in (fed[:, :half], fed[:, half:])]
+        logits = [subject.model(piece, **hand_cache(cache)).logits for piece in (fed[:, :half], fed[:, half:])]
     scores = torch.cat(logits, 1).log_softmax(-1)[0].gather(1, torch.tensor(ids)[:, None])
     assert found == pytest.approx(float(scores.sum()), rel=1e-5, abs=1e-5)
 
@@ -217,7 +218,7 @@ def test_text_is_generated_from_the_compressed_cache_in_any_batch(plan, subject)
     for prompt, text in zip(prompts, one_by_one, strict=True):
         inputs = subject.tokenizer(prompt, return_tensors="pt")
         cache = kvtailor.cache_for(subject.model, plan)
-        made = subject.model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        made = subject.model.generate(**inputs, **hand_cache(cache), max_new_tokens=6, do_sample=False)
         whole = subject.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == whole.split("\n\n")[0]
     assert ours.held.compressed == ours.held.read == (0 if plan == "reference" else 3)

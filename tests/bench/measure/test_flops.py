@@ -23,6 +23,7 @@ from kvtailor.encode.kivi import Kivi
 from kvtailor.encode.unrotated import Unrotated
 from kvtailor.encode.vector import Vector
 from kvtailor.hf.model.geometry import Geometry
+from kvtailor.hf.versions import hand_cache, read_cache
 from kvtailor.ops.dispatch import using
 from kvtailor.plan import registry
 from kvtailor.score.contract import Scorer
@@ -53,7 +54,7 @@ def work(plan: str, tokens: int = 4, model=None, prompt: int = PROMPT) -> Work:
 def counted(model: torch.nn.Module, ids: torch.Tensor, cache=None) -> tuple[int, object]:
     # The counter sees torch's own operations alone.
     with torch.inference_mode(), using("reference"), FlopCounterMode(display=False) as counter:
-        cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        cache = read_cache(model(input_ids=ids, **hand_cache(cache), use_cache=True, logits_to_keep=1))
     # Until 5.2x transformers makes the angles of the positions by a product, which no weight has a part in.
     angles = sum(
         sum(found.values()) for name, found in counter.get_flop_counts().items() if name.endswith("rotary_emb")
@@ -145,7 +146,7 @@ def test_ragged_heads_count_what_each_holds() -> None:
     cache = Subject(name="m", model=model).new_cache(Contestant.of("snapkv(window=4) + adakv(floor=0.1) @ tokens=12"))
     ids = torch.randint(97, (ROWS, 40), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **hand_cache(cache), use_cache=True)
     held = cache.held()
     assert len(set(held.flatten().tolist())) > 3
     weights = Weights.of(model)

@@ -11,6 +11,7 @@ from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.measure.flops import count
 from kvtailor.bench.measure.inside import compare_layers, contents, queries_of
 from kvtailor.bench.subject import Subject
+from kvtailor.hf.versions import hand_cache
 
 
 @torch.no_grad()
@@ -18,12 +19,12 @@ def test_layers_are_compared_as_the_one_kv_head_that_absorbed_queries_read() -> 
     model, ids = build_latent("deepseek_v3"), prompts((60,))[0]
     full = kvtailor.cache_for(model, "full")
     with queries_of(full) as asked:
-        model(ids, past_key_values=full)
+        model(ids, **hand_cache(full))
     last = [type(each)(each.states[:, -1:], each.scaling) for each in asked]
     weights = {}
     for plan in ("full", "snapkv(window=8) @ tokens=20", "vector(bits=8, block_size=4)"):
         cache = kvtailor.cache_for(model, plan)
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
         weights[plan] = compare_layers(contents(full), contents(cache), last)
     same, cut, coded = weights.values()
     assert max(same["key_error"]) == max(same["value_error"]) == 0 and min(same["retained_mass"]) > 0.9999
@@ -40,11 +41,11 @@ def test_layers_are_compared_as_the_one_kv_head_that_absorbed_queries_read() -> 
         observed.setdefault(layer, (came[2], came[4]))
 
     with again.guard.observed(watch):
-        model(ids, past_key_values=again)
+        model(ids, **hand_cache(again))
     query, scaling = observed[0]
     shares = (query[0, :, -1:] @ keys[0].mT * scaling).softmax(-1)
     cache = kvtailor.cache_for(model, "snapkv(window=8) @ tokens=20")
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     held = contents(cache)[0].held[0]
     assert abs(float(shares[..., held].sum(-1).mean()) - cut["retained_mass"][0]) < 1e-5
 

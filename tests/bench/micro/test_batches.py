@@ -13,6 +13,7 @@ from kvtailor.bench.micro.timer import Measured, Side
 from kvtailor.cli import main
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.stock import fill
+from kvtailor.hf.versions import hand_cache
 
 CPU = torch.device("cpu")
 
@@ -88,6 +89,6 @@ def test_a_padded_row_gives_what_it_gives_alone(monkeypatch: pytest.MonkeyPatch)
         found[name] = batches._step(on, cache, mask, 128, ids).logits[2]
     single = batches.static_cache(stock, 96)
     fill(single, alone)
-    expected = stock(ids[2:], past_key_values=single, use_cache=True).logits[0]
+    expected = stock(ids[2:], **hand_cache(single), use_cache=True).logits[0]
     assert torch.allclose(found["theirs"], expected, atol=1e-4)
     assert torch.allclose(found["ours"], expected, atol=1e-4)

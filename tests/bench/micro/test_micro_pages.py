@@ -15,6 +15,7 @@ from kvtailor.bench.micro.timer import Measured
 from kvtailor.cli import main
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.stock import fill, into_huge_pages, static_cache
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import huge_pages
 
 CPU = torch.device("cpu")
@@ -115,5 +116,5 @@ def test_a_stock_cache_in_huge_pages_holds_and_answers_the_same(asked: list[int]
     into_huge_pages(caches[1])
     assert all(each.data_ptr() in asked for layer in caches[1].layers for each in (layer.keys, layer.values))
     for _ in range(3):
-        one, other = (model(torch.tensor([[7]]), past_key_values=cache).logits for cache in caches)
+        one, other = (model(torch.tensor([[7]]), **hand_cache(cache)).logits for cache in caches)
         assert torch.equal(one, other)

@@ -20,6 +20,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.stock import dynamic_cache, fill
+from kvtailor.hf.versions import hand_cache
 
 REASON = missing() or (None if find_spec("gguf") else "the package gguf is not installed")
 needs_llama_cpp = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -111,7 +112,7 @@ def test_a_filled_cache_decodes_what_transformers_decodes(
     theirs, ids = dynamic_cache(subject.model), torch.tensor([9, 30, 12])
     fill(theirs, states)
     with torch.no_grad():
-        expected = subject.model(ids[None], past_key_values=theirs).logits[0]
+        expected = subject.model(ids[None], **hand_cache(theirs)).logits[0]
     caches += [LlamaCache(model, "f16", 128, threads=1, flash=flash)]
     caches[0].fill(states)
     assert caches[0].seen == 60 and caches[0].state().transposed != flash

@@ -14,6 +14,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import capacity
 from kvtailor.bench.tasks.capacity import Capacity, Limit, capacity_of, largest
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import find_cache, hand_cache
 
 
 @dataclass
@@ -113,14 +114,14 @@ class WeighedModel(UniformModel):
         self.config = SimpleNamespace(get_text_config=lambda **_: text)
         self.table = torch.zeros(12_500)
 
-    def __call__(self, *, input_ids, past_key_values=None, logits_to_keep=0, use_cache=True):
-        cache = past_key_values if past_key_values is not None else DummyCache()
+    def __call__(self, *, input_ids, logits_to_keep=0, use_cache=True, **handed):
+        cache = find_cache(handed) or DummyCache()
         cache.feed(input_ids.flatten())
         cache.cut()
         now = 8 * cache.memory.numel() + 100 * input_ids.numel()
         self.gauge.most = max(self.gauge.most, now)
         logits = torch.zeros(*input_ids.shape, 256)[:, -logits_to_keep:]
-        return SimpleNamespace(logits=logits, past_key_values=cache)
+        return SimpleNamespace(logits=logits, **hand_cache(cache))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.fidelity import Fidelity
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import hand_cache
 
 TEXT = generated_text(4000)
 
@@ -68,10 +69,10 @@ def test_attention_numbers_meet_those_of_transformers_own_weights(family, plan):
     caches = [cache_for(model, each) for each in ("full", plan)]
     with torch.inference_mode():
         for cache in caches:
-            model(ids[:, :63], past_key_values=cache)
+            model(ids[:, :63], **hand_cache(cache))
         full, ours = (contents(cache) for cache in caches)
         with queries_of(caches[0]) as queries:
-            model(ids[:, 63:], past_key_values=caches[0])
+            model(ids[:, 63:], **hand_cache(caches[0]))
         found = compare_layers(full, ours, queries)
         model.set_attn_implementation("eager")
         weights = model(ids, output_attentions=True, use_cache=False).attentions
@@ -130,7 +131,7 @@ def test_a_cache_whose_tail_has_all_been_encoded_shows_its_contents():
     ids = torch.randint(3, model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(2))
     encoded, whole = cache_for(model, "quest(tokens=16) + indexed(page=16, block_size=32)"), cache_for(model, "full")
     for cache in (encoded, whole):
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     assert encoded.engine.states[0].stored.tail.length == 0
     for ours, theirs in zip(contents(encoded), contents(whole), strict=True):
         assert ours.held.all() and torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
@@ -143,8 +144,8 @@ def test_queries_are_only_kept_while_asked_for():
     cache = cache_for(model, "full")
     with torch.inference_mode():
         with queries_of(cache) as queries:
-            model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
-        model(torch.tensor([[6]]), past_key_values=cache)
+            model(torch.tensor([[3, 4, 5]]), **hand_cache(cache))
+        model(torch.tensor([[6]]), **hand_cache(cache))
     assert len(queries) == model.config.num_hidden_layers and queries[0].states.shape[1] == 3
     assert not any("attend" in vars(layer) for layer in cache.layers)
 

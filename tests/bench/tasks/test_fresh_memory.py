@@ -15,6 +15,7 @@ from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks import memory
 from kvtailor.bench.tasks.memory import Memory
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import find_cache, hand_cache
 
 
 class Counters:
@@ -103,14 +104,14 @@ def test_peaks_of_prefill_and_decoding_are_above_what_was_there_before(monkeypat
 
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=256))
 
-        def __call__(self, *, input_ids, past_key_values=None, logits_to_keep=0, use_cache=True):
-            cache = past_key_values if past_key_values is not None else Leaving()
+        def __call__(self, *, input_ids, logits_to_keep=0, use_cache=True, **handed):
+            cache = find_cache(handed) or Leaving()
             new = input_ids.numel()
             passing, stays = (10 * new, 2 * new) if new > 1 else (30, 1)
             counters.take(passing)
             counters.take(stays - passing)
             cache.bytes += stays
-            return SimpleNamespace(logits=torch.zeros(1, 1, 256), past_key_values=cache)
+            return SimpleNamespace(logits=torch.zeros(1, 1, 256), **hand_cache(cache))
 
     class Leaving:
         bytes = 0

@@ -18,6 +18,7 @@ from kvtailor.bench.runner import contestants_of, run
 from kvtailor.bench.subject import Subject
 from kvtailor.bench.tasks.longcontext import LongContext, generate
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import hand_cache
 
 ASKED = 'like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
 TOLD = ("Paragraph 7. So it ends here, my dear.", "Paragraph 12 and 3, said the owl.", "Paragraph 5. No more of it.")
@@ -49,7 +50,7 @@ def by_hand(given, label, row, right):
     prompt = long_set("longbench", "passage_retrieval_en").prompt.format(**row)
     ids = torch.tensor(list(prompt.encode()))
     while len(text) < 32:
-        ids = given.model(input_ids=ids[None], past_key_values=cache, use_cache=True).logits[0, -1:].argmax(-1)
+        ids = given.model(input_ids=ids[None], **hand_cache(cache), use_cache=True).logits[0, -1:].argmax(-1)
         text += bytes(ids.tolist())
     numbers = "".join(c if c.isdigit() else " " for c in text.decode(errors="replace")).split()
     return 100 * sum(number == right for number in numbers) / max(1, len(numbers))

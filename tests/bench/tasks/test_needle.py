@@ -6,6 +6,7 @@ from kvtailor.bench.data.synthetic.documents import make_document
 from kvtailor.bench.runner import run
 from kvtailor.bench.tasks.needle import Needle
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import hand_cache
 
 
 def bench(model, *labels, caches=None, **settings):
@@ -44,7 +45,7 @@ def test_parts_are_recalled_in_any_order_where_the_answer_is_not_exact():
             cache = given.make_cache(given.model, record.label)
             ids, text = torch.tensor(list(document.prompt.encode())), ""
             while len(text) < len(document.answer) + 4:
-                out = given.model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+                out = given.model(input_ids=ids[None], **hand_cache(cache), use_cache=True)
                 ids = out.logits[0, -1:].argmax(-1)
                 text += chr(int(ids))
             shares.append(sum(part in text for part in document.parts) / 4)

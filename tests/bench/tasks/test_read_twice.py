@@ -25,6 +25,7 @@ from kvtailor.bench.tasks.speed import Speed
 from kvtailor.cli.run import command
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.run.prefill import instruction_of
+from kvtailor.hf.versions import hand_cache
 
 PLAN = "kvzip @ keep=0.3"
 TEXT = generated_text(6000)
@@ -68,15 +69,15 @@ def test_what_is_scored_is_what_a_prefill_leaves(demo: Subject) -> None:
         expected = s.score(context[None], targets[None])[0]
     assert torch.allclose(score_window(demo, contestant, context, targets)[0], expected)
     cache = prefilled()
-    logits = [demo.model(piece[None], past_key_values=cache).logits[:, -1] for piece in (question, targets[5:6])]
+    logits = [demo.model(piece[None], **hand_cache(cache)).logits[:, -1] for piece in (question, targets[5:6])]
     nats = -sum(row.log_softmax(-1)[0, token] for row, token in zip(logits, targets[5:7], strict=True)) / 2
     found = answer_document(demo, contestant, context, question, targets[5:7], question_outside=True)
     assert found.nll == pytest.approx(float(nats), rel=1e-4)
-    full = demo.model(context[None], past_key_values=kvtailor.cache_for(demo.model, "full")).logits[0, -1]
+    full = demo.model(context[None], **hand_cache(kvtailor.cache_for(demo.model, "full"))).logits[0, -1]
     made, weight = generate(demo, contestant, context, most=3)
     cache, expected = prefilled(), [int(full.argmax())]
     while len(expected) < 3:
-        expected.append(int(demo.model(torch.tensor([expected[-1:]]), past_key_values=cache).logits.argmax()))
+        expected.append(int(demo.model(torch.tensor([expected[-1:]]), **hand_cache(cache)).logits.argmax()))
     assert made == expected and weight["tokens_seen"] == 90 and weight["tokens_held"] == pytest.approx(27, abs=0.5)
 
 

@@ -21,6 +21,7 @@ from kvtailor.calibration.trained.kvzap import ridge
 from kvtailor.calibration.trained.teaching import Lessons
 from kvtailor.calibration.trained.training import agreement
 from kvtailor.errors import CalibrationError, KvtailorError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_repetition.fastkvzip import FastKVzip
 from kvtailor.score.by_repetition.kvzap import KVzap
 from kvtailor.types import Held
@@ -185,7 +186,7 @@ def test_a_file_says_what_it_learned_from_and_serves_its_model_alone(
     ids, mask = prompts((40, 23))
     plan = f"{kind}(file='{out}', recent=4) @ tokens=12"
     cache = kvtailor.cache_for(subject.model, plan)
-    subject.model(ids, attention_mask=mask, past_key_values=cache)
+    subject.model(ids, attention_mask=mask, **hand_cache(cache))
     assert cache.held().double().mean() == 12
     with pytest.raises(CalibrationError, match="other weights of the same shapes"):
         kvtailor.cache_for(build("llama", state=1), plan)

@@ -12,6 +12,7 @@ from tests.support.seam.zoo import build, held_columns, prompts
 from torch import Tensor
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.score.critical import Critical
 from kvtailor.score.decoding.lazyeviction import LazyEviction
@@ -117,7 +118,7 @@ def test_in_a_model_notes_go_with_the_tokens_that_stay_and_come_back_from_a_file
     plan = "lazyeviction(window=4, threshold=0.02) @ tokens=12"
     cache = kvtailor.cache_for(model, plan)
     ids, mask = prompts((40, 23))
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     evictions = 0
     for step in range(14):
         for state, held in zip(cache.engine.states, held_columns(cache).values(), strict=True):
@@ -136,7 +137,7 @@ def test_in_a_model_notes_go_with_the_tokens_that_stay_and_come_back_from_a_file
                     found = state.observed.scored[row, head, :, : here.numel()]
                     assert torch.equal(found, noted[row, head][:, at]) and found[1].max() > 0
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-        model(torch.full((2, 1), 7 + step), attention_mask=mask, past_key_values=cache)
+        model(torch.full((2, 1), 7 + step), attention_mask=mask, **hand_cache(cache))
     assert evictions >= 3 * len(cache.engine.states)
     cache.save(tmp_path / "one.safetensors")
     other = kvtailor.load_cache(model, tmp_path / "one.safetensors")

@@ -10,6 +10,7 @@ from tests.support.held_rows import held_of, make_row
 from tests.support.seam.zoo import build, held_columns, prompts
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.decoding.random_attention import RandomAttention
 from kvtailor.types import Held, Needs
 
@@ -53,13 +54,13 @@ def test_in_a_model_the_prompt_stays_in_every_row_and_a_later_turn_does_not() ->
     model = build("llama")
     cache = kvtailor.cache_for(model, "random_attention(recent=4) @ tokens=48, slack=5")
     ids, mask = prompts((40, 23))
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     assert {state.clock.prompt for state in cache.engine.states} == {40}
 
     def go_on(tokens: int) -> None:
         nonlocal mask
         mask = torch.cat([mask, mask.new_ones(2, tokens)], 1)
-        model(torch.full((2, tokens), 7), attention_mask=mask, past_key_values=cache)
+        model(torch.full((2, tokens), 7), attention_mask=mask, **hand_cache(cache))
 
     for _ in range(30):
         go_on(1)
@@ -82,9 +83,9 @@ def test_chunks_and_what_is_taken_back_leave_the_same_prompt() -> None:
     for chunk in (14, 40):
         cache = kvtailor.cache_for(model, "random_attention(recent=4) @ tokens=48")
         for first in range(0, 40, chunk):
-            model(ids[:, first : first + chunk], past_key_values=cache)
+            model(ids[:, first : first + chunk], **hand_cache(cache))
         assert {state.clock.prompt for state in cache.engine.states} == {40}
         cache.activate_past_recording()
-        model(ids[:, :4], past_key_values=cache)
+        model(ids[:, :4], **hand_cache(cache))
         cache.crop(-4)
         assert {(state.clock.prompt, state.stored.seen) for state in cache.engine.states} == {(40, 40)}

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvtailor.calibration.triattention import _Sums
 from kvtailor.calibration.watching import watched
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.score.decoding.triattention import TriAttention
 from kvtailor.types import Rotation
@@ -91,8 +92,8 @@ def test_centres_are_the_means_of_what_the_projections_gave() -> None:
         for layer in model.model.layers
     ]
     with watched(cache, sums.add):
-        model(ids[:, :25], past_key_values=cache)
-        model(ids[:, 25:], past_key_values=cache)
+        model(ids[:, :25], **hand_cache(cache))
+        model(ids[:, 25:], **hand_cache(cache))
     for hook in hooks:
         hook.remove()
     for layer, (state, lengths) in enumerate(zip(sums.states, sums.lengths, strict=True)):

@@ -11,6 +11,7 @@ import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
 from kvtailor.hf.layers.states import StateLayer
 from kvtailor.hf.progress import STATES_ARE_ASKED_FOR
+from kvtailor.hf.versions import hand_cache, read_cache
 from tests.seam.methods.test_identity import generated
 from tests.support.seam.layer_kinds import FEW, HYBRIDS, MIXED
 from tests.support.seam.zoo import VOCABULARY, build, error, prompts
@@ -100,7 +101,7 @@ def test_a_context_in_chunks_is_the_context_at_once(family: str) -> None:
     positions = after.sum(-1, keepdim=True) - 1
     with torch.no_grad():
         found, expected = (
-            model(token, attention_mask=after, position_ids=positions, past_key_values=cache).logits
+            model(token, attention_mask=after, position_ids=positions, **hand_cache(cache)).logits
             for cache in (pieces, whole)
         )
     assert error(found, expected) < bound(family)
@@ -130,7 +131,7 @@ def test_a_copy_a_reset_and_other_rows(family: str) -> None:
 def test_the_ledger_counts_what_the_models_own_cache_holds(family: str) -> None:
     own, ours = build(family), build(family)
     ids, mask = prompts((40, 33))
-    expected = generated(own, None, ids, mask).past_key_values
+    expected = read_cache(generated(own, None, ids, mask))
     cache = kvtailor.cache_for(ours, "full")
     generated(ours, cache, ids, mask)
     ledger = cache.ledger()
@@ -178,10 +179,10 @@ def test_a_recurrent_state_is_not_cropped() -> None:
     model = build("qwen3_next")
     cache = kvtailor.cache_for(model, "full")
     with torch.no_grad():
-        model(prompts((20,))[0], past_key_values=cache)
+        model(prompts((20,))[0], **hand_cache(cache))
         with pytest.raises(CacheMisuse, match="layer 0 keeps a recurrent state"):
             cache.crop(-1)
-        assert model(torch.tensor([[5]]), past_key_values=cache).logits.isfinite().all()
+        assert model(torch.tensor([[5]]), **hand_cache(cache)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("plan", ["full", "snapkv(window=4) @ tokens=16, slack=4"])
@@ -211,17 +212,17 @@ def test_a_forward_that_is_broken_off_is_noticed(family: str) -> None:
     for broken in range(len(layers)):
         cache = kvtailor.cache_for(model, "full")
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **hand_cache(cache))
             handle = layers[broken].register_forward_hook(_fails)
             with pytest.raises(MemoryError):
-                model(ids[:, :1], past_key_values=cache)
+                model(ids[:, :1], **hand_cache(cache))
             handle.remove()
             if broken == len(layers) - 1:
                 continue
             with pytest.raises(CacheMisuse, match="before its end"):
-                model(ids[:, :1], past_key_values=cache)
+                model(ids[:, :1], **hand_cache(cache))
             cache.reset()
-            assert model(ids, past_key_values=cache).logits.isfinite().all()
+            assert model(ids, **hand_cache(cache)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", pytest.param("bamba", marks=pytest.mark.long)])
@@ -235,11 +236,11 @@ def test_padding_that_states_would_take_for_text_is_refused(family: str) -> None
     alone = torch.cat([mask, torch.tensor([[1], [0]])], 1)
     with torch.no_grad():
         with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
-            model(ids, attention_mask=right, past_key_values=kvtailor.cache_for(model, "full"))
+            model(ids, attention_mask=right, **hand_cache(kvtailor.cache_for(model, "full")))
         for columns, whole in ((more, after), (more[:, :21], alone)):
             cache = kvtailor.prefill(model, ids, mask, plan="full")
             with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
-                model(columns[:, 20:], attention_mask=whole, past_key_values=cache)
+                model(columns[:, 20:], attention_mask=whole, **hand_cache(cache))
         with pytest.raises(CacheMisuse, match="keep states that would take it for text"):
             kvtailor.prefill(model, ids, mask, plan="full", chunk=1)
 
@@ -248,9 +249,9 @@ def test_states_of_other_rows_are_refused() -> None:
     model = build("qwen3_next")
     cache = kvtailor.cache_for(model, "full")
     with torch.no_grad():
-        model(prompts((20, 18))[0], past_key_values=cache)
+        model(prompts((20, 18))[0], **hand_cache(cache))
         with pytest.raises(CacheMisuse, match=r"holds 2 rows, and layer 0 got states of 3"):
-            model(torch.randint(3, VOCABULARY, (3, 2)), past_key_values=cache)
+            model(torch.randint(3, VOCABULARY, (3, 2)), **hand_cache(cache))
 
 
 def test_a_plan_in_bytes_is_refused_where_states_are_not_known() -> None:

@@ -11,6 +11,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.seam.methods.test_truth_of_presets import Stored, check_stored
 from tests.support.seam.layer_kinds import FEW, HYBRIDS, MIXED
@@ -64,7 +65,7 @@ def test_a_reference_that_sees_dropped_tokens_is_far_off(family: str) -> None:
     cache = kvtailor.prefill(model, ids, mask, plan="snapkv(window=4) @ tokens=20")
     token, mask = torch.tensor([[5], [9], [17]]), torch.cat([mask, mask.new_ones(3, 1)], 1)
     options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
-    found = model(token, past_key_values=cache, **options).logits
+    found = model(token, **hand_cache(cache), **options).logits
     assert error(found, reference(token, mask, {})) > 0.1
 
 
@@ -80,16 +81,17 @@ def test_saved_and_loaded_in_another_process(family: str, tmp_path: Path) -> Non
     cache.save(tmp_path / "cache.safetensors")
     token, mask = torch.tensor([[5], [9]]), torch.cat([mask, mask.new_ones(2, 1)], 1)
     options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
-    expected = model(token, past_key_values=cache, **options).logits
+    expected = model(token, **hand_cache(cache), **options).logits
     script = (
         "import sys, torch, kvtailor\n"
         "from tests.support.seam.zoo import build\n"
+        "from kvtailor.hf.versions import hand_cache\n"
         f"model = build({family!r})\n"
         f"cache = kvtailor.load_cache(model, {str(tmp_path / 'cache.safetensors')!r})\n"
         f"mask = torch.tensor({mask.tolist()})\n"
         "options = {'attention_mask': mask, 'position_ids': mask.sum(-1, keepdim=True) - 1}\n"
         "with torch.no_grad():\n"
-        "    logits = model(torch.tensor([[5], [9]]), past_key_values=cache, **options).logits\n"
+        "    logits = model(torch.tensor([[5], [9]]), **hand_cache(cache), **options).logits\n"
         f"torch.save(logits, {str(tmp_path / 'logits.pt')!r})\n"
     )
     root = Path(__file__).parents[3]
@@ -114,7 +116,7 @@ def test_the_queries_of_readers_are_evidence(family: str) -> None:
                 cache.engine.act = lambda state, query, visible, attended, others=(), act=act: act(
                     state, query, visible, attended
                 )
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **hand_cache(cache))
             sets.append(held_columns(cache)[source])
     assert not torch.equal(sets[0], sets[1]) and not torch.equal(sets[2], sets[3])
 
@@ -125,7 +127,7 @@ def test_the_mass_of_a_shared_layer_is_that_of_all_who_read_it() -> None:
     model, eager = build("gemma4_shared"), build("gemma4_shared", attention="eager")
     ids, mask = prompts((30,))
     cache = kvtailor.cache_for(model, "h2o(recent=4) @ tokens=100")
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     source, readers = next(iter(cache.geometry.readers.items()))
     given = eager(ids, attention_mask=mask, output_attentions=True).attentions
     expected = sum(given[layer].sum(2) for layer in (source, *readers))

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from tests.seam.methods.test_identity import MODES, generated
 from tests.support.crossed import crossed
 from tests.support.seam.latent_zoo import LATENT_FAMILIES, MIXED_FAMILIES, LatentReference, build_latent, own_bytes
@@ -86,7 +87,7 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
     ids, mask = prompts((56, 43, 31))
     cache = kvtailor.cache_for(model, plan)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+    logits = model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits
     real = mask.bool()[:, :, None]
     assert error(logits * real, reference(ids, mask, {}) * real) < 1e-5
     token, dropped = logits[:, -1:].argmax(-1), []
@@ -96,7 +97,7 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
         dropped.append(sum(int((~columns & mask.bool()[:, None]).sum()) for columns in held.values()))
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
-        logits = model(token, past_key_values=cache, **options).logits
+        logits = model(token, **hand_cache(cache), **options).logits
         assert error(logits, reference(token, mask, held)) < 1e-5, f"at decoded token {step}"
         token = logits.argmax(-1)
     assert dropped[0] > 0, "the plan evicted nothing, so this test has shown nothing"
@@ -110,7 +111,7 @@ def test_the_reference_notices_what_is_wrong(family: str) -> None:
     ids, mask = prompts((56, 43, 31))
     cache = kvtailor.cache_for(model, "snapkv(window=8) @ tokens=20")
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    token = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits[:, -1:].argmax(-1)
+    token = model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits[:, -1:].argmax(-1)
     reference(ids, mask, {})
     held, before = held_columns(cache), copy.deepcopy(reference.cache)
     mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
@@ -129,7 +130,7 @@ def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, 
     ids, mask = prompts((56, 43))
     cache = kvtailor.cache_for(model, plan)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    first = model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+    first = model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits
     real = mask.bool()[:, :, None]
     assert error(first * real, reference(ids, mask, {}) * real) < 1e-5
     token, held = first[:, -1:].argmax(-1), held_columns(cache)
@@ -147,7 +148,7 @@ def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, 
                 own[row, 0, columns[filled]] = decoded[filled]
     assert 0 < changed < CODECS[plan], "nothing was encoded, or a codec gives back something else"
     mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-    found = model(token, attention_mask=mask, past_key_values=cache, position_ids=mask.sum(-1, keepdim=True) - 1).logits
+    found = model(token, attention_mask=mask, **hand_cache(cache), position_ids=mask.sum(-1, keepdim=True) - 1).logits
     assert error(found, reference(token, mask, held)) < 1e-4
 
 
@@ -164,11 +165,11 @@ def test_a_padded_batch_of_three_equals_each_alone(family: str, plan: str) -> No
     def decoded(ids, mask, forced):
         cache = kvtailor.cache_for(model, plan)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = [model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits[:, -1]]
+        logits = [model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits[:, -1]]
         for step in range(6):
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
-            logits.append(model(forced[:, step : step + 1], past_key_values=cache, **options).logits[:, -1])
+            logits.append(model(forced[:, step : step + 1], **hand_cache(cache), **options).logits[:, -1])
         return torch.stack(logits, 1)
 
     together = decoded(ids, mask, forced)
@@ -190,8 +191,8 @@ def test_16_bits(family: str, dtype: torch.dtype) -> None:
     with torch.inference_mode():
         due = exact(ids, attention_mask=mask).logits[:, -1]
         for model, given in ((own, theirs), (ours, cache)):
-            model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=given)
-        expected = own(ids[:, -1:], attention_mask=mask, past_key_values=theirs).logits[:, -1]
-        found = ours(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits[:, -1]
+            model(ids[:, :-1], attention_mask=mask[:, :-1], **hand_cache(given))
+        expected = own(ids[:, -1:], attention_mask=mask, **hand_cache(theirs)).logits[:, -1]
+        found = ours(ids[:, -1:], attention_mask=mask, **hand_cache(cache)).logits[:, -1]
     assert found.dtype == dtype
     assert error(found.float(), due) < 2 * error(expected.float(), due) + 4 * torch.finfo(dtype).eps

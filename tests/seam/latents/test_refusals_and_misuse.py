@@ -19,6 +19,7 @@ from kvtailor.errors import CacheMisuse, CalibrationError, KvtailorError, PlanEr
 from kvtailor.hf.graphs.replaying import Replays
 from kvtailor.hf.layers.latent import LatentLayer
 from kvtailor.hf.model.attending.latents import projections_of
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.support.every_plan import every_plan
 from tests.support.seam.latent_zoo import LATENT_FAMILIES, build_latent
@@ -48,7 +49,7 @@ def test_every_plan_works_or_is_refused_in_a_sentence_before_any_work(name: str)
     ids, mask = prompts((60, 51))
     if cache.plan.needs.reconstruction:
         kvtailor.prefill(model, ids[:, :-1], mask[:, :-1], cache=cache)
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    out = model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=6, do_sample=False)
     assert out.shape == (2, 66) and cache.ledger().total == cache.ledger().closed_form
     if cache.plan.evicts:
         assert cache.ledger().held < 60
@@ -105,7 +106,7 @@ def test_a_module_that_changes_expanded_keys_is_refused() -> None:
     # Not seen by what was read when the cache was made: as a norm behind the expansion would not be.
     attention.expand_kv = types.MethodType(changed, attention)
     with pytest.raises(UnsupportedModel, match="changes keys between the expansion of its latents and its attention"):
-        model(prompts((20,))[0], past_key_values=cache)
+        model(prompts((20,))[0], **hand_cache(cache))
     assert calls
 
 
@@ -148,7 +149,7 @@ def broken_off(model, cache, ids) -> None:
 
     attention.expand_kv = stop
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     attention.expand_kv = inner
 
 
@@ -164,9 +165,9 @@ def test_a_forward_without_the_cache_after_one_that_was_broken_off(length: int, 
     mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None] if own_mask else None
     assert torch.equal(model(ids, attention_mask=mask).logits, own(ids, attention_mask=mask).logits)
     with pytest.raises(CacheMisuse, match="updated this cache, but its attention never used it"):
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     cache.reset()
-    assert error(model(ids, past_key_values=cache).logits, own(ids).logits) < 1e-5
+    assert error(model(ids, **hand_cache(cache)).logits, own(ids).logits) < 1e-5
 
 
 @torch.no_grad()
@@ -184,15 +185,15 @@ def test_a_new_forward_forgets_what_a_broken_one_expected(monkeypatch: pytest.Mo
 def test_another_attention_gives_nan_and_the_cache_says_so() -> None:
     model = build_latent("deepseek_v2")
     ids = prompts((20,))[0]
-    model(ids, past_key_values=kvtailor.cache_for(model, "full"))
+    model(ids, **hand_cache(kvtailor.cache_for(model, "full")))
     cache = kvtailor.prefill(model, ids, plan="full")
     model.config._attn_implementation = "sdpa"
     try:
-        assert model(ids[:, :1], past_key_values=cache).logits.isnan().all()
+        assert model(ids[:, :1], **hand_cache(cache)).logits.isnan().all()
     except CacheMisuse as error:
         assert "attn_implementation" in str(error)
     with pytest.raises(CacheMisuse, match="attn_implementation"):
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **hand_cache(cache))
 
 
 @torch.no_grad()
@@ -205,13 +206,13 @@ def test_two_models_and_their_caches_take_turns(family: str) -> None:
     alone = []
     for model, cache in zip((one, two), caches, strict=True):
         twin = copy.deepcopy(cache)
-        alone.append([model(part, past_key_values=twin).logits for part in (ids[:, :20], ids[:, 20:])])
+        alone.append([model(part, **hand_cache(twin)).logits for part in (ids[:, :20], ids[:, 20:])])
     stock = DynamicCache(config=one.config)
     for step, part in enumerate((ids[:, :20], ids[:, 20:])):
         for model, cache, due in zip((one, two), caches, alone, strict=True):
-            one(part, past_key_values=stock)
+            one(part, **hand_cache(stock))
             two(part)
-            assert torch.equal(model(part, past_key_values=cache).logits, due[step])
+            assert torch.equal(model(part, **hand_cache(cache)).logits, due[step])
     assert error(alone[0][0], alone[1][0]) > 0.1
 
 
@@ -226,9 +227,7 @@ def test_threads_have_layers_of_their_own() -> None:
     def work(number: int) -> None:
         for _ in range(3):
             caches[number].reset()
-            found[number] = model.generate(
-                ids[number], past_key_values=caches[number], max_new_tokens=8, do_sample=False
-            )
+            found[number] = model.generate(ids[number], **hand_cache(caches[number]), max_new_tokens=8, do_sample=False)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for each in threads:
@@ -245,7 +244,7 @@ def test_a_cache_of_another_model_is_refused_and_nothing_is_kept_alive() -> None
     cache = kvtailor.prefill(model, ids, plan=SNAP)
     kvtailor.cache_for(other, "full")
     with pytest.raises(CacheMisuse):
-        other(ids[:, :1], past_key_values=cache)
+        other(ids[:, :1], **hand_cache(cache))
     reference = weakref.ref(other.model.layers[0].self_attn)
     assert projections_of(reference()).verified is False
     del other, cache
@@ -260,7 +259,7 @@ def test_a_cache_without_latents_is_not_disturbed() -> None:
     ids = prompts((20,))[0]
     cache = kvtailor.cache_for(latent, "full")
     broken_off(latent, cache, ids)
-    found = plain(ids, past_key_values=kvtailor.cache_for(plain, "full")).logits
+    found = plain(ids, **hand_cache(kvtailor.cache_for(plain, "full"))).logits
     assert error(found, build("llama")(ids).logits) < 1e-5
 
 

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, DynamicCache
 
 import kvtailor
 from kvtailor.hf.run.sharing import remake, sharing_prefill
+from kvtailor.hf.versions import hand_cache
 from tests.seam.model.test_adapters import Adapted
 from tests.seam.test_speculation import assert_same_state
 from tests.support.crossed import crossed
@@ -39,7 +40,7 @@ def continued(model, cache, mask: Tensor, steps: int = 6) -> tuple[Tensor, Tenso
     for _ in range(steps):
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
-        logits.append(model(token, past_key_values=cache, **options).logits)
+        logits.append(model(token, **hand_cache(cache), **options).logits)
         token = logits[-1].argmax(-1)
         tokens.append(token)
     return torch.cat(tokens, 1), torch.cat(logits, 1)
@@ -106,7 +107,7 @@ def test_speculation_writes_what_plain_decoding_writes(family: str, plan: str) -
     model = build_latent(family)
     ids, _ = prompts((40,))
     cache = kvtailor.cache_for(model, plan)
-    expected = model.generate(ids, past_key_values=cache, **GREEDY)
+    expected = model.generate(ids, **hand_cache(cache), **GREEDY)
     draft = "streaming @ tokens=16" if plan == "full" else "full"
     options = {"plan": plan, "draft_plan": draft, "gamma": 4, "min_gain": None, "max_new_tokens": 12}
     found = kvtailor.generate(model, ids, **options)
@@ -121,7 +122,7 @@ def test_prompt_lookup_and_assisted_decoding(plan: str) -> None:
     ids = prompts((14,))[0].repeat(1, 3)
     for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": build_latent("deepseek_v2")}):
         cache = kvtailor.cache_for(model, plan)
-        found = model.generate(ids, past_key_values=cache, **how, **GREEDY)
+        found = model.generate(ids, **hand_cache(cache), **how, **GREEDY)
         assert found.shape[1] == 54 and cache.ledger().total == cache.ledger().closed_form
         if plan == "full":
             assert torch.equal(found, build_latent("deepseek_v2").generate(ids, **GREEDY))
@@ -137,14 +138,14 @@ def test_sessions_crop_and_reset(plan: str) -> None:
         second = talk.generate(whole, **GREEDY)
     assert second.shape[1] == 36 + 12 + 7 + 12
     cache = kvtailor.cache_for(model, plan)
-    again = model.generate(ids, past_key_values=cache, **GREEDY)
+    again = model.generate(ids, **hand_cache(cache), **GREEDY)
     assert torch.equal(again, first)
     cache.reset()
-    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), first)
+    assert torch.equal(model.generate(ids, **hand_cache(cache), **GREEDY), first)
     if plan == "full":
         cache.crop(-5)
         assert cache.seen == 42
-        found = model.generate(first, past_key_values=cache, **GREEDY)
+        found = model.generate(first, **hand_cache(cache), **GREEDY)
         assert torch.equal(found, build_latent("glm4_moe_lite").generate(first, **GREEDY))
 
 
@@ -200,8 +201,8 @@ def test_bytes_are_those_of_latents(family: str, plan: str) -> None:
     ids, mask = prompts((200, 151))
     cache, theirs = kvtailor.cache_for(model, plan), DynamicCache(config=model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
-    model(ids, attention_mask=mask, past_key_values=theirs, position_ids=positions)
+    model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions)
+    model(ids, attention_mask=mask, **hand_cache(theirs), position_ids=positions)
     ledger = cache.ledger()
     assert ledger.total == ledger.closed_form and ledger.full == own_bytes(theirs)
     # Per token r + e numbers in float32, and nothing of the heads: 36 + 8.
@@ -217,7 +218,7 @@ def test_bytes_are_those_of_latents(family: str, plan: str) -> None:
 def test_a_budget_in_bytes_is_kept_and_used(plan: str) -> None:
     model = build_latent("deepseek_v2")
     cache = kvtailor.cache_for(model, plan)
-    model(prompts((400,))[0], past_key_values=cache)
+    model(prompts((400,))[0], **hand_cache(cache))
     assert cache.plan.bytes is not None
     stored = cache.ledger().total - cache.ledger().by_stage["observe"]
     assert 0.8 * cache.plan.bytes < stored <= cache.plan.bytes
@@ -253,7 +254,7 @@ def test_adapters_and_changed_weights_count_at_once() -> None:
             layer.self_attn.kv_b_proj = wrapped
             adapted.setdefault(id(each), []).append(wrapped)
     cache, theirs = kvtailor.prefill(model, ids, mask, plan="full"), DynamicCache(config=own.config)
-    own(ids, attention_mask=mask, past_key_values=theirs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    own(ids, attention_mask=mask, **hand_cache(theirs), position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
     before = continued(model, copy.deepcopy(cache), mask, 1)[1]
 
     def change(name: str) -> None:
@@ -278,7 +279,7 @@ def test_plain_weights_that_are_written_over_count_at_once() -> None:
     ids, mask = prompts((40, 33))
     model, own = build_latent("youtu"), build_latent("youtu")
     cache, theirs = kvtailor.prefill(model, ids, mask, plan="full"), DynamicCache(config=own.config)
-    own(ids, attention_mask=mask, past_key_values=theirs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    own(ids, attention_mask=mask, **hand_cache(theirs), position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
     for each in (model, own):
         for number, layer in enumerate(each.model.layers):
             if number == 1:
@@ -295,7 +296,7 @@ def test_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cache, theirs = kvtailor.cache_for(model, "full"), DynamicCache(config=own.config)
         options = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-        found = model(ids, past_key_values=cache, **options).logits[:, -1]
-        due = own(ids, past_key_values=theirs, **options).logits[:, -1]
+        found = model(ids, **hand_cache(cache), **options).logits[:, -1]
+        due = own(ids, **hand_cache(theirs), **options).logits[:, -1]
     exact = build_latent("deepseek_v3")(ids, **options).logits[:, -1]
     assert error(found.float(), exact) < 2 * error(due.float(), exact) + 0.03

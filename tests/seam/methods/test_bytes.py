@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache, read_cache
 from kvtailor.ledger import storage_bytes
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import build, prompts
@@ -54,7 +55,7 @@ def test_ledger_equals_storages_equals_closed_form(family: str, plan: str) -> No
     model = build(family)
     ids, mask = prompts((300, 211, 250))
     cache = kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     for step in range(40):
         ledger = cache.ledger()
         assert ledger.total == ledger.closed_form, f"after {step} decoded tokens"
@@ -63,16 +64,16 @@ def test_ledger_equals_storages_equals_closed_form(family: str, plan: str) -> No
         assert ledger.total + extra == storage_bytes(tensors_reachable_from(cache, model))
         assert ledger.total == sum(ledger.by_layer) == sum(ledger.by_stage.values())
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
-        model(prompts((1, 1, 1), state=step)[0], attention_mask=mask, past_key_values=cache)
+        model(prompts((1, 1, 1), state=step)[0], attention_mask=mask, **hand_cache(cache))
 
 
 @torch.no_grad()
 def test_full_bytes_equal_the_models_own_cache() -> None:
     model = build("llama")
     ids, _ = prompts((100,))
-    stock = model(ids).past_key_values
+    stock = read_cache(model(ids))
     cache = kvtailor.cache_for(model, "full")
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     own = sum(layer.keys.numel() * 4 + layer.values.numel() * 4 for layer in stock.layers)
     assert cache.ledger().full == own
     assert own <= cache.ledger().total <= 1.2 * own
@@ -95,8 +96,8 @@ def test_ragged_heads_really_free_memory(rows: int) -> None:
     """`snapkv + adakv @ keep=0.25` holds at most 0.27 of the full bytes, positions and half-empty pages included."""
     model = larger_model()
     cache = kvtailor.cache_for(model, "snapkv + adakv @ keep=0.25")
-    model(torch.randint(0, 64, (rows, 4096)), past_key_values=cache)
-    model(torch.randint(0, 64, (rows, 1)), past_key_values=cache)
+    model(torch.randint(0, 64, (rows, 4096)), **hand_cache(cache))
+    model(torch.randint(0, 64, (rows, 1)), **hand_cache(cache))
     ledger = cache.ledger()
     heads = cache.held()[0].tolist()
     assert len({count for layer in heads for count in layer}) > 1, "the heads hold the same: nothing ragged was tested"
@@ -119,7 +120,7 @@ def test_a_budget_in_bytes_is_kept_and_used(plan: str, rows: int) -> None:
     model = larger_model()
     cache = kvtailor.cache_for(model, plan)
     ids = torch.randint(0, 64, (rows, 1500))
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     # The queries of the observation window wait for a chunk that may follow; the first decoded token frees them.
     held = cache.ledger().total - cache.ledger().by_stage["observe"]
     assert 0.8 * cache.plan.bytes <= held <= cache.plan.bytes

@@ -15,6 +15,7 @@ from kvtailor import calibration_file
 from kvtailor.allocate.contract import Allocator, BudgetRequest
 from kvtailor.calibration_file import CalibratedMethod, shipped
 from kvtailor.errors import CalibrationError, PlanError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.score.atskv import ATSKV
 from kvtailor.score.by_keys.qfilters import QFilters
@@ -62,7 +63,7 @@ def test_each_layer_gets_its_tensors_and_the_allocator_all(family: str, tmp_path
     path = write_file(tmp_path / "f.safetensors", "qfilters", tensors, model)
     score, allocate = Listening(file=path), Weighted(file=path)
     cache = kvtailor.cache_for(model, Plan(score=score, allocate=allocate, keep=1.0))
-    model(prompts((40, 23))[0], past_key_values=cache)
+    model(prompts((40, 23))[0], **hand_cache(cache))
     layers = len(cache.geometry.compressed)
     assert [layer for layer, _ in score.given] == list(range(layers)) and len(allocate.given) == 1
     assert all(torch.equal(given, tensors["filters"][layer]) for layer, given in score.given)
@@ -75,7 +76,7 @@ def test_the_method_inside_another_gets_its_tensors(tmp_path: Path) -> None:
     model = build("llama")
     path = write_file(tmp_path / "f.safetensors", "qfilters", filters_for(model), model)
     cache = kvtailor.cache_for(model, f"critical(of=qfilters(file='{path}')) @ tokens=12")
-    model(prompts((40,))[0], past_key_values=cache)
+    model(prompts((40,))[0], **hand_cache(cache))
     assert int(cache.held().max()) == 12
 
 
@@ -85,9 +86,9 @@ def test_the_kept_tokens_are_those_along_the_filters(tmp_path: Path) -> None:
     tensors = filters_for(model)
     path = write_file(tmp_path / "f.safetensors", "qfilters", tensors, model)
     ids, full = prompts((40,))[0], kvtailor.cache_for(model, "full")
-    model(ids, past_key_values=full)
+    model(ids, **hand_cache(full))
     cache = kvtailor.cache_for(model, f"qfilters(file='{path}') @ tokens=9")
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     for layer, (whole, cut) in enumerate(zip(full.engine.states, cache.engine.states, strict=True)):
         keys = whole.parts()[0].decode()[0]
         kept = cut.parts()[0].layout.positions
@@ -168,12 +169,12 @@ def test_a_saved_cache_goes_on_with_its_file_and_not_with_another(tmp_path: Path
     model = build("llama")
     path = write_file(tmp_path / "f.safetensors", "qfilters", filters_for(model), model)
     cache = kvtailor.cache_for(model, f"qfilters(file='{path}') @ tokens=20, slack=4")
-    token = model(prompts((40,))[0], past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(prompts((40,))[0], **hand_cache(cache)).logits[:, -1:].argmax(-1)
     cache.save(tmp_path / "cache.safetensors")
     again = kvtailor.load_cache(model, tmp_path / "cache.safetensors")
     for _ in range(8):
-        expected = model(token, past_key_values=cache).logits
-        assert error(model(token, past_key_values=again).logits, expected) < 1e-6
+        expected = model(token, **hand_cache(cache)).logits
+        assert error(model(token, **hand_cache(again)).logits, expected) < 1e-6
         token = expected.argmax(-1)
     assert torch.equal(cache.held(), again.held()) and int(cache.held().max()) < 26
     write_file(tmp_path / "f.safetensors", "qfilters", filters_for(model, state=1), model)
@@ -193,7 +194,7 @@ def test_what_was_said_of_evicted_tokens_is_forgotten(allocate: str, tmp_path: P
     path = write_file(tmp_path / "f.safetensors", "atskv", networks, model)
     cache = kvtailor.cache_for(model, f"atskv(file='{path}', window=4){allocate} @ tokens=14, slack=3")
     ids, mask = prompts((40, 23))
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     evictions = 0
     for _ in range(9):
         for state, held in zip(cache.engine.states, held_columns(cache).values(), strict=True):
@@ -207,5 +208,5 @@ def test_what_was_said_of_evicted_tokens_is_forgotten(allocate: str, tmp_path: P
                     assert torch.equal(state.observed.scored_columns[row, head, : here.numel()].long(), here)
                     assert bool(state.observed.scored[row, head, : here.numel()].isfinite().all())
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-        model(torch.full((2, 1), 7), attention_mask=mask, past_key_values=cache)
+        model(torch.full((2, 1), 7), attention_mask=mask, **hand_cache(cache))
     assert evictions >= 3 * len(cache.engine.states)

@@ -9,6 +9,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import PlanError, UnsupportedModel
+from kvtailor.hf.versions import hand_cache
 from tests.seam.test_modes import decoded
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import build, error, prompts
@@ -79,13 +80,13 @@ def check_saved(plan: str, path: Path, *, steps: int) -> None:
     model = build("llama")
     ids, mask = prompts((40, 33))
     cache = kvtailor.cache_for(model, plan)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **hand_cache(cache))
     cache.save(path)
     again = kvtailor.load_cache(model, path)
     for step in range(steps):
         token = prompts((1, 1), state=step)[0]
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-        logits = [model(token, attention_mask=mask, past_key_values=each).logits for each in (cache, again)]
+        logits = [model(token, attention_mask=mask, **hand_cache(each)).logits for each in (cache, again)]
         assert error(*logits) < 5e-6
     assert again.ledger().total == cache.ledger().total == again.ledger().closed_form
 
@@ -95,9 +96,7 @@ def test_generates_in_low_precision_with_beams(dtype: torch.dtype, plan: str) ->
     model = build("llama", dtype=dtype)
     ids, mask = prompts((40, 29))
     cache = kvtailor.cache_for(model, plan)
-    out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False, num_beams=2
-    )
+    out = model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=12, do_sample=False, num_beams=2)
     assert out.shape == (2, 52) and cache.ledger().total == cache.ledger().closed_form
 
 
@@ -106,7 +105,7 @@ def test_layers_hold_what_their_bits_say() -> None:
     """Layer 0 keeps keys in 8 bits, the others in 2: 16 channels are 16 and 4 bytes."""
     model = build("llama")
     cache = kvtailor.cache_for(model, "bit_table(of=kivi(group=8, recent=8), keys=1, values=[4, 2, 1], high=8, low=2)")
-    model(prompts((40,))[0], past_key_values=cache)
+    model(prompts((40,))[0], **hand_cache(cache))
     sides = [state.stored.segments[0].state()[1] for state in cache.engine.states]
     assert [side["keys.codes"].shape[-1] for side in sides] == [16, 4, 4]
     assert [side["values.codes"].shape[-1] for side in sides] == [8, 4, 2]
@@ -118,7 +117,7 @@ def test_layers_hold_what_their_bits_say() -> None:
 def test_a_budget_of_bytes_pays_for_the_mean_layer() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, "streaming + bit_table(of=kivi(group=8, recent=8), keys=1, high=8) @ bytes=24KiB")
-    model(prompts((400,))[0], past_key_values=cache)
+    model(prompts((400,))[0], **hand_cache(cache))
     # A last group that is not full costs the 32 scales of a full one: 128 bytes for each of 6 heads.
     assert 0.97 * 24 * 1024 < cache.ledger().total <= 24 * 1024 + 6 * 128
 
@@ -140,7 +139,7 @@ def test_what_is_encoded_is_what_the_models_own_projection_gave(family: str) -> 
     name = "k_proj" if family == "llama" else "query_key_value"
     for layer, module in enumerate(m for n, m in model.named_modules() if n.endswith(name)):
         module.register_forward_hook(lambda _, __, out, layer=layer: seen.setdefault(layer, out))
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     for layer, state in enumerate(cache.engine.states):
         heads = state.heads
         expected = seen[layer].view(1, 40, heads, -1).transpose(1, 2)

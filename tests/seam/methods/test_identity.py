@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import FAMILIES, build, error, prompts
 
@@ -24,7 +25,7 @@ def generated(model, cache, ids, mask, **options):
     return model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **hand_cache(cache),
         max_new_tokens=12,
         return_dict_in_generate=True,
         output_logits=True,
@@ -73,7 +74,7 @@ def test_assisted_decoding_crops_exactly(family: str, how: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} itself cannot do this with its own cache: {broken}")
     expected = own.generate(ids, max_new_tokens=16, do_sample=False)
     cache = kvtailor.cache_for(ours, "full")
-    found = ours.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False, **helper)
+    found = ours.generate(ids, **hand_cache(cache), max_new_tokens=16, do_sample=False, **helper)
     assert torch.equal(found, expected)
 
 
@@ -86,7 +87,7 @@ def test_every_dtype(family: str, dtype: torch.dtype) -> None:
     cache = kvtailor.cache_for(ours, "full")
     with torch.inference_mode():
         expected = own(ids, attention_mask=mask).logits[:, -1]
-        found = ours(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
+        found = ours(ids, attention_mask=mask, **hand_cache(cache)).logits[:, -1]
     assert found.dtype == dtype
     assert (
         error(found.float(), expected.float()) < {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
@@ -99,9 +100,9 @@ def test_prefill_in_inference_mode_then_decoding_outside() -> None:
     ids, _ = prompts((33,))
     cache = kvtailor.cache_for(ours, "full")
     with torch.inference_mode():
-        ours(ids[:, :-2], past_key_values=cache)
-    ours(ids[:, -2:-1], past_key_values=cache)
-    found = ours(ids[:, -1:], past_key_values=cache).logits
+        ours(ids[:, :-2], **hand_cache(cache))
+    ours(ids[:, -2:-1], **hand_cache(cache))
+    found = ours(ids[:, -1:], **hand_cache(cache)).logits
     assert error(found[:, -1], own(ids).logits[:, -1]) < 1e-5
 
 
@@ -112,7 +113,7 @@ def test_a_users_own_4d_mask() -> None:
     allowed = torch.ones(20, 20, dtype=torch.bool).tril()
     allowed[10:, 3:6] = False
     mask = allowed[None, None].expand(2, 1, 20, 20)
-    found = ours(ids, attention_mask=mask, past_key_values=kvtailor.cache_for(ours, "full")).logits
+    found = ours(ids, attention_mask=mask, **hand_cache(kvtailor.cache_for(ours, "full"))).logits
     assert error(found, own(ids, attention_mask=mask).logits) < 1e-5
 
 

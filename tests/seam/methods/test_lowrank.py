@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.cpu import coordinates
 from kvtailor.types import Coordinates, Lift
 from tests.seam.methods.test_codecs import check_rows_and_bytes, check_saved
@@ -59,9 +60,9 @@ def test_values_are_lifted_and_not_decoded(plan: str, monkeypatch: pytest.Monkey
         count(where)
     caches = [kvtailor.cache_for(model, f"{plan} + {attend}") for attend in ("segments", "reference")]
     for cache in caches:
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     assert not lifted, "a prompt is read before it is encoded"
-    logits = [model(ids[:, :1], past_key_values=cache).logits for cache in caches]
+    logits = [model(ids[:, :1], **hand_cache(cache)).logits for cache in caches]
     assert error(*logits) < 1e-5 and len(lifted) == 3
 
 
@@ -71,6 +72,6 @@ def test_bytes_at_several_lengths() -> None:
     model = build("llama")
     for length in (40, 96, 203):
         cache = kvtailor.cache_for(model, "kvplugin(rank=12, bits=8, only=values)")
-        model(prompts((length,))[0], past_key_values=cache)
+        model(prompts((length,))[0], **hand_cache(cache))
         ledger = cache.ledger()
         assert ledger.by_stage["encode"] == 3 * 2 * length * (64 + 12 + 4) and ledger.total == ledger.closed_form

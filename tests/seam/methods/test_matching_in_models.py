@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.merge.contract import Merged
 from kvtailor.merge.matching import Matching
 from kvtailor.plan import Plan
@@ -29,11 +30,11 @@ def test_logits_come_closer_to_those_of_a_full_cache(family: str) -> None:
     logits = []
     for plan in plans:
         cache = kvtailor.cache_for(model, plan)
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
         more = torch.cat([mask, mask.new_ones(3, 8)], 1)
         positions = (more.cumsum(-1) - 1)[:, -8:]
         forced = prompts((8, 8, 8), state=5)[0]
-        logits.append(model(forced, attention_mask=more, position_ids=positions, past_key_values=cache).logits)
+        logits.append(model(forced, attention_mask=more, position_ids=positions, **hand_cache(cache)).logits)
     full, dropped, matched = logits
     assert (matched - full).square().mean() < 0.97 * (dropped - full).square().mean()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.merge.asymkv import AsymKV
 from kvtailor.merge.contract import Merger
 from kvtailor.merge.drop import Drop
@@ -47,11 +48,11 @@ def test_what_a_codec_has_encoded_never_takes_anything_in(merger: str, monkeypat
         return merge(self, held, keep, into)
 
     cache = kvtailor.cache_for(model, plan)
-    model(prompts((60,))[0], past_key_values=cache)
+    model(prompts((60,))[0], **hand_cache(cache))
     monkeypatch.setattr(kind, "merge", recorded)
     before = decoded(cache, 0)
     for token in prompts((12,), state=2)[0].split(1, 1):
-        model(token, past_key_values=cache)
+        model(token, **hand_cache(cache))
     after = decoded(cache, 0)
     for at in before.keys() & after.keys():
         assert all(torch.equal(*pair) for pair in zip(before[at], after[at], strict=True))
@@ -77,7 +78,7 @@ def test_merging_equal_keys_changes_no_logit() -> None:
     merging = Plan(score=FirstOfRun(), merge=AsymKV(), keep=0.25, slack="never")
     caches = [kvtailor.cache_for(model, plan) for plan in (merging, "full", replace(merging, merge=Drop()))]
     for tokens in (ids, *prompts((8, 8), state=2)[0].split(1, 1)):
-        merged, full, dropped = (model(tokens, past_key_values=cache).logits for cache in caches)
+        merged, full, dropped = (model(tokens, **hand_cache(cache)).logits for cache in caches)
         assert error(merged, full) < 1e-5
     assert error(dropped, full) > 1e-2 and caches[0].ledger().held == 13 + 8
 
@@ -89,7 +90,7 @@ def test_the_newest_tokens_stay_in_the_tail_and_take_nothing_in() -> None:
     plan = Plan.parse("pairs(window=6, sinks=0) + asymkv(window=6) @ tokens=6")
     caches = [kvtailor.cache_for(model, each) for each in (plan, replace(plan, merge=Drop()))]
     for tokens in (prompts((40,))[0], *prompts((4,), state=2)[0].split(1, 1)):
-        assert torch.equal(*(model(tokens, past_key_values=cache).logits for cache in caches))
+        assert torch.equal(*(model(tokens, **hand_cache(cache)).logits for cache in caches))
 
 
 @pytest.mark.parametrize("tokens", [20, 33, 64])
@@ -100,7 +101,7 @@ def test_a_token_with_a_weight_costs_its_states_its_column_and_its_weight(tokens
     cache = kvtailor.cache_for(model, f"pairs(window=6, sinks=2) + asymkv(window=6) @ tokens={tokens}")
     for length in (100, 150):
         cache.reset()
-        model(prompts((length,))[0], past_key_values=cache)
+        model(prompts((length,))[0], **hand_cache(cache))
         ledger = cache.ledger()
         assert ledger.by_stage["encode"] == 3 * 2 * (tokens - 6) * (2 * 16 * 4 + 8)
         assert ledger.total == ledger.closed_form
@@ -112,7 +113,7 @@ def test_a_token_with_a_weight_costs_its_states_its_column_and_its_weight(tokens
 def test_a_budget_of_bytes_pays_for_the_weights() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, "pairs(window=6, sinks=2) + asymkv(window=6) @ bytes=48KiB")
-    model(prompts((300,))[0], past_key_values=cache)
+    model(prompts((300,))[0], **hand_cache(cache))
     ledger = cache.ledger()
     stored = ledger.total - ledger.by_stage["observe"]
     assert 0.97 * 48 * 1024 < stored <= 48 * 1024
@@ -139,4 +140,4 @@ def test_values_that_overflow_are_said() -> None:
         layer.self_attn.v_proj.weight.mul_(torch.finfo(torch.float16).max).nan_to_num_()
     cache = kvtailor.cache_for(model, "knorm + d2o @ tokens=20")
     with pytest.raises(CacheMisuse, match="layer 0 of the compressed layers: d2o folds .* gets NaN or infinity"):
-        model(prompts((60,))[0], past_key_values=cache)
+        model(prompts((60,))[0], **hand_cache(cache))

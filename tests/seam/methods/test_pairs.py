@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import kvtailor
 from kvtailor.errors import PlanError
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.versions import hand_cache
 from tests.encode.test_minicache import naive
 from tests.seam.test_modes import decoded
 from tests.support.seam.zoo import build, error, held_columns, prompts
@@ -40,13 +41,13 @@ def test_every_step_is_that_of_a_cache_merged_by_hand(family: str) -> None:
     """The prompt's own logits are exact; then it is merged, and so are eight tokens once both layers have them."""
     model, (ids, _) = build(family), prompts((41,))
     plain, cache = DynamicCache(config=model.config), kvtailor.cache_for(model, PLAN)
-    expected = model(ids, past_key_values=plain).logits
-    assert error(model(ids, past_key_values=cache).logits, expected) < 1e-5
+    expected = model(ids, **hand_cache(plain)).logits
+    assert error(model(ids, **hand_cache(cache)).logits, expected) < 1e-5
     merged_by_hand(plain, 0, 41)
     for step in range(20):
         token = prompts((1,), state=step)[0]
-        expected = model(token, past_key_values=plain).logits
-        assert error(model(token, past_key_values=cache).logits, expected) < 1e-5, f"step {step}"
+        expected = model(token, **hand_cache(plain)).logits
+        assert error(model(token, **hand_cache(cache)).logits, expected) < 1e-5, f"step {step}"
         lengths = [0 if state.stored.tail is None else state.stored.tail.length for state in cache.engine.states]
         assert lengths == [42 + step, (step + 1) % 8, (step + 1) % 8]
         if (step + 1) % 8 == 0:
@@ -60,17 +61,17 @@ def test_pairs_hold_what_sinks_and_recents_leave(tokens: int) -> None:
     model, (ids, _) = build("llama"), prompts((41,))
     plain = DynamicCache(config=model.config)
     cache = kvtailor.cache_for(model, f"streaming + {PLAN} @ tokens={tokens}")
-    model(ids, past_key_values=plain)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(plain))
+    model(ids, **hand_cache(cache))
     kept = torch.tensor([*range(4), *range(41 - tokens + 4, 41)])
     for layer in plain.layers:
         layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
     merged_by_hand(plain, 0, tokens)
     token, at = prompts((1,), state=5)[0], torch.tensor([[41]])
-    expected = model(token, past_key_values=plain, position_ids=at).logits
-    assert error(model(token, past_key_values=cache, position_ids=at).logits, expected) < 1e-5
+    expected = model(token, **hand_cache(plain), position_ids=at).logits
+    assert error(model(token, **hand_cache(cache), position_ids=at).logits, expected) < 1e-5
     for step in range(45):
-        model(prompts((1,), state=step)[0], past_key_values=cache)
+        model(prompts((1,), state=step)[0], **hand_cache(cache))
         ledger = cache.ledger()
         assert ledger.total == ledger.closed_form
         lower, upper = cache.engine.states[1:]
@@ -90,7 +91,7 @@ def test_the_ledger_counts_what_is_shared_once() -> None:
     """40 tokens of 2 heads of 16 float32 channels: 80 directions of each side once, 4 retained of each."""
     model = build("llama")
     cache = kvtailor.cache_for(model, PLAN)
-    model(prompts((40,))[0], past_key_values=cache)
+    model(prompts((40,))[0], **hand_cache(cache))
     ledger = cache.ledger()
     own = 2 * (80 * 4 + 8 * 16 * 4)
     assert layer_bytes(cache, 1) == 2 * (80 * 16 * 4) + own + 2 * 8 * 4 and layer_bytes(cache, 2) == own
@@ -108,7 +109,7 @@ def test_sharing_outlives_whatever_moves_rows(plan: str, tmp_path: Path) -> None
     wide = torch.cat([mask[order], mask.new_ones(4, 1)], 1)
     _, fresh = decoded(model, ids[order], mask[order], plan, steps=0)
     expected = fresh.ledger().by_stage["encode"]
-    logits = model(token, attention_mask=wide, past_key_values=copy.deepcopy(fresh)).logits
+    logits = model(token, attention_mask=wide, **hand_cache(copy.deepcopy(fresh))).logits
     for move in ("reorder_cache", "batch_select_indices"):
         _, cache = decoded(model, ids, mask, plan, steps=0)
         getattr(cache, move)(order)
@@ -118,7 +119,7 @@ def test_sharing_outlives_whatever_moves_rows(plan: str, tmp_path: Path) -> None
         for each in (cache, copy.deepcopy(cache), loaded):
             ledger = each.ledger()
             assert ledger.total == ledger.closed_form and ledger.by_stage["encode"] == expected
-            found = model(token, attention_mask=wide, past_key_values=each).logits
+            found = model(token, attention_mask=wide, **hand_cache(each)).logits
             assert error(found, logits) < 1e-5
     _, cache = decoded(model, ids, mask, plan, steps=0)
     cache.batch_repeat_interleave(2)
@@ -136,15 +137,15 @@ def test_both_layers_hold_the_same_however_the_prompt_comes(plan: str) -> None:
     ]
     recorded = kvtailor.cache_for(model, plan)
     recorded.activate_past_recording()
-    model(ids, past_key_values=recorded)
+    model(ids, **hand_cache(recorded))
     recorded.crop(-3)
-    model(ids[:, -3:], past_key_values=recorded)
-    model(ids[:, :2], past_key_values=recorded)
+    model(ids[:, -3:], **hand_cache(recorded))
+    model(ids[:, :2], **hand_cache(recorded))
     caches.append(recorded)
     again = kvtailor.prefill(model, ids, plan=plan)
     before = again.ledger().total
     again.reset()
-    model(ids, past_key_values=again)
+    model(ids, **hand_cache(again))
     assert again.ledger().total == before
     for cache in [*caches, again]:
         lower, upper = cache.engine.states[-2:] if "start" not in plan else cache.engine.states[:2]
@@ -158,7 +159,7 @@ def test_layers_with_windows_of_the_models_own_lie_between() -> None:
     """gemma3's two layers that see all are a pair, whatever lies between them; above `start` there is none."""
     model = build("gemma3")
     cache = kvtailor.cache_for(model, "minicache(start=0.0)")
-    model(prompts((40,))[0], past_key_values=cache)
+    model(prompts((40,))[0], **hand_cache(cache))
     lower, upper = cache.engine.states
     assert lower.stored.segments[0].shared is upper.stored.segments[0].shared
     assert cache.geometry.compressed == (1, 3)

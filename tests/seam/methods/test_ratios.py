@@ -10,6 +10,7 @@ import transformers
 
 import kvtailor
 from kvtailor.encode.subspace.lowrank import LowRank
+from kvtailor.hf.versions import hand_cache
 from tests.support.calibrated import write_file
 
 PAGE = (Path(__file__).parents[3] / "docs" / "ratios.md").read_text(encoding="utf-8")
@@ -49,7 +50,7 @@ def test_a_token_of_a_head_takes_what_the_page_says(size: int, plan: str, token:
             plan = "kvplugin(rank=0.75, bits=8, only=values"
         plan += f", file='{file}'"
     cache = kvtailor.cache_for(model, f"{plan})" if "(" in plan else plan)
-    model(torch.randint(0, 50, (1, TOKENS)), past_key_values=cache)
+    model(torch.randint(0, 50, (1, TOKENS)), **hand_cache(cache))
     ledger = cache.ledger()
     assert ledger.full == TOKENS * HEADS * 4 * size
     assert ledger.by_stage["encode"] == ledger.total == ledger.closed_form == TOKENS * HEADS * token

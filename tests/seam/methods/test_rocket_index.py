@@ -8,6 +8,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.attend import rocket
+from kvtailor.hf.versions import hand_cache
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import build, prompts
 
@@ -21,25 +22,25 @@ def answers(plan: str, way: str) -> list[Tensor]:
     ids = ids.repeat(2, 1)
     ids[1] = ids[1].flip(0)
     cache = kvtailor.cache_for(model, plan)
-    found = [model(ids, past_key_values=cache).logits[:, -1]]
+    found = [model(ids, **hand_cache(cache)).logits[:, -1]]
 
     def tokens(count: int) -> None:
         for _ in range(count):
-            found.append(model(torch.randint(0, 60, (2, 1)), past_key_values=cache).logits[:, -1])
+            found.append(model(torch.randint(0, 60, (2, 1)), **hand_cache(cache)).logits[:, -1])
 
     tokens(12)
     if way == "a turn":
-        found.append(model(torch.randint(0, 60, (2, 9)), past_key_values=cache).logits[:, -1])
+        found.append(model(torch.randint(0, 60, (2, 9)), **hand_cache(cache)).logits[:, -1])
     elif way == "taken back":
         cache.activate_past_recording()
-        model(torch.randint(0, 60, (2, 4)), past_key_values=cache)
+        model(torch.randint(0, 60, (2, 4)), **hand_cache(cache))
         cache.crop(-3)
     elif way == "an index taken back":
         # More than wait for chunks of their own: once the index is made anew, and the token that did so taken back.
         tokens(110)
         for _ in range(12):
             cache.activate_past_recording()
-            model(torch.randint(0, 60, (2, 1)), past_key_values=cache)
+            model(torch.randint(0, 60, (2, 1)), **hand_cache(cache))
             cache.crop(-1)
             tokens(1)
     elif way == "other rows":

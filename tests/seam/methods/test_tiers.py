@@ -14,6 +14,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, TierError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.seam.test_modes import decoded
 from tests.support.seam.zoo import build, error, prompts
@@ -108,7 +109,7 @@ def test_rows_move_and_are_taken_back(plan: str, tmp_path: Path) -> None:
     ids, mask = prompts((40, 33))
     both = [kvtailor.cache_for(model, each) for each in (plan, on_disk(plan, tmp_path / "tier", "resident_layers=1"))]
     for cache in both:
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **hand_cache(cache))
     order = torch.tensor([1, 0, 1])
     for cache in both:
         cache.reorder_cache(order)
@@ -118,7 +119,7 @@ def test_rows_move_and_are_taken_back(plan: str, tmp_path: Path) -> None:
         nonlocal mask
         token = prompts((count,) * len(mask), state=state)[0]
         mask = torch.cat([mask, mask.new_ones(len(mask), count)], 1)
-        logits = [model(token, attention_mask=mask, past_key_values=cache).logits for cache in both]
+        logits = [model(token, attention_mask=mask, **hand_cache(cache)).logits for cache in both]
         assert all(torch.equal(logits[0], other) for other in logits[1:])
 
     step(1, 4)
@@ -141,7 +142,7 @@ def test_rows_move_and_are_taken_back(plan: str, tmp_path: Path) -> None:
         step(1, state)
     assert all(cache.ledger().total == cache.ledger().closed_form for cache in both)
     both[1].reset()
-    step_after = [model(ids[:1], past_key_values=cache).logits for cache in (both[1], kvtailor.cache_for(model, plan))]
+    step_after = [model(ids[:1], **hand_cache(cache)).logits for cache in (both[1], kvtailor.cache_for(model, plan))]
     assert torch.equal(*step_after)
 
 
@@ -149,7 +150,7 @@ def test_beams_give_the_same_text(tmp_path: Path) -> None:
     model = build("llama")
     ids, mask = prompts((40, 33))
     found = [
-        model.generate(ids, attention_mask=mask, past_key_values=kvtailor.cache_for(model, plan), max_new_tokens=12,
+        model.generate(ids, attention_mask=mask, **hand_cache(kvtailor.cache_for(model, plan)), max_new_tokens=12,
                        do_sample=False, num_beams=3)
         for plan in (PLANS[1], on_disk(PLANS[1], tmp_path))
     ]  # fmt: skip
@@ -166,7 +167,7 @@ def test_a_plan_that_reads_twice(tmp_path: Path) -> None:
     logits = []
     for each in (plan, on_disk(plan, tmp_path)):
         cache = kvtailor.prefill(model, ids, mask, plan=each, chunk=16)
-        logits.append(model(token, attention_mask=longer, past_key_values=cache).logits)
+        logits.append(model(token, attention_mask=longer, **hand_cache(cache)).logits)
     assert torch.equal(*logits)
 
 
@@ -183,14 +184,14 @@ def test_hits_misses_and_bytes_are_what_arithmetic_says(
     """Six layers, each of which holds 40 tokens in segments and no block more; 15 steps are three turns of MRU."""
     model, steps = build("llama", layers=6), 15
     cache = kvtailor.cache_for(model, on_disk("vector(bits=8, block_size=40)", tmp_path, arguments))
-    model(prompts((40,))[0], past_key_values=cache)
+    model(prompts((40,))[0], **hand_cache(cache))
     ledger, placed = cache.ledger(), 3 if "=3, resident" in arguments else 4 if "on_device" in arguments else 6
     # Tokens, kv heads, sides; int8 codes and two float16 numbers for a group.
     one = 40 * 2 * 2 * (16 + 4)
     assert cache.traffic().hits == cache.traffic().misses == 0
     token = prompts((1,), state=3)[0]
     for _ in range(steps):
-        model(token, past_key_values=cache)
+        model(token, **hand_cache(cache))
     found = cache.traffic()
     if hits_per_step is None:
         # In steady state (R - 1) / (N - 1); the prompt has filled the set.
@@ -221,7 +222,7 @@ def test_hits_are_the_same_where_forwards_may_be_taken_back(policy: str, tmp_pat
     model, ids = build("llama", layers=6), prompts((40,))[0]
     plan = on_disk("vector(bits=8, block_size=40)", tmp_path, f"resident_layers=3, policy={policy}")
     cache = kvtailor.cache_for(model, plan)
-    text = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False)
+    text = model.generate(ids, **hand_cache(cache), max_new_tokens=16, do_sample=False)
     found = kvtailor.generate(model, ids, plan=plan, max_new_tokens=16)
     assert torch.equal(found.sequences, text)
     mine, theirs = found.cache.traffic(), cache.traffic()
@@ -238,7 +239,7 @@ def test_a_context_above_the_limit_runs_where_the_resident_one_refuses(tmp_path:
 
     def fed(plan: str) -> torch.Tensor:
         cache = kvtailor.prefill(model, ids, plan=plan, chunk=16)
-        logits = [model(token, past_key_values=cache).logits for token in longer.split(1, 1)]
+        logits = [model(token, **hand_cache(cache)).logits for token in longer.split(1, 1)]
         return torch.cat(logits, 1)
 
     full = fed("full")
@@ -260,7 +261,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch:
     ids = prompts((48,))[0]
     cache = kvtailor.cache_for(model, on_disk(PLANS[0], tmp_path))
     reference = kvtailor.cache_for(model, PLANS[0])
-    model(ids, past_key_values=cache), model(ids, past_key_values=reference)
+    model(ids, **hand_cache(cache)), model(ids, **hand_cache(reference))
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -269,8 +270,8 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch, pytest.raises(TierError, match=r"\.segment.*No space left on device"):
         patch.setattr(os, "pwrite", full)
         for _ in range(20):
-            logits = model(token, past_key_values=cache).logits
-            given.append(torch.equal(logits, model(token, past_key_values=reference).logits))
+            logits = model(token, **hand_cache(cache)).logits
+            given.append(torch.equal(logits, model(token, **hand_cache(reference)).logits))
             token = logits.argmax(-1)
     assert all(given) and 0 < len(given) < 20
     assert not [name for name in files_under(tmp_path) if name.endswith(".partial")]
@@ -283,7 +284,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch:
 def test_a_damaged_file_gives_an_error_and_no_token(fault: str, tmp_path: Path) -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, on_disk(PLANS[1], tmp_path))
-    model(prompts((48,))[0], past_key_values=cache)
+    model(prompts((48,))[0], **hand_cache(cache))
     paths = sorted(tmp_path.rglob("*.segment"))
     assert len(paths) == 3
     path = paths[1]
@@ -293,7 +294,7 @@ def test_a_damaged_file_gives_an_error_and_no_token(fault: str, tmp_path: Path) 
         fault
     ]()
     with pytest.raises(TierError, match=re.escape(str(path))):
-        model(prompts((1,), state=2)[0], past_key_values=cache)
+        model(prompts((1,), state=2)[0], **hand_cache(cache))
     del cache
     gc.collect()
     assert files_under(tmp_path) == []
@@ -318,8 +319,8 @@ def test_what_cannot_be_asked_is_refused() -> None:
 def test_a_crop_beyond_the_tail_is_refused_as_ever(tmp_path: Path) -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, on_disk("full", tmp_path, "block=8"))
-    model(prompts((48,))[0], past_key_values=cache)
-    model(prompts((1,), state=2)[0], past_key_values=cache)
+    model(prompts((48,))[0], **hand_cache(cache))
+    model(prompts((1,), state=2)[0], **hand_cache(cache))
     cache.crop(-1)
     assert cache.seen == 48
     with pytest.raises(CacheMisuse, match="asked to take back 3 tokens"):

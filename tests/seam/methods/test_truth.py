@@ -7,6 +7,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import registry
 from kvtailor.plan.arguments import word_of
 from tests.support.crossed import crossed
@@ -65,7 +66,7 @@ def check(family: str, plan: str, steps: int) -> None:
     ids, mask = prompts((56, 43, 31))
     cache = kvtailor.cache_for(model, plan)
     options = {} if family == "opt" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    logits = model(ids, attention_mask=mask, past_key_values=cache, **options).logits
+    logits = model(ids, attention_mask=mask, **hand_cache(cache), **options).logits
     real = mask.bool()[:, :, None]
     assert error(logits * real, reference(ids, mask, {}) * real) < 1e-5
     token = logits[:, -1:].argmax(-1)
@@ -75,7 +76,7 @@ def check(family: str, plan: str, steps: int) -> None:
         dropped.append(sum(int((~columns & mask.bool()[:, None]).sum()) for columns in held.values()))
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         options = {} if family == "opt" else {"position_ids": mask.sum(-1, keepdim=True) - 1}
-        logits = model(token, attention_mask=mask, past_key_values=cache, **options).logits
+        logits = model(token, attention_mask=mask, **hand_cache(cache), **options).logits
         assert error(logits, reference(token, mask, held)) < 1e-5, f"at decoded token {step}"
         token = logits.argmax(-1)
     assert dropped[0] > 0, "the plan evicted nothing, so this test has shown nothing"
@@ -87,9 +88,9 @@ def test_the_reference_notices_another_kept_set() -> None:
     model, reference = build("llama"), MaskedReference("llama")
     ids, mask = prompts((56,))
     cache = kvtailor.cache_for(model, "snapkv(window=8) + adakv @ tokens=20")
-    token = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(ids, attention_mask=mask, **hand_cache(cache)).logits[:, -1:].argmax(-1)
     reference(ids, mask, {})
     swapped = {layer: columns.flip(1) for layer, columns in held_columns(cache).items()}
     mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
-    logits = model(token, attention_mask=mask, past_key_values=cache).logits
+    logits = model(token, attention_mask=mask, **hand_cache(cache)).logits
     assert error(logits, reference(token, mask, swapped)) > 1e-2

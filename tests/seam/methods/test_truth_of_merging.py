@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.merge.drop import Drop
 from kvtailor.merge.matching import Matching
 from tests.support.crossed import crossed
@@ -156,7 +157,7 @@ def differences(family: str, plan: str, steps: int = 14) -> tuple[float, float, 
 
     def logits_of(tokens: Tensor, cache: kvtailor.KvCache) -> Tensor:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        return model(tokens, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+        return model(tokens, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits
 
     for cache in caches:
         logits_of(ids, cache)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan, registry
 from tests.attend.test_rolling import check_rolling
 from tests.seam.methods.test_truth_of_reading import check_reading
@@ -129,7 +130,7 @@ def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int =
     else:
         cache = kvtailor.cache_for(model, plan)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        logits = model(ids, attention_mask=mask, position_ids=positions, **hand_cache(cache)).logits
         assert error(logits * mask[..., None], exact * mask[..., None]) < most, "a prompt is read exactly"
     changed = 0
     token = logits[:, -1:].argmax(-1)
@@ -140,7 +141,7 @@ def check_stored(family: str, plan: Plan, lengths: tuple[int, ...], steps: int =
         expected = reference(token, mask, held)
         changed += sum(int((~columns & mask[:, None, :-1].bool()).sum()) for columns in held.values())
         changed += cache.ledger().by_stage.get("encode", 0)
-        logits = model(token, past_key_values=cache, **options).logits
+        logits = model(token, **hand_cache(cache), **options).logits
         assert error(logits, expected) < most, f"at decoded token {step}"
         token = logits.argmax(-1)
     assert changed > 0, "nothing was dropped or encoded, so this test has shown nothing"

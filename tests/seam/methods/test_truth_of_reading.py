@@ -16,6 +16,7 @@ import kvtailor
 import kvtailor.attend.quest
 import kvtailor.attend.rocket
 from kvtailor.engine.layer_state import LayerState
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.segments.coded import Whole
@@ -118,7 +119,7 @@ def check_reading(
     token, held, unread = ids, {}, 0
     for step in range(steps):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -token.shape[1] :]
-        logits = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        logits = model(token, attention_mask=mask, position_ids=positions, **hand_cache(cache)).logits
         allowed = dict(held)
         for index, read in watched.read.items():
             layer = cache.geometry.compressed[index]
@@ -151,10 +152,10 @@ def test_the_reference_notices_other_reading(monkeypatch: pytest.MonkeyPatch) ->
     model, reference = build("llama"), MaskedReference("llama")
     ids, mask = prompts((56,))
     cache = kvtailor.cache_for(model, "rocket(tokens=16, expect=8)")
-    token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(ids, **hand_cache(cache)).logits[:, -1:].argmax(-1)
     reference(ids, mask, {})
     mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
-    logits = model(token, past_key_values=cache).logits
+    logits = model(token, **hand_cache(cache)).logits
     swapped = {layer: read.flip(1) for layer, read in watched.read.items()}
     assert len(swapped) == 3 and error(logits, reference(token, mask, swapped)) > 1e-2
 
@@ -171,11 +172,11 @@ def test_a_turn_chooses_what_the_eviction_would_keep(family: str, chunk: int | N
     ids, mask = prompts((70, 43, 61))
     evicting, turns = kvtailor.cache_for(model, EVICTING), kvtailor.cache_for(model, TURNS)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    one = model(ids, attention_mask=mask, position_ids=positions, past_key_values=evicting).logits[:, -1:]
+    one = model(ids, attention_mask=mask, position_ids=positions, **hand_cache(evicting)).logits[:, -1:]
     begin = 0
     for piece in ids.split(chunk or 70, 1):
         end = begin + piece.shape[1]
-        two = model(piece, attention_mask=mask[:, :end], position_ids=positions[:, begin:end], past_key_values=turns)
+        two = model(piece, attention_mask=mask[:, :end], position_ids=positions[:, begin:end], **hand_cache(turns))
         begin = end
     kept = held_columns(evicting)
     assert 0 < max(int(columns[0].sum(-1).max()) for columns in kept.values()) < 70
@@ -189,8 +190,8 @@ def test_a_turn_chooses_what_the_eviction_would_keep(family: str, chunk: int | N
     for _ in range(20):
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
         options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
-        one = model(token, past_key_values=evicting, **options).logits
-        assert error(model(token, past_key_values=turns, **options).logits, one) < 1e-5
+        one = model(token, **hand_cache(evicting), **options).logits
+        assert error(model(token, **hand_cache(turns), **options).logits, one) < 1e-5
         token = one.argmax(-1)
     assert all("queries" not in state.observed.carry for state in turns.engine.states)
 
@@ -200,9 +201,9 @@ def test_what_one_turn_leaves_out_another_may_choose() -> None:
     model = build("llama")
     ids, _ = prompts((70,))
     cache = kvtailor.cache_for(model, TURNS)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     first = [state.observed.carry["chosen"] for state in cache.engine.states]
-    model(prompts((9,), state=5)[0], past_key_values=cache)
+    model(prompts((9,), state=5)[0], **hand_cache(cache))
     for state, before in zip(cache.engine.states, first, strict=True):
         after = state.observed.carry["chosen"]
         again = {int(column) for column in after.flatten() if 0 <= column < 66} - set(before.flatten().tolist())
@@ -217,16 +218,16 @@ def test_a_rejected_draft_is_no_part_of_the_turn() -> None:
     drafted, plain = kvtailor.cache_for(model, TURNS), kvtailor.cache_for(model, TURNS)
     for cache in (drafted, plain):
         cache.activate_past_recording()
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
         cache.crop(0)
     good, wrong = prompts((3,), state=2)[0], prompts((4,), state=6)[0]
-    model(torch.cat([good, wrong], 1), past_key_values=drafted)
+    model(torch.cat([good, wrong], 1), **hand_cache(drafted))
     waiting = drafted.ledger()
     assert waiting.total == waiting.closed_form
     drafted.crop(-4)
-    model(good, past_key_values=plain)
+    model(good, **hand_cache(plain))
     plain.crop(0)
-    model(wrong, past_key_values=drafted)
+    model(wrong, **hand_cache(drafted))
     drafted.crop(-4)
     for one, two in zip(drafted.engine.states, plain.engine.states, strict=True):
         assert (
@@ -243,11 +244,11 @@ def test_tokens_taken_back_outside_of_a_recording_take_the_choice_with_them() ->
     model = build("llama")
     ids, _ = prompts((60,))
     cache = kvtailor.cache_for(model, TURNS)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     assert "chosen" in cache.engine.states[0].observed.carry
     cache.crop(-10)
     assert not cache.engine.states[0].observed.carry
-    model(ids[:, 50:51], past_key_values=cache)
+    model(ids[:, 50:51], **hand_cache(cache))
     assert "chosen" not in cache.engine.states[0].observed.carry and cache.engine.states[
         0
     ].observed.tokens_read.tolist() == [[8, 8]]

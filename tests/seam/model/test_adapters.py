@@ -14,6 +14,7 @@ from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.modules import attention_modules, rotation_of
 from kvtailor.hf.model.projection import output_weight
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, prompts
 
 CRITICAL = "critical(of=snapkv(window=6)) @ tokens=12"
@@ -132,7 +133,7 @@ def kept_by(model: nn.Module, inner: nn.Module, then=None) -> torch.Tensor:
     if then is not None:
         then(inner)
     with torch.no_grad():
-        model(input_ids=prompts((40,))[0], past_key_values=cache)
+        model(input_ids=prompts((40,))[0], **hand_cache(cache))
     found = torch.zeros(3, 2, 40, dtype=torch.bool)
     for layer, state in enumerate(cache.engine.states):
         for part in state.parts():
@@ -175,7 +176,7 @@ def test_a_wrapped_model_gives_its_rotary_embedding() -> None:
     assert torch.equal(got.frequencies, expected.frequencies)
     ids, _ = prompts((40,))
     cache = kvtailor.cache_for(wrapped, "position + rolling @ tokens=16, slack=3")
-    assert torch.isfinite(wrapped(input_ids=ids, past_key_values=cache).logits).all()
+    assert torch.isfinite(wrapped(input_ids=ids, **hand_cache(cache)).logits).all()
 
 
 def test_a_wrapped_model_and_the_one_inside_share_the_switch() -> None:
@@ -183,7 +184,7 @@ def test_a_wrapped_model_and_the_one_inside_share_the_switch() -> None:
     outer, own = kvtailor.cache_for(wrapped, "full"), kvtailor.cache_for(inner, "full")
     del outer
     with torch.no_grad():
-        inner(prompts((20,))[0], past_key_values=own)
+        inner(prompts((20,))[0], **hand_cache(own))
     assert inner.config._attn_implementation == "kvtailor"
 
 
@@ -222,7 +223,7 @@ def test_what_cannot_be_read_as_a_matrix_is_refused_and_other_plans_work() -> No
     ids, _ = prompts((40,))
     with torch.no_grad():
         cache = kvtailor.cache_for(model, "full")
-        assert torch.allclose(model(ids, past_key_values=cache).logits, model(ids).logits, atol=1e-4)
+        assert torch.allclose(model(ids, **hand_cache(cache)).logits, model(ids).logits, atol=1e-4)
 
 
 def test_an_adapter_of_learned_tokens_is_refused() -> None:

@@ -21,6 +21,7 @@ import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.attention import attention
 from kvtailor.hf.model.attending.softmax import CHANGES_NOTHING, REFUSED, SUPPORTED, softmax_of
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, error, prompts
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -73,12 +74,12 @@ def test_what_is_not_supported_is_refused_and_changes_nothing(name: str) -> None
     model = build("llama")
     ids, _ = prompts((12,))
     cache = kvtailor.cache_for(model, "full")
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     with pytest.raises(UnsupportedModel, match=rf"LlamaAttention hands {name}= to its attention, .*does not support"):
-        model(ids[:, :1], past_key_values=cache, **{name: torch.zeros(1)})
+        model(ids[:, :1], **hand_cache(cache), **{name: torch.zeros(1)})
     assert cache.seen == 12
     expected = model(torch.cat([ids, ids[:, :1]], 1), use_cache=False).logits[:, -1]
-    assert error(model(ids[:, :1], past_key_values=cache).logits[:, -1], expected) < 1e-5
+    assert error(model(ids[:, :1], **hand_cache(cache)).logits[:, -1], expected) < 1e-5
 
 
 @torch.no_grad()
@@ -87,11 +88,11 @@ def test_an_argument_that_nobody_knows_is_refused() -> None:
     ids, _ = prompts((12,))
     cache = kvtailor.cache_for(model, "full")
     with pytest.raises(UnsupportedModel, match="head_mask= .*does not know whether that changes the result"):
-        model(ids, past_key_values=cache, head_mask=torch.ones(4))
+        model(ids, **hand_cache(cache), head_mask=torch.ones(4))
     with pytest.raises(UnsupportedModel, match="head_mask= "):
         model(ids, use_cache=False, head_mask=torch.ones(4))
     # What tokenizers give beside the ids is handed on by every model, and None is nothing.
-    model(ids, past_key_values=cache, token_type_ids=torch.zeros_like(ids), head_mask=None)
+    model(ids, **hand_cache(cache), token_type_ids=torch.zeros_like(ids), head_mask=None)
     assert cache.seen == 12
 
 

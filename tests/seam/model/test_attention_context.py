@@ -12,6 +12,7 @@ import torch
 import kvtailor
 from kvtailor.attend.contract import Attended, Attention, AttentionContext, AttentionRequest, IndexRequest
 from kvtailor.attend.segments import Segments
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.score.position import Position
 from kvtailor.types import Rotation
@@ -65,9 +66,9 @@ def test_layers_count_those_that_are_compressed_and_carry_what_they_left() -> No
     model = build("gemma3")
     ids, _ = prompts((20,))
     cache = kvtailor.cache_for(model, Plan(attend=Diary()))
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     for _ in range(3):
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **hand_cache(cache))
     asked = [(what, context.layer, new) for what, context, new, _ in CALLS]
     first = [("attend", 0, 20), ("index", 0, 20), ("attend", 1, 20), ("index", 1, 20)]
     assert asked == first + [("attend", 0, 1), ("attend", 1, 1)] * 3
@@ -86,7 +87,7 @@ def test_layers_count_those_that_are_compressed_and_carry_what_they_left() -> No
 def test_the_rotation_is_told_to_who_needs_it() -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, Plan(attend=Turning()))
-    model(prompts((5,))[0], past_key_values=cache)
+    model(prompts((5,))[0], **hand_cache(cache))
     assert len(CALLS) == 6 and all(isinstance(context.rotation, Rotation) for _, context, _, _ in CALLS)
 
 
@@ -98,11 +99,11 @@ def test_an_index_is_asked_for_when_what_is_held_has_changed(scope: str, monkeyp
     model = build("llama")
     ids, _ = prompts((40,))
     cache = kvtailor.cache_for(model, Plan(attend=Diary(), score=Position(), tokens=12, slack=2))
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     assert [count for what, _, _, count in CALLS if what == "index"] == [12, 12, 12]
     for step in range(1, 8):
         CALLS.clear()
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **hand_cache(cache))
         assert [count for what, _, _, count in CALLS if what == "index"] == ([12] * 3 if step % 3 == 0 else [])
 
 
@@ -112,17 +113,17 @@ def test_a_carry_follows_rows_and_rejected_tokens_leave_none() -> None:
     ids, _ = prompts((20, 20))
     cache = kvtailor.cache_for(model, Plan(attend=Diary()))
     cache.activate_past_recording()
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     cache.crop(0)
     before = {name: tensor.clone() for name, tensor in cache.engine.states[0].observed.carry.items()}
-    model(ids[:, :4], past_key_values=cache)
+    model(ids[:, :4], **hand_cache(cache))
     waiting = cache.ledger()
     assert waiting.total == waiting.closed_form
     cache.crop(-4)
     assert {name: tensor.tolist() for name, tensor in cache.engine.states[0].observed.carry.items()} == {
         name: tensor.tolist() for name, tensor in before.items()
     }
-    model(ids[:, :4], past_key_values=cache)
+    model(ids[:, :4], **hand_cache(cache))
     cache.crop(-1)
     # Of the two calls of this forward the one with the rejected token counts for nothing.
     assert cache.engine.states[0].observed.carry["attended"].tolist() == [2, 2]

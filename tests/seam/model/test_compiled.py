@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam import vision
 from tests.support.seam.zoo import build, error, prompts
 
@@ -22,7 +23,7 @@ IDS, MASK = prompts((20, 14))
 
 def generated(model: Any, cache: Any) -> Any:
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **options)
+    return model.generate(input_ids=IDS, attention_mask=MASK, **hand_cache(cache), **options)
 
 
 def wrapped(model: Any) -> Any:
@@ -91,12 +92,12 @@ def test_compiled_after_the_cache_was_made_and_between_forwards() -> None:
     token = torch.full((2, 1), 9)
     mask = torch.cat([MASK, torch.ones_like(token)], 1)
     for given in ({"input_ids": IDS, "attention_mask": MASK}, {"input_ids": token, "attention_mask": mask}):
-        found = compiled(**given, past_key_values=cache).logits
-        assert error(found[:, -1], own(**given, past_key_values=other).logits[:, -1]) < 1e-5
+        found = compiled(**given, **hand_cache(cache)).logits
+        assert error(found[:, -1], own(**given, **hand_cache(other)).logits[:, -1]) < 1e-5
     longer = torch.cat([mask, torch.ones_like(token)], 1)
     # The model itself goes on with what its compiled form has read.
-    found = model(token, attention_mask=longer, past_key_values=cache).logits
-    assert error(found, own(token, attention_mask=longer, past_key_values=other).logits) < 1e-5
+    found = model(token, attention_mask=longer, **hand_cache(cache)).logits
+    assert error(found, own(token, attention_mask=longer, **hand_cache(other)).logits) < 1e-5
 
 
 @torch.no_grad()
@@ -104,9 +105,9 @@ def test_one_graph_is_refused_in_a_sentence_and_the_cache_is_as_it_was() -> None
     model = build("llama")
     cache = kvtailor.cache_for(model, "full")
     with pytest.raises(Exception, match="compile the model without fullgraph=True"):
-        torch.compile(model, backend="eager", fullgraph=True)(IDS, past_key_values=cache)
+        torch.compile(model, backend="eager", fullgraph=True)(IDS, **hand_cache(cache))
     assert cache.seen == 0
-    assert error(model(IDS, past_key_values=cache).logits, build("llama")(IDS).logits) < 1e-5
+    assert error(model(IDS, **hand_cache(cache)).logits, build("llama")(IDS).logits) < 1e-5
 
 
 def test_a_saved_cache_is_of_the_model_however_it_was_compiled(tmp_path: Path) -> None:
@@ -129,9 +130,9 @@ def test_positions_behind_images_in_a_compiled_forward() -> None:
     model.compile(backend="eager")
     caches = [kvtailor.cache_for(model, "full") for _ in range(2)]
     for row, cache in enumerate(caches):
-        model(**batch.row(row).inputs(), past_key_values=cache)
+        model(**batch.row(row).inputs(), **hand_cache(cache))
     for row, cache in enumerate(caches):
         rows = [(*each, torch.tensor([9])) for each in vision.ROWS]
-        found = model(torch.tensor([[9]]), past_key_values=cache).logits
+        found = model(torch.tensor([[9]]), **hand_cache(cache)).logits
         expected = own(**vision.prompt("qwen2_5_vl", rows).row(row).inputs()).logits[:, -1:]
         assert error(found, expected) < 1e-5

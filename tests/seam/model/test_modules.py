@@ -12,6 +12,7 @@ from kvtailor.errors import UnsupportedModel
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.modules import attention_modules, rotation_of
 from kvtailor.hf.model.projection import output_weight
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.lanes.rotate import turn
 from kvtailor.types import Rotation
 from tests.support.seam.zoo import COMPRESSIBLE, build
@@ -25,7 +26,7 @@ def test_keys_turned_back_are_the_same_at_every_position(family: str) -> None:
     """One token repeated: the first layer sees equal keys but for their rotation."""
     model = build(family)
     cache = kvtailor.cache_for(model, "full")
-    model(torch.full((1, 24), 7), past_key_values=cache)
+    model(torch.full((1, 24), 7), **hand_cache(cache))
     state = cache.engine.states[0]
     keys = state.parts()[0].decode()[0]
     geometry = Geometry.of(model.config)

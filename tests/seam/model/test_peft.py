@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, error, prompts
 
 peft = pytest.importorskip("peft", reason="PEFT is no dependency of kvtailor's; pip install peft to run this")
@@ -27,7 +28,7 @@ def lora(**options: Any) -> Any:
 
 def generated(model: Any, cache: Any) -> Any:
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **options)
+    return model.generate(input_ids=IDS, attention_mask=MASK, **hand_cache(cache), **options)
 
 
 def check_alike(model: Any, own: Any, cache: Any, expected: Any = None, bound: float = 1e-5) -> None:
@@ -101,7 +102,7 @@ def test_switched_off_and_on_and_merged_between_turns(plan: str) -> None:
         new, seen = turn[:, held.get_seq_length() :], held.get_seq_length()
         places = (mask.cumsum(-1) - 1).clamp(min=0)[:, seen:]
         with torch.no_grad():
-            logits.append(each(new, attention_mask=mask, position_ids=places, past_key_values=held).logits)
+            logits.append(each(new, attention_mask=mask, position_ids=places, **hand_cache(held)).logits)
     assert error(*logits) < 1e-4
 
 
@@ -122,15 +123,15 @@ def test_an_adapter_that_cannot_be_read_is_refused_before_the_forward() -> None:
     base = build("llama")
     cache = kvtailor.cache_for(base, CRITICAL)
     with torch.no_grad():
-        base(IDS, attention_mask=MASK, past_key_values=cache)
+        base(IDS, attention_mask=MASK, **hand_cache(cache))
     seen, held = cache.seen, cache.held()
     model = peft.get_peft_model(base, KINDS["ia3"]()).eval()
     token, mask = IDS[:, :1], torch.cat([MASK, MASK[:, -1:]], 1)
     with pytest.raises(UnsupportedModel, match="which is not LoRA"), torch.no_grad():
-        model(input_ids=token, attention_mask=mask, past_key_values=cache)
+        model(input_ids=token, attention_mask=mask, **hand_cache(cache))
     assert cache.seen == seen and torch.equal(cache.held(), held)
     with torch.no_grad():
-        model.unload()(token, attention_mask=mask, past_key_values=cache)
+        model.unload()(token, attention_mask=mask, **hand_cache(cache))
     assert cache.seen == seen + 1
 
 

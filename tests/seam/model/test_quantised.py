@@ -19,6 +19,7 @@ from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.model.fingerprint import weight_fingerprint
 from kvtailor.hf.model.modules import attention_modules
 from kvtailor.hf.model.projection import output_weight
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, error, prompts
 
 CRITICAL = "critical(of=snapkv(window=6)) @ tokens=12"
@@ -93,7 +94,7 @@ def made(kind: str) -> Any:
 
 def generated(model: Any, cache: Any) -> Any:
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(input_ids=IDS, attention_mask=MASK, past_key_values=cache, **options)
+    return model.generate(input_ids=IDS, attention_mask=MASK, **hand_cache(cache), **options)
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -13,6 +13,7 @@ import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.geometry import refusal
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build
 
 SNAP = "snapkv(window=6) @ tokens=16"
@@ -112,7 +113,7 @@ def test_an_encoder_that_is_configured_as_a_decoder_is_supported() -> None:
     model = AutoModelForCausalLM.from_config(transformers.BertConfig(**_TINY, is_decoder=True)).eval()
     ids = torch.randint(3, 64, (1, 12))
     with torch.no_grad():
-        own, ours = model(ids).logits, model(ids, past_key_values=kvtailor.cache_for(model, "full")).logits
+        own, ours = model(ids).logits, model(ids, **hand_cache(kvtailor.cache_for(model, "full"))).logits
     assert torch.allclose(own, ours, atol=1e-5)
 
 
@@ -152,9 +153,9 @@ def test_a_prompt_that_transformers_own_forms_read_differently_is_refused() -> N
     cache = kvtailor.cache_for(model, "full")
     with torch.no_grad():
         with pytest.raises(CacheMisuse, match="pass token_type_ids"):
-            model(ids, past_key_values=cache)
+            model(ids, **hand_cache(cache))
         prefix = torch.zeros_like(ids)
-        ours = model(ids, past_key_values=cache, token_type_ids=prefix).logits
+        ours = model(ids, **hand_cache(cache), token_type_ids=prefix).logits
         assert torch.allclose(ours, model(ids, token_type_ids=prefix).logits, atol=1e-5)
 
 
@@ -164,7 +165,7 @@ def test_a_mask_that_adds_numbers_to_logits_is_refused() -> None:
     hidden = torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)[None, None]
     with torch.no_grad():
         own = model(ids, attention_mask=hidden).logits
-        ours = model(ids, attention_mask=hidden, past_key_values=kvtailor.cache_for(model, "full")).logits
+        ours = model(ids, attention_mask=hidden, **hand_cache(kvtailor.cache_for(model, "full"))).logits
         assert torch.allclose(own, ours, atol=1e-5)
         with pytest.raises(CacheMisuse, match="adds other numbers to logits"):
-            model(ids, attention_mask=hidden - 0.5, past_key_values=kvtailor.cache_for(model, "full"))
+            model(ids, attention_mask=hidden - 0.5, **hand_cache(kvtailor.cache_for(model, "full")))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Dynamic
 
 import kvtailor
 from kvtailor.errors import PlanError
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
@@ -29,14 +30,14 @@ def test_the_attention_comes_back_with_the_last_cache(own: str) -> None:
     first, second = kvtailor.cache_for(model, SNAP), kvtailor.cache_for(model, "full")
     ids, _ = prompts((30,))
     with torch.no_grad():
-        model(ids, past_key_values=first)
+        model(ids, **hand_cache(first))
     copied = copy.deepcopy(first)
     del first
     assert attention_of(model) == "kvtailor"
     del second
     assert attention_of(model) == "kvtailor", "a copy of a cache is a cache"
     with torch.no_grad():
-        model(ids[:, :1], past_key_values=copied)
+        model(ids[:, :1], **hand_cache(copied))
     del copied
     assert attention_of(model) == own
     third = kvtailor.cache_for(model, SNAP)
@@ -49,7 +50,7 @@ def test_a_loaded_cache_keeps_it_and_a_refused_plan_does_not(tmp_path) -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, SNAP)
     with torch.no_grad():
-        model(prompts((30,))[0], past_key_values=cache)
+        model(prompts((30,))[0], **hand_cache(cache))
     cache.save(tmp_path / "saved.safetensors")
     del cache
     assert attention_of(model) == "sdpa"
@@ -79,7 +80,7 @@ def test_continuous_batching_works_before_and_after() -> None:
 
     before = batch()
     cache = kvtailor.cache_for(model, SNAP)
-    model.generate(prompts((30,))[0], past_key_values=cache, max_new_tokens=3, do_sample=False)
+    model.generate(prompts((30,))[0], **hand_cache(cache), max_new_tokens=3, do_sample=False)
     del cache
     gc.collect()
     assert batch() == before
@@ -110,7 +111,7 @@ def test_models_that_share_a_configuration_share_the_switch() -> None:
     mine, theirs = kvtailor.cache_for(one, SNAP), kvtailor.cache_for(other, SNAP)
     del mine
     with torch.no_grad():
-        other(prompts((30,))[0], past_key_values=theirs)
+        other(prompts((30,))[0], **hand_cache(theirs))
     del one, theirs
     assert attention_of(other) == "sdpa"
 
@@ -139,7 +140,7 @@ def test_nothing_is_given_back_in_the_middle_of_a_forward(own: str) -> None:
     """A forward made its mask for our attention; the last cache dies before the forward's second layer."""
     model = build("llama", attention=own)
     ids, mask = prompts((30, 21))
-    alone = model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits
+    alone = model(ids, attention_mask=mask, **hand_cache(DynamicCache())).logits
     caches = [kvtailor.cache_for(model, SNAP)]
     during = []
 
@@ -148,7 +149,7 @@ def test_nothing_is_given_back_in_the_middle_of_a_forward(own: str) -> None:
         during.append(attention_of(model))
 
     hook = model.model.layers[0].register_forward_hook(drop)
-    got = model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits
+    got = model(ids, attention_mask=mask, **hand_cache(DynamicCache())).logits
     hook.remove()
     assert torch.allclose(got[mask.bool()], alone[mask.bool()], atol=1e-4)
     assert during == ["kvtailor"] and attention_of(model) == own
@@ -165,7 +166,7 @@ def test_threads_that_make_and_drop_caches_do_not_meet() -> None:
         try:
             for _ in range(4):
                 cache = kvtailor.cache_for(model, SNAP)
-                model(ids, past_key_values=cache)
+                model(ids, **hand_cache(cache))
                 del cache
                 gc.collect()
         except BaseException as fault:  # A thread's own would be lost.
@@ -174,7 +175,7 @@ def test_threads_that_make_and_drop_caches_do_not_meet() -> None:
     def stock() -> None:
         try:
             for _ in range(16):
-                assert torch.allclose(model(ids, past_key_values=DynamicCache()).logits, alone, atol=1e-4)
+                assert torch.allclose(model(ids, **hand_cache(DynamicCache())).logits, alone, atol=1e-4)
         except BaseException as fault:
             faults.append(fault)
 

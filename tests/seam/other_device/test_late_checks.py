@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, MethodError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_keys.knorm import KNorm
 from kvtailor.select.topk import TopK
 from kvtailor.types.late_checks import LateChecks, read_flag, require_none, sent
@@ -127,7 +128,7 @@ def test_a_decoded_token_that_went_wrong_ends_the_next_forward(what: str, monkey
     kind, name, wrong, error, sentence = WRONG[what]
     ids = prompts((40,))[0]
     model = build("llama")
-    expected = model(ids[:, :1], past_key_values=kvtailor.prefill(model, ids, plan=PLAN)).logits
+    expected = model(ids[:, :1], **hand_cache(kvtailor.prefill(model, ids, plan=PLAN))).logits
     for device in ("cpu", "gpu:0"):
         model = move_model(build("llama"), device)
         cache, token = kvtailor.prefill(model, ids.to(device), plan=PLAN), ids[:, :1].to(device)
@@ -135,15 +136,15 @@ def test_a_decoded_token_that_went_wrong_ends_the_next_forward(what: str, monkey
             patch.setattr(kind, name, wrong)
             if device == "cpu":
                 with pytest.raises(error, match=sentence):
-                    model(token, past_key_values=cache)
+                    model(token, **hand_cache(cache))
                 continue
-            assert error_of(model(token, past_key_values=cache).logits.cpu(), expected) < 1e-5
+            assert error_of(model(token, **hand_cache(cache)).logits.cpu(), expected) < 1e-5
         with pytest.raises(error, match=sentence):
-            model(token, past_key_values=cache)
+            model(token, **hand_cache(cache))
         with pytest.raises(CacheMisuse, match="start over|reset"):
-            model(token, past_key_values=cache)
+            model(token, **hand_cache(cache))
         cache.reset()
-        model(token, past_key_values=cache)
+        model(token, **hand_cache(cache))
 
 
 @pytest.mark.parametrize("use", ["a saved file", "a choice of rows", "a prompt"])
@@ -157,6 +158,6 @@ def test_it_ends_every_other_use_too(use: str, monkeypatch: pytest.MonkeyPatch, 
             with pytest.raises(CacheMisuse, match="no finite score"):
                 kvtailor.prefill(model, ids, plan=PLAN)
             return
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **hand_cache(cache))
     with pytest.raises(CacheMisuse, match="no finite score"):
         cache.save(tmp_path / "cache") if use == "a saved file" else cache.batch_repeat_interleave(2)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import kvtailor
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import UnsupportedModel
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.dispatch import using
 from kvtailor.ops.what_runs import explained
 from tests.seam.test_modes import PLANS
@@ -51,7 +52,7 @@ def generated(plan: str, **options: Any) -> Use:
     def use(model: Any, device: str) -> Tensor:
         ids, mask = (each.to(device) for each in prompts((48, 31, 40)))
         cache = kvtailor.cache_for(model, plan)
-        return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, **options)
+        return model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=8, **options)
 
     return use
 
@@ -83,17 +84,17 @@ def rows_moved(model: Any, device: str) -> Tensor:
     mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
     again, token = copy.deepcopy(cache), torch.tensor([[7], [8], [9]], device=device)
     cache.reset()
-    return model(token, attention_mask=mask, past_key_values=again).logits
+    return model(token, attention_mask=mask, **hand_cache(again)).logits
 
 
 def taken_back(model: Any, device: str) -> Tensor:
     ids = prompts((60,))[0].to(device)
     cache = kvtailor.cache_for(model, PLAN)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     cache.activate_past_recording()
-    model(ids[:, :4], past_key_values=cache)
+    model(ids[:, :4], **hand_cache(cache))
     cache.crop(-2)
-    return model(ids[:, :2], past_key_values=cache).logits
+    return model(ids[:, :2], **hand_cache(cache)).logits
 
 
 def speculated(**options: Any) -> Use:

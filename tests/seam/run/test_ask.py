@@ -11,6 +11,7 @@ import torch
 import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError, UnknownName
 from kvtailor.hf.model.loading import load
+from kvtailor.hf.versions import hand_cache
 
 CONTEXT = (
     "The ferry left the island twice a day. " * 4
@@ -54,7 +55,7 @@ def by_hand(model, tokenizer, context: str, rest: str, plan: str, **how):
     new = tokenizer(rest, return_tensors="pt", add_special_tokens=False).input_ids
     mine = copy.deepcopy(cache)
     whole = torch.cat([ids, new], 1)
-    return cache, model.generate(whole, past_key_values=mine, **GREEDY)[0, whole.shape[1] :]
+    return cache, model.generate(whole, **hand_cache(mine), **GREEDY)[0, whole.shape[1] :]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -129,12 +130,12 @@ def test_generation_arguments_pass_through(plain) -> None:
     whole = torch.cat([ids, new], 1)
     beams = copy.deepcopy(reading.cache)
     beams.batch_repeat_interleave(3)
-    expected = model.generate(whole, past_key_values=beams, num_beams=3, **GREEDY)[0, whole.shape[1] :]
+    expected = model.generate(whole, **hand_cache(beams), num_beams=3, **GREEDY)[0, whole.shape[1] :]
     assert torch.equal(reading.ask(QUESTIONS[0], num_beams=3, **GREEDY).ids[0], expected)
     for how in ({"temperature": 1.4, "top_k": 20}, {"generation_config": model.generation_config, "top_p": 0.9}):
         torch.manual_seed(3)
         expected = model.generate(
-            whole, past_key_values=copy.deepcopy(reading.cache), do_sample=True, max_new_tokens=5, **how
+            whole, **hand_cache(copy.deepcopy(reading.cache)), do_sample=True, max_new_tokens=5, **how
         )
         torch.manual_seed(3)
         found = reading.ask(QUESTIONS[0], do_sample=True, max_new_tokens=5, **how)
@@ -157,6 +158,7 @@ def test_generation_arguments_pass_through(plain) -> None:
         ({"temprature": 0.5}, UnknownName, "temperature"),
         ({"input_ids": torch.ones(1, 4)}, CacheMisuse, "input_ids is made from"),
         ({"past_key_values": None}, CacheMisuse, "past_key_values is made from"),
+        ({"cache": None}, CacheMisuse, "cache is made from"),
         ({"num_return_sequences": 2}, CacheMisuse, "num_return_sequences=2"),
         ({"prompt_lookup_num_tokens": 3}, CacheMisuse, "kvtailor.generate"),
         ({"use_cache": False}, CacheMisuse, "use_cache=False"),

@@ -12,6 +12,7 @@ from torch import Tensor
 import kvtailor
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.conversation import Conversation
+from kvtailor.hf.versions import CACHE_ARGUMENT, hand_cache
 from tests.support.seam.zoo import COMPRESSIBLE, build, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
@@ -30,8 +31,8 @@ def test_a_question_alone_is_refused_through_plain_generate(family: str, length:
     model = build(family)
     cache = kvtailor.prefill(model, prompts((40,))[0], plan=SNAP)
     with pytest.raises(CacheMisuse, match="whole conversation|columns") as caught:
-        model.generate(other(length), past_key_values=cache, **GREEDY)
-    assert "40 tokens" in str(caught.value) and "past_key_values=cache" in str(caught.value)
+        model.generate(other(length), **hand_cache(cache), **GREEDY)
+    assert "40 tokens" in str(caught.value) and f"{CACHE_ARGUMENT}=cache" in str(caught.value)
 
 
 @pytest.mark.parametrize("rows", [(40, 33), (40, 40)])
@@ -42,8 +43,8 @@ def test_a_padded_batch_of_questions_alone_is_refused(rows: tuple[int, int]) -> 
         question, real = prompts(lengths, state=4)
         cache = kvtailor.prefill(model, ids, mask, plan=SNAP)
         for given in ({}, {"attention_mask": real}):
-            with pytest.raises(CacheMisuse, match="past_key_values=cache|padding"):
-                model.generate(question, past_key_values=copy.deepcopy(cache), **given, **GREEDY)
+            with pytest.raises(CacheMisuse, match=f"{CACHE_ARGUMENT}=cache|padding"):
+                model.generate(question, **hand_cache(copy.deepcopy(cache)), **given, **GREEDY)
 
 
 def test_what_was_refused_left_the_cache_as_it_was() -> None:
@@ -51,13 +52,13 @@ def test_what_was_refused_left_the_cache_as_it_was() -> None:
     ids, _ = prompts((40,))
     cache = kvtailor.prefill(model, ids, plan=SNAP)
     whole = torch.cat([ids, other(5)], 1)
-    expected = model.generate(whole, past_key_values=copy.deepcopy(cache), **GREEDY)
+    expected = model.generate(whole, **hand_cache(copy.deepcopy(cache)), **GREEDY)
     for length in (10, 30, 40, 60):
         with pytest.raises(CacheMisuse):
-            model.generate(other(length), past_key_values=cache, **GREEDY)
+            model.generate(other(length), **hand_cache(cache), **GREEDY)
     with kvtailor.session(model, SNAP) as s, pytest.raises(CacheMisuse):
-        s.generate(other(50), past_key_values=cache, **GREEDY)
-    assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), expected)
+        s.generate(other(50), **hand_cache(cache), **GREEDY)
+    assert torch.equal(model.generate(whole, **hand_cache(cache), **GREEDY), expected)
 
 
 @pytest.mark.parametrize("family", COMPRESSIBLE)
@@ -69,11 +70,11 @@ def test_right_calls_stay_right(family: str) -> None:
         new = prompts((6,) * len(lengths), state=3)[0]
         whole, seen = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
         cache = kvtailor.prefill(model, ids, mask, plan=SNAP)
-        found = model.generate(whole, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
-        alone = model.generate(new, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+        found = model.generate(whole, attention_mask=seen, **hand_cache(copy.deepcopy(cache)), **GREEDY)
+        alone = model.generate(new, attention_mask=seen, **hand_cache(copy.deepcopy(cache)), **GREEDY)
         assert torch.equal(alone[:, 6:], found[:, 46:])
         with torch.no_grad():
-            logits = model(new, attention_mask=seen if len(lengths) > 1 else None, past_key_values=cache).logits
+            logits = model(new, attention_mask=seen if len(lengths) > 1 else None, **hand_cache(cache)).logits
         if len(lengths) == 1:
             assert torch.equal(logits[:, -1].argmax(-1), found[:, 46])
 
@@ -122,17 +123,17 @@ def test_a_session_refuses_another_conversation_and_goes_on_with_its_own(
                 wrong = whole.clone()
                 wrong[row, column] = 3 + (wrong[row, column] - 2) % 100
                 with pytest.raises(CacheMisuse, match=f"row {row} .*another conversation") as caught:
-                    s.generate(wrong, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
-                assert "past_key_values=cache" in str(caught.value)
+                    s.generate(wrong, attention_mask=seen, **hand_cache(copy.deepcopy(cache)), **GREEDY)
+                assert f"{CACHE_ARGUMENT}=cache" in str(caught.value)
         for question in (new, whole[:, :30], whole[:, : cache.seen]):
             with pytest.raises(CacheMisuse, match="whole conversation"):
-                s.generate(question, past_key_values=copy.deepcopy(cache), **GREEDY)
-        expected = model.generate(whole, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+                s.generate(question, **hand_cache(copy.deepcopy(cache)), **GREEDY)
+        expected = model.generate(whole, attention_mask=seen, **hand_cache(copy.deepcopy(cache)), **GREEDY)
         # What stands at padding says nothing.
         whole = whole.masked_fill(seen == 0, 17)
-        found = s.generate(whole, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+        found = s.generate(whole, attention_mask=seen, **hand_cache(copy.deepcopy(cache)), **GREEDY)
         assert torch.equal(found[:, whole.shape[1] :], expected[:, whole.shape[1] :])
-        alone = s.generate(new, attention_mask=seen, past_key_values=copy.deepcopy(cache), **GREEDY)
+        alone = s.generate(new, attention_mask=seen, **hand_cache(copy.deepcopy(cache)), **GREEDY)
         assert torch.equal(alone[:, 8:], expected[:, 48:])
 
 
@@ -142,15 +143,15 @@ def test_turns_of_a_session_are_followed_answers_included() -> None:
     with kvtailor.session(model, SNAP) as s:
         one = s.generate(ids, **GREEDY)
         cache = s.last
-        two = s.generate(torch.cat([one, other(5)], 1), past_key_values=cache, **GREEDY)
+        two = s.generate(torch.cat([one, other(5)], 1), **hand_cache(cache), **GREEDY)
         wrong = torch.cat([two, other(5)], 1)
         wrong[0, 31] += 1
         with pytest.raises(CacheMisuse, match="row 0 .*another conversation"):
-            s.generate(wrong, past_key_values=cache, **GREEDY)
-        three = s.generate(torch.cat([two, other(5)], 1), past_key_values=cache, **GREEDY)
+            s.generate(wrong, **hand_cache(cache), **GREEDY)
+        three = s.generate(torch.cat([two, other(5)], 1), **hand_cache(cache), **GREEDY)
         alone = other(4, state=2)
         everything = torch.ones((1, cache.seen + 4), dtype=torch.int64)
-        s.generate(alone, attention_mask=everything, past_key_values=cache, **GREEDY)
+        s.generate(alone, attention_mask=everything, **hand_cache(cache), **GREEDY)
         assert three.shape == (1, 49) and cache.conversation.columns == cache.seen
 
 
@@ -159,15 +160,15 @@ def test_plain_generate_follows_its_own_prompts_and_refuses_others(lengths: tupl
     model = build("llama")
     ids, mask = prompts(lengths)
     cache = kvtailor.cache_for(model, SNAP)
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    out = model.generate(ids, attention_mask=mask, **hand_cache(cache), **GREEDY)
     assert cache.conversation.columns == 40 and cache.seen == 42
     whole = torch.cat([out, other(5).expand(len(lengths), -1)], 1)
     seen = torch.cat([mask, mask.new_ones((len(lengths), 8))], 1)
     wrong = whole.clone()
     wrong[-1, 39] += 1
     with pytest.raises(CacheMisuse, match=f"row {len(lengths) - 1} is another conversation"):
-        model.generate(wrong, attention_mask=seen, past_key_values=cache, **GREEDY)
-    model.generate(whole, attention_mask=seen, past_key_values=cache, **GREEDY)
+        model.generate(wrong, attention_mask=seen, **hand_cache(cache), **GREEDY)
+    model.generate(whole, attention_mask=seen, **hand_cache(cache), **GREEDY)
     # Between two calls the model fed its own answers, so that what came later cannot join what is known.
     assert cache.conversation.columns == 40 and cache.seen == 50
 
@@ -179,7 +180,7 @@ def test_a_mask_that_fits_neither_all_tokens_nor_the_new_ones_is_refused() -> No
     for tokens, columns in ((5, 60), (50, 47), (5, 40)):
         with pytest.raises(CacheMisuse, match=f"{columns} columns.*{tokens} tokens"):
             mask = torch.ones((1, columns), dtype=torch.int64)
-            model.generate(other(tokens), attention_mask=mask, past_key_values=cache, **GREEDY)
+            model.generate(other(tokens), attention_mask=mask, **hand_cache(cache), **GREEDY)
 
 
 def test_embeddings_are_judged_by_their_length() -> None:
@@ -189,9 +190,9 @@ def test_embeddings_are_judged_by_their_length() -> None:
     embedded = model.model.embed_tokens(torch.cat([ids, other(6)], 1)).detach()
     for length in (10, 30, 40):
         with pytest.raises(CacheMisuse, match=f"seen 40 tokens, and got a conversation of {length}"):
-            model.generate(inputs_embeds=embedded[:, :length], past_key_values=cache, **GREEDY)
-    expected = model.generate(torch.cat([ids, other(6)], 1), past_key_values=copy.deepcopy(cache), **GREEDY)
-    assert torch.equal(model.generate(inputs_embeds=embedded, past_key_values=cache, **GREEDY), expected[:, 46:])
+            model.generate(inputs_embeds=embedded[:, :length], **hand_cache(cache), **GREEDY)
+    expected = model.generate(torch.cat([ids, other(6)], 1), **hand_cache(copy.deepcopy(cache)), **GREEDY)
+    assert torch.equal(model.generate(inputs_embeds=embedded, **hand_cache(cache), **GREEDY), expected[:, 46:])
 
 
 def test_a_prompt_that_was_not_fed_after_all_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +201,8 @@ def test_a_prompt_that_was_not_fed_after_all_is_not_known(monkeypatch: pytest.Mo
     with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="no memory"):
         broken.setattr(model.lm_head, "forward", _fails)
         broken.setattr(model.model, "forward", _fails)
-        model.generate(other(40), past_key_values=cache, **GREEDY)
-    out = model.generate(other(45, state=2), past_key_values=cache, **GREEDY)
+        model.generate(other(40), **hand_cache(cache), **GREEDY)
+    out = model.generate(other(45, state=2), **hand_cache(cache), **GREEDY)
     cache.check_ids(torch.cat([out, other(3)], 1))
 
 
@@ -228,7 +229,7 @@ def test_rows_move_with_their_hashes() -> None:
         found = s.generate(
             whole[1:3],
             attention_mask=seen[1:3],
-            past_key_values=_repeated(model, ids, mask),
+            **hand_cache(_repeated(model, ids, mask)),
             num_beams=2,
             max_new_tokens=3,
         )
@@ -290,7 +291,7 @@ def test_what_plain_forwards_fed_is_not_known_and_not_refused() -> None:
     model = build("llama")
     ids, _ = prompts((40,))
     cache = kvtailor.cache_for(model, SNAP)
-    model(ids, past_key_values=cache)
+    model(ids, **hand_cache(cache))
     assert cache.conversation.columns == 0
     cache.check_ids(other(50))
     with pytest.raises(CacheMisuse, match="whole conversation"):

@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, PlanError
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_repetition.kvgrad import KVgrad
 from tests.support.kvpress_cases import recorded
 from tests.support.kvpress_recipe import WHOLE, whole_ids, whole_weight
@@ -34,7 +35,7 @@ def gradients(model, full: DynamicCache, new: Tensor) -> tuple[list[Tensor], lis
     last: list[Tensor] = []
     hooks = [layer.self_attn.register_forward_hook(keep) for layer in model.model.layers]
     hooks.append(model.model.layers[-1].register_forward_hook(lambda module, given, output: last.append(output)))
-    out = model(new[None], past_key_values=copy.deepcopy(full), output_attentions=True)
+    out = model(new[None], **hand_cache(copy.deepcopy(full)), output_attentions=True)
     for hook in hooks:
         hook.remove()
     (last[0][0] if isinstance(last[0], tuple) else last[0]).square().sum().backward()
@@ -49,7 +50,7 @@ def by_hand(model, ids: Tensor) -> list[Tensor]:
     size = -(-n // -(-n // CHUNK))
     full = DynamicCache(config=config)
     with torch.no_grad():
-        model(ids[None], past_key_values=full)
+        model(ids[None], **hand_cache(full))
     found = [torch.zeros(kv_heads, n, dtype=torch.float64) for _ in model.model.layers]
     for start in range(0, n, size):
         end = min(n, start + size)
@@ -118,7 +119,7 @@ def test_a_gradient_is_what_a_small_step_changes() -> None:
     model = build("llama", attention="eager").double()
     ids, full = prompts((12,))[0][0], DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[None], past_key_values=full)
+        model(ids[None], **hand_cache(full))
     # The norms of a Llama are float32 whatever the rest is, so a smaller step drowns in their rounding.
     new, token, step = ids[:5], 2, 3e-3
     expected = gradients(model, full, new)[0][1][token]
@@ -137,7 +138,7 @@ def test_a_gradient_is_what_a_small_step_changes() -> None:
             model.model.layers[1].self_attn.register_forward_hook(nudge),
             model.model.layers[-1].register_forward_hook(lambda module, given, output: last.append(output)),
         ]
-        model(new[None], past_key_values=copy.deepcopy(full))
+        model(new[None], **hand_cache(copy.deepcopy(full)))
         for hook in hooks:
             hook.remove()
         return float((last[0][0] if isinstance(last[0], tuple) else last[0]).square().sum())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.tape import Tape
 from tests.support.seam.user_loop import Loop, loops
 from tests.support.seam.zoo import build, error, prompts
@@ -143,7 +144,7 @@ def test_a_prompt_of_another_mode(mode: Any) -> None:
         cache = kvtailor.cache_for(model, "full", graphs=graphs)
         with mode():
             kvtailor.prefill(model, ids[:, :-2], mask[:, :-2], cache=cache)
-        texts.append(model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9, do_sample=False))
+        texts.append(model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=9, do_sample=False))
     assert torch.equal(*texts) and cache.replays.replayed == 8
 
 
@@ -223,8 +224,7 @@ def test_the_model_below_its_head_finds_a_cache_that_has_landed() -> None:
     ids = loop.following[:, 7:9]
     mask = torch.cat([loop.mask, loop.mask.new_ones((2, 2))], 1)
     told = [
-        each.model.model(ids, attention_mask=mask, past_key_values=each.cache).last_hidden_state
-        for each in (plain, loop)
+        each.model.model(ids, attention_mask=mask, **hand_cache(each.cache)).last_hidden_state for each in (plain, loop)
     ]
     assert error(*told) < CLOSE
     assert torch.equal(loop.cache.held(), plain.cache.held()) and loop.cache.seen == 19

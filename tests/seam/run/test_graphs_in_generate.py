@@ -19,6 +19,7 @@ import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.graphs import replay
 from kvtailor.hf.graphs.open_steps import _WORTH_RECORDING
+from kvtailor.hf.versions import hand_cache, read_cache
 from tests.seam.run.test_replay import KIVI, PLANS
 from tests.support.crossed import crossed
 from tests.support.seam.tape import Tape
@@ -55,8 +56,8 @@ def test_generate_says_the_same(plan: str, lengths: tuple[int, ...]) -> None:
     model = build("llama")
     ids, mask = prompts(lengths)
     plain, replayed = both(model, plan)
-    expected = model.generate(ids, attention_mask=mask, past_key_values=plain, **TOLD)
-    found = model.generate(ids, attention_mask=mask, past_key_values=replayed, **TOLD)
+    expected = model.generate(ids, attention_mask=mask, **hand_cache(plain), **TOLD)
+    found = model.generate(ids, attention_mask=mask, **hand_cache(replayed), **TOLD)
     assert torch.equal(found, expected)
     counts = replayed.replays
     assert counts.replayed > 20 and counts.recordings and counts.reasons[A_PROMPT] == 1
@@ -66,7 +67,7 @@ def test_generate_says_the_same(plan: str, lengths: tuple[int, ...]) -> None:
     eos = ended(expected, ids.shape[1])
     plain, replayed = both(model, plan)
     texts = [
-        model.generate(ids, attention_mask=mask, past_key_values=each, eos_token_id=eos, **TOLD)
+        model.generate(ids, attention_mask=mask, **hand_cache(each), eos_token_id=eos, **TOLD)
         for each in (plain, replayed)
     ]
     assert torch.equal(*texts)
@@ -81,7 +82,7 @@ def test_so_with_every_family(family: str) -> None:
     model = build(family)
     ids, mask = prompts((21, 9, 4))
     plain, replayed = both(model, KIVI)
-    texts = [model.generate(ids, attention_mask=mask, past_key_values=each, **TOLD) for each in (plain, replayed)]
+    texts = [model.generate(ids, attention_mask=mask, **hand_cache(each), **TOLD) for each in (plain, replayed)]
     assert torch.equal(*texts)
     assert replayed.replays.replayed > 20
     alike(plain, replayed)
@@ -106,7 +107,7 @@ def test_a_session_replays_in_every_cache(tapes: list[Tape]) -> None:
 def test_a_loaded_cache_replays_what_follows(tmp_path: Path) -> None:
     model, (ids, mask) = build("llama"), prompts((21, 9, 4))
     plain, replayed = both(model, KIVI)
-    texts = [model.generate(ids, attention_mask=mask, past_key_values=each, **TOLD) for each in (plain, replayed)]
+    texts = [model.generate(ids, attention_mask=mask, **hand_cache(each), **TOLD) for each in (plain, replayed)]
     loaded = []
     for number, each in enumerate((plain, replayed)):
         each.save(tmp_path / str(number))
@@ -115,7 +116,7 @@ def test_a_loaded_cache_replays_what_follows(tmp_path: Path) -> None:
     turn = torch.cat([texts[0], ids], 1)
     mask = torch.cat([mask, mask.new_ones(turn.shape[0], turn.shape[1] - ids.shape[1])], 1)
     every = [plain, *loaded[0], *loaded[1]]
-    found = [model.generate(turn, attention_mask=mask, past_key_values=each, **TOLD) for each in every]
+    found = [model.generate(turn, attention_mask=mask, **hand_cache(each), **TOLD) for each in every]
     assert all(torch.equal(each, found[0]) for each in found)
     for going_on, replaying in loaded:
         assert going_on.replays is None and replaying.replays.replayed > 20
@@ -130,7 +131,7 @@ def test_full_says_what_transformers_own_cache_says() -> None:
     ids, mask = prompts((20, 13))
     expected = model.generate(ids, attention_mask=mask, **TOLD)
     cache = kvtailor.cache_for(model, "full", graphs=True)
-    assert torch.equal(model.generate(ids, attention_mask=mask, past_key_values=cache, **TOLD), expected)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **hand_cache(cache), **TOLD), expected)
     assert cache.replays.replayed == 29
 
 
@@ -141,7 +142,7 @@ def test_sampling_draws_the_same() -> None:
     for cache in both(model, KIVI):
         torch.manual_seed(4)
         told = {"max_new_tokens": 30, "do_sample": True, "top_k": 20, "temperature": 1.3}
-        texts.append(model.generate(ids, attention_mask=mask, past_key_values=cache, **told))
+        texts.append(model.generate(ids, attention_mask=mask, **hand_cache(cache), **told))
     assert torch.equal(*texts)
     assert len({tuple(row) for row in texts[0][:, 20:].tolist()}) == 2
     assert cache.replays.replayed > 20
@@ -160,7 +161,7 @@ def test_what_generate_returns_besides_is_the_same() -> None:
     told = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **TOLD}
     outputs = [
         model.generate(
-            ids, attention_mask=mask, past_key_values=each, logits_processor=LogitsProcessorList([process]), **told
+            ids, attention_mask=mask, **hand_cache(each), logits_processor=LogitsProcessorList([process]), **told
         )
         for each in both(model, "full")
     ]
@@ -169,7 +170,7 @@ def test_what_generate_returns_besides_is_the_same() -> None:
     for name in ("scores", "logits"):
         for plain, replayed in zip(outputs[0][name], outputs[1][name], strict=True):
             torch.testing.assert_close(replayed, plain, rtol=1e-4, atol=1e-4)
-    assert outputs[1].past_key_values.replays.replayed == 29
+    assert read_cache(outputs[1]).replays.replayed == 29
 
 
 def test_beams_are_plain_and_counted(tapes: list[Tape]) -> None:
@@ -177,7 +178,7 @@ def test_beams_are_plain_and_counted(tapes: list[Tape]) -> None:
     ids, mask = prompts((20, 13))
     texts = []
     for cache in both(model, KIVI):
-        texts.append(model.generate(ids, attention_mask=mask, past_key_values=cache, num_beams=3, **TOLD))
+        texts.append(model.generate(ids, attention_mask=mask, **hand_cache(cache), num_beams=3, **TOLD))
     assert torch.equal(*texts)
     assert not tapes and cache.replays.replayed == 0
     assert cache.replays.reasons == {
@@ -186,7 +187,7 @@ def test_beams_are_plain_and_counted(tapes: list[Tape]) -> None:
     }
     # Another text on the same cache is replayed again.
     cache.reset()
-    model.generate(ids, attention_mask=mask, past_key_values=cache, **TOLD)
+    model.generate(ids, attention_mask=mask, **hand_cache(cache), **TOLD)
     assert cache.replays.replayed > 20
 
 
@@ -201,14 +202,14 @@ def test_a_chat_goes_on(plan: str) -> None:
     for cache in (plain, replayed):
         text, mask = turns[0], start
         for turn in (*turns[1:], None):
-            text = model.generate(text, attention_mask=mask, past_key_values=cache, **told)
+            text = model.generate(text, attention_mask=mask, **hand_cache(cache), **told)
             mask = torch.cat([mask, mask.new_ones((2, text.shape[1] - mask.shape[1]))], 1)
             if turn is not None:
                 text = torch.cat([text, turn.clamp(min=3)], 1)
                 mask = torch.cat([mask, torch.ones_like(turn)], 1)
         last = torch.cat([text[:, -1:], turns[0][:, -3:]], 1)
         mask = torch.cat([mask[:, :-1], torch.ones_like(last)], 1)
-        end = model.generate(last, attention_mask=mask, past_key_values=cache, **told)
+        end = model.generate(last, attention_mask=mask, **hand_cache(cache), **told)
         if cache is plain:
             expected = text, end
     assert torch.equal(text, expected[0]) and torch.equal(end, expected[1])
@@ -222,9 +223,9 @@ def test_a_stop_before_the_end_and_a_question_after_it() -> None:
     ids, _ = prompts((30,))
     plain, replayed = both(model, KIVI)
     for each in (plain, replayed):
-        text = model.generate(ids, past_key_values=each, **TOLD)
+        text = model.generate(ids, **hand_cache(each), **TOLD)
     more = torch.cat([text, ids[:, :5]], 1)
-    answers = [model.generate(more, past_key_values=copy.deepcopy(each), **TOLD) for each in (plain, replayed)]
+    answers = [model.generate(more, **hand_cache(copy.deepcopy(each)), **TOLD) for each in (plain, replayed)]
     assert torch.equal(*answers)
     alike(plain, replayed)
 
@@ -233,22 +234,22 @@ def test_a_saved_cache_holds_what_was_replayed(tmp_path) -> None:
     model = build("llama")
     ids, _ = prompts((30,))
     cache = kvtailor.cache_for(model, KIVI, graphs=True)
-    text = model.generate(ids, past_key_values=cache, **TOLD)
+    text = model.generate(ids, **hand_cache(cache), **TOLD)
     cache.save(tmp_path / "cache.safetensors")
     loaded = kvtailor.load_cache(model, tmp_path / "cache.safetensors")
     more = torch.cat([text, ids[:, :5]], 1)
-    assert torch.equal(*(model.generate(more, past_key_values=each, **TOLD) for each in (cache, loaded)))
+    assert torch.equal(*(model.generate(more, **hand_cache(each), **TOLD) for each in (cache, loaded)))
 
 
 def test_no_slot_is_kept_for_a_token_that_is_not_asked_for() -> None:
     model = build("llama")
     ids, _ = prompts((20,))
     cache = kvtailor.cache_for(model, "full", graphs=True)
-    text = model.generate(ids, past_key_values=cache, **TOLD)
+    text = model.generate(ids, **hand_cache(cache), **TOLD)
     slots = cache.engine.states[0].stored.tail.tensors()["keys"].shape[1]
     assert 49 <= slots <= 50
     # The whole conversation once more, and a loop that goes on where generate() has ended.
-    model.generate(torch.cat([text, ids[:, :5]], 1), past_key_values=cache, **{**TOLD, "max_new_tokens": 9})
+    model.generate(torch.cat([text, ids[:, :5]], 1), **hand_cache(cache), **{**TOLD, "max_new_tokens": 9})
     assert cache.seen == 63
 
 
@@ -256,7 +257,7 @@ def test_short_answers_are_not_recorded(tapes: list[Tape]) -> None:
     model = build("llama")
     ids, _ = prompts((20,))
     cache = kvtailor.cache_for(model, "full", graphs=True)
-    model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=_WORTH_RECORDING)
+    model.generate(ids, **hand_cache(cache), do_sample=False, max_new_tokens=_WORTH_RECORDING)
     assert not tapes and cache.replays.replayed == 0
     assert cache.replays.reasons[f"fewer than {_WORTH_RECORDING} tokens were left"] == _WORTH_RECORDING - 1
 
@@ -266,7 +267,7 @@ def test_what_acts_at_every_token_is_plain() -> None:
     ids, _ = prompts((20,))
     plan = "position(sinks=2) @ tokens=14, slack=0"
     plain, replayed = both(model, plan)
-    assert torch.equal(*(model.generate(ids, past_key_values=each, **TOLD) for each in (plain, replayed)))
+    assert torch.equal(*(model.generate(ids, **hand_cache(each), **TOLD) for each in (plain, replayed)))
     assert replayed.replays.replayed == 0
     assert replayed.replays.reasons[f"the plan acts again within {_WORTH_RECORDING - 1} tokens"] == 29
 
@@ -278,7 +279,7 @@ def test_kvtailors_own_functions_take_such_a_cache() -> None:
     plain, replayed = both(model, KIVI)
     for each in (plain, replayed):
         kvtailor.prefill(model, ids[:, :33], cache=each, chunk=8, hold=True)
-    answers = [model.generate(ids, past_key_values=each, **TOLD) for each in (plain, replayed)]
+    answers = [model.generate(ids, **hand_cache(each), **TOLD) for each in (plain, replayed)]
     assert torch.equal(*answers)
     assert replayed.replays.replayed > 20
 
@@ -288,11 +289,11 @@ def test_drafts_that_may_be_taken_back_are_plain() -> None:
     ids = torch.randint(3, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(5)).repeat(1, 3)
     plain, replayed = both(model, "full")
     told = {**TOLD, "prompt_lookup_num_tokens": 3}
-    texts = [model.generate(ids, past_key_values=each, **told) for each in (plain, replayed)]
+    texts = [model.generate(ids, **hand_cache(each), **told) for each in (plain, replayed)]
     assert torch.equal(*texts)
     assert replayed.replays.replayed == 0
     more = torch.cat([texts[0], ids[:, :5]], 1)
-    assert torch.equal(*(model.generate(more, past_key_values=each, **TOLD) for each in (plain, replayed)))
+    assert torch.equal(*(model.generate(more, **hand_cache(each), **TOLD) for each in (plain, replayed)))
     assert replayed.replays.replayed > 20
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
 from kvtailor.hf.cache import KvCache
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.user_loop import KIVI, Loop, loops
 from tests.support.seam.zoo import build, error, prompts
 
@@ -52,7 +53,7 @@ def test_the_forward_is_given_back_with_the_last_cache(way: str) -> None:
 
             def run(cache: KvCache) -> None:
                 model.generate(
-                    ids, attention_mask=mask, past_key_values=cache, logits_processor=[process], max_new_tokens=30
+                    ids, attention_mask=mask, **hand_cache(cache), logits_processor=[process], max_new_tokens=30
                 )
 
             try:
@@ -61,7 +62,7 @@ def test_the_forward_is_given_back_with_the_last_cache(way: str) -> None:
                 raised.__traceback__ = None
             assert cache.seen == 28
         else:
-            model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=12)
+            model.generate(ids, attention_mask=mask, **hand_cache(cache), do_sample=False, max_new_tokens=12)
             if way == "del":
                 cache.held()
         kept = weakref.ref(cache._guard.engine.states[0])
@@ -95,7 +96,7 @@ def test_a_forward_that_was_replaced_since_stays() -> None:
     theirs = model.forward
     ids, _ = prompts((9,))
     expected = kvtailor.cache_for(model, "full")
-    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=expected).logits)
+    assert torch.equal(model(ids, **hand_cache(cache)).logits, model(ids, **hand_cache(expected)).logits)
     del cache
     assert model.forward is theirs
     assert torch.equal(model(ids).logits, build("llama")(ids).logits)
@@ -117,7 +118,7 @@ def test_copies_of_a_model_have_their_own_forward() -> None:
             other.step()
         assert cache.replays.replayed == 4
         with pytest.raises(CacheMisuse, match="another model"):
-            copied(input_ids=ids[:, :1].repeat(2, 1), position_ids=torch.full((2, 1), 17), past_key_values=loop.cache)
+            copied(input_ids=ids[:, :1].repeat(2, 1), position_ids=torch.full((2, 1), 17), **hand_cache(loop.cache))
         del cache, other
         assert "forward" not in vars(copied)
     assert error(loop.step(), plain.step()) < CLOSE
@@ -130,7 +131,7 @@ def test_other_caches_of_the_model_are_served_as_ever() -> None:
     told = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8}
     expected = build("llama").generate(ids, **told)
     assert torch.equal(model.generate(ids, **told), expected)
-    assert torch.equal(model.generate(ids, past_key_values=kvtailor.cache_for(model, "full"), **told), expected)
+    assert torch.equal(model.generate(ids, **hand_cache(kvtailor.cache_for(model, "full")), **told), expected)
     found = kvtailor.generate(model, ids, mask, graphs=True, max_new_tokens=8)
     assert torch.equal(found.sequences, expected)
     assert error(loop.step(), plain.step()) < CLOSE
@@ -181,11 +182,12 @@ def test_a_program_that_ends_with_open_steps_says_nothing() -> None:
     program = """
 import torch, kvtailor
 from kvtailor.hf.graphs import replay
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, prompts
 replay.recorder_of = lambda device: lambda run: run
 model = build("llama", layers=1)
 cache = kvtailor.cache_for(model, "full", graphs=True)
-model.generate(prompts((9,))[0], past_key_values=cache, do_sample=False, max_new_tokens=8)
+model.generate(prompts((9,))[0], **hand_cache(cache), do_sample=False, max_new_tokens=8)
 assert cache.open_steps.done == 7
 """
     root = Path(__file__).parents[3]

@@ -7,6 +7,7 @@ import torch
 
 import kvtailor
 from kvtailor.hf.graphs.replay import recorder_of
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.dispatch import using
 from tests.ops.gpu.exact_attention import DEVICE
 from tests.support.seam.zoo import build, prompts
@@ -44,11 +45,11 @@ def test_so_behind_plain_generate(plan: str, form: str) -> None:
     for graphs in (False, True):
         cache = kvtailor.cache_for(model, plan, graphs=graphs)
         with using(form):
-            text = model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=40)
+            text = model.generate(ids, attention_mask=mask, **hand_cache(cache), do_sample=False, max_new_tokens=40)
             more = torch.cat([text, ids[:, :5].clamp(min=3)], 1)
             shown = torch.cat([mask, mask.new_ones((2, 45))], 1)
             told.append(
-                model.generate(more, attention_mask=shown, past_key_values=cache, do_sample=False, max_new_tokens=40)
+                model.generate(more, attention_mask=shown, **hand_cache(cache), do_sample=False, max_new_tokens=40)
             )
         if graphs:
             assert cache.replays is not None and cache.replays.replayed > 40 and cache.replays.recordings > 1
@@ -66,7 +67,7 @@ def test_beams_and_sampling_behind_plain_generate() -> None:
         for graphs in (False, True):
             torch.manual_seed(4)
             cache = kvtailor.cache_for(model, "full", graphs=graphs)
-            texts.append(model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=20, **told))
+            texts.append(model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=20, **told))
         assert torch.equal(*texts)
     assert cache.replays is not None and cache.replays.replayed == 19
 

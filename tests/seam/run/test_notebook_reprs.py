@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ledger import Ledger
 from kvtailor.ops.notebook_html import Share, Strong, html_block, html_table
 from kvtailor.plan import Plan
@@ -25,7 +26,7 @@ def cache(demo):
     model, tokenizer = demo
     cache = kvtailor.cache_for(model, PLAN)
     inputs = tokenizer("The old mill stood in the village. " * 12, return_tensors="pt")
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    model.generate(**inputs, **hand_cache(cache), max_new_tokens=3, do_sample=False)
     return cache
 
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import kvtailor
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from tests.seam.test_modes import PLANS
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import build, error, held_columns, prompts
@@ -27,7 +28,7 @@ def asked(model, cache, context, mask, question, *, only_new: bool = False):
     whole = torch.cat([mask, torch.ones_like(question)], 1)
     ids = question if only_new else torch.cat([context, question], 1)
     out = model.generate(
-        ids, attention_mask=whole, past_key_values=copy.deepcopy(cache), max_new_tokens=4, do_sample=False
+        ids, attention_mask=whole, **hand_cache(copy.deepcopy(cache)), max_new_tokens=4, do_sample=False
     )
     return out[:, ids.shape[1] :]
 
@@ -63,12 +64,12 @@ def test_a_prefill_is_the_models_own_forward(plan: str) -> None:
     ids, mask = prompts((48, 31))
     ours, plain = kvtailor.prefill(model, ids, mask, plan=plan), kvtailor.cache_for(model, plan)
     places = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(ids, attention_mask=mask, position_ids=places, past_key_values=plain)
+    model(ids, attention_mask=mask, position_ids=places, **hand_cache(plain))
     chunked, by_hand = kvtailor.prefill(model, ids, mask, plan=plan, chunk=20), kvtailor.cache_for(model, plan)
     for last in (20, 40, 48):
         here = slice(last // 20 * 20 - 20 if last < 48 else 40, last)
         options = {"attention_mask": mask[:, :last], "position_ids": places[:, here]}
-        model(ids[:, here], past_key_values=by_hand, **options)
+        model(ids[:, here], **hand_cache(by_hand), **options)
     for a, b in ((ours, plain), (chunked, by_hand)):
         assert a.ledger().total == b.ledger().total
         assert all(torch.equal(x, y) for x, y in zip(held_columns(a).values(), held_columns(b).values(), strict=True))
@@ -142,7 +143,7 @@ def test_held_chunks_leave_what_the_whole_context_leaves(plan: str, chunk: int |
     assert held.ledger().by_stage.keys() == whole.ledger().by_stage.keys()
     assert torch.equal(held.held(), whole.held())
     token, mask = prompts((1, 1), state=7)[0], torch.cat([mask, mask[:, -1:]], 1)
-    mine, theirs = (model(token, attention_mask=mask, past_key_values=cache).logits for cache in (held, whole))
+    mine, theirs = (model(token, attention_mask=mask, **hand_cache(cache)).logits for cache in (held, whole))
     assert error(mine, theirs) < 1e-4
 
 
@@ -183,7 +184,7 @@ def test_a_session_reads_a_prompt_twice_by_itself(plan: str) -> None:
         found = s.generate(ids, attention_mask=mask, **options)
         assert s.last.held().double().mean() < 30
         by_hand = kvtailor.prefill(model, ids[:, :-1], mask[:, :-1], plan=plan)
-        assert torch.equal(found, model.generate(ids, attention_mask=mask, past_key_values=by_hand, **options))
+        assert torch.equal(found, model.generate(ids, attention_mask=mask, **hand_cache(by_hand), **options))
         assert torch.equal(s.generate(input_ids=ids, attention_mask=mask, **options), found)
         several = s.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=3, do_sample=False)
         assert several.shape == (2, 44) and s.last.held().shape[0] == 6
@@ -201,8 +202,8 @@ def test_prompt_lookup_behind_a_prompt_that_was_read_twice_is_right_or_refused(p
     options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 6, "do_sample": False}
     cache = DynamicCache(config=own.config)
     with torch.no_grad():
-        own(ids[:, :-1], past_key_values=cache)
-    own.generate(ids, past_key_values=cache, **options)
+        own(ids[:, :-1], **hand_cache(cache))
+    own.generate(ids, **hand_cache(cache), **options)
     with kvtailor.session(model, plan) as s:
         if cache.get_seq_length() > 86:
             with pytest.raises(CacheMisuse, match="feed the whole prompt again|pass a mask of"):
@@ -218,13 +219,13 @@ def test_recorded_tokens_are_fewer_than_those_before() -> None:
     cache = kvtailor.prefill(model, ids[:, :10], plan="snapkv(window=6) @ tokens=16")
     cache.activate_past_recording()
     with pytest.raises(CacheMisuse, match="10 tokens when recording began, and 30 come at once"):
-        model(ids[:, 10:], past_key_values=copy.deepcopy(cache))
+        model(ids[:, 10:], **hand_cache(copy.deepcopy(cache)))
     few = kvtailor.prefill(model, ids[:, :30], plan="snapkv(window=6) @ tokens=16")
     few.activate_past_recording()
-    model(ids[:, 30:], past_key_values=few)
+    model(ids[:, 30:], **hand_cache(few))
     few.crop(-3)
     assert few.seen == 37
-    model(ids, past_key_values=few)
+    model(ids, **hand_cache(few))
 
 
 @torch.no_grad()
@@ -235,9 +236,9 @@ def test_a_session_scores_after_a_context_that_was_read_twice() -> None:
     plan = "kvzip @ keep=0.4"
     with kvtailor.session(model, plan) as s:
         scores = s.score(ids[:, :30], ids[:, 30:])
-        full = model(ids[:, :30], past_key_values=kvtailor.cache_for(model, "full")).logits[:, -1:]
+        full = model(ids[:, :30], **hand_cache(kvtailor.cache_for(model, "full"))).logits[:, -1:]
         cache = kvtailor.prefill(model, ids[:, :30], plan=plan)
-        rest = model(ids[:, 30:-1], past_key_values=cache).logits
+        rest = model(ids[:, 30:-1], **hand_cache(cache)).logits
     expected = torch.cat([full, rest], 1).log_softmax(-1).gather(-1, ids[:, 30:, None])[..., 0]
     assert error(scores, expected) < 1e-6
 

@@ -13,6 +13,7 @@ import kvtailor
 from kvtailor.engine.phase import Compressing, Reconstructing
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.layers.window import WindowLayer
+from kvtailor.hf.versions import hand_cache
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import COMPRESSIBLE, MaskedReference, build, error, held_columns, prompts
 
@@ -34,12 +35,12 @@ def looked_at_by_hand(model, ids: Tensor, words: Tensor = WORDS, chunk: int = CH
     count = -(-n // chunk)
     size = -(-n // count)
     full = DynamicCache(config=model.config)
-    model(ids[None], past_key_values=full)
+    model(ids[None], **hand_cache(full))
     found: dict[int, Tensor] = {}
     for start in range(0, n, size):
         end = min(n, start + size)
         new = torch.cat([words, ids[max(0, start - LEAD) : start], ids[start:end]])
-        out = model(new[None], past_key_values=copy.deepcopy(full), output_attentions=True)
+        out = model(new[None], **hand_cache(copy.deepcopy(full)), output_attentions=True)
         for layer, weights in enumerate(out.attentions):
             if weights.shape[-1] != n + len(new):
                 continue
@@ -101,7 +102,7 @@ def test_logits_after_it_equal_a_full_cache_with_the_dropped_tokens_masked(famil
         mask = torch.cat([mask, torch.ones_like(new)], 1)
         places = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
         options = {} if family == "opt" else {"position_ids": places}
-        logits = model(new, attention_mask=mask, past_key_values=cache, **options).logits
+        logits = model(new, attention_mask=mask, **hand_cache(cache), **options).logits
         assert error(logits, reference(new, mask, held)) < 1e-5, f"forward {index}"
 
 
@@ -131,7 +132,7 @@ def test_the_passes_leave_no_trace(family: str) -> None:
             assert all(torch.equal(a, b) for a, b in pairs)
     assert windows == (2 if family == "gemma3" else 0)
     token, mask = prompts((1, 1), state=7)[0], torch.cat([mask, mask[:, -1:]], 1)
-    mine, theirs = (model(token, attention_mask=mask, past_key_values=cache).logits for cache in (twice, once))
+    mine, theirs = (model(token, attention_mask=mask, **hand_cache(cache)).logits for cache in (twice, once))
     assert torch.equal(mine, theirs)
 
 
@@ -145,7 +146,7 @@ def test_what_comes_after_the_context_stays_unless_the_plan_has_a_slack() -> Non
     kept = held_columns(published)
     for cache in (published, bounded):
         assert cache.held().double().mean() == 20
-        model(question, past_key_values=cache)
+        model(question, **hand_cache(cache))
     assert published.held().unique().tolist() == [40]
     assert all(torch.equal(columns[..., :60], kept[layer]) for layer, columns in held_columns(published).items())
     assert all(columns[..., 60:].all() for columns in held_columns(published).values())
@@ -164,9 +165,9 @@ def test_a_plain_generate_is_refused_before_any_work(plan: str) -> None:
     model.model.layers[0].register_forward_hook(lambda *_: worked.append(1))
     cache = kvtailor.cache_for(model, plan)
     with pytest.raises(CacheMisuse, match=r"reads its context twice.*kvtailor\.prefill"):
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+        model.generate(ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=2)
     with pytest.raises(CacheMisuse, match="reads its context twice"):
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     assert not worked
     kvtailor.prefill(model, ids, mask, cache=cache)
     assert worked and cache.seen == 30
@@ -181,7 +182,7 @@ def test_a_second_context_on_the_same_cache_is_refused_and_a_reset_one_takes_it(
         kvtailor.prefill(model, ids, cache=cache)
     cache.reset()
     with pytest.raises(CacheMisuse, match="reads its context twice"):
-        model(ids, past_key_values=cache)
+        model(ids, **hand_cache(cache))
     assert kvtailor.prefill(model, ids, cache=cache).seen == 30
 
 

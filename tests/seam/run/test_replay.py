@@ -14,6 +14,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs import replay
 from kvtailor.hf.graphs.replay import Recorder, captured
 from kvtailor.hf.graphs.replaying import ReplayingReader
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.dispatch import using
 from kvtailor.plan import Plan
 from tests.ops.gpu.exact_attention import DEVICE, needs_triton
@@ -49,7 +50,7 @@ def plainly(model, plan: str, ids: Tensor, mask: Tensor, fed: Tensor) -> tuple[l
         if found:
             mask = torch.cat([mask, torch.ones_like(new)], 1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        found.append(model(new, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1])
+        found.append(model(new, attention_mask=mask, position_ids=positions, **hand_cache(cache)).logits[:, -1])
     return found, cache
 
 
@@ -87,7 +88,7 @@ def agrees(
         mask_of_all = torch.cat([mask, torch.ones_like(fed), torch.ones_like(ids)], 1)
         positions = (mask_of_all.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         with using("reference"):
-            turn = model(ids, attention_mask=mask_of_all, position_ids=positions, past_key_values=each).logits
+            turn = model(ids, attention_mask=mask_of_all, position_ids=positions, **hand_cache(each)).logits
         if each is cache:
             first = turn
     assert error(first, turn) < allowed

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
@@ -38,7 +39,7 @@ def test_all_else_is_silent(family: str, plan: str) -> None:
         with kvtailor.session(model, plan) as s:
             s.generate(ids, attention_mask=mask, **GREEDY)
             s.score(ids[:1, :30], ids[:1, 30:])
-            model.generate(ids, attention_mask=mask, past_key_values=s.cache(), **GREEDY)
+            model.generate(ids, attention_mask=mask, **hand_cache(s.cache()), **GREEDY)
             other.generate(ids, attention_mask=mask, **GREEDY)
             with torch.no_grad():
                 model(ids, attention_mask=mask, use_cache=False)

@@ -7,6 +7,7 @@ import torch
 
 import kvtailor
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries, remake, sharing_prefill
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.seam.test_speculation import assert_same_state
 from tests.support.seam.zoo import build, error, prompts
@@ -39,8 +40,8 @@ def test_a_shared_prefill_is_as_if_each_cache_had_read_it(plan: str, family: str
     assert mine.ledger().total == own.ledger().total
     token, longer = torch.tensor([[7], [9]]), torch.cat([mask, mask.new_ones(2, 1)], 1)
     asked = {"attention_mask": longer, "position_ids": (longer.cumsum(-1) - 1)[:, -1:]}
-    expected = model(token, past_key_values=own, **asked).logits
-    assert torch.equal(model(token, past_key_values=mine, **asked).logits, expected)
+    expected = model(token, **hand_cache(own), **asked).logits
+    assert torch.equal(model(token, **hand_cache(mine), **asked).logits, expected)
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if can_remake(Plan.parse("full"), Plan.parse(plan))])
@@ -60,8 +61,8 @@ def test_what_is_made_of_all_that_another_holds_is_what_is_read(plan: str) -> No
     assert_same_state(mine, own, mask)
     token, longer = torch.tensor([[7], [9]]), torch.cat([mask, mask.new_ones(2, 1)], 1)
     asked = {"attention_mask": longer, "position_ids": (longer.cumsum(-1) - 1)[:, -1:]}
-    expected = model(token, past_key_values=own, **asked).logits
-    assert error(model(token, past_key_values=mine, **asked).logits, expected) < 1e-4
+    expected = model(token, **hand_cache(own), **asked).logits
+    assert error(model(token, **hand_cache(mine), **asked).logits, expected) < 1e-4
 
 
 @torch.no_grad()

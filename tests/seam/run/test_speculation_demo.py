@@ -7,6 +7,7 @@ import torch
 
 import kvtailor
 from kvtailor.hf.model.loading import load
+from kvtailor.hf.versions import hand_cache
 
 TEXT = "The old mill stood at the end of the village. In the morning the miller's daughter went down to the river and "
 SPECULATIONS = {
@@ -25,7 +26,7 @@ def same_text(name: str, target: str, tokens: int) -> None:
     ids = tokenizer(TEXT * 12, return_tensors="pt").input_ids[:, :240]
     cache = kvtailor.cache_for(model, target)
     expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=tokens, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), **hand_cache(cache), max_new_tokens=tokens, do_sample=False
     )
     found = kvtailor.generate(
         model, ids, plan=target, **SPECULATIONS[name], gamma=6, min_gain=None, max_new_tokens=tokens

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_repetition.kvzip_plus import KVzipPlus
 from tests.support.held_rows import held_of, make_row
 from tests.support.seam.zoo import build, error, prompts
@@ -28,7 +29,7 @@ def by_hand(model, ids: Tensor) -> list[Tensor]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     size = -(-n // -(-n // CHUNK))
     full = DynamicCache(config=config)
-    model(ids[None], past_key_values=full)
+    model(ids[None], **hand_cache(full))
     found = [torch.zeros(kv_heads, n, dtype=torch.float64) for _ in model.model.layers]
     for start in range(0, n, size):
         end = min(n, start + size)
@@ -38,7 +39,7 @@ def by_hand(model, ids: Tensor) -> list[Tensor]:
             layer.input_layernorm.register_forward_hook(lambda _, given, out, states=states: states.append(out[0]))
             for layer in model.model.layers
         ]
-        out = model(new[None], past_key_values=copy.deepcopy(full), output_attentions=True)
+        out = model(new[None], **hand_cache(copy.deepcopy(full)), output_attentions=True)
         for hook in hooks:
             hook.remove()
         shared = [*range(SINKS), *range(max(SINKS, start), end), *range(n, n + len(new))]

@@ -13,6 +13,7 @@ from torch import nn
 import kvtailor
 from kvtailor.errors import CacheFileError, CacheMisuse
 from kvtailor.hf.model.fingerprint import weight_fingerprint
+from kvtailor.hf.versions import hand_cache
 from tests.seam.saving.test_saving import continued, saved
 from tests.support.seam.zoo import FAMILIES, build, configs, prompts
 
@@ -170,7 +171,7 @@ def test_a_model_that_is_gone_or_not_in_memory_is_warned_of(tmp_path) -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, PLAN)
     with torch.no_grad():
-        model(prompts((30,))[0], past_key_values=cache)
+        model(prompts((30,))[0], **hand_cache(cache))
     assert weight_fingerprint(copy.deepcopy(model).to("meta")) is None
     for layer in cache.layers:
         layer._module = None

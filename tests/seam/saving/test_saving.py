@@ -14,6 +14,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from tests.seam.test_modes import PLANS, decoded
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import build, error, prompts
@@ -26,7 +27,7 @@ def continued(model, cache, mask, steps=6):
         for _ in range(steps):
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             positions = mask.sum(-1, keepdim=True) - 1
-            logits.append(model(token, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+            logits.append(model(token, attention_mask=mask, position_ids=positions, **hand_cache(cache)).logits)
             token = logits[-1].argmax(-1)
             tokens.append(token)
     return torch.cat(tokens, 1), torch.cat(logits, 1)
@@ -79,7 +80,7 @@ def test_a_saved_cache_goes_on_in_another_process(tmp_path) -> None:
 def test_a_damaged_file_is_refused_by_name(tmp_path) -> None:
     model = build("llama")
     cache = kvtailor.cache_for(model, "snapkv(window=6) @ tokens=16")
-    model(prompts((30,))[0], past_key_values=cache)
+    model(prompts((30,))[0], **hand_cache(cache))
     path = tmp_path / "cache.safetensors"
     cache.save(path)
     path.write_bytes(path.read_bytes()[:-40])

@@ -16,6 +16,7 @@ from tests.support.seam.zoo import VOCABULARY, build
 import kvtailor
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.sizes.size import CacheSize
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
 from kvtailor.plan.registry import name_of
@@ -74,7 +75,7 @@ def run(model: Any, plan: Plan, context: int, new_tokens: int, batch: int) -> kv
     ids = torch.randint(3, VOCABULARY, (batch, context + new_tokens), generator=torch.Generator().manual_seed(context))
     cache = kvtailor.prefill(model, ids[:, :context], plan=plan)
     for column in range(context, context + new_tokens):
-        model(ids[:, column : column + 1], past_key_values=cache)
+        model(ids[:, column : column + 1], **hand_cache(cache))
     return cache
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import kvtailor
 from kvtailor.hf.attention import NAME
 from kvtailor.hf.model.attending import own_layers
+from kvtailor.hf.versions import hand_cache, read_cache
 from tests.seam.methods.test_identity import MODES, generated
 from tests.support.crossed import crossed
 from tests.support.seam.zoo import SOFTMAX_FAMILIES, MaskedReference, build, error, prompts
@@ -52,8 +53,8 @@ def test_the_uncompressed_cache_has_the_bytes_of_the_models_own(family: str) -> 
     own, ours = build(family), build(family)
     ids, _ = prompts((40, 40))
     cache = kvtailor.cache_for(ours, "full")
-    ours(ids, past_key_values=cache)
-    theirs = own(ids, use_cache=True).past_key_values
+    ours(ids, **hand_cache(cache))
+    theirs = read_cache(own(ids, use_cache=True))
     assert cache.ledger().full == sum(side.nbytes for layer in theirs.layers for side in (layer.keys, layer.values))
 
 
@@ -95,7 +96,7 @@ def test_assisted_decoding_crops_exactly(family: str, how: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} itself cannot do this with its own cache: {broken}")
     expected = own.generate(ids, max_new_tokens=16, do_sample=False)
     cache = kvtailor.cache_for(ours, "full")
-    found = ours.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False, **helper)
+    found = ours.generate(ids, **hand_cache(cache), max_new_tokens=16, do_sample=False, **helper)
     assert torch.equal(found, expected)
 
 
@@ -105,7 +106,7 @@ def test_sixteen_bits(family: str, dtype: torch.dtype) -> None:
     own, ours = build(family, dtype=dtype), build(family, dtype=dtype)
     ids, mask = prompts((33, 21))
     expected = own(ids, attention_mask=mask).logits[:, -1]
-    found = ours(ids, attention_mask=mask, past_key_values=kvtailor.cache_for(ours, "full")).logits[:, -1]
+    found = ours(ids, attention_mask=mask, **hand_cache(kvtailor.cache_for(ours, "full"))).logits[:, -1]
     wide = build(family)(ids, attention_mask=mask).logits[:, -1]
     # Both are rounded: ours may be as far from the exact logits as theirs, and twice that.
     assert found.dtype == dtype
@@ -122,7 +123,7 @@ def test_a_long_prompt_goes_through_blocks_of_its_windows(family: str, monkeypat
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     expected = own(ids, attention_mask=mask, position_ids=positions).logits
     cache = kvtailor.cache_for(ours, "full")
-    found = ours(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    found = ours(ids, attention_mask=mask, position_ids=positions, **hand_cache(cache)).logits
     real = mask[..., None]
     assert error(found * real, expected * real) < 2e-5
     alone = ours(ids[:1], use_cache=False).logits
@@ -176,11 +177,11 @@ def test_sinks_are_read_at_each_forward(family: str) -> None:
     own, ours = build(family), build(family)
     cache = kvtailor.cache_for(ours, "full")
     ids, _ = prompts((40,))
-    ours(ids[:, :30], past_key_values=cache)
-    own_cache = own(ids[:, :30], use_cache=True).past_key_values
+    ours(ids[:, :30], **hand_cache(cache))
+    own_cache = read_cache(own(ids[:, :30], use_cache=True))
     for model in (own, ours):
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter += 3.0
-    expected = own(ids[:, 30:], past_key_values=own_cache).logits
-    assert error(ours(ids[:, 30:], past_key_values=cache).logits, expected) < 1e-5
+    expected = own(ids[:, 30:], **hand_cache(own_cache)).logits
+    assert error(ours(ids[:, 30:], **hand_cache(cache)).logits, expected) < 1e-5

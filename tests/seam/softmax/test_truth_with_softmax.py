@@ -14,6 +14,7 @@ import kvtailor
 from kvtailor.engine.layer_state import LayerState
 from kvtailor.errors import PlanError
 from kvtailor.hf.run.sharing import keep_queries, remake, sharing_prefill
+from kvtailor.hf.versions import hand_cache
 from kvtailor.types import PLAIN_SOFTMAX
 from tests.ops.gpu.exact_attention import needs_triton
 from tests.seam.methods.test_truth import check
@@ -77,14 +78,14 @@ def test_what_a_repetition_looks_at_is_of_the_models_own_softmax(family: str) ->
     ids, _ = prompts((40,))
     cache = kvtailor.prefill(build(family), ids, plan=KEPT, instruction=WORDS)
     reference = MaskedReference(family)
-    reference.model(ids, past_key_values=reference.cache)
+    reference.model(ids, **hand_cache(reference.cache))
     count = -(-40 // CHUNK)
     size = -(-40 // count)
     expected = {layer: torch.zeros(state.heads, 40).double() for layer, state in _by_layer(cache)}
     for start in range(0, 40, size):
         end = min(40, start + size)
         new = torch.cat([WORDS, ids[0, max(0, start - LEAD) : start], ids[0, start:end]])
-        reference.model(new[None], past_key_values=copy.deepcopy(reference.cache))
+        reference.model(new[None], **hand_cache(copy.deepcopy(reference.cache)))
         for layer, state in _by_layer(cache):
             given = reference.given[layer][0]
             sink = 1 - given.sum(-1, keepdim=True)
@@ -109,7 +110,7 @@ def test_codes_are_read_as_a_full_cache_of_what_they_stand_for(family: str, code
     model, reference = build(family), MaskedReference(family)
     cache = kvtailor.cache_for(model, codec)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    token = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(ids, attention_mask=mask, position_ids=positions, **hand_cache(cache)).logits[:, -1:].argmax(-1)
     reference(ids, mask, {})
     changed = 0.0
     for layer, state in zip(cache.geometry.compressed, cache.engine.states, strict=True):
@@ -126,7 +127,7 @@ def test_codes_are_read_as_a_full_cache_of_what_they_stand_for(family: str, code
                 flat[owner, columns] = states[there]
     assert changed > 1e-3, "the codec changed nothing, so this test has shown nothing"
     mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-    found = model(token, attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1, past_key_values=cache).logits
+    found = model(token, attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1, **hand_cache(cache)).logits
     assert error(found, reference(token, mask, {})) < 1e-4
 
 
@@ -141,8 +142,8 @@ def test_chunked_prefill_equals_one_piece(family: str) -> None:
         kvtailor.prefill(model, ids, mask, cache=pieces, chunk=23)
         token, longer = torch.tensor([[7], [9]]), torch.cat([mask, mask.new_ones(2, 1)], 1)
         asked = {"attention_mask": longer, "position_ids": (longer.cumsum(-1) - 1)[:, -1:]}
-        expected = model(token, past_key_values=whole, **asked).logits
-        assert error(model(token, past_key_values=pieces, **asked).logits, expected) < (1e-5 if plan == "full" else 0.2)
+        expected = model(token, **hand_cache(whole), **asked).logits
+        assert error(model(token, **hand_cache(pieces), **asked).logits, expected) < (1e-5 if plan == "full" else 0.2)
 
 
 @pytest.mark.parametrize(("family", "plan"), crossed(SOFTMAX_FAMILIES, SAVED, each=2))

@@ -20,6 +20,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.tensor_parallel import check_plan, share_of
 from kvtailor.hf.saved_ranks import Shard, StandIn
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.score.by_keys.knorm import KNorm
 from tests.seam.tensor_parallel import troubles
@@ -164,7 +165,7 @@ def test_keys_of_other_heads_than_this_process_has_are_refused() -> None:
     cache = kvtailor.cache_for(model, "streaming @ tokens=16")
     other = KvCache(cache.plan, cache.geometry, cache.guard.config, share=StandIn(0, 2))
     with pytest.raises(CacheMisuse, match="layers of 1 kv heads of 2 on 2 processes, and layer 0 has keys of 2"):
-        model(prompts((9,))[0], past_key_values=other)
+        model(prompts((9,))[0], **hand_cache(other))
 
 
 def test_a_copy_of_a_cache_keeps_its_processes() -> None:

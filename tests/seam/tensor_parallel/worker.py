@@ -22,6 +22,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.hf.model.calibrated import UNTRAINED
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import registry
 from tests.support.seam.zoo import VOCABULARY, held_columns, prompts
 
@@ -133,7 +134,7 @@ def begun(model: Any, plan: str) -> tuple[Any, Tensor, Tensor, Tensor]:
 def continued(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens after some more, their mask, and the logits of the new ones."""
     out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False,
+        ids, attention_mask=mask, **hand_cache(cache), max_new_tokens=NEW, do_sample=False,
         return_dict_in_generate=True, output_logits=True, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return out.sequences, torch.nn.functional.pad(mask, (0, NEW), value=1), torch.stack(out.logits, 1)

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 import kvtailor
 from kvtailor.engine.view import view_held
 from kvtailor.hf.mask import lazy_mask
+from kvtailor.hf.versions import hand_cache, read_cache
 from kvtailor.types import Needs
 from tests.support.crossed import crossed
 from tests.support.seam import vision
@@ -26,8 +27,8 @@ CODECS = ("kivi(bits=4, group=8, recent=8)", "vector(bits=8, block_size=8)")
 def test_logits_equal_those_of_the_decoded_cache(family: str, codec: str) -> None:
     model, own, first = build(family), build(family), prompt(family, ROWS[:1])
     cache, whole = kvtailor.cache_for(model, codec), DynamicCache()
-    model(**first.inputs(), past_key_values=cache)
-    exact = own(**first.inputs(), past_key_values=DynamicCache()).past_key_values
+    model(**first.inputs(), **hand_cache(cache))
+    exact = read_cache(own(**first.inputs(), **hand_cache(DynamicCache())))
     seen = first.ids.shape[1]
     changed = 0.0
     for layer, state in enumerate(cache.engine.states):
@@ -40,5 +41,5 @@ def test_logits_equal_those_of_the_decoded_cache(family: str, codec: str) -> Non
     assert 1e-4 < changed < (0.2 if codec.startswith("kivi") else 0.02)
     token = torch.full((1, 1), 50)
     given = next_token(family, model, token, first.mask)
-    found = model(**given, past_key_values=cache).logits
-    assert error(found, own(**given, past_key_values=whole).logits) < 1e-5
+    found = model(**given, **hand_cache(cache)).logits
+    assert error(found, own(**given, **hand_cache(whole)).logits) < 1e-5

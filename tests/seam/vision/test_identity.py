@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvtailor
 from kvtailor.errors import CacheMisuse
+from kvtailor.hf.versions import hand_cache
 from tests.support.crossed import crossed
 from tests.support.seam import vision
 from tests.support.seam.vision import MROPE, ROWS, TEXT_ONLY, Prompt, build, prompt, turn_two
@@ -31,7 +32,7 @@ TAKES_ENCODED = "mm_encoder_outputs" in signature(transformers.Qwen2VLForConditi
 def generated(model: Any, cache: Any, inputs: dict[str, Any], **options: Any) -> Any:
     torch.manual_seed(7)
     how = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(**inputs, past_key_values=cache, **{**how, **TEXT_ONLY, **options})
+    return model.generate(**inputs, **hand_cache(cache), **{**how, **TEXT_ONLY, **options})
 
 
 def apart(found: Any, expected: Any) -> float:

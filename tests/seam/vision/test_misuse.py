@@ -7,6 +7,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnknownName
+from kvtailor.hf.versions import hand_cache
 from tests.support.seam.vision import FAMILIES, IMAGE, ROWS, build, prompt
 
 EVICTING = "snapkv(window=8) @ tokens=20"
@@ -66,6 +67,6 @@ def test_a_session_takes_images() -> None:
         cache = session.prefill(**first.inputs())
         assert bool((cache.held() == 20).all())
     expected = model.generate(
-        **first.inputs(), past_key_values=kvtailor.cache_for(model, EVICTING), max_new_tokens=4, do_sample=False
+        **first.inputs(), **hand_cache(kvtailor.cache_for(model, EVICTING)), max_new_tokens=4, do_sample=False
     )
     assert torch.equal(found, expected)

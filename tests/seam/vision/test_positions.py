@@ -10,6 +10,7 @@ import torch
 
 import kvtailor
 from kvtailor.errors import CacheMisuse, UnsupportedModel
+from kvtailor.hf.versions import hand_cache
 from tests.seam.vision.test_identity import apart, generated, inputs_of_turn_two
 from tests.support.seam.vision import MROPE, ROWS, build, prompt, turn_two
 from tests.support.seam.zoo import error
@@ -24,10 +25,10 @@ def test_two_conversations_on_one_model(family: str) -> None:
     model, own, batch = build(family), build(family), prompt(family, ROWS)
     caches = [kvtailor.cache_for(model, "full") for _ in ROWS]
     for row, cache in enumerate(caches):
-        model(**batch.row(row).inputs(), past_key_values=cache)
+        model(**batch.row(row).inputs(), **hand_cache(cache))
     for _ in range(2):
         for cache in caches:
-            found = model(NEW, past_key_values=cache).logits
+            found = model(NEW, **hand_cache(cache)).logits
             row = caches.index(cache)
             answer = NEW.repeat(1, cache.seen - batch.row(row).ids.shape[1])
             # Items of a row are drawn by its number, so this row stands where it stood.
@@ -43,8 +44,8 @@ def test_text_after_another_conversations_image(family: str) -> None:
     generated(model, None, prompt(family, ROWS[:1]).inputs())
     text = prompt(family, [(20,)])
     cache = kvtailor.cache_for(model, "full")
-    model(text.ids, past_key_values=cache)
-    found = model(NEW, past_key_values=cache).logits
+    model(text.ids, **hand_cache(cache))
+    found = model(NEW, **hand_cache(cache)).logits
     assert error(found, own(torch.cat([text.ids, NEW], 1)).logits[:, -1:]) < 1e-5
 
 
@@ -78,11 +79,11 @@ def test_positions_by_hand_are_not_forgotten() -> None:
 
     def by_hand() -> kvtailor.KvCache:
         cache = kvtailor.cache_for(model, "full")
-        model(**first.inputs(), position_ids=places, past_key_values=cache)
+        model(**first.inputs(), position_ids=places, **hand_cache(cache))
         return cache
 
     with pytest.warns(UserWarning, match="position_ids of the caller's"):
-        model(NEW, past_key_values=by_hand())
+        model(NEW, **hand_cache(by_hand()))
     whole = turn_two(first, ROWS[:1], NEW, (6,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -90,15 +91,15 @@ def test_positions_by_hand_are_not_forgotten() -> None:
     assert apart(found, generated(own, None, whole.inputs())) < 1e-5
     # A later image at its own place, by hand: the text behind it is not guessed either.
     cache = kvtailor.cache_for(model, "full")
-    model(**first.inputs(), past_key_values=cache)
+    model(**first.inputs(), **hand_cache(cache))
     longer = turn_two(first, ROWS[:1], NEW, (2, (2, 4), 5))
     everything = longer.pixels()["image_grid_thw"]
     later, _ = model.model.get_rope_index(longer.ids, mm_token_type_ids=longer.types, image_grid_thw=everything)
     seen = cache.seen
     new = {"input_ids": longer.ids[:, seen:], "position_ids": later[..., seen:], **longer.pixels(first)}
-    assert error(model(**new, past_key_values=cache).logits, own(**longer.inputs()).logits[:, seen:]) < 1e-5
+    assert error(model(**new, **hand_cache(cache)).logits, own(**longer.inputs()).logits[:, seen:]) < 1e-5
     with pytest.warns(UserWarning, match="position_ids of the caller's"):
-        model(NEW, past_key_values=cache)
+        model(NEW, **hand_cache(cache))
 
 
 @torch.no_grad()
@@ -106,11 +107,11 @@ def test_a_later_image_without_positions_warns() -> None:
     """transformers counts its tokens as text there, as with its own cache."""
     model, first = build("qwen3_vl"), prompt("qwen3_vl", ROWS[:1])
     cache = kvtailor.cache_for(model, "full")
-    model(**first.inputs(), past_key_values=cache)
+    model(**first.inputs(), **hand_cache(cache))
     whole = turn_two(first, ROWS[:1], NEW, (2, (2, 4), 5))
     new = {"input_ids": whole.ids[:, cache.seen :], "mm_token_type_ids": whole.types[:, cache.seen :]}
     with pytest.warns(UserWarning, match="transformers counts their tokens as text"):
-        model(**new, **whole.pixels(first), past_key_values=cache)
+        model(**new, **whole.pixels(first), **hand_cache(cache))
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def test_plans_that_turn_by_columns_refuse_images(plan: str) -> None:
     with pytest.raises(CacheMisuse, match=r"position of three axes \(M-RoPE\)"):
         generated(model, kvtailor.cache_for(model, plan), first.inputs())
     with pytest.raises(CacheMisuse, match=r"position of three axes \(M-RoPE\)"):
-        model(**first.inputs(), past_key_values=cache)
+        model(**first.inputs(), **hand_cache(cache))
     # Nothing was fed, and text is taken.
     assert cache.seen == 0
     generated(model, cache, prompt("qwen2_vl", [(20,)]).inputs())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 from tests.support.crossed import crossed
 from tests.support.seam import vision
 from tests.support.seam.vision import BIDIRECTIONAL, ROWS, build, prompt, turn_two
@@ -32,7 +33,7 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
     # Gemma 4 does not divide its logits by anything, and rounding in float32 shows.
     bound = 3e-5 if family == "gemma4" else 1e-5
     first, cache = prompt(family, ROWS), kvtailor.cache_for(model, plan)
-    logits = model(**first.inputs(), past_key_values=cache).logits
+    logits = model(**first.inputs(), **hand_cache(cache)).logits
     real, mask = first.mask.bool()[:, :, None], first.mask
     assert error(logits * real, reference.read(first.inputs(), {}) * real) < 1e-5
     token, answer, images = logits[:, -1:].argmax(-1), [], 0
@@ -44,14 +45,14 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
         given = next_token(family, model, token, mask)
         answer.append(token)
         mask = given["attention_mask"]
-        logits = model(**given, past_key_values=cache).logits
+        logits = model(**given, **hand_cache(cache)).logits
         assert error(logits, reference.read(given, held)) < bound, f"at decoded token {step}"
         token = logits.argmax(-1)
     assert images > 0, "no image token was dropped, so this test has shown nothing"
     whole = turn_two(first, ROWS, torch.cat(answer, 1), (2, (2, 4), 5))
     given = new_inputs(family, model, first, whole, mask.shape[1])
     held = held_columns(cache)
-    logits = model(**given, past_key_values=cache).logits
+    logits = model(**given, **hand_cache(cache)).logits
     assert error(logits, reference.read(given, held)) < bound, "at the second turn"
 
 
@@ -99,7 +100,7 @@ def test_h2o_counts_the_attention_between_image_tokens(family: str) -> None:
     """Its kept sets are the largest column sums of the model's own probabilities, image masks included."""
     model, reference = build(family), VisionReference(family)
     first, cache = prompt(family, ROWS[:1]), kvtailor.cache_for(model, "h2o(recent=4) @ tokens=16")
-    model(**first.inputs(), past_key_values=cache)
+    model(**first.inputs(), **hand_cache(cache))
     reference.read(first.inputs(), {})
     if family == "gemma4":
         # Its layer 5 reads the keys of layer 3, and what it attends to counts there.

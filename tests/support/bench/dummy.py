@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
+from kvtailor.hf.versions import find_cache, hand_cache
 from kvtailor.ledger import Entry, Ledger
 from kvtailor.plan import Plan
 
@@ -62,12 +63,12 @@ class UniformModel:
         return torch.zeros(ids.numel(), VOCABULARY)
 
     def __call__(
-        self, *, input_ids: Tensor, past_key_values: DummyCache | None = None, logits_to_keep: int = 0, use_cache: bool
-    ):
-        cache = past_key_values if past_key_values is not None else DummyCache()
+        self, *, input_ids: Tensor, logits_to_keep: int = 0, use_cache: bool, **handed: DummyCache
+    ) -> SimpleNamespace:
+        cache = find_cache(handed) or DummyCache()
         logits = self.logits(cache, input_ids[0])
         cache.cut()
-        return SimpleNamespace(logits=logits[None, -logits_to_keep:], past_key_values=cache)
+        return SimpleNamespace(logits=logits[None, -logits_to_keep:], **hand_cache(cache))
 
 
 class CountingModel(UniformModel):

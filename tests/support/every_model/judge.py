@@ -17,6 +17,7 @@ from torch import Tensor
 
 import kvtailor
 from kvtailor.errors import KvtailorError
+from kvtailor.hf.versions import hand_cache, read_cache
 
 __all__ = ["EVICTING", "ENCODING", "VERDICTS", "Verdict", "judge"]
 
@@ -195,7 +196,7 @@ class Generated:
 
 
 def _generated(model: Any, ids: Tensor, mask: Tensor, cache: Any = None, steps: int = DECODED) -> Generated:
-    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    options: dict[str, Any] = {} if cache is None else hand_cache(cache)
     options |= _typed(model, ids)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -204,7 +205,7 @@ def _generated(model: Any, ids: Tensor, mask: Tensor, cache: Any = None, steps: 
             num_beams=1, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
             use_cache=True, **options,
         )  # fmt: skip
-    return Generated(found.sequences, torch.stack(found.logits, 1).float(), getattr(found, "past_key_values", None))
+    return Generated(found.sequences, torch.stack(found.logits, 1).float(), read_cache(found))
 
 
 def _each_alone(model: Any, ids: Tensor, mask: Tensor) -> Generated:

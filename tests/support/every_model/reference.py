@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
+from kvtailor.hf.versions import hand_cache
+
 __all__ = ["decoded_under_mask"]
 
 NAME = "masked-by-eviction"
@@ -45,7 +47,7 @@ def decoded_under_mask(model: Any, cache: Any, ids: Tensor, tokens: Tensor, **op
     masked = _Masked(held, keeping if _runs_several_times(model) else None)
     given: dict[str, Any] = dict(options)
     if cache.geometry.multiplies:
-        given["past_key_values"] = _DenyingCache(held, config=model.config.get_text_config(decoder=True))
+        given |= hand_cache(_DenyingCache(held, config=model.config.get_text_config(decoder=True)))
     AttentionInterface.register(NAME, masked.attention)
     AttentionMaskInterface.register(NAME, eager_mask)
     own = copy.deepcopy(model)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import kvtailor
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.devices import input_device
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ledger import Ledger
 
 __all__ = ["Decoded", "decode", "decoded"]
@@ -59,7 +60,7 @@ def decode(
         positions = mask.sum(-1, keepdim=True) - 1
         options = {"attention_mask": mask} if masked else {}
         with count_syncs() as syncs:
-            logits.append(model(token, position_ids=positions, past_key_values=cache, **options).logits)
+            logits.append(model(token, position_ids=positions, **hand_cache(cache), **options).logits)
         by_token.append(syncs)
         token = logits[-1].argmax(-1)
         tokens.append(token)

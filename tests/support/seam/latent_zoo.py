@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
+from kvtailor.hf.versions import hand_cache
+
 __all__ = [
     "LATENT_FAMILIES",
     "MIXED_FAMILIES",
@@ -171,4 +173,4 @@ class LatentReference:
         """Logits (b, t, v) of new tokens, each layer seeing only `held` of the earlier ones."""
         self.held = held
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        return self.model(ids, attention_mask=mask, past_key_values=self.cache, position_ids=positions).logits
+        return self.model(ids, attention_mask=mask, **hand_cache(self.cache), position_ids=positions).logits

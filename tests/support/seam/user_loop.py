@@ -9,6 +9,7 @@ from tests.support.seam.zoo import VOCABULARY, build, prompts
 from torch import Tensor
 
 import kvtailor
+from kvtailor.hf.versions import hand_cache
 
 KIVI = "kivi(bits=4, group=16, recent=16)"
 
@@ -29,7 +30,7 @@ class Loop:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         given = {"attention_mask": self.mask, "position_ids": positions, "use_cache": True, "logits_to_keep": 1, **told}
         given = {name: value for name, value in given.items() if value is not ...}
-        return self.model(input_ids=ids, past_key_values=self.cache, **given).logits[:, -1]
+        return self.model(input_ids=ids, **hand_cache(self.cache), **given).logits[:, -1]
 
     def step(self, **told: Any) -> Tensor:
         token = self.following[:, self.at : self.at + 1]

@@ -11,6 +11,8 @@ from tests.support.seam.zoo import MaskedReference
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
+from kvtailor.hf.versions import hand_cache
+
 __all__ = ["VisionReference", "next_token"]
 
 
@@ -31,7 +33,7 @@ class VisionReference(MaskedReference):
     def read(self, inputs: Mapping[str, Tensor], held: Mapping[int, Tensor]) -> Tensor:
         """Logits (b, t, v) of what is new, each layer seeing only `held` of the earlier tokens."""
         self.held = held
-        return self.model(**inputs, past_key_values=self.cache).logits
+        return self.model(**inputs, **hand_cache(self.cache)).logits
 
 
 def next_token(family: str, model: Any, token: Tensor, mask: Tensor) -> dict[str, Tensor]:

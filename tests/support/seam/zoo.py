@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
+from kvtailor.hf.versions import hand_cache
+
 T = TypeVar("T")
 # Their embeddings are their logits' weights too: beside large ones, what these attend to would hardly show.
 QUIET = {"gemma4": 0.25, "gemma4_shared": 0.25, "zamba": 0.1}
@@ -240,7 +242,7 @@ class MaskedReference:
         self.held = held
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         options = {} if self.model.config.model_type == "opt" else {"position_ids": positions}
-        return self.model(ids, attention_mask=mask, past_key_values=self.cache, **options).logits
+        return self.model(ids, attention_mask=mask, **hand_cache(self.cache), **options).logits
 
 
 def error(found: Tensor, expected: Tensor) -> float:

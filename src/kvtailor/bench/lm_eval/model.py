@@ -34,6 +34,7 @@ from kvtailor.bench.lm_eval.held import AfterPrefill, Held
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError, suggest
 from kvtailor.hf.model.config import source_of
+from kvtailor.hf.versions import hand_cache
 from kvtailor.presets import FULL
 
 __all__ = ["HarnessModel"]
@@ -274,7 +275,7 @@ class HarnessModel(HFLM):
         cache = self.subject.new_cache(self.contestant)
         if cache is not None:
             self.subject.begin(context, cache, settings.get("attention_mask"))
-            settings |= {"past_key_values": cache, "streamer": AfterPrefill(cache, self.held)}
+            settings |= {**hand_cache(cache), "streamer": AfterPrefill(cache, self.held)}
         made: Tensor = super()._model_generate(context=context, max_length=max_length, stop=stop, **settings)
         self.advance(context.shape[0])
         return made

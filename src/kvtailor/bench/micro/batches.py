@@ -38,6 +38,7 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.stock import static_cache
+from kvtailor.hf.versions import hand_cache
 from kvtailor.presets import FULL
 
 __all__ = ["UNIFORM", "bench", "decode_batches"]
@@ -151,7 +152,7 @@ def _step(model: Any, cache: Any, mask: Tensor | None, context: int, ids: Tensor
         options["attention_mask"] = mask[:, : seen + new]
         first = mask[:, :context].sum(-1, keepdim=True) - context
         options["position_ids"] = seen + torch.arange(new, device=ids.device) + first
-    return model(ids, past_key_values=cache, use_cache=True, **options)
+    return model(ids, **hand_cache(cache), use_cache=True, **options)
 
 
 def _needed(batch: _Batch, dtype: torch.dtype) -> int:

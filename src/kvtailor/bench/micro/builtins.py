@@ -37,6 +37,7 @@ from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.run.stock import fill, quantized_cache, static_cache
+from kvtailor.hf.versions import hand_cache
 from kvtailor.presets import FULL
 
 __all__ = ["BACKENDS", "bench", "decode", "lost", "packing"]
@@ -133,7 +134,7 @@ def decode(
         fill(cache, states)
         if "kivi" in name:
             # Two tokens more than one, so that what was written is encoded as after a prompt.
-            on(token.repeat(1, 2), past_key_values=cache, logits_to_keep=1)
+            on(token.repeat(1, 2), **hand_cache(cache), logits_to_keep=1)
         # transformers' quantised layers keep their codes where no field of a cache shows them.
         held = None if name.startswith("QuantizedCache") else bytes_of(cache)
         sides.append(
@@ -162,7 +163,7 @@ def packing(
     ids = torch.randint(0, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(2)).to(device)
 
     def once(plan: str) -> Callable[[int], object]:
-        return lambda _: model(ids, past_key_values=cache_for(model, plan), logits_to_keep=1)
+        return lambda _: model(ids, **hand_cache(cache_for(model, plan)), logits_to_keep=1)
 
     sides = [Side(name=plan, run=once(plan)) for plan in (FULL, *(_ours(b) for b in bits))]
     # Processor time, which other programs hardly touch, where work is done by the processor.
@@ -200,10 +201,10 @@ def lost(
         for name, make in makers.items():
             model = stock if "Cache" in name else ours
             cache = make(model)
-            logits = [model(window[:, :context], past_key_values=cache, logits_to_keep=1).logits]
+            logits = [model(window[:, :context], **hand_cache(cache), logits_to_keep=1).logits]
             for first in range(context, size - 1, _PIECE):
                 piece = window[:, first : min(first + _PIECE, size - 1)]
-                logits.append(model(piece, past_key_values=cache).logits)
+                logits.append(model(piece, **hand_cache(cache)).logits)
             found[name].append(_nats(torch.cat(logits, 1)[0], window[0, context:]))
             advance(name)
     return found
@@ -225,7 +226,7 @@ def _makers(backends: Sequence[str], bits: Sequence[int]) -> dict[str, Callable[
 
 
 def _step(model: Any, token: Tensor, cache: Any, layer: int) -> None:
-    model(token, past_key_values=cache)
+    model(token, **hand_cache(cache))
 
 
 def _decode_table(

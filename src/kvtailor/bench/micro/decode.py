@@ -54,6 +54,7 @@ from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.config import RANDOM_SHAPES
 from kvtailor.hf.run.prefill import prefill as read_context
 from kvtailor.hf.run.stock import dynamic_cache, fill, into_huge_pages, static_cache
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import huge_pages
 from kvtailor.presets import FULL
 
@@ -162,12 +163,12 @@ def decode(
     def add(name: str, on: Any, cache: Any) -> None:
         if name in (_BASE, _BASE_IN_HUGE_PAGES, _DYNAMIC, FULL):
             # States, where the model keeps any, are there once it has read a token, and are weighed then.
-            on(token, past_key_values=cache, use_cache=True)
+            on(token, **hand_cache(cache), use_cache=True)
         held = bytes_of(cache)
         sides.append(
             Side(
                 name=name,
-                run=lambda _: on(token, past_key_values=cache, use_cache=True),
+                run=lambda _: on(token, **hand_cache(cache), use_cache=True),
                 bytes_read=None if held is None else weights + held,
                 cache_bytes=held,
             )
@@ -193,8 +194,8 @@ def decode(
         plan = line.format(budget=context // 8)
         cache = cache_for(model, plan)
         fill(cache, states)
-        model(ids, past_key_values=cache, logits_to_keep=1)
-        model(token, past_key_values=cache)
+        model(ids, **hand_cache(cache), logits_to_keep=1)
+        model(token, **hand_cache(cache))
         add(plan, model, cache)
     del states
     _add_full(add, model, None, _EMPTY)
@@ -209,7 +210,7 @@ def _add_full(add: Callable[[str, Any, Any], None], model: Any, states: Any, nam
     """Add a side: `full` after a context, or after a single token where `states` is None."""
     cache = cache_for(model, FULL)
     if states is None:
-        model(torch.tensor([[7]], device=next(model.parameters()).device), past_key_values=cache)
+        model(torch.tensor([[7]], device=next(model.parameters()).device), **hand_cache(cache))
     else:
         fill(cache, states)
     add(name, model, cache)
@@ -243,10 +244,10 @@ def prefill(
     ids = torch.randint(0, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(3)).to(device)
 
     def once(plan: str) -> Callable[[int], object]:
-        return lambda _: model(ids, past_key_values=cache_for(model, plan), logits_to_keep=1)
+        return lambda _: model(ids, **hand_cache(cache_for(model, plan)), logits_to_keep=1)
 
     def own(make: Callable[[], Any]) -> Callable[[int], object]:
-        return lambda _: stock(ids, past_key_values=make(), use_cache=True, logits_to_keep=1)
+        return lambda _: stock(ids, **hand_cache(make()), use_cache=True, logits_to_keep=1)
 
     plans = [line.format(budget=context // 8) for line in _SCORED]
     sides = [

@@ -38,6 +38,7 @@ from kvtailor.bench.micro.timer import Side, time_in_turns
 from kvtailor.errors import KvtailorError, UnknownName
 from kvtailor.hf.run.prefill import prefill
 from kvtailor.hf.run.stock import dynamic_cache
+from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from kvtailor.plan.registry import presets
 
@@ -160,12 +161,12 @@ def prepared(plans: Sequence[str], device: torch.device, name: str = MODEL) -> P
     ids = torch.randint(0, VOCABULARY, (1, PROMPT), generator=generator).to(device)
     token = torch.tensor([[7]], device=device)
     theirs = dynamic_cache(stock)
-    stock(ids, past_key_values=theirs, logits_to_keep=1)
+    stock(ids, **hand_cache(theirs), logits_to_keep=1)
     ready = Prepared(sides=[_side(BASE, stock, token, theirs)], layers=model.config.num_hidden_layers)
     for plan in plans:
         try:
             cache = prefill(model, ids, plan=plan)
-            model(token, past_key_values=cache)
+            model(token, **hand_cache(cache))
         except KvtailorError as refusal:
             ready.refused[plan] = str(refusal)
             continue
@@ -174,7 +175,7 @@ def prepared(plans: Sequence[str], device: torch.device, name: str = MODEL) -> P
 
 
 def _side(name: str, model: Any, token: Tensor, cache: Any) -> Side:
-    run: Callable[[int], object] = lambda _: model(token, past_key_values=cache)  # noqa: E731
+    run: Callable[[int], object] = lambda _: model(token, **hand_cache(cache))  # noqa: E731
     return Side(name=name, run=run, cache_bytes=bytes_of(cache))
 
 

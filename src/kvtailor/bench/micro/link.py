@@ -34,6 +34,7 @@ from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import fill
+from kvtailor.hf.versions import hand_cache
 
 __all__ = ["bench", "measure"]
 
@@ -115,10 +116,10 @@ def measure(
     cache, resident = cache_for(model, plan), cache_for(model, codec)
     for each in (cache, resident):
         fill(each, states)
-        model(token, past_key_values=each)
+        model(token, **hand_cache(each))
     # What one step brings back, which is the same for each: counted over one that is not timed.
     before = cache.traffic()
-    model(token, past_key_values=cache)
+    model(token, **hand_cache(cache))
     moved = cache.traffic().bytes_read - before.bytes_read
     if tier == "host":
         size = cache.ledger().by_tier["host"]
@@ -127,8 +128,8 @@ def measure(
         bare, size = _bare_files(folder)
     sides = [
         Side(name="bare", run=lambda _: bare(), bytes_read=size),
-        Side(name="tier", run=lambda _: model(token, past_key_values=cache)),
-        Side(name="resident", run=lambda _: model(token, past_key_values=resident)),
+        Side(name="tier", run=lambda _: model(token, **hand_cache(cache))),
+        Side(name="resident", run=lambda _: model(token, **hand_cache(resident))),
     ]
     results = time_in_turns(sides, rounds, warmup=_WARMUP, device=device, advance=advance)
     return _row(codec, kept, moved, size, results)

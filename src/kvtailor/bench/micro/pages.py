@@ -31,6 +31,7 @@ from kvtailor.bench.micro.timer import Measured, Side, time_in_turns
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import dynamic_cache, fill, into_huge_pages, static_cache
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops import huge_pages
 from kvtailor.presets import FULL
 
@@ -120,7 +121,7 @@ def decode(
         def step(_: int) -> None:
             # What grows while it is timed stays in pages of the same size.
             with huge_pages.asking(asked):
-                on(token, past_key_values=cache, use_cache=True)
+                on(token, **hand_cache(cache), use_cache=True)
 
         name += IN_HUGE_PAGES if asked else ""
         before = _in_huge_pages()
@@ -149,7 +150,7 @@ def decode(
         fill(cache, states)
         if plan != FULL:
             # The plan cuts or encodes what was filled in, as after a prompt.
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, **hand_cache(cache), logits_to_keep=1)
         return cache
 
     for asked in (False, True):

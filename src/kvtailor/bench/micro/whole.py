@@ -39,6 +39,7 @@ from kvtailor.errors import KvtailorError, UnsupportedModel
 from kvtailor.hf.graphs.replaying import Replays
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import dynamic_cache
+from kvtailor.hf.versions import hand_cache
 from kvtailor.ops.dispatch import using
 from kvtailor.ops.triton.installed import interpreting, missing
 from kvtailor.plan import Plan
@@ -179,7 +180,7 @@ def _ready(setting: _Setting, model: Any, plan: str, rows: int, context: int) ->
     fill_at_random(cache, model, rows, context)
     shape = (rows, 1 if plan == FULL else _QUESTION)
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(2)).to(setting.device)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **hand_cache(cache), logits_to_keep=1)
     return cache
 
 
@@ -241,7 +242,7 @@ def _launched(
 
     def step(_: int) -> None:
         with using(which):
-            model(token, past_key_values=cache, logits_to_keep=1)
+            model(token, **hand_cache(cache), logits_to_keep=1)
 
     return step, cache
 
@@ -265,8 +266,8 @@ def _replayed(
 def _stock(model: Any, rows: int, context: int, token: Tensor) -> tuple[Callable[[int], object], Any]:
     cache = dynamic_cache(model)
     fill_at_random(cache, model, rows, context)
-    model(token, past_key_values=cache, use_cache=True)
-    return lambda _: model(token, past_key_values=cache, use_cache=True, logits_to_keep=1), cache
+    model(token, **hand_cache(cache), use_cache=True)
+    return lambda _: model(token, **hand_cache(cache), use_cache=True, logits_to_keep=1), cache
 
 
 @torch.no_grad()
@@ -278,13 +279,13 @@ def _prompt_table(setting: _Setting, context: int, advance: Advance) -> Table:
     def once(plan: str, which: str) -> Callable[[int], object]:
         def run(_: int) -> None:
             with using(which):
-                model(ids, past_key_values=cache_for(model, plan), logits_to_keep=1)
+                model(ids, **hand_cache(cache_for(model, plan)), logits_to_keep=1)
 
         return run
 
     runs = {side_name(plan, which): once(plan, which) for plan in setting.plans for which in setting.implementations}
     if setting.own:
-        runs[OWN] = lambda _: stock(ids, past_key_values=dynamic_cache(stock), use_cache=True, logits_to_keep=1)
+        runs[OWN] = lambda _: stock(ids, **hand_cache(dynamic_cache(stock)), use_cache=True, logits_to_keep=1)
     notes, peaks = [], {}
     for name, run in runs.items():
         try:

@@ -30,6 +30,7 @@ from kvtailor.bench.peers.gguf_file import write_gguf
 from kvtailor.bench.peers.llama_runner import LlamaCache, LlamaModel
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.stock import dynamic_cache, fill, static_cache
+from kvtailor.hf.versions import hand_cache
 from kvtailor.presets import FULL
 
 __all__ = ["BASE", "KINDS", "PLANS", "WARMUP", "WITHOUT_ONEDNN", "Prepared", "prepare", "timed"]
@@ -117,9 +118,9 @@ def prepare(
     def torch_side(name: str, on: Any, cache: Any, *, filled: bool) -> None:
         if filled:
             fill(cache, states)
-            on(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = on(token, past_key_values=cache, use_cache=True).logits
-        run = lambda: on(token, past_key_values=cache, use_cache=True)  # noqa: E731
+            on(ids, **hand_cache(cache), use_cache=True, logits_to_keep=1)
+        logits = on(token, **hand_cache(cache), use_cache=True).logits
+        run = lambda: on(token, **hand_cache(cache), use_cache=True)  # noqa: E731
         add(name, run, bytes_of(cache), logits if filled else None, weighed)
 
     torch_side(BASE, stock, static_cache(stock, slots), filled=True)
@@ -175,8 +176,8 @@ def _reference(model: Any, states: dict[int, tuple[Tensor, Tensor]], ids: Tensor
     exact.load_state_dict({name: each.float() for name, each in model.state_dict().items()})
     cache = dynamic_cache(exact)
     fill(cache, {layer: (keys.float(), values.float()) for layer, (keys, values) in states.items()})
-    exact(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits: Tensor = exact(token, past_key_values=cache, use_cache=True).logits
+    exact(ids, **hand_cache(cache), use_cache=True, logits_to_keep=1)
+    logits: Tensor = exact(token, **hand_cache(cache), use_cache=True).logits
     return logits.flatten().double()
 
 

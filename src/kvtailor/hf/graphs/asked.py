@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtailor.hf.versions import CACHE_ARGUMENTS
+
 __all__ = ["DecodedToken", "decoded_token"]
 
 _TENSORS = ("input_ids", "attention_mask", "position_ids")
 # A value with which each of these changes nothing about the logits of one token.
 _WITHOUT_EFFECT: Mapping[str, Sequence[object]] = {
-    "past_key_values": (),
     "use_cache": (None, True),
     "return_dict": (None, True),
     "logits_to_keep": (0, 1),
@@ -51,11 +52,11 @@ def decoded_token(args: Sequence[Any], given: Mapping[str, Any], device: torch.d
     if args:
         return "arguments came by position"
     for name, value in given.items():
-        if name in _TENSORS:
+        if name in _TENSORS or name in CACHE_ARGUMENTS:
             continue
         allowed = _WITHOUT_EFFECT.get(name, (None,))
         # By type as well: 1 equals True, and a tensor equals nothing that could be looked at without a wait.
-        if name != "past_key_values" and not any(type(value) is type(each) and value == each for each in allowed):
+        if not any(type(value) is type(each) and value == each for each in allowed):
             return f"{name} was given" if value is not None else f"{name} was None"
     tokens, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:

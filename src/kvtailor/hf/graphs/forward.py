@@ -16,6 +16,7 @@ import torch
 from kvtailor.hf.graphs.obstacles import obstacle_of_parts
 from kvtailor.hf.graphs.replayed_cache import ReplayedCache
 from kvtailor.hf.layers.run_eagerly import run_eagerly
+from kvtailor.hf.versions import CACHE_ARGUMENTS
 
 __all__ = ["ForwardLease", "lend_forward", "obstacle_of_forward"]
 
@@ -49,7 +50,8 @@ class _LentForward:
         model = self._model()
         if model is None:
             raise ReferenceError("the model of this forward is gone")
-        cache = next((each for each in (given.get("past_key_values"), *args) if isinstance(each, ReplayedCache)), None)
+        among = (*(given.get(name) for name in CACHE_ARGUMENTS), *args)
+        cache = next((each for each in among if isinstance(each, ReplayedCache)), None)
         if cache is None:
             return type(model).forward(model, *args, **given)
         if torch.compiler.is_compiling():

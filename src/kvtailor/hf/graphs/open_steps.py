@@ -24,13 +24,14 @@ from kvtailor.hf.graphs.marks_of_model import MarksOfModel, autocast_modes, has_
 from kvtailor.hf.graphs.obstacles import obstacle_of_parts
 from kvtailor.hf.graphs.replay import Recorder, Replay
 from kvtailor.hf.progress import Alone
+from kvtailor.hf.versions import CACHE_ARGUMENT, hand_cache
 from kvtailor.types.late_checks import read_flag
 
 __all__ = ["OpenSteps"]
 
 # The first step of a recording is run as it is, and recording takes about as long as another: fewer steps gain nothing.
 _WORTH_RECORDING = 3
-_OF_LOGITS = {"logits", "past_key_values"}
+_OF_LOGITS = {"logits", CACHE_ARGUMENT}
 
 
 class OpenSteps:
@@ -167,7 +168,7 @@ class OpenSteps:
 
     def _output_of(self, cache: Any, logits: Tensor) -> Any:
         assert self._output is not None
-        return self._output(logits=logits, past_key_values=cache)
+        return self._output(logits=logits, **hand_cache(cache))
 
     def _going_on(self, model: Any, asked: DecodedToken) -> str | None:
         """Land the open steps if this token is none of them. Why it is certainly plain, in words, or None."""

@@ -24,6 +24,7 @@ from kvtailor.hf.graphs.fixed_layers import FixedLayer, Ring, with_free_slots
 from kvtailor.hf.layers.compressed import CompressedLayer
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.mask import LazyMask
+from kvtailor.hf.versions import hand_cache
 from kvtailor.types import Segment
 
 __all__ = ["Recorder", "Replay", "captured", "recorder_of"]
@@ -230,7 +231,7 @@ class Replay:
             input_ids=self._tokens,
             attention_mask=self._plain_rule,
             position_ids=self._positions,
-            past_key_values=self.fixed,
+            **hand_cache(self.fixed),
             use_cache=True,
         ).logits[:, -1]
         if self._logits is None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse, UnknownName
+from kvtailor.hf.versions import CACHE_ARGUMENTS
 
 __all__ = ["check_inputs", "check_text", "placeholders"]
 
@@ -48,5 +49,9 @@ def check_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
     """Raise where one of these inputs of a processor is none that the model's forward takes."""
     known = list(inspect.signature(model.forward).parameters)
     for name in inputs:
+        if name in CACHE_ARGUMENTS:
+            raise CacheMisuse(
+                f"got a cache as {name} among the inputs: kvtailor.prefill takes it as cache=, in place of the plan"
+            )
         if name not in known or name in ("self", "kwargs"):
             raise UnknownName(f"input of {type(model).__name__}", name, known)

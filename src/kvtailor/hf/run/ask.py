@@ -26,6 +26,7 @@ from kvtailor.hf.run.chat import Prompt
 from kvtailor.hf.run.prefill import begin, prefill
 from kvtailor.hf.saved_ranks import shards_of
 from kvtailor.hf.saving import save
+from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache
 from kvtailor.ledger import Ledger
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
@@ -37,7 +38,7 @@ __all__ = ["Answers", "Reading", "ask", "read"]
 # In the header of a saved reading: the name of its text, and a question whose tokens tell tokenizers apart.
 _READING = "reading"
 _PROBE = "Who wrote it, and when? 0123 äöü"
-_OURS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values")
+_OURS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", *CACHE_ARGUMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +281,7 @@ def _answered(
         if mine.seen and more["generation_config"].num_beams > 1:
             mine.batch_repeat_interleave(more["generation_config"].num_beams)
         mask = torch.ones_like(ids)
-        output = model.generate(ids, attention_mask=mask, past_key_values=mine, **more)
+        output = model.generate(ids, attention_mask=mask, **hand_cache(mine), **more)
         found.append(getattr(output, "sequences", output)[0, ids.shape[1] :].cpu())
         ledgers.append(mine.ledger())
     return Answers(

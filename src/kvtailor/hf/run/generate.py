@@ -22,6 +22,7 @@ from kvtailor.hf.model.loading import load
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
+from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
@@ -136,7 +137,7 @@ def generate(
         graphs: replay decoded tokens as a CUDA graph, which is recorded anew whenever the plan evicts or encodes; so
             what launches kernels is not waited for. Without a draft.
         **inputs: none. What a processor makes of images is refused here; `model.generate` takes it, with
-            `past_key_values=kvtailor.cache_for(model, plan)`.
+            `cache=kvtailor.cache_for(model, plan)`.
 
     Raises:
         PlanError: the target's plan does not allow to verify several tokens at once; nothing has been done then.
@@ -228,9 +229,14 @@ def generate(
 
 def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> None:
     """Refuse images, which a draft and the readers of the stage `speculate` would have to read as well."""
-    instead = "call model.generate(**inputs, past_key_values=kvtailor.cache_for(model, plan)), which reads images"
+    instead = f"call model.generate(**inputs, {CACHE_ARGUMENT}=kvtailor.cache_for(model, plan)), which reads images"
     own, taken = inspect.signature(generate).parameters, inspect.signature(model.forward).parameters
     for name in inputs:
+        if name in CACHE_ARGUMENTS:
+            raise CacheMisuse(
+                f"kvtailor.generate makes the cache of its plan by itself, and got {name}: leave it out, or call "
+                f"model.generate(**inputs, {CACHE_ARGUMENT}=cache)"
+            )
         if name not in taken:
             raise UnknownName("argument of kvtailor.generate", name, own)
         if inputs[name] is not None:

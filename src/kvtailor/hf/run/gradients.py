@@ -22,6 +22,7 @@ from kvtailor.hf.attention import uncounted
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.modules import modules_by_layer
+from kvtailor.hf.versions import hand_cache
 
 __all__ = ["check_gradients", "log_gradients"]
 
@@ -136,7 +137,7 @@ def _gradients(
         options: dict[str, Any] = {"use_cache": False}
         if held is not None:
             layers = [_Beside(keys, values) for keys, values in held]
-            options = {"use_cache": True, "past_key_values": Cache(layers=layers)}
+            options = {"use_cache": True, **hand_cache(Cache(layers=layers))}
         # Clones, since what inference mode made cannot be kept for a gradient.
         model(input_ids=ids.clone(), **{name: each.clone() for name, each in inputs.items()}, **options)
         if len(ends) != 1 or len(taps) != len(geometry.compressed) or not ends[0].requires_grad:

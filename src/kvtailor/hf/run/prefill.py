@@ -26,6 +26,7 @@ from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.hidden_lengths import hidden_lengths
 from kvtailor.hf.run.gradients import check_gradients, log_gradients
+from kvtailor.hf.versions import CACHE_ARGUMENT, hand_cache
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
 from kvtailor.types import Repetition
@@ -58,7 +59,7 @@ def prefill(
 
     ```python
     cache = kvtailor.prefill(model, document_ids, plan="snapkv @ tokens=1024", chunk=512)
-    answer = model.generate(torch.cat([document_ids, question_ids], 1), past_key_values=copy.deepcopy(cache))
+    answer = model.generate(torch.cat([document_ids, question_ids], 1), cache=copy.deepcopy(cache))
     ```
 
     Args:
@@ -308,13 +309,13 @@ def _check_images(model: Any, cache: KvCache, ids: Tensor, chunk: int | None, in
     if chunk is not None and chunk < ids.shape[1]:
         raise CacheMisuse(
             f"asked for chunk={chunk} and for {names}, which belong to the whole prompt: leave chunk out, or call "
-            "model.generate(**inputs, past_key_values=cache, prefill_chunk_size=...), which splits them where the "
+            f"model.generate(**inputs, {CACHE_ARGUMENT}=cache, prefill_chunk_size=...), which splits them where the "
             "model allows it"
         )
     if cache.seen and cache.guard.rope.kept:
         raise CacheMisuse(
             f"this cache has seen {cache.seen} tokens, and the positions of an image among what follows ({names}) need "
-            "the whole conversation: give that to model.generate, with this cache as past_key_values"
+            f"the whole conversation: give that to model.generate, with this cache as {CACHE_ARGUMENT}"
         )
 
 
@@ -365,5 +366,5 @@ def fed(
     cache.guard.rope.put()
     if mask is not None:
         options |= _placed(model, cache, ids, mask, by_model=bool(inputs) and cache.guard.rope.kept)
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
+    logits: Tensor = model(input_ids=ids, **hand_cache(cache), use_cache=True, **options).logits
     return logits

@@ -16,6 +16,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
 from kvtailor.hf.switch import attention_restored
+from kvtailor.hf.versions import CACHE_ARGUMENT, find_cache, hand_cache, rename_cache
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
 
@@ -56,20 +57,21 @@ class Session:
         return prefill(self.model, input_ids, attention_mask, cache=self.cache(), **how, **inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`model.generate` with a new cache, unless one is given as `past_key_values`.
+        """`model.generate` with a new cache, unless one is given as `cache` (or by its older name, `past_key_values`).
 
         A plan that reads its context twice compresses all of the prompt but its last token before the first new one.
 
         Raises:
             CacheMisuse: a used cache was given, and the ids are not those of the conversation that it has seen the
                 beginning of; see `KvCache.check_ids`. New ids alone are taken where an attention_mask covers the tokens
-                seen as well.
+                seen as well. Or a cache was given by both names.
         """
         if len(args) > 1:
             # As `generate` names it.
             kwargs["generation_config"], args = args[1], (args[0], *args[2:])
-        given = kwargs.get("past_key_values")
-        cache = kwargs["past_key_values"] = self.cache() if given is None else given
+        given = find_cache(kwargs)
+        cache = self.cache() if given is None else given
+        kwargs = rename_cache({**kwargs, CACHE_ARGUMENT: cache} if given is None else kwargs)
         if isinstance(cache, KvCache) and self._asked("use_cache", kwargs, True) is False:
             raise CacheMisuse(
                 "use_cache=False feeds the whole text again at every token, and nothing would be compressed: leave it "
@@ -121,7 +123,7 @@ class Session:
         fed = continuation[:, :-1]
         for piece in fed.split(chunk or max(fed.shape[1], 1), 1):
             if piece.shape[1]:
-                logits.append(self.model(piece, past_key_values=cache, use_cache=True).logits)
+                logits.append(self.model(piece, **hand_cache(cache), use_cache=True).logits)
         log_probabilities = torch.cat(logits, 1).float().log_softmax(-1)
         return log_probabilities.gather(-1, continuation[..., None])[..., 0]
 
@@ -182,6 +184,6 @@ def session(model: Any, plan: str | Plan, tokenizer: Any = None, *, graphs: bool
         warnings.warn(
             f"{plain.count} forwards inside kvtailor.session read the model's own cache, on which {parsed} does "
             "nothing: use s.generate(...) of `with kvtailor.session(model, plan) as s`, or give "
-            "past_key_values=s.cache() to model.generate",
+            f"{CACHE_ARGUMENT}=s.cache() to model.generate",
             stacklevel=3,
         )
