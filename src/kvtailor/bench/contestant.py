@@ -100,4 +100,4 @@ class Contestant:
 
 OWN = Contestant(label="the model's own cache", text=None, hash="own")
 OTHER_ATTENTION = Contestant(label="the model's own cache under its other attention", text=None, hash="own, eager")
-"""Exact as well, and rounded elsewhere: a yardstick for what rounding does, see `bench.checks.rounding`."""
+"""Exact as well, and rounded elsewhere: a yardstick for what rounding does, see `bench.checks.reference`."""

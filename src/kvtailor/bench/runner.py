@@ -186,6 +186,7 @@ def run(
     for job in jobs:
         if job.kind not in KINDS or not KINDS[job.kind].of_cost:
             subject.answer_for(job.kind)
+    subject.check_finite()
     processes = process_group.started()
     _check_processes(jobs, processes.size)
     permits = checks.allowances(allow)

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvtailor.bench.contestant import OTHER_ATTENTION, Contestant
+from kvtailor.bench.contestant import OTHER_ATTENTION, OWN, Contestant
 from kvtailor.bench.data.overlap import Calibrated, read_back
 from kvtailor.calibration_file import Calibration
 from kvtailor.errors import KvtailorError
 from kvtailor.hf.model.fingerprint import fingerprint
 from kvtailor.hf.model.processes import started
 from kvtailor.hf.model.sharded import local_part
+from kvtailor.hf.model.vocabulary import check_ids, token_rows
 from kvtailor.hf.versions import hand_cache, read_cache
 from kvtailor.ledger import storage_bytes
 
@@ -172,6 +173,39 @@ class Subject:
         tied = head is not None and local_part(head.weight).data_ptr() == table.data_ptr()
         return sum(p.numel() for p in parameters), total, total if tied else total - of_all(storage_bytes([table]))
 
+    def check_finite(self) -> None:
+        """Feed a few tokens to the model's own cache.
+
+        Raises:
+            KvtailorError: its logits are NaN, so that no number of any plan means anything.
+        """
+        rows = token_rows(self.model)
+        if rows is None:
+            return
+        logits, _ = self.forward(torch.arange(min(8, rows))[None], self.new_cache(OWN))
+        if bool(logits.isnan().any()):
+            raise KvtailorError(self.not_a_number("of its first tokens"))
+
+    def not_a_number(self, what: str) -> str:
+        """Return the sentence on a model whose own logits are NaN.
+
+        Args:
+            what: whose logits they are, such as "of a text".
+        """
+        broken = [
+            name
+            for name, each in self.model.named_parameters()
+            if each.is_floating_point() and not bool(local_part(each).isfinite().all())
+        ]
+        named = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
+        dtype = str(self.dtype).removeprefix("torch.")
+        why = (
+            f"NaN or infinity stands in its weights ({named}): load them anew, from where they were whole"
+            if broken
+            else f"its weights are numbers, so {dtype} is too narrow for what it computes: ask for another dtype"
+        )
+        return f"the model's own logits {what} are NaN, whatever cache it has: {why}"
+
     def fingerprint(self) -> str | None:
         """See `hf.model.fingerprint.fingerprint`; None for a model without parameters.
 
@@ -306,9 +340,8 @@ class Subject:
         """The tokens of a long text, special ones apart."""
         if getattr(self.tokenizer, "is_fast", False):
             coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            return Tokens(
-                torch.tensor(coded["input_ids"]), text, _byte_ends(text, [end for _, end in coded["offset_mapping"]])
-            )
+            ends = _byte_ends(text, [end for _, end in coded["offset_mapping"]])
+            return Tokens(torch.tensor(self._known(coded["input_ids"])), text, ends)
         return Tokens(torch.tensor(self._ids(text)), text, None)
 
     def start(self) -> Tensor:
@@ -326,12 +359,17 @@ class Subject:
     def _ids(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise KvtailorError(f"asked for tokens of a text, but {self.name} has no tokenizer: give one")
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._known(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _start(self) -> list[int]:
         from kvtailor.hf.run.chat import start_ids
 
-        return start_ids(self.tokenizer)
+        return self._known(start_ids(self.tokenizer))
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        """The ids, of which the model has a row for each."""
+        check_ids(self.model, torch.tensor(ids, dtype=torch.int64))
+        return list(ids)
 
 
 def hash_of(*ids: Tensor) -> str:

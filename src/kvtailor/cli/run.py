@@ -129,9 +129,11 @@ def generate(
 
     from kvtailor.bench.measure.cache_fields import weigh
     from kvtailor.hf.model.processes import same_seed
+    from kvtailor.hf.model.vocabulary import check_ids
     from kvtailor.hf.run.prefill import begin as read_twice
     from kvtailor.hf.versions import hand_cache
 
+    check_ids(subject.model, prompt)
     cache = subject.new_cache(contestant)
     streamer = Streamer(subject.text, show)
     ids = prompt[None].to(subject.device)

@@ -21,12 +21,7 @@ from kvtailor.bench.checks.fraud import (
 )
 from kvtailor.bench.checks.holdings import of_holdings, same_peaks
 from kvtailor.bench.checks.results import is_smaller, of_results, same_doings
-from kvtailor.bench.checks.scores import (
-    check_identity,
-    check_whole_budget,
-    tolerances,
-    tolerances_of_another_path,
-)
+from kvtailor.bench.checks.scores import check_identity, check_whole_budget
 from kvtailor.bench.checks.texts import (
     check_calibration,
     check_distinct,
@@ -56,8 +51,6 @@ __all__ = [
     "findings",
     "is_allowance",
     "is_smaller",
-    "tolerances",
-    "tolerances_of_another_path",
     "warnings_of",
 ]
 

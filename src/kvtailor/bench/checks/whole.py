@@ -7,12 +7,16 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kvtailor.bench import checks
-from kvtailor.bench.checks.rounding import tolerances_here
+from kvtailor.bench.checks.reference import Reference, reference_of
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
 
 __all__ = ["WholeBudgets"]
+
+_FEW = 16
+_MANY = 128
+"""Targets that are fed one at a time: at first, and where those leave a doubt."""
 
 
 class WholeBudgets:
@@ -21,17 +25,25 @@ class WholeBudgets:
     Args:
         subject: the model; its `whole_budget` gives what a plan becomes.
         full: what they must equal.
-        score: the log-probabilities (t,) of the sample's targets under a plan.
+        score: the log-probabilities of the sample's first targets under a plan, as many as are asked for.
         what: name of the sample, for the sentence of a failure.
-        tokens: of the sample.
+        tokens: of the sample's context.
+        targets: that the sample has.
     """
 
     def __init__(
-        self, subject: Subject, full: Contestant, score: Callable[[Contestant], Tensor], what: str, tokens: int
+        self,
+        subject: Subject,
+        full: Contestant,
+        score: Callable[[Contestant, int], Tensor],
+        what: str,
+        tokens: int,
+        targets: int,
     ):
         self._subject, self._full, self._score, self._what = subject, full, score, what
-        self._tokens = tokens
-        self._reference: Tensor | None = None
+        self._tokens, self._few, self._many = tokens, min(_FEW, targets), min(_MANY, targets)
+        self._of_full: Tensor | None = None
+        self._reference: Reference | None = None
         self._notes: dict[str, tuple[str, ...]] = {}
 
     def check(self, contestant: Contestant) -> tuple[str, ...]:
@@ -49,14 +61,28 @@ class WholeBudgets:
 
     def _try(self, contestant: Contestant, whole: Contestant) -> tuple[str, ...]:
         try:
-            if self._reference is None:
-                self._reference = self._score(self._full)
-            ours = self._score(whole)
+            if self._of_full is None:
+                self._of_full = self._score(self._full, self._few)
+            ours = self._score(whole, self._few)
         except (KvtailorError, ValueError) as error:
             return (f"Its whole budget could not be tried as {whole.text}: {error}",)
-        usual = checks.tolerances_of_another_path(self._subject.dtype)
-        worst, mean = tolerances_here(self._subject, usual, ours - self._reference, self._score, tokens=self._tokens)
         checks.check_whole_budget(
-            contestant.label, str(whole.text), ours.tolist(), self._reference.tolist(), worst, self._what, mean
+            contestant.label,
+            str(whole.text),
+            ours,
+            self._of_full,
+            self._subject.dtype,
+            self._what,
+            lambda: (self._score(whole, self._many), self._held()),
         )
         return ()
+
+    def _held(self) -> Reference:
+        """What plans that are not near enough are held to, computed once."""
+        if self._reference is None:
+
+            def score(contestant: Contestant) -> list[Tensor]:
+                return [self._score(contestant, self._many)]
+
+            self._reference = reference_of(self._subject, score, self._tokens + self._many)
+        return self._reference

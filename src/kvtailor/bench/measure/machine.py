@@ -18,7 +18,7 @@ from kvtailor.hf.model import processes
 from kvtailor.ops import huge_pages
 from kvtailor.version import __version__
 
-__all__ = ["Neighbours", "describe", "matmul_flops", "read_bandwidth", "resident_bytes", "versions"]
+__all__ = ["Neighbours", "describe", "free_bytes", "matmul_flops", "read_bandwidth", "resident_bytes", "versions"]
 
 _PROBE_BYTES = 256 * 2**20
 # An accelerator reads 256 MiB in less time than a kernel launch takes.
@@ -137,6 +137,17 @@ def resident_bytes() -> tuple[int, int] | None:
         return None
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
     return (found["VmRSS"], found["VmHWM"]) if len(found) == 2 else None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a device has left for this process; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 @dataclass

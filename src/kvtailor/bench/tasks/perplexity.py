@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvtailor.bench import checks
 from kvtailor.bench.checks.probing import fed_scores, probe, rounding_of
-from kvtailor.bench.checks.rounding import tolerances_here
+from kvtailor.bench.checks.reference import Reference, reference_of
 from kvtailor.bench.checks.whole import WholeBudgets
 from kvtailor.bench.contestant import OWN, Contestant
 from kvtailor.bench.measure.cache_fields import weigh
@@ -37,7 +37,6 @@ from kvtailor.errors import KvtailorError
 
 __all__ = ["Perplexity", "Window", "score_window", "scored_pieces", "whole_budgets"]
 
-_WHOLE_TARGETS = 16
 _CHECKED = 2
 """Windows that the sanity checks of a plan read besides."""
 
@@ -96,8 +95,8 @@ class Perplexity(PlanByPlan):
         chunk: tokens of the continuation that are fed at once; None: all of them, so that they see each other exactly.
         beyond: a window may have more tokens than the model has positions, to see how a plan that streams fares there.
         windows: how many; fewer are taken, and it is said, where the text is too short.
-        tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: see
-            `checks.tolerances`.
+        tolerance: most that 'full' may differ from the model's own cache, in nats of one token; None: as much as
+            rounding gives, see `checks.check_identity`.
         least_distinct: see `checks.check_repetition`.
         state: 0: the windows that are spread evenly over the text. Any other chooses others at random, from another
             beginning, and is in every record.
@@ -212,7 +211,8 @@ class Perplexity(PlanByPlan):
         scored = self._run(subject, contestant, windows, advance)
         if contestant.is_full:
             shared.own = shared.own or self._run(subject, OWN, windows, advance)
-            self._check_identity(subject, scored, shared.own, windows)
+            said = self._check_identity(subject, scored, shared.own, windows)
+            tried += () if said is None else (said,)
         nll = tuple(-float(s.mean()) for s, _ in scored)
         if not all(math.isfinite(x) for x in nll):
             raise KvtailorError("The model gave a log-probability that is not a number.")
@@ -311,18 +311,21 @@ class Perplexity(PlanByPlan):
         ours: Sequence[tuple[Tensor, Any]],
         own: Sequence[tuple[Tensor, Any]],
         windows: Sequence[Window],
-    ) -> None:
-        def score(contestant: Contestant) -> Tensor:
-            if contestant is OWN:
-                return stock
-            return torch.cat([score_window(subject, contestant, w.context, w.targets, self.chunk)[0] for w in windows])
+    ) -> str | None:
+        """See `checks.check_identity`."""
+        flat, stock = ([scores for scores, _ in each] for each in (ours, own))
+        if any(bool(each.isnan().any()) for each in stock):
+            raise KvtailorError(subject.not_a_number(f"of {self.source}"))
 
-        flat, stock = (torch.cat([scores for scores, _ in each]) for each in (ours, own))
-        tokens = self.context + self.continuation
-        worst, mean = tolerances_here(subject, checks.tolerances(subject.dtype), flat - stock, score, tokens)
-        if self.tolerance is not None:
-            worst = self.tolerance
-        checks.check_identity(flat.tolist(), stock.tolist(), worst, self.source, mean)
+        def reference(chosen: Sequence[int]) -> Reference:
+            some = [windows[index] for index in chosen]
+
+            def score(contestant: Contestant) -> list[Tensor]:
+                return [score_window(subject, contestant, w.context, w.targets, self.chunk)[0] for w in some]
+
+            return reference_of(subject, score, self.context + self.continuation)
+
+        return checks.check_identity(flat, stock, subject.dtype, self.source, reference, self.tolerance)
 
 
 def origin_notes(source: str, origin: str | None) -> list[str]:
@@ -340,12 +343,11 @@ def whole_budgets(
 ) -> WholeBudgets:  # fmt: skip
     """Tries plans at their whole budget on the first tokens after a window's context, fed one at a time."""
     full = next((contestant for contestant in contestants if contestant.is_full), OWN)
-    targets = window.targets[:_WHOLE_TARGETS]
 
-    def score(contestant: Contestant) -> Tensor:
-        return score_window(subject, contestant, window.context, targets, chunk=1)[0]
+    def score(contestant: Contestant, count: int) -> Tensor:
+        return score_window(subject, contestant, window.context, window.targets[:count], chunk=1)[0]
 
-    return WholeBudgets(subject, full, score, source, window.context.numel() + targets.numel())
+    return WholeBudgets(subject, full, score, source, window.context.numel(), window.targets.numel())
 
 
 def score_window(

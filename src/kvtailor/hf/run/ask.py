@@ -22,6 +22,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.load_saved import load_cache
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.devices import input_device
+from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.chat import Prompt
 from kvtailor.hf.run.prefill import begin, prefill
 from kvtailor.hf.saved_ranks import shards_of
@@ -273,6 +274,8 @@ def _answered(
     """The answers to prompts (1, n), each on a copy of the reading's cache."""
     model, tokenizer = reading.model, reading.prompt.tokenizer
     found, ledgers = [], []
+    for ids in given:
+        check_ids(model, ids)
     for ids in given:
         mine, more = copy.deepcopy(reading.cache), dict(how)
         if not mine.seen:

@@ -20,6 +20,7 @@ from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
+from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
@@ -157,6 +158,7 @@ def generate(
             f"generating takes token ids (b, n), n at least 1, and max_new_tokens of at least 1, and got "
             f"{tuple(input_ids.shape)} and {max_new_tokens}"
         )
+    check_ids(model, input_ids)
     if streamer is not None and input_ids.shape[0] > 1:
         raise CacheMisuse(f"a streamer takes one row, and input_ids has {input_ids.shape[0]}: leave it out")
     _check_processes(model, gamma, min_gain, drafts=draft is not None or small_plan is not None, graphs=graphs)

@@ -25,6 +25,7 @@ from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.hidden_lengths import hidden_lengths
+from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.gradients import check_gradients, log_gradients
 from kvtailor.hf.versions import CACHE_ARGUMENT, hand_cache
 from kvtailor.plan import Plan
@@ -141,6 +142,9 @@ def read(
     _check(model, cache, input_ids, attention_mask, chunk)
     inputs = {name: value for name, value in (inputs or {}).items() if value is not None}
     _check_images(model, cache, input_ids, chunk, inputs)
+    if not inputs:
+        # Tokens that stand for images may have no row.
+        check_ids(model, input_ids)
     ids = input_ids.to(device)
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(device)
     engine, twice = cache.engine, cache.engine.needs.reconstruction

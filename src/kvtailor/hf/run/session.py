@@ -14,6 +14,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import NAME, counting_plain_forwards
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.make_cache import cache_for
+from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
 from kvtailor.hf.switch import attention_restored
 from kvtailor.hf.versions import CACHE_ARGUMENT, find_cache, hand_cache, rename_cache
@@ -80,6 +81,8 @@ class Session:
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if ids is None or not isinstance(cache, KvCache):
             return self.model.generate(*args, **kwargs)
+        if kwargs.get("pixel_values") is None:
+            check_ids(self.model, ids)
         mask, before = kwargs.get("attention_mask"), cache.seen
         alone = before > 0 and mask is not None and mask.shape[1] == before + ids.shape[1]
         if not alone:

@@ -1,0 +1,39 @@
+"""Token ids that a model has a row for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvtailor.errors import CacheMisuse
+
+__all__ = ["check_ids", "token_rows"]
+
+
+def token_rows(model: Any) -> int | None:
+    """Return the rows of a model's table of tokens; None where that is not known."""
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    shape = getattr(getattr(table, "weight", None), "shape", ())
+    return int(shape[0]) if len(shape) == 2 else None
+
+
+def check_ids(model: Any, ids: Tensor) -> None:
+    """Check ids before a model looks them up: torch would end in an `IndexError`, on an accelerator in an assertion.
+
+    Args:
+        model: that is fed them.
+        ids: of any shape.
+
+    Raises:
+        CacheMisuse: an id is negative or beyond the model's rows.
+    """
+    rows = token_rows(model)
+    if rows is None or not ids.numel() or ids.is_floating_point():
+        return
+    low, high = (int(each) for each in ids.aminmax())
+    if low < 0 or high >= rows:
+        raise CacheMisuse(
+            f"a token has the id {low if low < 0 else high}, and the model has rows for 0 to {rows - 1}: the tokenizer "
+            "is of another model, or tokens were added to it without model.resize_token_embeddings(len(tokenizer))"
+        )
