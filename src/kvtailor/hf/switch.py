@@ -4,14 +4,20 @@ transformers keeps the name of an attention in the configuration, so two models 
 switch. Each cache of a model holds the same `Lease`; when the last one is gone, so is the lease, and the names that
 were there before come back. A forward makes its mask under the name that it finds first, so nothing is given back while
 one is under way: then the end of the forward does it.
+
+What is copied, pickled or saved meanwhile has the names that were there before: nobody would give them back there.
+
+Python swallows an interrupt (Ctrl-C) that comes inside the callback of a weak reference. So there are two references to
+whatever ends: the second callback does what the first was kept from.
 """
 
 from __future__ import annotations
 
+import copyreg
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -43,10 +49,16 @@ class _Turn:
 
 _turn = _Turn()
 _switched: dict[int, _Switched] = {}
+# By class of configuration, how others than us would have it copied and pickled.
+_reducers: dict[type, Callable[[Any], Any] | None] = {}
 
 
 class Lease:
     """What every cache of a model holds, and its copies with it: while one is alive, the model's attention is ours."""
+
+    def __init__(self, record: _Switched):
+        # Kept as long as somebody has to be told of the end.
+        self.record = record
 
     def __copy__(self) -> Lease:
         return self
@@ -61,9 +73,9 @@ class _Switched:
     Attributes:
         text: the configuration of the decoder.
         own_name: the name under which our attention is registered.
-        lease: of the caches that are alive; None once all is given back.
+        lease: of the caches that are alive, two references; None once all is given back.
         before: by id, each configuration that was switched and the name of its attention before.
-        masks: by id, the masks of the forwards that are under way.
+        masks: by id, the masks of the forwards that are under way, two references each.
     """
 
     def __init__(self, text: Any, own_name: str):
@@ -72,29 +84,40 @@ class _Switched:
         forget = _switched.pop
         self._exits = sys.is_finalizing
         self.text, self.own_name = weakref.ref(text, lambda _: forget(key, None)), own_name
-        self.lease: weakref.ref[Lease] | None = None
+        self.lease: _Twice | None = None
         self.before: dict[int, tuple[weakref.ref[Any], str | None]] = {}
-        self.masks: dict[int, weakref.ref[Any]] = {}
+        self.masks: dict[int, _Twice] = {}
 
     def give_back(self) -> None:
         """Puts the names back, unless a cache is alive, a forward is under way, or another name has been set since."""
+        if self._exits():
+            return
         with _turn:
-            if self.masks or self.lease is None or self.lease() is not None:
+            self.masks = {key: mask for key, mask in self.masks.items() if mask[0]() is not None}
+            if self.masks or self.lease is None or self.lease[0]() is not None:
                 return
             for reference, name in self.before.values():
                 config = reference()
                 if config is not None and config._attn_implementation == self.own_name:
                     _set(config, name)
             self.before.clear()
+            _reduce_as_ever()
             self.lease = None
 
-    def forward_ended(self, key: int) -> None:
-        """The mask of a forward is gone, and so is the forward."""
-        if self._exits():
-            return
-        with _turn:
-            self.masks.pop(key, None)
-            self.give_back()
+
+_Twice = tuple[weakref.ref[Any], weakref.ref[Any]]
+
+
+def _references(value: Any, at_end: Callable[[], None]) -> _Twice:
+    """Two weak references, each of which calls `at_end` once the value is gone; see the module."""
+    return weakref.ref(value, lambda _: at_end()), weakref.ref(value, lambda _: at_end())
+
+
+def _give_back_late() -> None:
+    """Gives back what was to be given back, and was interrupted."""
+    for record in list(_switched.values()):
+        if record.lease is not None and record.lease[0]() is None:
+            record.give_back()
 
 
 def switch(model: Any, own_name: str) -> Lease:
@@ -106,19 +129,20 @@ def switch(model: Any, own_name: str) -> Lease:
     """
     text = model.config.get_text_config(decoder=True)
     with _turn:
+        _give_back_late()
         record = _switched.get(id(text))
         if record is None or record.text() is not text:
             record = _switched[id(text)] = _Switched(text, own_name)
-        lease = None if record.lease is None else record.lease()
+        lease = None if record.lease is None else record.lease[0]()
         if lease is None:
-            lease = Lease()
-            weakref.finalize(lease, record.give_back).atexit = False
-        # From here on an older lease that is collected late gives nothing back.
-        record.lease = weakref.ref(lease)
+            lease = Lease(record)
+            # From here on an older lease that is collected late gives nothing back.
+            record.lease = _references(lease, record.give_back)
         if text._attn_implementation != own_name:
             for config in _configs(model):
                 if config._attn_implementation != own_name:
                     record.before[id(config)] = weakref.ref(config), config._attn_implementation
+                    _reduce_with_name_before(type(config))
             if getattr(model.set_attn_implementation, "__self__", model)._can_set_attn_implementation():
                 model.set_attn_implementation(own_name)
             if text._attn_implementation != own_name:
@@ -131,10 +155,10 @@ def forward_began(config: Any, mask: Any) -> None:
     """A forward of a model with this configuration has made its mask, which lives until the forward ends."""
     text = config.get_text_config(decoder=True)
     with _turn:
+        _give_back_late()
         record = _switched.get(id(text))
         if record is not None and record.text() is text:
-            key, ended = id(mask), record.forward_ended
-            record.masks[key] = weakref.ref(mask, lambda _: ended(key))
+            record.masks[id(mask)] = _references(mask, record.give_back)
 
 
 def name_before(config: Any) -> str | None:
@@ -161,6 +185,52 @@ def attention_restored(model: Any, own_name: str) -> Iterator[None]:
         for config, name in before:
             if name != own_name and config._attn_implementation != name:
                 _set(config, name)
+
+
+def _names(config: Any) -> tuple[str, str | None] | None:
+    """Our name of a configuration's attention, and its name before; None where it is not switched."""
+    with _turn:
+        for record in _switched.values():
+            reference, name = record.before.get(id(config), (None, None))
+            if reference is not None and reference() is config:
+                return record.own_name, name
+    return None
+
+
+def _reduce(config: Any) -> Any:
+    """What `copy` and `pickle` take of a configuration: with the name of its attention before."""
+    theirs = _reducers.get(type(config))
+    found = config.__reduce_ex__(4) if theirs is None else theirs(config)
+    names = _names(config)
+    if names is None or not isinstance(found, tuple) or len(found) < 3 or not isinstance(found[2], dict):
+        return found
+    ours, before = names
+    state = {
+        name: before if name.startswith("_attn_implementation") and each == ours else each
+        for name, each in found[2].items()
+    }
+    return *found[:2], state, *found[3:]
+
+
+def _reduce_with_name_before(kind: type) -> None:
+    """From now on configurations of this class are copied and pickled by `_reduce`."""
+    theirs = copyreg.dispatch_table.get(kind)
+    if theirs is not _reduce:
+        _reducers[kind] = theirs
+        copyreg.dispatch_table[kind] = _reduce
+
+
+def _reduce_as_ever() -> None:
+    """Configurations of a class of which none is switched are copied and pickled as without us."""
+    lent = {type(config) for record in _switched.values() for each, _ in record.before.values() if (config := each())}
+    for kind in [kind for kind in _reducers if kind not in lent]:
+        theirs = _reducers.pop(kind)
+        if copyreg.dispatch_table.get(kind) is not _reduce:
+            continue
+        if theirs is None:
+            del copyreg.dispatch_table[kind]
+        else:
+            copyreg.dispatch_table[kind] = theirs
 
 
 def _configs(model: Any) -> list[Any]:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import gc
+import io
+import pickle
+import subprocess
+import sys
 import threading
+from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +20,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Dynamic
 
 import kvtailor
 from kvtailor.errors import PlanError
+from kvtailor.hf import switch as switch_module
 from kvtailor.hf.versions import hand_cache
 from tests.support.seam.zoo import build, prompts
 
@@ -184,3 +192,171 @@ def test_threads_that_make_and_drop_caches_do_not_meet() -> None:
     [thread.join() for thread in threads]
     assert not faults
     assert attention_of(model) == "sdpa"
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+@pytest.mark.parametrize("way", ["deepcopy", "deepcopy of the config", "copy of the config", "pickle", "torch.save"])
+def test_a_copy_made_meanwhile_has_the_models_own_attention(way: str, own: str) -> None:
+    """Nobody would ever give it back there."""
+    model = build("llama", attention=own)
+    cache = kvtailor.cache_for(model, SNAP)
+    config = _copied_config(model, way)
+    assert config._attn_implementation == own
+    assert model.config._attn_implementation == "kvtailor"
+    del cache
+    assert attention_of(model) == own
+    assert not switch_module._reducers
+    assert type(model.config) not in copyreg.dispatch_table
+
+
+def _copied_config(model, way: str):
+    if way == "deepcopy":
+        copied = copy.deepcopy(model)
+        ids, _ = prompts((9,))
+        with torch.no_grad():
+            found = copied(ids, output_attentions=model.config._attn_implementation == "eager")
+            torch.testing.assert_close(found.logits, model(ids).logits)
+        return copied.config
+    if way == "deepcopy of the config":
+        return copy.deepcopy(model.config)
+    if way == "copy of the config":
+        return copy.copy(model.config)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(model)).config
+    held = io.BytesIO()
+    torch.save(model, held)
+    held.seek(0)
+    return torch.load(held, weights_only=False).config
+
+
+def test_a_deep_copy_of_an_eager_model_gives_its_attentions() -> None:
+    model = build("llama", attention="eager")
+    cache = kvtailor.cache_for(model, SNAP)
+    reference = copy.deepcopy(model)
+    del cache
+    with torch.no_grad():
+        found = reference(prompts((9,))[0], output_attentions=True).attentions
+    assert len(found) == model.config.num_hidden_layers
+    assert found[0].shape[-2:] == (9, 9)
+
+
+def test_every_configuration_of_a_model_of_parts_is_copied_as_it_was() -> None:
+    model = build("gemma3")
+    parts = switch_module._configs(model)
+    before = [part._attn_implementation for part in parts]
+    cache = kvtailor.cache_for(model, SNAP)
+    assert any(part._attn_implementation == "kvtailor" for part in parts)
+    assert [copy.deepcopy(part)._attn_implementation for part in parts] == before
+    del cache
+
+
+def test_a_reducer_of_somebody_else_stays() -> None:
+    model = build("llama")
+
+    def theirs(config):
+        return type(config).from_dict, (config.to_dict(),)
+
+    copyreg.pickle(type(model.config), theirs)
+    try:
+        cache = kvtailor.cache_for(model, SNAP)
+        assert copy.deepcopy(model.config)._attn_implementation != "kvtailor"
+        del cache
+        gc.collect()
+        assert copyreg.dispatch_table[type(model.config)] is theirs
+    finally:
+        copyreg.dispatch_table.pop(type(model.config), None)
+
+
+def test_a_process_without_kvtailor_reads_what_was_saved_meanwhile(tmp_path) -> None:
+    model = build("llama", layers=1)
+    cache = kvtailor.cache_for(model, SNAP)
+    torch.save(model, tmp_path / "model.pt")
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
+    model.save_pretrained(tmp_path / "folder")
+    assert "kvtailor" not in (tmp_path / "folder" / "config.json").read_text()
+    del cache
+    code = (
+        "import pickle, sys, torch\n"
+        "sys.modules['kvtailor'] = None\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "first = torch.load(folder + '/model.pt', weights_only=False)\n"
+        "second = pickle.load(open(folder + '/model.pickle', 'rb'))\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "third = AutoModelForCausalLM.from_pretrained(folder + '/folder')\n"
+        "ids = torch.tensor([[5, 6, 7]])\n"
+        "with torch.no_grad():\n"
+        "    found = [each(ids).logits for each in (first, second, third)]\n"
+        "assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_at_any_line_leaves_the_models_own_attention() -> None:
+    """Python swallows Ctrl-C inside the callback of a weak reference, and what was due is done all the same.
+
+    Each line of the module is interrupted once, at each of its first visits, while a cache is made, used and dropped.
+    """
+    interrupted = 0
+    for code, line, visit in _visits():
+        model = build("llama", layers=1, attention="eager")
+        hit = _interrupted(model, code, line, visit)
+        interrupted += hit
+        gc.collect()
+        found = model.config._attn_implementation
+        assert found == "eager", f"interrupted at visit {visit} of line {line} in {code}: {found}"
+        assert not switch_module._reducers or not hit
+    assert interrupted >= 60
+
+
+def _life_of_a_cache(model) -> None:
+    cache = kvtailor.cache_for(model, SNAP)
+    with torch.no_grad():
+        model(prompts((9,))[0], **hand_cache(cache))
+    del cache
+
+
+def _visits() -> list[tuple[str, int, int]]:
+    """(function, line, visit) of all lines of the module that a cache's life comes by."""
+    counts: Counter[tuple[str, int]] = Counter()
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != switch_module.__file__:
+            return None
+        if event in ("call", "line"):
+            counts[frame.f_code.co_name, frame.f_lineno] += 1
+        return trace
+
+    model = build("llama", layers=1, attention="eager")
+    sys.settrace(trace)
+    try:
+        _life_of_a_cache(model)
+    finally:
+        sys.settrace(None)
+    return [(code, line, visit) for (code, line), count in counts.items() for visit in range(1, min(count, 3) + 1)]
+
+
+def _interrupted(model, code: str, line: int, visit: int) -> bool:
+    seen = 0
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if frame.f_code.co_filename != switch_module.__file__:
+            return None
+        if event in ("call", "line") and (frame.f_code.co_name, frame.f_lineno) == (code, line):
+            seen += 1
+            if seen == visit:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    # Python reports what it swallows, and pytest keeps the report with all its frames, and so the cache.
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt):
+            _life_of_a_cache(model)
+    finally:
+        sys.settrace(None)
+        sys.unraisablehook = before
+    return seen >= visit
