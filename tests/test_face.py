@@ -11,7 +11,8 @@ import torch
 
 import kvtailor
 from kvtailor.errors import ArgumentError, KvtailorError, UnknownName
-from kvtailor.plan.calls import _hints
+from kvtailor.fitting.progress import Progress
+from kvtailor.plan.calls import _hints, check_call
 
 PLAN = "snapkv(window=4) @ tokens=16"
 
@@ -80,3 +81,19 @@ def test_an_unknown_argument_has_neighbours() -> None:
     with pytest.raises(UnknownName, match="kvtailor.cache_for named 'graph'; did you mean 'graphs'"):
         kvtailor.cache_for(None, PLAN, graph=True)  # type: ignore[call-arg]
     assert issubclass(ArgumentError, KvtailorError)
+
+
+def test_a_protocol_is_met_by_its_names() -> None:
+    class Tells:
+        def stage(self, name: str, steps: int) -> object: ...
+
+        def finish(self, record: object) -> None: ...
+
+    @check_call
+    def taking(progress: Progress | None = None) -> bool:
+        return progress is not None
+
+    assert taking(progress=Tells()) and not taking()
+    for wrong in (3, "often", object()):
+        with pytest.raises(ArgumentError, match="progress must be"):
+            taking(progress=wrong)

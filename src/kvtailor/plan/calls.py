@@ -102,6 +102,9 @@ def _is_of(value: object, hint: Any) -> bool:
         return any(isinstance(each, str) for each in inner)
     if isinstance(origin, type):
         return isinstance(value, origin)
+    if getattr(hint, "_is_protocol", False):
+        # A protocol asks for names, not for a class.
+        return all(hasattr(value, name) for name in vars(hint) if not name.startswith("_"))
     try:
         fit(value, hint)
     except TypeError:
