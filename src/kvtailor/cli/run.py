@@ -131,6 +131,7 @@ def generate(
     from kvtailor.hf.model.processes import same_seed
     from kvtailor.hf.model.vocabulary import check_ids
     from kvtailor.hf.run.prefill import begin as read_twice
+    from kvtailor.hf.run.words import left_out
     from kvtailor.hf.versions import hand_cache
 
     check_ids(subject.model, prompt)
@@ -156,6 +157,7 @@ def generate(
             max_new_tokens=tokens,
             pad_token_id=subject.tokenizer.pad_token_id,
             streamer=streamer,
+            **left_out(subject.model, temperature),
             **how,
         )
     weight, times = weigh(cache), streamer.times
@@ -186,7 +188,7 @@ def _number(option: click.Parameter, value: float) -> float:
 @click.option("--plan", default="full", show_default=True, help='One line, such as "snapkv @ tokens=256".')
 @click.option("--prompt", help="The prompt itself.")
 @click.option(
-    "--prompt-file", type=click.File(encoding="utf-8"), help="A file with the prompt; without it standard input."
+    "--prompt-file", type=click.File(encoding="utf-8-sig"), help="A file with the prompt; without it standard input."
 )
 @click.option(
     "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate."
@@ -237,6 +239,7 @@ def command(
     from kvtailor.bench.subject import Subject
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.model.processes import started
+    from kvtailor.hf.run.words import told
 
     console = Console(stderr=True, highlight=False)
     try:
@@ -253,6 +256,9 @@ def command(
             console.print(
                 f"The model has positions for {tokens} new tokens after this prompt, not for {max_new_tokens}."
             )
+        said = told(subject.model, temperature)
+        if said is not None:
+            console.print(said, markup=False)
         found = generate(
             subject,
             contestant,
@@ -281,7 +287,7 @@ def _prompt_text(prompt: str | None, prompt_file: Any) -> str:
     if prompt is None and prompt_file is None and sys.stdin.isatty():
         raise click.UsageError("There is no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input.")
     try:
-        text = prompt if prompt is not None else (prompt_file or click.open_file("-", encoding="utf-8")).read()
+        text = prompt if prompt is not None else (prompt_file or click.open_file("-", encoding="utf-8-sig")).read()
     except UnicodeDecodeError as error:
         raise click.ClickException(f"The prompt is not UTF-8 text ({error}): give a text file.") from error
     if not text.strip():

@@ -108,14 +108,14 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a regular file in UTF-8, with the line breaks that it has.
+    """Return the text of a regular file in UTF-8, with the line breaks that it has and without a byte order mark.
 
     Raises:
         FileError: it is not UTF-8.
         OSError: as `read_bytes`.
     """
     try:
-        return read_bytes(path).decode("utf-8")
+        return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{str(path)!r} is no text in UTF-8: {error}") from error
 

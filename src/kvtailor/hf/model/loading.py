@@ -76,6 +76,8 @@ def load(
             )
         return _random(str(model), dtype, device)
     name = source_of(model)
+    if not is_local(name):
+        check_hub(name)
     if dtype is None and torch.device(device or "cpu").type == "cpu":
         # What cannot be read is refused below, in the words of what reads the weights.
         with suppress(KvtailorError):
@@ -152,7 +154,7 @@ def slow_here(config: Any) -> str:
 def _read(
     name: str, dtype: torch.dtype | str | None, processes: Processes
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """From this disk where all of it is there, without a word to the hub; else from the hub, if it answers at all."""
+    """From this disk where all of it is there, without a word to the hub; else from the hub, which answers."""
 
     def read(local: bool) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", local_files_only=local)
@@ -172,8 +174,6 @@ def _read(
                 check_hub(name)
             except ConnectionError as unreachable:
                 raise ConnectionError(f"{unreachable}; what is here cannot be read: {error}") from error
-    else:
-        check_hub(name)
     return read(False)
 
 

@@ -6,7 +6,6 @@ The context is read and compressed once; each question goes on from a copy, so t
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.chat import Prompt
 from kvtailor.hf.run.prefill import begin, prefill
+from kvtailor.hf.run.words import words_of
 from kvtailor.hf.saved_ranks import shards_of
 from kvtailor.hf.saving import save
 from kvtailor.hf.versions import CACHE_ARGUMENTS, hand_cache
@@ -98,7 +98,7 @@ class Reading:
     def ask(self, questions: str | Sequence[str], *, max_new_tokens: int = 256, **generation: Any) -> Answers:
         """Answers questions about the context, each as if it were the only one. See `kvtailor.ask`."""
         asked = _questions(questions)
-        how = _generation(self.model, max_new_tokens, generation)
+        how = _generation(self.model, self.prompt.tokenizer, max_new_tokens, generation)
         given = [
             torch.cat([self.ids, self.prompt.question(each, self.after)[None].to(self.ids.device)], 1) for each in asked
         ]
@@ -247,7 +247,7 @@ def ask(
     if question not in ("after", "inside", "before"):
         raise UnknownName("place of the question", str(question), ("after", "inside", "before"))
     asked = _questions(questions)
-    how = _generation(model, max_new_tokens, generation)
+    how = _generation(model, tokenizer, max_new_tokens, generation)
     if question == "after":
         how_read: dict[str, Any] = {"separator": separator, "answer_prefix": answer_prefix, "chunk": chunk}
         reading = read(model, tokenizer, context, plan=plan, **how_read)
@@ -316,7 +316,7 @@ def _questions(questions: str | Sequence[str]) -> tuple[str, ...]:
     return asked
 
 
-def _generation(model: Any, max_new_tokens: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _generation(model: Any, tokenizer: Any, max_new_tokens: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `model.generate`, all that belongs to the generation config in one.
 
     Raises:
@@ -331,13 +331,10 @@ def _generation(model: Any, max_new_tokens: int, given: Mapping[str, Any]) -> di
     if (given.get("num_return_sequences") or 1) > 1:
         several = given["num_return_sequences"]
         raise CacheMisuse(f"num_return_sequences={several}: a question has one answer; ask it again for another")
+    given = words_of(model, given, tokenizer=tokenizer)
     rest = {name: value for name, value in given.items() if name != "generation_config"}
     config = copy.deepcopy(given.get("generation_config") or model.generation_config)
     more = config.update(**rest, max_new_tokens=max_new_tokens)
-    known = [name for name in inspect.signature(model.generate).parameters if name not in ("inputs", "kwargs")]
-    for name in more:
-        if name not in known:
-            raise UnknownName("argument of generate", name, (*known, *config.to_dict()))
     if (config.num_return_sequences or 1) > 1:
         raise CacheMisuse(
             f"the generation config has num_return_sequences={config.num_return_sequences}, and a question has one "
@@ -345,10 +342,7 @@ def _generation(model: Any, max_new_tokens: int, given: Mapping[str, Any]) -> di
         )
     if config.prompt_lookup_num_tokens or more.get("assistant_model") is not None:
         raise CacheMisuse("prompt lookup and assisted decoding need an empty cache: draft with kvtailor.generate")
-    if config.use_cache is False or config.cache_implementation is not None:
-        raise CacheMisuse(
-            f"use_cache={config.use_cache} and cache_implementation={config.cache_implementation!r}: the answers come "
-            "from the plan's own cache, so leave both out"
-        )
     config.num_beams = config.num_beams or 1
-    return {**more, "generation_config": config}
+    # What the config leaves open, transformers takes from the model's own; an argument goes before both.
+    again = {name: given[name] for name in ("use_cache", "cache_implementation") if name in given}
+    return {**more, **again, "generation_config": config}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
+from kvtailor.hf.run.words import known_words, own_words
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
@@ -39,6 +41,9 @@ from kvtailor.speculate.statistics import Level, Statistics
 from kvtailor.speculate.steps import Steps
 
 __all__ = ["Generated", "generate"]
+
+# Words of a generation config about what holds the keys and values, and about lengths, which are given here.
+_OF_CACHES = frozenset({"use_cache", "cache_implementation", "cache_config", "max_cache_len", "max_length"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,11 +244,24 @@ def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Non
                 f"kvtailor.generate makes the cache of its plan by itself, and got {name}: leave it out, or call "
                 f"model.generate(**inputs, {CACHE_ARGUMENT}=cache)"
             )
+        if name in known_words(model) - taken.keys():
+            raise CacheMisuse(
+                f"kvtailor.generate decodes by itself and has no {name}=: s.generate(ids, {name}=...) of `with "
+                "kvtailor.session(model, plan) as s`, and model.generate with kvtailor.cache_for(model, plan), take it"
+            )
         if name not in taken:
             raise UnknownName("argument of kvtailor.generate", name, own)
         if inputs[name] is not None:
             raise CacheMisuse(f"kvtailor.generate reads text alone, and got {name}: {instead}")
     check_text(model, ids, "kvtailor.generate", instead)
+    left_out = own_words(model).keys() - own.keys() - _OF_CACHES
+    if left_out:
+        said = ", ".join(f"{name}={value!r}" for name, value in own_words(model).items() if name in left_out)
+        warnings.warn(
+            f"the model's generation config (generation_config.json) says {said}, which kvtailor.generate leaves out; "
+            "s.generate(ids) of `with kvtailor.session(model, plan) as s` follows it",
+            stacklevel=5,
+        )
 
 
 def _parsed(plan: str | Plan | None) -> Plan | None:

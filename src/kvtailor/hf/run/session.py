@@ -16,6 +16,7 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
+from kvtailor.hf.run.words import words_of
 from kvtailor.hf.switch import attention_restored
 from kvtailor.hf.versions import CACHE_ARGUMENT, find_cache, hand_cache, rename_cache
 from kvtailor.plan import Plan
@@ -63,9 +64,11 @@ class Session:
         A plan that reads its context twice compresses all of the prompt but its last token before the first new one.
 
         Raises:
-            CacheMisuse: a used cache was given, and the ids are not those of the conversation that it has seen the
-                beginning of; see `KvCache.check_ids`. New ids alone are taken where an attention_mask covers the tokens
-                seen as well. Or a cache was given by both names.
+            UnknownName: neither `generate` nor the model takes such an argument.
+            CacheMisuse: what was asked cannot go with a cache of ours, see `hf.run.words`; or a used cache was given,
+                and the ids are not those of the conversation that it has seen the beginning of, see
+                `KvCache.check_ids`. New ids alone are taken where an attention_mask covers the tokens seen as well.
+                Or a cache was given by both names.
         """
         if len(args) > 1:
             # As `generate` names it.
@@ -73,11 +76,8 @@ class Session:
         given = find_cache(kwargs)
         cache = self.cache() if given is None else given
         kwargs = rename_cache({**kwargs, CACHE_ARGUMENT: cache} if given is None else kwargs)
-        if isinstance(cache, KvCache) and self._asked("use_cache", kwargs, True) is False:
-            raise CacheMisuse(
-                "use_cache=False feeds the whole text again at every token, and nothing would be compressed: leave it "
-                "out"
-            )
+        if isinstance(cache, KvCache):
+            kwargs = words_of(self.model, kwargs, tokenizer=self.tokenizer)
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if ids is None or not isinstance(cache, KvCache):
             return self.model.generate(*args, **kwargs)

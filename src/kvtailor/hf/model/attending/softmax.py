@@ -29,6 +29,7 @@ REFUSED = {
 # a forward returns. Models hand on what their callers gave them, whether it is of use to an attention or not.
 CHANGES_NOTHING = frozenset(
     {
+        "assistant_tokenizer", "tokenizer",
         "attention_mask", "audio_attention_mask", "audio_embed_sizes", "audio_feature_lengths", "audio_input_features",
         "cache_params", "cache_position", "conv_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deepstack_visual_embeds",
         "deterministic", "dropout", "feature_attention_mask", "image_grid_thw", "image_pixel_values",
