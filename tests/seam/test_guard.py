@@ -18,7 +18,7 @@ import kvtailor
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.versions import hand_cache
 from tests.support.crossed import crossed
-from tests.support.seam.zoo import build, error, prompts
+from tests.support.seam.zoo import ROUNDING, build, error, prompts
 
 OURS = str(Path(kvtailor.__file__).parent)
 PLANS = (
@@ -118,7 +118,7 @@ def assert_right_or_refused(plan: str, family: str, points: int | None) -> tuple
                 assert "not to be trusted" in str(refusal) or "its end" in str(refusal), (name, line)
                 refused += 1
                 continue
-            assert error(found, expected[seen]) < 1e-5, f"{name}, line {line} of {count}, {seen} tokens seen"
+            assert error(found, expected[seen]) < ROUNDING, f"{name}, line {line} of {count}, {seen} tokens seen"
             right += 1
     return refused, right
 

@@ -15,7 +15,7 @@ from kvtailor.ops.dispatch import using
 from kvtailor.plan import Plan
 from tests.support.calibrated import shipped_for
 from tests.support.every_plan import every_plan, first_of_each_method
-from tests.support.seam.zoo import VOCABULARY, build, error, prompts
+from tests.support.seam.zoo import ROUNDING, VOCABULARY, build, error, prompts
 from tests.support.sharp_model import sharp_model
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no C++ kernels, and so no short way")
@@ -220,7 +220,7 @@ def test_chosen_pages_end_it_where_a_layer_changes_or_padding_is_hidden(plan, ta
     taken.update(short=0)
     _, other_logits, other = padded(model, plan)
     assert taken["short"] == 0 or "dense_layers=1" in plan
-    assert max(error(a, b) for a, b in zip(other_logits, logits, strict=True)) < 2e-5
+    assert max(error(a, b) for a, b in zip(other_logits, logits, strict=True)) < ROUNDING
     assert torch.equal(other.held(), cache.held()) and other.ledger() == cache.ledger()
 
 
@@ -251,7 +251,7 @@ def test_padded_batches_take_it_too(plan, taken):
     taken["general"] = 0
     other_tokens, other_logits, other = padded(model, plan)
     assert all(torch.equal(a, b) for a, b in zip(tokens, other_tokens, strict=True))
-    assert max(error(a, b) for a, b in zip(other_logits, logits, strict=True)) < 2e-5
+    assert max(error(a, b) for a, b in zip(other_logits, logits, strict=True)) < ROUNDING
     assert torch.equal(other.held(), cache.held()) and other.ledger() == cache.ledger()
     assert torch.equal(other.guard.real, cache.guard.real)
     assert taken["short"] >= 14 * 3, taken
@@ -264,7 +264,7 @@ def test_a_token_that_is_hidden_later_is_not_read(taken):
         _, logits, _ = padded(model, "full", hide=(12, 30))
     _, other, _ = padded(model, "full", hide=(12, 30))
     _, seeing, _ = padded(model, "full")
-    assert max(error(a, b) for a, b in zip(other, logits, strict=True)) < 2e-5
+    assert max(error(a, b) for a, b in zip(other, logits, strict=True)) < ROUNDING
     assert error(other[13], seeing[13]) > 1e-3
     assert taken["short"]
 
@@ -331,7 +331,7 @@ def test_a_copy_and_its_original_go_on_apart(taken):
         model(token, **hand_cache(again))
     for state, reference in zip(cache.engine.states, again.engine.states, strict=True):
         for name, tensor in state.stored.tail.state()[1].items():
-            assert error(tensor.float(), reference.stored.tail.state()[1][name].float()) < 1e-5
+            assert error(tensor.float(), reference.stored.tail.state()[1][name].float()) < ROUNDING
 
 
 @pytest.mark.parametrize("plan", ["full", "kivi(bits=4, group=8, recent=24)"])

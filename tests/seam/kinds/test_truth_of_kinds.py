@@ -15,7 +15,7 @@ from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.seam.methods.test_truth_of_presets import Stored, check_stored
 from tests.support.seam.layer_kinds import FEW, HYBRIDS, MIXED
-from tests.support.seam.zoo import build, error, held_columns, prompts
+from tests.support.seam.zoo import ROUNDING, build, error, held_columns, prompts
 
 KINDS = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in (*HYBRIDS, *MIXED)]
 EVICTING = (
@@ -134,5 +134,5 @@ def test_the_mass_of_a_shared_layer_is_that_of_all_who_read_it() -> None:
     state = cache.engine.states[cache.geometry.compressed.index(source)]
     heads = expected.unflatten(1, (state.heads, -1)).sum(2)
     found = torch.cat(state.observed.evidence.mass, 1).view(1, state.heads, -1)
-    assert error(found, heads) < 1e-5
+    assert error(found, heads) < ROUNDING
     assert error(found, given[source].sum(2).unflatten(1, (state.heads, -1)).sum(2)) > 0.1

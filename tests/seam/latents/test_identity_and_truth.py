@@ -15,7 +15,7 @@ from kvtailor.hf.versions import hand_cache
 from tests.seam.methods.test_identity import MODES, generated
 from tests.support.crossed import crossed
 from tests.support.seam.latent_zoo import LATENT_FAMILIES, MIXED_FAMILIES, LatentReference, build_latent, own_bytes
-from tests.support.seam.zoo import error, held_columns, prompts
+from tests.support.seam.zoo import ROUNDING, error, held_columns, prompts
 
 EVERY = (*LATENT_FAMILIES, *MIXED_FAMILIES)
 # Of these every test is quick; the others are of `make test-all`.
@@ -62,7 +62,7 @@ def test_full_equals_the_models_own_cache(family: str, mode: str) -> None:
     found = generated(ours, cache, ids, mask, **MODES[mode])
     assert torch.equal(found.sequences, expected.sequences)
     for now, then in zip(found.logits, expected.logits, strict=True):
-        assert error(now, then) < 1e-5
+        assert error(now, then) < ROUNDING
     assert cache.seen == ids.shape[1] + 11
     assert cache.ledger().full == own_bytes(theirs)
 
@@ -77,7 +77,7 @@ def test_turn_two_equals_one_shot(family: str) -> None:
     mask = torch.cat([mask, mask.new_ones(2, more.shape[1] - mask.shape[1])], 1)
     found, expected = generated(ours, cache, more, mask), generated(own, None, more, mask)
     assert torch.equal(found.sequences, expected.sequences)
-    assert max(error(a, b) for a, b in zip(found.logits, expected.logits, strict=True)) < 1e-5
+    assert max(error(a, b) for a, b in zip(found.logits, expected.logits, strict=True)) < ROUNDING
 
 
 @pytest.mark.parametrize(("family", "plan"), few(crossed(EVERY, EVICTING)))
@@ -89,7 +89,7 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits
     real = mask.bool()[:, :, None]
-    assert error(logits * real, reference(ids, mask, {}) * real) < 1e-5
+    assert error(logits * real, reference(ids, mask, {}) * real) < ROUNDING
     token, dropped = logits[:, -1:].argmax(-1), []
     for step in range(16):
         held = held_columns(cache)
@@ -98,7 +98,7 @@ def test_logits_equal_a_full_cache_with_the_dropped_tokens_masked(family: str, p
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
         logits = model(token, **hand_cache(cache), **options).logits
-        assert error(logits, reference(token, mask, held)) < 1e-5, f"at decoded token {step}"
+        assert error(logits, reference(token, mask, held)) < ROUNDING, f"at decoded token {step}"
         token = logits.argmax(-1)
     assert dropped[0] > 0, "the plan evicted nothing, so this test has shown nothing"
 
@@ -132,7 +132,7 @@ def test_codes_are_read_as_the_models_own_cache_of_decoded_latents(family: str, 
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     first = model(ids, attention_mask=mask, **hand_cache(cache), position_ids=positions).logits
     real = mask.bool()[:, :, None]
-    assert error(first * real, reference(ids, mask, {}) * real) < 1e-5
+    assert error(first * real, reference(ids, mask, {}) * real) < ROUNDING
     token, held = first[:, -1:].argmax(-1), held_columns(cache)
     changed = 0.0
     layers = [reference.cache.layers[index] for index in cache.geometry.compressed]
@@ -175,7 +175,7 @@ def test_a_padded_batch_of_three_equals_each_alone(family: str, plan: str) -> No
     together = decoded(ids, mask, forced)
     for row, length in enumerate(lengths):
         alone = decoded(ids[row : row + 1, -length:], mask[row : row + 1, -length:], forced[row : row + 1])
-        assert error(together[row], alone[0]) < 2e-5, f"row {row}"
+        assert error(together[row], alone[0]) < ROUNDING, f"row {row}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -23,7 +23,7 @@ from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.support.every_plan import every_plan
 from tests.support.seam.latent_zoo import LATENT_FAMILIES, build_latent
-from tests.support.seam.zoo import build, error, prompts
+from tests.support.seam.zoo import ROUNDING, build, error, prompts
 
 SNAP = "snapkv(window=6) @ tokens=16"
 
@@ -167,7 +167,7 @@ def test_a_forward_without_the_cache_after_one_that_was_broken_off(length: int, 
     with pytest.raises(CacheMisuse, match="updated this cache, but its attention never used it"):
         model(ids, **hand_cache(cache))
     cache.reset()
-    assert error(model(ids, **hand_cache(cache)).logits, own(ids).logits) < 1e-5
+    assert error(model(ids, **hand_cache(cache)).logits, own(ids).logits) < ROUNDING
 
 
 @torch.no_grad()
@@ -260,7 +260,7 @@ def test_a_cache_without_latents_is_not_disturbed() -> None:
     cache = kvtailor.cache_for(latent, "full")
     broken_off(latent, cache, ids)
     found = plain(ids, **hand_cache(kvtailor.cache_for(plain, "full"))).logits
-    assert error(found, build("llama")(ids).logits) < 1e-5
+    assert error(found, build("llama")(ids).logits) < ROUNDING
 
 
 @pytest.mark.parametrize("family", LATENT_FAMILIES)

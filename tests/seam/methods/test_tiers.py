@@ -17,7 +17,7 @@ from kvtailor.errors import CacheMisuse, TierError
 from kvtailor.hf.versions import hand_cache
 from kvtailor.plan import Plan
 from tests.seam.test_modes import decoded
-from tests.support.seam.zoo import build, error, prompts
+from tests.support.seam.zoo import ROUNDING, build, error, prompts
 
 PLANS = (
     "plain(block_size=8)",
@@ -96,7 +96,7 @@ def test_full_leaves_in_blocks(tmp_path: Path) -> None:
     assert str(Plan.parse(plan)).startswith("plain(block_size=8) + disk(")
     full, _ = decoded(model, ids, mask, "full", steps=20)
     found, cache = decoded(model, ids, mask, plan, steps=20)
-    assert error(found, full) < 1e-5
+    assert error(found, full) < ROUNDING
     assert all(state.stored.tail.length < 8 for state in cache.engine.states)
     assert (cache.held() == torch.tensor([68, 68 - 17])[:, None, None]).all()
 
@@ -245,7 +245,7 @@ def test_a_context_above_the_limit_runs_where_the_resident_one_refuses(tmp_path:
     full = fed("full")
     with pytest.raises(TierError, match=rf"allows {most} bytes on the device, and after \d+ tokens.*takes \d+; allow"):
         fed(f"device(device_bytes={most})")
-    assert error(fed(on_disk("full", tmp_path, f"block=16, device_bytes={most}")), full) < 1e-5
+    assert error(fed(on_disk("full", tmp_path, f"block=16, device_bytes={most}")), full) < ROUNDING
     with pytest.raises(TierError, match="bytes on the device"):
         fed(on_disk("full", tmp_path, f"block=16, device_bytes={most // 20}"))
     with pytest.raises(TierError, match=r"disk: \d+ bytes more would make \d+ there.*disk_bytes=100000"):

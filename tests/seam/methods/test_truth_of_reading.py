@@ -21,7 +21,7 @@ from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes
 from kvtailor.ops.segments.coded import Whole
 from tests.support.crossed import crossed
-from tests.support.seam.zoo import MaskedReference, build, error, held_columns, prompts
+from tests.support.seam.zoo import ROUNDING, MaskedReference, build, error, held_columns, prompts
 
 PLANS = (
     "quest(tokens=12, least=1, dense_layers=0) + indexed(page=4, block_size=8)",
@@ -131,7 +131,7 @@ def check_reading(
             unread += int((before & mask.bool()[:, None] & ~read).sum())
             allowed[layer] = read
         real = mask[:, -token.shape[1] :, None]
-        assert error(logits * real, reference(token, mask, allowed) * real) < 1e-5, f"at forward {step}"
+        assert error(logits * real, reference(token, mask, allowed) * real) < ROUNDING, f"at forward {step}"
         assert bool(watched.read) == (token.shape[1] == 1), "several tokens at a time read everything, one does not"
         held = held_columns(cache)
         for state, columns in zip(cache.engine.states, held.values(), strict=True):
@@ -186,12 +186,12 @@ def test_a_turn_chooses_what_the_eviction_would_keep(family: str, chunk: int | N
                 chosen = state.observed.carry["chosen"][row, head]
                 assert chosen[chosen >= 0].tolist() == columns[row, head].nonzero()[:, 0].tolist()
     logits, token = two.logits[:, -1:], one.argmax(-1)
-    assert error(logits, one) < 1e-5
+    assert error(logits, one) < ROUNDING
     for _ in range(20):
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
         options = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
         one = model(token, **hand_cache(evicting), **options).logits
-        assert error(model(token, **hand_cache(turns), **options).logits, one) < 1e-5
+        assert error(model(token, **hand_cache(turns), **options).logits, one) < ROUNDING
         token = one.argmax(-1)
     assert all("queries" not in state.observed.carry for state in turns.engine.states)
 

@@ -14,7 +14,7 @@ from tests.seam.other_device.test_every_plan import BATCH, CASES
 from tests.support.other_device.backend import move_model
 from tests.support.other_device.decoding import decode, decoded
 from tests.support.other_device.ready import device_and_calibrations
-from tests.support.seam.zoo import build, error, prompts
+from tests.support.seam.zoo import ROUNDING, build, error, prompts
 
 # Ragged heads, codes and what an attention carries along; and another tier.
 DEFAULT = (
@@ -47,7 +47,7 @@ def test_a_saved_cache_goes_on_where_it_stopped(case: str, tmp_path: Path) -> No
             tokens, logits, _ = decode(model, cache, mask.to(device), 4)
             assert torch.equal(tokens.cpu(), on_cpu.tokens)
             # Not bit for bit: a reloaded buffer has another stride, and with it another order of summation.
-            assert error(logits.cpu(), on_cpu.logits) < 1e-5
+            assert error(logits.cpu(), on_cpu.logits) < ROUNDING
             ledgers.append(cache.ledger())
         assert ledgers[0] == ledgers[1]
 

@@ -14,7 +14,7 @@ from kvtailor.errors import CacheMisuse
 from kvtailor.hf.versions import hand_cache
 from kvtailor.score.by_repetition.kvzip_plus import KVzipPlus
 from tests.support.held_rows import held_of, make_row
-from tests.support.seam.zoo import build, error, prompts
+from tests.support.seam.zoo import ROUNDING, build, error, prompts
 
 CHUNK, LEAD, SINKS = 17, 3, 2
 # A slack keeps the evidence after the eviction, so that it can be looked at.
@@ -69,7 +69,7 @@ def test_what_is_found_is_the_definition() -> None:
     for row, length in enumerate(lengths):
         for expected, state in zip(by_hand(plain, ids[row, -length:]), cache.engine.states, strict=True):
             got = state.observed.reconstruction[row]
-            assert error(got[:, -length:], expected) < 1e-5, f"layer {state.index} of row {row}"
+            assert error(got[:, -length:], expected) < ROUNDING, f"layer {state.index} of row {row}"
             assert not got[:, :-length].any(), "padding was looked at"
     assert cache.held().double().mean() < ids.shape[1]
 

@@ -25,7 +25,7 @@ from tests.seam.test_modes import decoded
 from tests.seam.test_speculation import assert_same_state, plain
 from tests.support.crossed import crossed
 from tests.support.seam.tape import recorder
-from tests.support.seam.zoo import SOFTMAX_FAMILIES, MaskedReference, build, error, held_columns, prompts
+from tests.support.seam.zoo import ROUNDING, SOFTMAX_FAMILIES, MaskedReference, build, error, held_columns, prompts
 
 every_family = pytest.mark.parametrize("family", SOFTMAX_FAMILIES)
 EVICTING = (
@@ -60,7 +60,7 @@ def test_evidence_is_the_models_own_probabilities(family: str) -> None:
         given = reference.given[layer] * mask[:, None, :, None]
         expected = given.sum(2).unflatten(1, (state.heads, -1)).sum(2)
         mass = torch.cat(state.observed.evidence.mass, 1).view(expected.shape)
-        assert error(mass.double(), expected * mask[:, None]) < 1e-5
+        assert error(mass.double(), expected * mask[:, None]) < ROUNDING
     votes = kvtailor.cache_for(model, "snapkv(window=8, kernel=1) @ tokens=20")
     kvtailor.prefill(model, ids, mask, cache=votes)
     for layer, columns in held_columns(votes).items():
@@ -95,7 +95,7 @@ def test_what_a_repetition_looks_at_is_of_the_models_own_softmax(family: str) ->
             some = some / (some.sum(-1, keepdim=True) + sink)
             expected[layer][:, start:end] = some[..., start:end].amax(1).unflatten(0, (state.heads, -1)).amax(1)
     for layer, state in _by_layer(cache):
-        assert error(state.observed.reconstruction[0].double(), expected[layer]) < 1e-5
+        assert error(state.observed.reconstruction[0].double(), expected[layer]) < ROUNDING
 
 
 def _by_layer(cache) -> list[tuple[int, LayerState]]:
@@ -152,7 +152,7 @@ def test_a_saved_cache_goes_on_identically(family: str, plan: str, tmp_path: Pat
     model, cache, mask = saved(family, plan, path)
     loaded = kvtailor.load_cache(model, path)
     expected, found = continued(model, cache, mask), continued(model, loaded, mask)
-    assert torch.equal(found[0], expected[0]) and error(found[1], expected[1]) < 1e-5
+    assert torch.equal(found[0], expected[0]) and error(found[1], expected[1]) < ROUNDING
 
 
 @pytest.mark.long
