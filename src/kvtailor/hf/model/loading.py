@@ -135,7 +135,8 @@ def cpu_computes(dtype: torch.dtype | None) -> bool:
 
     oneDNN asks the processor, and `ONEDNN_MAX_CPU_ISA` where it is set. A torch that does not tell is taken to compute.
     """
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    asks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    name = asks.get(dtype) if dtype is not None else None
     if name is None or not torch.backends.mkldnn.is_available():
         return True
     told = getattr(torch.ops.mkldnn, name, None)

@@ -14,7 +14,7 @@ __all__ = ["check_ids", "token_rows"]
 def token_rows(model: Any) -> int | None:
     """Return the rows of a model's table of tokens; None where that is not known."""
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    shape = getattr(getattr(table, "weight", None), "shape", ())
+    shape: tuple[int, ...] = getattr(getattr(table, "weight", None), "shape", ())
     return int(shape[0]) if len(shape) == 2 else None
 
 
