@@ -32,6 +32,7 @@ class Contestant:
             every record of it says so.
         calibration: what its artefacts were made from; a task refuses to score it on that. A run adds what the plan's
             own files say, see `Subject.provenance`.
+        unfit: why this model cannot have the plan, where that was found out before a run; like `missing`.
     """
 
     label: str
@@ -40,6 +41,7 @@ class Contestant:
     plan: Plan | None = None
     missing: tuple[str, ...] = ()
     calibration: tuple[Calibrated, ...] = ()
+    unfit: str | None = None
 
     @property
     def is_own(self) -> bool:

@@ -58,13 +58,13 @@ class Job:
 
     @property
     def there(self) -> tuple[Contestant, ...]:
-        """The plans that this kvtailor has."""
-        return tuple(each for each in self.contestants if not each.missing)
+        """The plans that this kvtailor has and this model can have."""
+        return tuple(each for each in self.contestants if not each.missing and each.unfit is None)
 
     @property
     def absent(self) -> tuple[Contestant, ...]:
-        """The plans that it does not have."""
-        return tuple(each for each in self.contestants if each.missing)
+        """The others."""
+        return tuple(each for each in self.contestants if each.missing or each.unfit is not None)
 
     @property
     def cells(self) -> int:
@@ -310,8 +310,8 @@ def _records_of_rest(
         yield from (replace(given.blank(contestant), error=why) for contestant in left)
     steps.finish()
     for contestant in job.absent:
-        lacking = "; ".join(contestant.missing)
-        yield replace(given.blank(contestant), error=f"This kvtailor does not have it: {lacking}")
+        lacking = f"This kvtailor does not have it: {'; '.join(contestant.missing)}"
+        yield replace(given.blank(contestant), error=contestant.unfit or lacking)
 
 
 def _known(records: Mapping[str, Record], blank: Record) -> Record | None:

@@ -73,6 +73,7 @@ OF_ONE_RUN = {
     "--plans", "--plan", "plans", multiple=True, help="A plan, or several with ';' between; may be given again."
 )
 @click.option("--suite", help="All tables of a suite, by name or TOML file; 'list' says which there are.")
+@click.option("--set", "given", multiple=True, metavar="NAME=VALUE", help="A setting of the suite; may be given again.")
 @click.option("--table", "tables", multiple=True, help="Only this table of the suite; may be given again.")
 @click.option(
     "--estimate",
@@ -153,7 +154,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     if options["suite"] and given:
         words = ", ".join(OF_ONE_RUN[name] for name in given)
         raise click.UsageError(f"{words} beside --suite: a suite says what runs; leave out one of them.")
-    for name, flag in (("tables", "--table"), ("estimate", "--estimate")):
+    for name, flag in (("tables", "--table"), ("given", "--set"), ("estimate", "--estimate")):
         if options[name] and not options["suite"]:
             raise click.UsageError(f"{flag} without --suite: say which suite.")
     if options["estimate"]:
@@ -197,7 +198,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 check_flags(command)
 command.option_groups = {
-    "What is compared": ("model", "plans", "texts", "data", "suite", "tables", "estimate"),
+    "What is compared": ("model", "plans", "texts", "data", "suite", "tables", "given", "estimate"),
     "What is measured": ("tasks", *(name for name in OPTIONS if name not in chain.from_iterable(GROUPS.values()))),
     **GROUPS,
     "Where it runs": ("dtype", "device", "ray", "resources"),
@@ -259,6 +260,7 @@ def _suite(
     from kvtailor.bench.report.suite.pages import show_suite, suite_pages
     from kvtailor.bench.suite.fitted import fit_shares, known_before, written
     from kvtailor.bench.suite.run import prepare
+    from kvtailor.bench.suite.shapes import fit_settings, settings_of_lines
     from kvtailor.bench.suite.suite import read_suite, suites
     from kvtailor.ops.files import make_folder, read_toml, seal_toml, write_whole
 
@@ -267,8 +269,11 @@ def _suite(
         kept = options["out"] / "suites" / f"{suite.name}.toml"
     with console.status(f"preparing {suite.name}"):
         before = known_before(kept, subject.name) if kept is not None and not options["again"] else {}
+        suite, differing = fit_settings(suite, subject, settings_of_lines(options["given"]))
         suite = fit_shares(suite, subject, before)
         prepared = prepare(suite, subject, data=options["data"], only=options["tables"])
+    for sentence in differing:
+        console.print(f"set for {subject.name}: {sentence}", style="dim", markup=False)
     for sentence in prepared.unavailable:
         console.print(f"not to be had here: {sentence}", style="yellow", markup=False)
     if kept is not None:

@@ -32,6 +32,7 @@ def say_estimate(options: dict[str, Any]) -> None:
     from kvtailor.bench.subject import Subject
     from kvtailor.bench.suite.estimate import estimate, measured_rates, rates_of_line
     from kvtailor.bench.suite.run import prepare
+    from kvtailor.bench.suite.shapes import fit_settings, settings_of_lines
     from kvtailor.bench.suite.suite import read_suite
     from kvtailor.errors import KvtailorError
     from kvtailor.hf.model.loading import check_device, load_bare
@@ -40,7 +41,8 @@ def say_estimate(options: dict[str, Any]) -> None:
         wanted = getattr(torch, options["dtype"], None) if options["dtype"] else None
         model = load_bare(options["model"], dtype=wanted)
         subject = Subject(name=options["model"], model=model)
-        prepared = prepare(read_suite(options["suite"]), subject, data=options["data"], only=options["tables"])
+        suite, _ = fit_settings(read_suite(options["suite"]), subject, settings_of_lines(options["given"]))
+        prepared = prepare(suite, subject, data=options["data"], only=options["tables"])
         rates = (
             measured_rates(check_device(options["device"]), subject.dtype)
             if options["estimate"] == MEASURED

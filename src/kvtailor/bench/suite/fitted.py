@@ -83,7 +83,7 @@ def _keep(
 
 def known_before(path: Path, model: str) -> dict[str, str]:
     """The budgets of a model that an earlier run wrote into a suite's file; none where it is not there."""
-    return _fitted_in(path).get(model, {})
+    return _told_in(path, "fitted").get(model, {})
 
 
 def written(suite: Suite, text: str, path: Path) -> str:
@@ -94,9 +94,12 @@ def written(suite: Suite, text: str, path: Path) -> str:
         text: the suite's file.
         path: where it is going to be written.
     """
-    every = {**_fitted_in(path), **suite.fitted}
+    every = {**_told_in(path, "fitted"), **suite.fitted}
     # A file that an earlier run wrote has them already.
-    lines = [text.split("\n[fitted.", 1)[0].rstrip("\n")]
+    lines = [re.split(r"\n\[(?:fitted|given)\.", text, maxsplit=1)[0].rstrip("\n")]
+    for model, own in {**_told_in(path, "given"), **suite.given}.items():
+        if own:
+            lines += ["", f"[given.{json.dumps(model)}]", *(f"{a} = {json.dumps(b)}" for a, b in own.items())]
     for model, plans in every.items():
         # JSON's strings are TOML's.
         lines += [
@@ -107,13 +110,13 @@ def written(suite: Suite, text: str, path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fitted_in(path: Path) -> dict[str, dict[str, str]]:
+def _told_in(path: Path, key: str) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
     try:
-        found = tomllib.loads(read_toml(path)).get("fitted", {})
+        found = tomllib.loads(read_toml(path)).get(key, {})
         if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
-            raise ValueError("its budgets are no tables")
+            raise ValueError(f"[{key}] holds no tables")
     except (OSError, ValueError, RecursionError) as error:
         raise KvtailorError(
             f"the suite beside the records, {path}, cannot be read ({error}): take it away, or give another --out"

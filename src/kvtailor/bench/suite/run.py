@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ class Prepared:
         subject: the model.
         jobs: its tasks, each for the plans of the cells that show it.
         contestants: all plans that this kvtailor has.
-        unavailable: tasks that cannot be done here, each a sentence; their records have the reason, and the others go
-            on.
+        unavailable: tasks and plans that cannot be done here, each a sentence; their records have the reason, and the
+            others go on.
     """
 
     suite: Suite
@@ -46,7 +46,7 @@ class Prepared:
     @property
     def missing(self) -> tuple[str, ...]:
         """The plans that this kvtailor does not have, as the suite writes them."""
-        return tuple(dict.fromkeys(contestant.label for job in self.jobs for contestant in job.absent))
+        return tuple(dict.fromkeys(each.label for job in self.jobs for each in job.absent if each.missing))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -72,22 +72,32 @@ def prepare(suite: Suite, subject: Subject, *, data: Path | None = None, only: S
         only: names of the tables wanted; none: all.
 
     Raises:
-        SuiteError: a task asks for more tokens than the model has positions, a table is not there (before any text has
-            been read), or a setting makes no sense; with all faults at once.
+        SuiteError: a table is not there (before any text has been read), a setting makes no sense, or not one task has
+            room in the model's positions; with all faults at once.
     """
     faults: list[str] = []
     wanted = _plans_of(suite, subject.name, only, faults)
+    too_long: dict[Asked, str] = {}
     for asked in wanted:
         if asked.kind in KINDS:
-            faults += setting_faults(asked.kind, dict(asked.settings), subject.name, subject.positions)
+            faults += (wrong := setting_faults(asked.kind, dict(asked.settings)))
+            within = setting_faults(asked.kind, dict(asked.settings), subject.name, subject.positions)
+            if len(within) > len(wrong):
+                too_long[asked] = f"{within[-1]}, by --set NAME=VALUE"
+    if wanted and len(too_long) == len(wanted):
+        faults += too_long.values()
     if faults:
         raise SuiteError(suite.name, list(dict.fromkeys(faults)))
-    contestants = {plan: suite.contestant(plan) for plan in dict.fromkeys([FULL, *itertools.chain(*wanted.values())])}
-    jobs, unavailable = [], []
+    contestants = {
+        plan: _fitting(suite.contestant(plan), subject)
+        for plan in dict.fromkeys([FULL, *itertools.chain(*wanted.values())])
+    }
+    jobs = []
+    unavailable = [f"{each.label}: {each.unfit}" for each in contestants.values() if each.unfit is not None]
     for asked, plans in wanted.items():
         found = _each_once(contestants[plan] for plan in [FULL, *plans])
         try:
-            task, why = _made(asked, subject, data)
+            task, why = (None, too_long[asked]) if asked in too_long else _made(asked, subject, data)
         except SettingsError as error:
             faults += [f"{asked}: {fault}" for fault in error.faults]
             continue
@@ -116,6 +126,19 @@ def _plans_of(suite: Suite, model: str, only: Sequence[str], faults: list[str]) 
             plans = found.setdefault(asked, [])
             plans += [plan for plan in (cell.plan, cell.against) if plan is not None and plan not in plans]
     return found
+
+
+def _fitting(contestant: Contestant, subject: Subject) -> Contestant:
+    """The contestant, `unfit` where an empty cache of it says that this model cannot have it."""
+    model = subject.model
+    real = hasattr(model, "parameters") and all(each.device.type != "meta" for each in model.parameters())
+    if not real or contestant.missing or contestant.plan is None or subject.make_cache is not None:
+        return contestant
+    try:
+        subject.new_cache(contestant)
+    except KvtailorError as error:
+        return replace(contestant, unfit=str(error))
+    return contestant
 
 
 def _each_once(contestants: Iterable[Contestant]) -> tuple[Contestant, ...]:

@@ -57,7 +57,13 @@ __all__ = ["DEFAULT", "Suite", "SuiteError", "read_suite", "suites"]
 
 DEFAULT = "default"
 _HOME = Path(__file__).parents[2] / "suites"
-_KEYS = ("title", "report", "awaits", "settings", "tasks", "resources", "columns", "tables", "leaderboard", "fitted")
+SHAPES = ("positions", "head_size", "layers", "kv_heads")
+"""Numbers of a model that `[shapes]` may name: most tokens, and of the layers that have a cache the smallest."""
+_KEYS = (
+    "title", "report", "awaits", "settings", "shapes", "given", "tasks", "resources", "columns", "tables",
+    "leaderboard", "fitted",
+)  # fmt: skip
+_RULE = ("of", "from", "most", "less", "times", "cpu", "cuda")
 _SHARE = re.compile(r"\bshare=")
 
 
@@ -86,6 +92,8 @@ class Suite:
         resources: of the cells, on a cluster.
         leaderboard: how its rows are ranked; None: they are not.
         fitted: by model, the plans that stand for those with `share=`.
+        shapes: how settings follow from the shapes of a model that has none of its own, see `bench.suite.shapes`.
+        given: by model, the settings that `shapes` and a user gave it; they go before all others.
     """
 
     name: str
@@ -98,6 +106,8 @@ class Suite:
     resources: CellResources = field(default_factory=CellResources)
     leaderboard: Leaderboard | None = None
     fitted: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -107,7 +117,11 @@ class Suite:
     def settings_of(self, model: str) -> dict[str, Any]:
         """The settings for a model: its own, found by its name or by the last part of its name, over the default."""
         own = next((name for name in self.models if _last(name) == _last(model)), DEFAULT)
-        return {**everything(), **self.settings[DEFAULT], **self.settings[own]}
+        return {**everything(), **self.settings[DEFAULT], **self.settings[own], **self.given.get(model, {})}
+
+    def has_settings_of(self, model: str) -> bool:
+        """Whether the suite names settings for this model."""
+        return any(_last(name) == _last(model) for name in self.models)
 
     def tables_for(self, model: str) -> list[Table]:
         """The tables with all places filled for this model, and its own budgets in place of shares."""
@@ -171,6 +185,8 @@ def read_suite(name_or_path: str | Path) -> Suite:
         tables=_with_columns(_typed(raw, "tables", list, [], faults), _typed(raw, "columns", list, [], faults)),
         leaderboard=read_leaderboard(_typed(raw, "leaderboard", dict, {}, faults), faults),
         fitted=_typed(raw, "fitted", dict, {}, faults),
+        shapes=_typed(raw, "shapes", dict, {}, faults),
+        given=_typed(raw, "given", dict, {}, faults),
         resources=read_resources(_typed(raw, "resources", dict, {}, faults), faults),
     )
     for key in ("title", "tasks", "tables"):
@@ -185,6 +201,30 @@ def read_suite(name_or_path: str | Path) -> Suite:
 
 def _check(suite: Suite, faults: list[str]) -> None:
     """Everything of every model."""
+    for name, rule in suite.shapes.items():
+        if name not in suite.settings[DEFAULT]:
+            faults.append(f"[shapes] names {name!r}, which is no setting{suggest(name, suite.settings[DEFAULT])}")
+        if not isinstance(rule, dict):
+            faults.append(f'[shapes] {name} is {rule!r}: write a rule, such as {{ most = "positions", less = 512 }}')
+            continue
+        check_keys(rule, _RULE, f"[shapes] {name}", faults)
+        faults += [
+            f"[shapes] {name} follows {rule[key]!r}, which is no number of a model{suggest(str(rule[key]), SHAPES)}"
+            for key in ("of", "most")
+            if rule.get(key, SHAPES[0]) not in SHAPES
+        ]
+        if "of" in rule and not (isinstance(rule.get("from"), int) and rule["from"] > 0):
+            faults.append(f"[shapes] {name}: write from = the number that the published setting is of")
+        faults += [
+            f"[shapes] {name}: {key} is {rule[key]!r}: give a number"
+            for key, kinds in (("less", int), ("times", int | float))
+            if not isinstance(rule.get(key, 0), kinds)
+        ]
+    faults += [
+        f"[given] {model!r} holds no settings: {own!r}"
+        for model, own in suite.given.items()
+        if not isinstance(own, dict)
+    ]
     used: set[str] = set()
     plans: set[str] = set()
     for model in (DEFAULT, *suite.models):
