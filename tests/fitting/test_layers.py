@@ -22,7 +22,7 @@ def one_layer_matters(tmp_path_factory):
     sizer = Sizer.of(made.model, context=CONTEXT, batch=1)
     measurer = Measurer(made, tmp_path_factory.mktemp("records"))
     found = measure_layers(
-        measurer, sizer.geometry, pieces(3), score="snapkv(window=8)", widths=(8, 4, 2), shares=(0.5, 0.25)
+        measurer, sizer.geometry, pieces(3), score="snapkv(window=8, kernel=5)", widths=(8, 4, 2), shares=(0.5, 0.25)
     )
     return made, sizer, measurer, found
 

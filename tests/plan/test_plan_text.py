@@ -6,7 +6,8 @@ import math
 import tomllib
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from kvtailor.plan.grammar import Word, bytes_of, read_line, toml_value, write_bytes, write_settings, write_value
@@ -32,6 +33,8 @@ def same(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
+# Values within values take long to draw on a busy machine.
+@how(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_values_round_trip_with_their_types(settings: dict[str, object]) -> None:
     faults: list[str] = []

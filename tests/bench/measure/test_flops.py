@@ -255,7 +255,7 @@ def test_torch_counts_the_same_votes() -> None:
     with FlopCounterMode(display=False) as counter:
         scorer.score(held)
     heads = held.keys.shape[1]
-    rest = heads * n * (group * 5 * 4 + group + 5)
+    rest = heads * n * (group * 5 * 4 + group + scorer.kernel)
     assert counter.get_total_flops() + rest == heads * scorer.flops(tokens=n, group=group, size=size)
 
 

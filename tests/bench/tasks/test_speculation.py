@@ -125,7 +125,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     first = run(subject, [FULL], [asked()], bandwidth=False, out=tmp_path)
     from kvtailor.bench import runner
 
-    monkeypatch.setattr(runner, "finished", lambda *_: {record.key: record for record in first})
+    monkeypatch.setattr(runner, "finished", lambda *_, **__: {record.key: record for record in first})
     monkeypatch.setattr(Speculation, "_sample", lambda *_: pytest.fail("measured again"))
     assert run(subject, [FULL], [asked()], bandwidth=False, out=tmp_path) == first
 
