@@ -21,6 +21,8 @@ from tests.support.seam.user_loop import Loop, loops
 from tests.support.seam.zoo import build, error
 
 CLOSE = 1e-5
+# What a logit may differ by where one number of one key or value has the code beside it.
+ONE_CODE = 1e-2
 
 
 pytestmark = pytest.mark.usefixtures("tapes", "without_gradients")
@@ -153,8 +155,9 @@ def test_a_step_that_is_broken_off_was_none(
     loop.at, seen = token, plain.cache.seen
     assert loop.cache.seen == seen
     loop.mask = loop.mask[:, :seen]
-    for _ in range(20):
-        assert error(loop.step(), plain.step()) < CLOSE
+    apart = [error(loop.step(), plain.step()) for _ in range(20)]
+    # Behind them a block is encoded, where a number may lie half way between two codes.
+    assert max(apart[:16]) < CLOSE and max(apart) < ONE_CODE
     assert torch.equal(loop.cache.held(), plain.cache.held())
     assert loop.cache.replays.replayed >= 20
 
