@@ -119,7 +119,7 @@ def test_one_choice_for_all_heads_needs_one_budget_for_all_heads() -> None:
 
 @pytest.mark.parametrize(
     ("text", "digits"),
-    [("snapkv + chunks @ tokens=99", "595f6e1d34be"), ("knorm + chunks(size=4) @ keep=0.5", "db7733a32b13")],
+    [("snapkv(kernel=5) + chunks @ tokens=99", "595f6e1d34be"), ("knorm + chunks(size=4) @ keep=0.5", "db7733a32b13")],
 )
 def test_an_argument_that_came_later_leaves_the_hashes_of_earlier_results(text: str, digits: str) -> None:
     assert parse(text).hash == digits

@@ -43,7 +43,7 @@ found = {}
 for name, family in json.loads(sys.argv[1]):
     whole = torch.load(name + ".pt", weights_only=False)
     model = build(family)
-    torch.save(next_turn(model, kvtailor.load_cache(name, model), whole).logits, name + ".logits")
+    torch.save(next_turn(model, kvtailor.load_cache(model, name), whole).logits, name + ".logits")
 """
 
 
