@@ -170,7 +170,8 @@ def changes(found: dict[Key, list[str]], data: dict[str, Any]) -> tuple[list[str
     """
     newest = max(data["versions"], key=_order)
     known = {(row["mapping"], row["type"], row["class"]): row[newest] for row in data["pairs"] if newest in row}
-    faults, others = [], []
+    faults: list[str] = []
+    others: list[str] = []
     for key in sorted(found.keys() | known.keys()):
         was, now = known.get(key), found.get(key)
         if was == now:
