@@ -7,7 +7,6 @@ NaN: where some other attention runs on it after all, the output is NaN instead 
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvtailor.errors import CacheMisuse, PlanError, UnsupportedModel
-from kvtailor.hf.handed import handed, not_fed
 from kvtailor.hf.layers.run_eagerly import run_eagerly
 from kvtailor.hf.mask import LazyMask, lazy_mask
 from kvtailor.hf.model.attending.own_layers import own_attention
@@ -149,7 +147,6 @@ def attention(
     if layer is None:
         for each in _COUNTED:
             each.attention_came(module, query, key)
-        _check_fed(module, query, attention_mask)
         softmax = softmax_of(module, query.shape[1], kwargs, of_sdpa=True)
         if not softmax.plain:
             output = own_attention(module, query, key, value, attention_mask, scaling, softmax, dropout, **kwargs)
@@ -178,26 +175,6 @@ def attention(
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         output = layer.attend(query.to(layer.dtype), attention_mask, factor, module).to(query.dtype)
     return ungraded(output, query).transpose(1, 2).contiguous(), None
-
-
-def _check_fed(module: torch.nn.Module, query: Tensor, mask: Tensor | LazyMask | None) -> None:
-    """Raise where the forward was handed a cache of ours that no layer was fed to so far.
-
-    Its mask knows, if it made one; else the frames of the forward do. Of those the last layer learns nothing, behind
-    which a forward counts as ended.
-    """
-    config = getattr(module, "config", None)
-    if isinstance(mask, LazyMask):
-        given = mask.given
-    elif config is None or not hasattr(config, "get_text_config"):
-        return
-    else:
-        given = handed(sys._getframe(1), config, query.shape[2]).given
-    cache = None if given is None else given.cache()
-    if given is None or cache is None or cache.guard.updates != given.updates:
-        return
-    if isinstance(mask, LazyMask) or not (cache.guard.at_work or getattr(module, "layer_idx", 0) == len(cache) - 1):
-        not_fed(given, module)
 
 
 def _check_direction(module: torch.nn.Module, mask: Tensor | LazyMask | None) -> None:
@@ -252,10 +229,6 @@ def forward_mask(*args: Any, config: Any = None, **kwargs: Any) -> LazyMask:
     mask.config = config
     if config is not None and not torch.compiler.is_compiling():
         forward_began(config, mask)
-        found = handed(sys._getframe(1), config, mask.new_tokens)
-        mask.given = found.given
-        if found.arrives is not None:
-            found.arrives.note_ids(found.ids, mask.new_tokens)
     return mask
 
 

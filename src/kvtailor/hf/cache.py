@@ -30,7 +30,6 @@ from kvtailor.hf.layers.run_eagerly import caller, run_eagerly
 from kvtailor.hf.layers.states import StateLayer, StatesMixin
 from kvtailor.hf.layers.window import WindowLayer
 from kvtailor.hf.model.geometry import Geometry
-from kvtailor.hf.model.rope_border import check_border, keeps_at_border
 from kvtailor.hf.model.tensor_parallel import RankHeads, of_all
 from kvtailor.hf.saving import save
 from kvtailor.hf.switch import Lease
@@ -54,11 +53,11 @@ class KvCache(Cache):
         guard: what this cache and its layers check together.
         engine: the engine and the state of the compressed layers.
         calibrations: the files whose tensors the plan's methods read.
+        conversation: which token ids it has seen, as far as kvtailor was shown them.
         lease: keeps the model's attention ours while this cache or a copy of it is alive; see `hf.switch`.
     """
 
     lease: Lease | None = None
-    _conversation: Conversation
 
     def __init__(self, plan: Plan, geometry: Geometry, config: Any, *, share: HeadShare = ALL_HEADS):
         misfits = plan_misfits(plan, geometry)
@@ -77,22 +76,6 @@ class KvCache(Cache):
                 f"the model's own, or keep a state), so the plan {plan} has nothing to compress",
                 stacklevel=3,
             )
-
-    @property
-    def conversation(self) -> Conversation:
-        """Which token ids it has seen, as far as kvtailor was shown them."""
-        self._conversation.take_notes(seen=self.seen, real=self.guard.real)
-        return self._conversation
-
-    @conversation.setter
-    def conversation(self, value: Conversation) -> None:
-        self._conversation = value
-
-    def note_ids(self, ids: Tensor | None, tokens: int) -> None:
-        """Takes note of the ids (b, t) of a forward that begins, None where they are not known."""
-        # The model's own forward comes behind all replayed steps.
-        self.guard.check_whole()
-        self._conversation.note(ids if ids is None or ids.shape[1] == tokens else None, at=self.seen)
 
     @property
     def engine(self) -> Engine:
@@ -125,8 +108,7 @@ class KvCache(Cache):
     def check_ids(self, input_ids: Tensor) -> None:
         """Raises where a conversation is not one whose beginning this cache has seen.
 
-        `generate()` and sessions call this by themselves. Of what was fed as embeddings, or in a way that shows no ids,
-        the cache has the length alone.
+        `generate()` and sessions call this by themselves. Of what plain forwards fed, the cache has the length alone.
 
         Args:
             input_ids: (b, n) token ids of the whole conversation, the tokens seen included.
@@ -365,9 +347,6 @@ class KvCache(Cache):
         """Tokens seen by a layer."""
         self.guard.check_whole()
         length, frame = int(super().get_seq_length(layer_idx)), caller(sys._getframe(1))
-        border = self.guard.border
-        if border is not None and keeps_at_border(border, frame, length):
-            return border + 1
         self.guard.rope.asked_for_length(frame, length)
         shown = shown_to_generate(frame)
         if shown is not None:
@@ -395,10 +374,6 @@ class KvCache(Cache):
                 check_longer(shown.tokens, seen=seen)
             else:
                 self.check_ids(shown.ids)
-        if shown.most is not None:
-            fed = seen or shown.columns
-            what = "this text (the prompt and as many tokens as generate() may write)"
-            check_border(self.guard.border, seen=fed, after=shown.most, what=what)
         self.conversation.crop(seen)
         if shown.ids is not None:
             self.conversation.append(shown.ids if alone else shown.ids[:, seen:], shown.real, at=seen)
@@ -411,8 +386,6 @@ class KvCache(Cache):
                 f"this cache has seen {self.seen} tokens, and generate() got so few that it has cut off all of them: "
                 f"{right_call()}"
             )
-        if self.guard.border is not None:
-            check_border(self.guard.border, seen=self.seen, after=self.seen + query_length, what="this forward")
         if query_length > 1 and self.seen and self.geometry.restarts:
             raise CacheMisuse(
                 f"this cache has seen {self.seen} tokens, and {query_length} come at once: transformers' "

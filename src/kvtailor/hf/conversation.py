@@ -1,9 +1,8 @@
 """Which conversation a cache has seen: hashes of its token ids, as far as kvtailor got them.
 
 A cache gets keys and values, never token ids. Where ids pass through kvtailor (`prefill`, a session, `generate`), or
-transformers' `generate()` reads from the cache how many of them it has seen, or a forward's frames show them (see
-`hf.handed`), the cache keeps a rolling hash of each row, and refuses a conversation that begins otherwise. Embeddings
-have no ids.
+transformers' `generate()` reads from the cache how many of them it has seen, the cache keeps a rolling hash of each
+row, and refuses a conversation that begins otherwise. Plain forwards give it no ids.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 # Two texts that begin alike by chance do not do so for longer.
 _NO_CHANCE = 16
-# Ids of so many forwards are kept apart, then joined.
-_NOTES = 64
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,6 @@ class Conversation:
     def __init__(self, known: Sequence[Known] = (), real: Tensor | None = None):
         self.known, self.real = tuple(known), real
         self.reordered = False
-        # Up to which column ids were given by somebody who says which text it is, not by single forwards.
-        self._given = self.columns
-        # (b, t) ids of forwards and the column of the first: of the newest it is not known whether it came to its end.
-        self._noted: list[tuple[int, Tensor]] = []
         # (b, columns) int64, the hash of each row after each column; shorter where it is not known of all.
         self._trail: Tensor | None = None
 
@@ -70,45 +63,7 @@ class Conversation:
     @property
     def bytes(self) -> int:
         """What these notes take on the host, 8 bytes for each token: of no layer, and in no ledger."""
-        notes = [ids for _, ids in self._noted]
-        return sum(each.untyped_storage().nbytes() for each in (self._trail, self.real, *notes) if each is not None)
-
-    def note(self, ids: Tensor | None, *, at: int) -> None:
-        """Keeps the ids (b, t) of a forward that has begun, None where they are not known, for `take_notes`."""
-        self._noted = [(column, each) for column, each in self._noted if column < at]
-        if ids is None:
-            return
-        if len(self._noted) > _NOTES:
-            self._join_notes()
-        # Whoever feeds token by token may use one tensor for all.
-        self._noted.append((at, ids.detach().clone()))
-
-    def take_notes(self, *, seen: int, real: Tensor | None) -> None:
-        """Takes the ids of forwards that came to their end.
-
-        Args:
-            seen: tokens that the cache has seen.
-            real: (b, seen) bool or more columns, False for padding; None: no padding.
-        """
-        self._join_notes()
-        given, noted, self._noted = self._given, self._noted, []
-        for at, ids in noted:
-            columns = self.columns
-            if at <= columns < min(at + ids.shape[1], seen):
-                self.append(ids[:, columns - at : seen - at], real, at=columns)
-        self._given = given
-
-    def _join_notes(self) -> None:
-        """Make one tensor of notes that follow each other."""
-        joined: list[tuple[int, list[Tensor]]] = []
-        for at, ids in self._noted:
-            last = joined[-1] if joined else None
-            follows = last is not None and at == last[0] + sum(each.shape[1] for each in last[1])
-            if last is not None and follows and (len(ids), ids.device) == (len(last[1][0]), last[1][0].device):
-                last[1].append(ids)
-            else:
-                joined.append((at, [ids]))
-        self._noted = [(at, pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)) for at, pieces in joined]
+        return sum(each.untyped_storage().nbytes() for each in (self._trail, self.real) if each is not None)
 
     def append(self, ids: Tensor, real: Tensor | None, *, at: int) -> None:
         """Takes note of tokens that the cache has seen.
@@ -118,11 +73,7 @@ class Conversation:
             real: (b, at + t) bool or more columns, False for padding; None: no padding.
             at: the column of the first of them. Where it is not the first unknown one, nothing is noted.
         """
-        if at + ids.shape[1] <= self.columns:
-            # Noted before, forward by forward.
-            self._given = max(self._given, at + ids.shape[1])
-            return
-        if at != self.columns:
+        if at != self.columns or not ids.shape[1]:
             return
         before = self.known[-1].hashes if self.known else (0,) * ids.shape[0]
         if len(before) != ids.shape[0]:
@@ -138,7 +89,6 @@ class Conversation:
         elif self._trail is not None and self._trail.shape == (ids.shape[0], at):
             self._trail = torch.cat([self._trail, trail], 1)
         self.known += (Known(end, tuple(trail[:, -1].tolist())),)
-        self._given = end
 
     def check(self, ids: Tensor, *, seen: int, rows: int) -> None:
         """Raises where ids are not a conversation whose beginning the cache has seen.
@@ -169,15 +119,9 @@ class Conversation:
             hashes = _hashes(spread[:, piece], None if self.real is None else self.real[:, piece], hashes)
             for row, (found, wanted) in enumerate(zip(hashes, known.hashes, strict=True)):
                 if found != wanted:
-                    template = (
-                        "; a chat template that leaves out the reasoning of earlier turns, or writes them otherwise, "
-                        "does that: give it the turns as they were, or begin with a new cache"
-                        if equal
-                        else ""
-                    )
                     raise CacheMisuse(
                         f"row {row} is another conversation than the one of which this cache has seen {seen} tokens: "
-                        f"token ids differ between columns {equal} and {known.columns}{template}; {right_call()}"
+                        f"token ids differ between columns {equal} and {known.columns}; {right_call()}"
                     )
             equal = known.columns
 
@@ -196,8 +140,6 @@ class Conversation:
     def crop(self, seen: int) -> None:
         """The cache has forgotten all but its first `seen` tokens."""
         cut = self.columns > seen
-        self._given = min(self._given, seen)
-        self._noted = [(at, ids[:, : seen - at]) for at, ids in self._noted if at < seen]
         self.known = tuple(known for known in self.known if known.columns <= seen)
         if cut and seen and self._trail is not None and self._trail.shape[1] >= seen > self.columns:
             self.known += (Known(seen, tuple(self._trail[:, seen - 1].tolist())),)
@@ -216,7 +158,7 @@ class Conversation:
 
     def select_rows(self, index: Sequence[int], *, seen: int = 0) -> None:
         """Becomes the conversation of a batch made of the rows `index` of this one, which has seen so many tokens."""
-        self.reordered = self.reordered or seen > self._given
+        self.reordered = self.reordered or seen > self.columns
         if self._trail is not None:
             self._trail = self._trail[list(index)]
         self.known = tuple(Known(known.columns, tuple(known.hashes[i] for i in index)) for known in self.known)

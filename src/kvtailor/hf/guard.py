@@ -60,8 +60,6 @@ class CacheGuard:
         rope: by how much images have shifted the positions of what follows them.
         real: (b, columns) bool of the columns seen, False for padding; None where nothing was padded.
         layers: how many layers the cache has.
-        border: beyond how many tokens the model turns its keys otherwise, see `hf.model.rope_border`; None: nowhere.
-        updates: how often a layer was fed so far, or wrote its states.
         first_compressed: the first of them that the plan compresses; None: none is.
     """
 
@@ -77,8 +75,6 @@ class CacheGuard:
         self.observers: tuple[Observer, ...] = ()
         self.model: weakref.ref[Any] | None = None
         self.rope = RopeDeltas()
-        self.border: int | None = None
-        self.updates = 0
         self._warned = False
         self.reset()
 
@@ -86,11 +82,6 @@ class CacheGuard:
     def config(self) -> Any:
         """The config of the model, the very object."""
         return self._config.value
-
-    @property
-    def at_work(self) -> bool:
-        """Whether a forward or another change has begun and not ended."""
-        return self._now is not None
 
     def reset(self) -> None:
         """Forgets what was seen, and what went wrong."""
@@ -117,7 +108,6 @@ class CacheGuard:
         Raises:
             CacheMisuse: another thread is at work, or the forward before did not come to its end.
         """
-        self.updates += 1
         if not STATES_ARE_ASKED_FOR:
             return
         me, bit = threading.get_ident(), 1 << (self.layers + layer)
@@ -154,7 +144,6 @@ class CacheGuard:
     def reading_begins(self, layer: int, source: int) -> None:
         """Called when the attention of layer `layer` is about to read what the layer `source` holds."""
         self._check_not_refused()
-        self.updates += 1
         with self._alone:
             now = self._now
             if now is None or now.reached != "done" or not now.layers >> source & 1 or now.layers >> layer & 1:
@@ -170,7 +159,6 @@ class CacheGuard:
             CacheMisuse: another thread is at work, or the forward before did not come to its end.
         """
         me = threading.get_ident()
-        self.updates += 1
         with self._alone:
             now = self._now
             if now is None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvtailor.errors import CacheMisuse, UnsupportedModel
-from kvtailor.hf.handed import Given, not_fed
 from kvtailor.types.late_checks import read_flag
 
 __all__ = ["LazyMask", "TensorMask", "lazy_mask"]
@@ -37,7 +36,6 @@ class LazyMask:
         local_size: window or chunk of the layer type; None on layers that see all.
         options: further arguments of transformers' own mask maker, for `dense`.
         config: of the model whose forward made it; None where that is not known.
-        given: the cache of ours that this forward was handed; None: there is none, or it is not known.
         continues: it hides what the forward before hid, and no new token; False where that was not looked at.
     """
 
@@ -52,7 +50,6 @@ class LazyMask:
     device: torch.device
     options: dict[str, Any] = field(default_factory=dict)
     config: Any = None
-    given: Given | None = None
     continues: bool = False
     # transformers reads a mask's number of dimensions before it hands it on; this one is no 4-D tensor.
     shape: tuple[int, ...] = ()
@@ -185,9 +182,6 @@ class LazyMask:
         masked = getattr(logits, "masked", None)
         if masked is not None:
             return masked(self)
-        cache = None if self.given is None else self.given.cache()
-        if self.given is not None and cache is not None and cache.guard.updates == self.given.updates:
-            not_fed(self.given, self)
         allowed = self.dense(logits.device)
         if allowed is None:
             rows, columns = torch.arange(self.batch_size), torch.arange(self.kv_length)

@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-__all__ = ["Lease", "attention_restored", "forward_began", "name_before", "references", "switch"]
+__all__ = ["Lease", "attention_restored", "forward_began", "name_before", "switch"]
 
 
 class _Turn:
@@ -108,7 +108,7 @@ class _Switched:
 _Twice = tuple[weakref.ref[Any], weakref.ref[Any]]
 
 
-def references(value: Any, at_end: Callable[[], None]) -> _Twice:
+def _references(value: Any, at_end: Callable[[], None]) -> _Twice:
     """Two weak references, each of which calls `at_end` once the value is gone; see the module."""
     return weakref.ref(value, lambda _: at_end()), weakref.ref(value, lambda _: at_end())
 
@@ -137,7 +137,7 @@ def switch(model: Any, own_name: str) -> Lease:
         if lease is None:
             lease = Lease(record)
             # From here on an older lease that is collected late gives nothing back.
-            record.lease = references(lease, record.give_back)
+            record.lease = _references(lease, record.give_back)
         if text._attn_implementation != own_name:
             for config in _configs(model):
                 if config._attn_implementation != own_name:
@@ -158,7 +158,7 @@ def forward_began(config: Any, mask: Any) -> None:
         _give_back_late()
         record = _switched.get(id(text))
         if record is not None and record.text() is text:
-            record.masks[id(mask)] = references(mask, record.give_back)
+            record.masks[id(mask)] = _references(mask, record.give_back)
 
 
 def name_before(config: Any) -> str | None:

@@ -47,7 +47,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "get_recurrent_state": (0,),
     "has_previous_state": (0,),
     "is_recording_past": (0,),
-    "note_ids": (None, 1),
     "reorder_cache": (torch.tensor([1, 0]),),
     "update": (torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0),
     "update_conv_state": (torch.zeros(2, 4, 3), 0),

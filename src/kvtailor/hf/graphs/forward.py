@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from kvtailor.hf.graphs.obstacles import obstacle_of_parts
 from kvtailor.hf.graphs.replayed_cache import ReplayedCache
 from kvtailor.hf.layers.run_eagerly import run_eagerly
-from kvtailor.hf.switch import references
 from kvtailor.hf.versions import CACHE_ARGUMENTS
 
 __all__ = ["ForwardLease", "lend_forward", "obstacle_of_forward"]
@@ -43,7 +41,7 @@ class _LentForward:
     def __init__(self, model: Any):
         own = type(model).forward
         self._model = weakref.ref(model)
-        self.lease: tuple[weakref.ref[ForwardLease], weakref.ref[ForwardLease]] | None = None
+        self.lease: weakref.ref[ForwardLease] | None = None
         # transformers reads which arguments a forward takes.
         self.__signature__ = inspect.signature(model.forward)
         self.__name__, self.__doc__ = own.__name__, own.__doc__
@@ -79,10 +77,11 @@ def lend_forward(model: Any) -> ForwardLease:
         model: a transformers decoder-only model, in whose way `obstacle_of_forward` finds nothing.
     """
     lent = vars(model).get("forward")
-    lease = lent.lease[0]() if isinstance(lent, _LentForward) and lent.lease is not None else None
+    lease = lent.lease() if isinstance(lent, _LentForward) and lent.lease is not None else None
     if lease is None:
         lease, lent = ForwardLease(), _LentForward(model)
-        lent.lease = references(lease, partial(_give_back, weakref.ref(model), weakref.ref(lent)))
+        weakref.finalize(lease, _give_back, weakref.ref(model), weakref.ref(lent)).atexit = False
+        lent.lease = weakref.ref(lease)
         model.forward = lent
     return lease
 

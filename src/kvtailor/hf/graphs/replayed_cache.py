@@ -70,7 +70,6 @@ class ReplayedCache(KvCache):
     def conversation(self) -> Conversation:
         """Which token ids it has seen, once the open steps have landed."""
         self.open_steps.land(looked_at=True)
-        self._conversation.take_notes(seen=self.seen, real=self._guard.real)
         return self._conversation
 
     @conversation.setter

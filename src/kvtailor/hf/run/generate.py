@@ -20,7 +20,6 @@ from kvtailor.hf.images.placeholders import check_text
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.geometry import Geometry
 from kvtailor.hf.model.loading import load
-from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.reader import CacheReader
@@ -187,9 +186,6 @@ def generate(
         if graphs
         else CacheReader(model, target_plan, mask, chunk)
     )
-    first = min(chunk or ids.shape[1], ids.shape[1])
-    last = ids.shape[1] + max_new_tokens - 1
-    check_border(target.cache.guard.border, seen=first, after=last, what="prompt and max_new_tokens together")
     readers = [target]
     levels: list[Level] = []
     drafting: Draft | None = None

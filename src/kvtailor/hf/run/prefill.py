@@ -15,18 +15,16 @@ import torch
 from torch import Tensor
 
 from kvtailor.engine import rollback
-from kvtailor.engine.phase import Compressing, Deferred, Reconstructing
+from kvtailor.engine.phase import Compressing, Deferred
 from kvtailor.engine.reading.reconstruct import ReconstructionPass
 from kvtailor.errors import ArgumentError, CacheMisuse
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.handed import check_fed
 from kvtailor.hf.images.placeholders import check_inputs, check_text
 from kvtailor.hf.layers.of_cache import states_kept
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.hidden_lengths import hidden_lengths
-from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.gradients import check_gradients, log_gradients
 from kvtailor.hf.versions import CACHE_ARGUMENT, hand_cache
@@ -141,7 +139,7 @@ def read(
 ) -> Tensor:
     """Logits (b, n, V) of the context, or (b, 1, V) with `last_only`; see `prefill`."""
     before, device = cache.seen, input_device(model)
-    _check(model, cache, input_ids, attention_mask, chunk, instruction)
+    _check(model, cache, input_ids, attention_mask, chunk)
     inputs = {name: value for name, value in (inputs or {}).items() if value is not None}
     _check_images(model, cache, input_ids, chunk, inputs)
     if not inputs:
@@ -262,9 +260,7 @@ def _weights(
             yield lengths
 
 
-def _check(
-    model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None, instruction: Tensor | None
-) -> None:
+def _check(model: Any, cache: KvCache, ids: Tensor, mask: Tensor | None, chunk: int | None) -> None:
     if ids.ndim != 2 or not ids.shape[1]:
         raise CacheMisuse(f"prefill takes token ids (b, n), n at least 1, and got {tuple(ids.shape)}")
     if chunk is not None and chunk < 1:
@@ -282,13 +278,6 @@ def _check(
             f"{asked}: transformers' {cache.geometry.model_type} begins its recurrent state anew with each piece of a "
             "text, so its context must be read at once, and once"
         )
-    border, tokens = cache.guard.border, cache.seen + ids.shape[1]
-    if border is not None:
-        first = cache.seen or min(chunk or tokens, tokens)
-        check_border(border, seen=first, after=tokens, what="this context, fed so many tokens at a time,")
-        if twice and tokens <= border:
-            words = 0 if instruction is None else int(torch.as_tensor(instruction).numel())
-            check_border(border, seen=tokens, after=2 * tokens + words, what="this context, repeated after itself,")
     how = cache.engine.needs.reconstruction
     if how is not None and how.weighted and cache.geometry.readers:
         raise CacheMisuse(
@@ -378,11 +367,8 @@ def fed(
     """
     options: dict[str, Any] = {"logits_to_keep": keep} if keep else {}
     options |= inputs or {}
-    before = cache.seen
     cache.guard.rope.put()
     if mask is not None:
         options |= _placed(model, cache, ids, mask, by_model=bool(inputs) and cache.guard.rope.kept)
     logits: Tensor = model(input_ids=ids, **hand_cache(cache), use_cache=True, **options).logits
-    if not isinstance(cache.engine.phase, Reconstructing):
-        check_fed(cache.seen, before + ids.shape[1], model)
     return logits

@@ -13,14 +13,12 @@ from torch import Tensor
 from kvtailor.errors import CacheMisuse
 from kvtailor.hf.attention import NAME, counting_plain_forwards
 from kvtailor.hf.cache import KvCache
-from kvtailor.hf.handed import check_fed
 from kvtailor.hf.make_cache import cache_for
-from kvtailor.hf.model.rope_border import check_border
 from kvtailor.hf.model.vocabulary import check_ids
-from kvtailor.hf.run.prefill import begin, fed, instruction_of, prefill, read
+from kvtailor.hf.run.prefill import begin, instruction_of, prefill, read
 from kvtailor.hf.run.words import words_of
 from kvtailor.hf.switch import attention_restored
-from kvtailor.hf.versions import CACHE_ARGUMENT, find_cache, rename_cache
+from kvtailor.hf.versions import CACHE_ARGUMENT, find_cache, hand_cache, rename_cache
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
 
@@ -96,9 +94,6 @@ class Session:
             if cache.seen and rows > 1:
                 cache.batch_repeat_interleave(rows)
         output = self.model.generate(*args, **kwargs)
-        # The last token is never fed.
-        fed_to_model = (before if alone else 0) + getattr(output, "sequences", output).shape[1] - 1
-        check_fed(min(cache.seen, fed_to_model), fed_to_model, self.model)
         # Beams end in another order than the sequences, but each began with its own prompt.
         certain = ids if self._asked("num_beams", kwargs) > 1 else getattr(output, "sequences", output)
         _take_note(cache, certain, mask, first=before if alone else 0)
@@ -127,17 +122,11 @@ class Session:
                 f"{tuple(context.shape)} and {tuple(continuation.shape)}"
             )
         cache = self.cache()
-        check_border(
-            cache.guard.border,
-            seen=context.shape[1],
-            after=context.shape[1] + continuation.shape[1] - 1,
-            what="context and continuation together",
-        )
         logits = [read(self.model, cache, context, instruction=instruction_of(self.tokenizer))]
-        following = continuation[:, :-1]
-        for piece in following.split(chunk or max(following.shape[1], 1), 1):
+        fed = continuation[:, :-1]
+        for piece in fed.split(chunk or max(fed.shape[1], 1), 1):
             if piece.shape[1]:
-                logits.append(fed(self.model, cache, piece, None))
+                logits.append(self.model(piece, **hand_cache(cache), use_cache=True).logits)
         log_probabilities = torch.cat(logits, 1).float().log_softmax(-1)
         return log_probabilities.gather(-1, continuation[..., None])[..., 0]
 
