@@ -85,4 +85,6 @@ def test_records_of_before_are_read():
     path = Path(__file__).parents[1] / "data" / "records_of_before.jsonl"
     found = [Record.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert len(found) == 6 and all(record.bytes_by_stage and sum(record.bytes_by_stage.values()) for record in found)
-    assert {Plan.parse(record.plan).hash for record in found} == {record.plan_hash for record in found}
+    # What the bare name of snapkv says has changed since, so such a record is not taken for one of today's plan.
+    changed = [record for record in found if "snapkv" in record.plan and "kernel" not in record.plan]
+    assert changed and all((Plan.parse(each.plan).hash == each.plan_hash) is (each not in changed) for each in found)

@@ -24,8 +24,8 @@ def test_logits_come_closer_to_those_of_a_full_cache(family: str) -> None:
     budget = "tokens=48"
     plans = (
         "full",
-        f"snapkv(window=6) + adakv @ {budget}",
-        f"snapkv(window=6) + adakv + matching(window=6) @ {budget}",
+        f"snapkv(window=6, kernel=5) + adakv @ {budget}",
+        f"snapkv(window=6, kernel=5) + adakv + matching(window=6) @ {budget}",
     )
     logits = []
     for plan in plans:
