@@ -21,7 +21,10 @@ from tests.support.seam.zoo import build
 ROOT = Path(__file__).parents[3]
 HOSTILE = (*PLANS, "nuq(bits=4, group=8, block_size=8)", "turboquant4", "streaming @ tokens=20", "nvfp4", "channels")
 OLD = ROOT / "tests" / "data" / "cache_of_format_1.safetensors"
-"""What kvtailor 0.1.0 saved of the llama of the zoo under `PLANS[1]`: `saved` with lengths (40, 40)."""
+"""What kvtailor 0.1.0 saved of the llama of the zoo under `PLANS[1]`: `saved` with lengths (40, 40).
+
+Its plan names the kernel, which was the default then.
+"""
 
 
 def outcomes(flips: int, old_flips: int, folder: Path) -> tuple[dict[str, int], dict[str, int]]:

@@ -18,7 +18,7 @@ from kvtailor.errors import CacheMisuse
 
 PLANS = (
     "kivi(bits=4, group=8, recent=8)",
-    "snapkv(window=6) + adakv + kivi(bits=4, group=8, recent=8) @ tokens=24",
+    "snapkv(window=6, kernel=5) + adakv + kivi(bits=4, group=8, recent=8) @ tokens=24",
     "h2o(recent=6) @ tokens=16, slack=3",
     "quest(tokens=16, dense_layers=1) + indexed(page=4)",
     "minicache(start=0.0, block_size=4, of=vector(bits=8, block_size=4))",
