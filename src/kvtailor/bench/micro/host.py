@@ -175,7 +175,8 @@ def prepared(plans: Sequence[str], device: torch.device, name: str = MODEL) -> P
 
 
 def _side(name: str, model: Any, token: Tensor, cache: Any) -> Side:
-    run: Callable[[int], object] = lambda _: model(token, **hand_cache(cache))  # noqa: E731
+    handed = hand_cache(cache)
+    run: Callable[[int], object] = lambda _: model(token, **handed)  # noqa: E731
     return Side(name=name, run=run, cache_bytes=bytes_of(cache))
 
 
