@@ -238,13 +238,14 @@ def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Non
     """Refuse images, which a draft and the readers of the stage `speculate` would have to read as well."""
     instead = f"call model.generate(**inputs, {CACHE_ARGUMENT}=kvtailor.cache_for(model, plan)), which reads images"
     own, taken = inspect.signature(generate).parameters, inspect.signature(model.forward).parameters
+    of_generate = known_words(model) - taken.keys() if inputs else set()
     for name in inputs:
         if name in CACHE_ARGUMENTS:
             raise CacheMisuse(
                 f"kvtailor.generate makes the cache of its plan by itself, and got {name}: leave it out, or call "
                 f"model.generate(**inputs, {CACHE_ARGUMENT}=cache)"
             )
-        if name in known_words(model) - taken.keys():
+        if name in of_generate:
             raise CacheMisuse(
                 f"kvtailor.generate decodes by itself and has no {name}=: s.generate(ids, {name}=...) of `with "
                 "kvtailor.session(model, plan) as s`, and model.generate with kvtailor.cache_for(model, plan), take it"
@@ -254,9 +255,9 @@ def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Non
         if inputs[name] is not None:
             raise CacheMisuse(f"kvtailor.generate reads text alone, and got {name}: {instead}")
     check_text(model, ids, "kvtailor.generate", instead)
-    left_out = own_words(model).keys() - own.keys() - _OF_CACHES
+    left_out = {name: value for name, value in own_words(model).items() if name not in own and name not in _OF_CACHES}
     if left_out:
-        said = ", ".join(f"{name}={value!r}" for name, value in own_words(model).items() if name in left_out)
+        said = ", ".join(f"{name}={value!r}" for name, value in left_out.items())
         warnings.warn(
             f"the model's generation config (generation_config.json) says {said}, which kvtailor.generate leaves out; "
             "s.generate(ids) of `with kvtailor.session(model, plan) as s` follows it",

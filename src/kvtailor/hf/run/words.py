@@ -69,9 +69,7 @@ def known_words(model: Any) -> set[str]:
 
 def own_words(model: Any) -> dict[str, Any]:
     """What the model's generation config says of how a text is written, without what is so for every model."""
-    usual = {name: value for name, value in GenerationConfig().to_dict().items() if value is not None}
-    find = getattr(model.generation_config, "_get_default_generation_params", dict)
-    usual |= find()
+    usual = {name: value for name, value in GenerationConfig().to_dict().items() if value is not None} | _usual(model)
     said = vars(model.generation_config)
     return {
         name: value
@@ -86,7 +84,7 @@ def left_out(model: Any, temperature: float) -> dict[str, Any]:
     At temperature 0 the likeliest token is promised, so all goes that changes it; above it, what writes several texts
     or drafts. `stop_strings` always need a tokenizer, and go too.
     """
-    usual: dict[str, Any] = getattr(model.generation_config, "_get_default_generation_params", dict)()
+    usual = _usual(model)
     own = own_words(model).keys()
     gone = own if temperature == 0 else {name for name in own if name in _ONE_TEXT}
     return {name: usual.get(name) for name in gone - _GIVEN}
@@ -150,6 +148,12 @@ def words_of(model: Any, given: Mapping[str, Any], *, tokenizer: Any = None) -> 
                 )
             words["tokenizer"] = tokenizer
     return words
+
+
+def _usual(model: Any) -> dict[str, Any]:
+    """What `generate` takes where no place says anything; none in a transformers that keeps it in the config itself."""
+    found: dict[str, Any] = getattr(model.generation_config, "_get_default_generation_params", dict)()
+    return found
 
 
 def _places(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
