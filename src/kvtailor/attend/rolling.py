@@ -101,6 +101,25 @@ class Rolling(Attention):
             "first_values": values.clone(memory_format=torch.contiguous_format).view(shape),
         }
 
+    def carried_bytes(
+        self,
+        *,
+        rows: int,
+        heads: int,
+        q_heads: int,
+        size: int,
+        element_size: int,
+        held: tuple[int, int],
+        longest: int,
+        context: int,
+        new_tokens: int,
+    ) -> tuple[int, int]:
+        """See `Attention.carried_bytes`: nothing, or keys and values of a first part of `_SHORT` tokens at most.
+
+        Values are taken to be as wide as keys, or narrower.
+        """
+        return 0, 2 * rows * heads * min(_SHORT, longest) * size * element_size
+
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`.
 

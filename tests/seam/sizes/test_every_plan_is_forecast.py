@@ -47,6 +47,7 @@ WIDE = {
     "simlayerkv": "which layers are lazy is known when the prompt has been read",
     "threshold": "it may keep any number of tokens up to the budget",
     **dict.fromkeys(("disk", "host"), "a header of 4096 bytes for each file, and one layer of few on its way"),
+    "rolling": "turned keys lie beside the first part while nothing is missing behind any other",
     "rocket": "the index over what is held is made while decoding, and depends on what heads hold",
     **dict.fromkeys(
         ("kivi", "minicache", "vector"), "evictions while decoding leave codes in ever more parts, each in pages"

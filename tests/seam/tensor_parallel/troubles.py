@@ -21,6 +21,7 @@ import transformers
 import kvtailor
 from kvtailor.errors import CacheFileError
 from kvtailor.hf import saving
+from kvtailor.ops.files import seal_json
 from kvtailor.score.by_keys.knorm import KNorm
 from tests.seam.tensor_parallel.worker import LENGTHS, begun, load, save
 from tests.support.seam.zoo import prompts
@@ -125,7 +126,7 @@ def foreign_file(model: Any, folder: Path) -> list[str]:
             about = json.loads((first / "cache.json").read_text())
             if swap:
                 about["files"].reverse()
-                (first / "cache.json").write_text(json.dumps(about))
+                (first / "cache.json").write_text(seal_json(json.dumps(about)))
             else:
                 other = json.loads((second / "cache.json").read_text())["files"][1]
                 kept = (first / about["files"][1]).read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvtailor.errors import CacheMisuse
@@ -31,7 +32,8 @@ def check_ids(model: Any, ids: Tensor) -> None:
     rows = token_rows(model)
     if rows is None or not ids.numel() or ids.is_floating_point():
         return
-    low, high = (int(each) for each in ids.aminmax())
+    # One transfer, from wherever they are.
+    low, high = torch.stack(ids.aminmax()).tolist()
     if low < 0 or high >= rows:
         raise CacheMisuse(
             f"a token has the id {low if low < 0 else high}, and the model has rows for 0 to {rows - 1}: the tokenizer "

@@ -142,9 +142,11 @@ def read(
     _check(model, cache, input_ids, attention_mask, chunk)
     inputs = {name: value for name, value in (inputs or {}).items() if value is not None}
     _check_images(model, cache, input_ids, chunk, inputs)
+    # The conversation takes note of them here anyway, and a device is waited for once.
+    here = input_ids.cpu()
     if not inputs:
         # Tokens that stand for images may have no row.
-        check_ids(model, input_ids)
+        check_ids(model, here)
     ids = input_ids.to(device)
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(device)
     engine, twice = cache.engine, cache.engine.needs.reconstruction
@@ -187,7 +189,7 @@ def read(
             else:
                 cache.reset()
         raise
-    cache.conversation.append(input_ids, attention_mask, at=before)
+    cache.conversation.append(here, attention_mask, at=before)
     return torch.cat(logits, 1)
 
 
