@@ -51,8 +51,8 @@ IN_PLACE_OF_FULL = (
     "streaming @ keep=0.995",
     "streaming @ keep=0.95",
     "streaming @ keep=0.75",
-    "kivi(bits=8)",
-    "kivi(bits=4)",
+    "kivi(bits=8, recent=32)",
+    "kivi(bits=4, recent=32)",
 )
 LEAKING = ("h2o @ keep=0.5", "snapkv @ keep=0.5", "streaming @ keep=0.5")
 

@@ -48,7 +48,7 @@ MAPPINGS = {"causal": "MODEL_FOR_CAUSAL_LM_MAPPING", "image": "MODEL_FOR_IMAGE_T
 # Families that many people run, by the types of their configurations; README names them.
 KNOWN = {
     "Llama 2 to 3": ("llama",),
-    "Llama 4": ("llama4_text", "llama4"),
+    "Llama 4 (text)": ("llama4_text",),
     "Mistral": ("mistral",),
     "Mixtral": ("mixtral",),
     "Ministral": ("ministral", "ministral3"),

@@ -13,6 +13,7 @@ from tests.support.every_model.build import NotBuilt, build
 from tests.support.every_model.pairs import Pair
 from tests.support.every_model.reference import decoded_under_mask
 from tests.support.every_model.shrink import FIRST_SPECIAL
+from tests.support.seam.zoo import ROUNDING
 from torch import Tensor
 
 import kvtailor
@@ -29,7 +30,7 @@ EVICTING = "snapkv(window=4) @ tokens=16"
 ENCODING = "kivi(bits=4, group=8, recent=8)"
 BESIDE = "its own cache while one of ours is alive"
 PROMPT, DECODED, TURN = 40, 8, 6
-EXACT = 1e-5
+EXACT = ROUNDING
 """Largest difference of a logit, relative to the largest logit."""
 
 

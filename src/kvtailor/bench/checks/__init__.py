@@ -21,7 +21,7 @@ from kvtailor.bench.checks.fraud import (
 )
 from kvtailor.bench.checks.holdings import of_holdings, same_peaks
 from kvtailor.bench.checks.results import is_smaller, of_results, same_doings
-from kvtailor.bench.checks.scores import check_identity, check_whole_budget
+from kvtailor.bench.checks.scores import check_finely, check_identity, check_whole_budget
 from kvtailor.bench.checks.texts import (
     check_calibration,
     check_distinct,
@@ -42,6 +42,7 @@ __all__ = [
     "allowances",
     "check_calibration",
     "check_distinct",
+    "check_finely",
     "check_identity",
     "check_records",
     "check_repetition",

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtailor.bench.checks.fraud import Fraud
 from kvtailor.bench.checks.reference import FARTHER, Reference, judge
 
-__all__ = ["check_identity", "check_whole_budget"]
+__all__ = ["check_finely", "check_identity", "check_whole_budget"]
 
 _SAME = (1e-3, 1e-4)
 """Nats in any one token, and in the mean: float32 is not asked about where it is nearer, as it is by far."""
@@ -62,12 +62,40 @@ def check_identity(
         return None
     chosen = _most_apart(ours, own)
     held = reference(chosen)
+    if held.finely is not None and held.truth is not None:
+        check_finely("identity", "plan 'full' and the model's own cache", held.finely, held.truth, held.dtype, what)
     if held.truth is None and len(held.ways) == 1 and _is_usual(sizes, dtype):
         return None
     fits, sentence = judge([ours[i] for i in chosen], held)
     if not fits:
         raise Fraud("identity", f"{sentence} of {what}, which is more than rounding and chance give{_UNTRUE}")
     return f"Identity: {sentence} of {what}."
+
+
+def check_finely(
+    name: str, sides: str, ours: Sequence[Tensor], truth: Sequence[Tensor], dtype: torch.dtype, what: str
+) -> None:
+    """In a finer dtype, where rounding hides nothing, a plan that drops nothing gives what the model's own cache gives.
+
+    Args:
+        name: of the check.
+        sides: the two that are compared, in words.
+        ours, truth: log-probabilities of the same tokens in that dtype, a tensor (t,) for each piece of text.
+        dtype: which.
+        what: name of the text.
+
+    Raises:
+        Fraud: with the name of the check.
+    """
+    sizes = torch.cat([a.double() - b.double() for a, b in zip(ours, truth, strict=True)]).abs()
+    worst, mean = _SAME
+    if not (float(sizes.max()) <= worst and float(sizes.mean()) <= mean):
+        raise Fraud(
+            name,
+            f"with the weights in {str(dtype).removeprefix('torch.')}, {sides} differ by {float(sizes.mean()):.2e} "
+            f"nats a token and by up to {float(sizes.max()):.2e} in one, of {sizes.numel()} tokens of {what}, where "
+            f"rounding gives some millionths{_UNTRUE}",
+        )
 
 
 def _most_apart(ours: Sequence[Tensor], own: Sequence[Tensor]) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kvtailor.bench import checks
-from kvtailor.bench.checks.reference import Reference, reference_of
+from kvtailor.bench.checks.reference import Reference, finer, reference_of
 from kvtailor.bench.contestant import Contestant
 from kvtailor.bench.subject import Subject
 from kvtailor.errors import KvtailorError
@@ -43,6 +43,7 @@ class WholeBudgets:
         self._subject, self._full, self._score, self._what = subject, full, score, what
         self._tokens, self._few, self._many = tokens, min(_FEW, targets), min(_MANY, targets)
         self._of_full: Tensor | None = None
+        self._finely_of_full: Tensor | None = None
         self._reference: Reference | None = None
         self._notes: dict[str, tuple[str, ...]] = {}
 
@@ -66,6 +67,8 @@ class WholeBudgets:
             ours = self._score(whole, self._few)
         except (KvtailorError, ValueError) as error:
             return (f"Its whole budget could not be tried as {whole.text}: {error}",)
+        if self._subject.dtype.itemsize <= 2:
+            self._try_finely(contestant, whole)
         checks.check_whole_budget(
             contestant.label,
             str(whole.text),
@@ -76,6 +79,22 @@ class WholeBudgets:
             lambda: (self._score(whole, self._many), self._held()),
         )
         return ()
+
+    def _try_finely(self, contestant: Contestant, whole: Contestant) -> None:
+        """The same in a finer dtype, since the noise of half precision hides a plan that loses some of its tokens.
+
+        Where that is not to be had (of a calibration for these very weights, say) nothing is said: the plan is held to
+        'full' in the model's own dtype in any case.
+        """
+        try:
+            with finer(self._subject) as dtype:
+                if self._finely_of_full is None:
+                    self._finely_of_full = self._score(self._full, self._few)
+                ours = self._score(whole, self._few)
+        except (KvtailorError, ValueError, NotImplementedError, RuntimeError):
+            return
+        sides = f"'full' and plan {contestant.label!r}, tried as {str(whole.text)!r}, which drops nothing,"
+        checks.check_finely("whole budget", sides, [ours], [self._finely_of_full], dtype, self._what)
 
     def _held(self) -> Reference:
         """What plans that are not near enough are held to, computed once."""

@@ -323,7 +323,7 @@ class Perplexity(PlanByPlan):
             def score(contestant: Contestant) -> list[Tensor]:
                 return [score_window(subject, contestant, w.context, w.targets, self.chunk)[0] for w in some]
 
-            return reference_of(subject, score, self.context + self.continuation)
+            return reference_of(subject, score, self.context + self.continuation, Contestant.of("full"))
 
         return checks.check_identity(flat, stock, subject.dtype, self.source, reference, self.tolerance)
 
