@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -331,6 +331,22 @@ class Subject:
     def prompt(self, text: str) -> Tensor:
         """(n,) int64 ids of a prompt, with the special tokens that the tokenizer puts before one."""
         return torch.tensor(self._start() + self._ids(text), dtype=torch.int64)
+
+    def message(self, text: str, *, system: str | None = None, template: Mapping[str, Any] | None = None) -> Tensor:
+        """(n,) int64 ids of one message of the user in the tokenizer's chat template; see `hf.run.chat.Prompt`.
+
+        Raises:
+            KvtailorError: there is no chat template, or it cannot write what was asked.
+        """
+        from kvtailor.hf.run.chat import Prompt
+
+        prompt = Prompt(self.tokenizer, system=system, template=dict(template or {}))
+        if not prompt.templated:
+            raise KvtailorError(
+                f"asked for a chat with {self.name}, whose tokenizer has no chat template: leave --chat out, or give "
+                "the chat model of this name (often with -Instruct or -it at its end)"
+            )
+        return torch.tensor(self._known(prompt.whole(text).tolist()), dtype=torch.int64)
 
     def count(self, text: str) -> int:
         """Tokens of a text, special ones apart."""

@@ -190,6 +190,12 @@ def _number(option: click.Parameter, value: float) -> float:
 @click.option(
     "--prompt-file", type=click.File(encoding="utf-8-sig"), help="A file with the prompt; without it standard input."
 )
+@click.option("--chat", is_flag=True, help="The prompt is a message of the user in the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat, the system's message.")
+@click.option(
+    "--template", multiple=True, metavar="NAME=VALUE", callback=lambda _, option, value: _variables(option, value),
+    help="With --chat, a variable of the chat template, such as enable_thinking=false; may be given again.",
+)  # fmt: skip
 @click.option(
     "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate."
 )
@@ -212,6 +218,9 @@ def command(
     plan: str,
     prompt: str | None,
     prompt_file: Any,
+    chat: bool,
+    system: str | None,
+    template: dict[str, Any],
     max_new_tokens: int,
     temperature: float,
     seed: int | None,
@@ -226,11 +235,15 @@ def command(
     \b
     kvtailor run --plan "snapkv @ tokens=256" --prompt-file long.txt
     echo "Once upon a time" | kvtailor run --plan "streaming @ tokens=64"
+    kvtailor run --model NAME --chat --system "Be brief." --prompt "Who are you?"
     kvtailor run --plan "streamingllm @ tokens=1024" --chunk 512 --beyond \\
         --prompt-file book.txt
 
     The text goes to standard output, the numbers to standard error.
     """
+    if not chat and (system is not None or template):
+        option = "--template" if system is None else "--system"
+        raise click.UsageError(f"{option} is written by the model's chat template: give --chat too.")
     text = _prompt_text(prompt, prompt_file)
 
     from rich.console import Console
@@ -247,7 +260,7 @@ def command(
         with console.status(f"loading {model}"):
             started(device, begin=True)
             subject = Subject.load(model, dtype=dtype, device=device)
-        ids = subject.prompt(text)
+        ids = subject.message(text, system=system, template=template) if chat else subject.prompt(text)
         if beyond:
             _check_beyond(subject)
         left = None if beyond else _positions_left(subject, int(ids.numel()))
@@ -275,6 +288,21 @@ def command(
     _say(found, console)
     if as_json:
         click.echo(json.dumps(asdict(found), ensure_ascii=False))
+
+
+def _variables(option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """Values are JSON where they are that, also as Python writes it, and text otherwise."""
+    found = {}
+    for each in given:
+        name, sign, value = each.partition("=")
+        if not sign or not name.isidentifier():
+            raise click.BadParameter(f"{each!r} is no NAME=VALUE, such as enable_thinking=false", param=option)
+        as_python = {"true": True, "false": False, "none": None, "null": None}
+        try:
+            found[name] = as_python[value.lower()] if value.lower() in as_python else json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def _prompt_text(prompt: str | None, prompt_file: Any) -> str:

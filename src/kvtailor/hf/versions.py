@@ -17,6 +17,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import utils
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.utils import chat_template_utils
 
 from kvtailor.errors import CacheMisuse
 
@@ -33,6 +34,7 @@ __all__ = [
     "hand_cache",
     "read_cache",
     "rename_cache",
+    "template_variables",
 ]
 
 # Both names of the argument by which models and `generate` take a cache, the newer one first.
@@ -66,6 +68,8 @@ _FRAMES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 }
 # What transformers asks of each layer of a cache. Another name would be a question that our layers do not answer.
 _ASKED_OF_LAYERS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length"})
+# Of a chat template's text: which names it reads.
+_VARIABLES = "_get_template_variables"
 _LENGTHS = frozenset({"get_max_length", "get_max_cache_shape"})
 
 
@@ -104,6 +108,20 @@ def read_cache(output: Any) -> Any:
     return getattr(output, CACHE_ARGUMENT, None)
 
 
+def template_variables(template: str) -> frozenset[str] | None:
+    """Return the names that a chat template reads; None where this transformers does not tell.
+
+    Args:
+        template: Jinja text. One that is no Jinja reads nothing that could be told, and fails where it is used.
+    """
+    found: Callable[[str], frozenset[str]] | None = getattr(chat_template_utils, _VARIABLES, None)
+    try:
+        return None if found is None else found(template)
+    # Jinja's own errors: kvtailor has it through transformers, and may be without it.
+    except Exception:
+        return None
+
+
 def broken_assumptions() -> list[str]:
     """Return what of transformers is not as kvtailor reads it, a sentence each; none where all is as it was."""
     found = []
@@ -115,6 +133,8 @@ def broken_assumptions() -> list[str]:
         missing = [name for name in names if name not in code.co_varnames]
         if missing:
             found.append(f"{owner}.{function} of {module} has no {', '.join(missing)}, which is read from its frame")
+    if not hasattr(chat_template_utils, _VARIABLES):
+        found.append(f"{chat_template_utils.__name__} has no {_VARIABLES}, which tells what a chat template reads")
     asked: frozenset[str] = getattr(CacheLayerMixin, "__abstractmethods__", frozenset())
     for name in sorted(_ASKED_OF_LAYERS - asked):
         found.append(f"layers of a cache need no {name} any more")

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvtailor.errors import ArgumentError, UnknownName, shown
 from kvtailor.plan.arguments import fit, spell
 
-__all__ = ["check_call"]
+__all__ = ["check_call", "told"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -56,7 +56,7 @@ def check_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or _is_of(value, hint):
                 continue
             raise ArgumentError(
-                f"{name}: {each} must be {spell(hint)}, and is {_told(value)}"
+                f"{name}: {each} must be {spell(hint)}, and is {told(value)}{_as_keywords(each, value)}"
                 + ("" if inside else f"; it is {name}{_in_words(signature, inside)}")
             )
         return function(*args, **kwargs)
@@ -112,7 +112,14 @@ def _is_of(value: object, hint: Any) -> bool:
     return True
 
 
-def _told(value: object) -> str:
+def _as_keywords(name: str, value: object) -> str:
+    """What to do with a tokenizer's whole answer where one of its tensors is wanted."""
+    if isinstance(value, collections.abc.Mapping) and name in value:
+        return f": give its [{name!r}], or all of it as **inputs"
+    return ""
+
+
+def told(value: object) -> str:
     """A value as a sentence shows it: short, and never the numbers of a tensor or the layers of a model."""
     if isinstance(value, str):
         return shown(value)

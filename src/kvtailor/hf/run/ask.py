@@ -165,6 +165,8 @@ def read(
     plan: str | Plan,
     separator: str | None = None,
     answer_prefix: str = "",
+    system: str | None = None,
+    template: Mapping[str, Any] | None = None,
     chunk: int | None = None,
     hold: bool = False,
 ) -> Reading:
@@ -186,14 +188,18 @@ def read(
         plan: one line or a `Plan`.
         separator: between context and question. None: an empty line in a chat template, nothing in plain text.
         answer_prefix: how each answer begins; it is a part of the prompt.
+        system: the system's message in the chat template; None: what the template itself writes there, if anything.
+        template: variables of the chat template by name, such as `{"enable_thinking": False}`.
         chunk, hold: see `kvtailor.prefill`.
 
     Raises:
-        CacheMisuse: the context is empty, or the chat template does not write it once; nothing has been read then.
+        CacheMisuse: the context is empty, or the chat template refuses the messages, leaves one out or does not write
+            the context once, or there is no template for `system` and `template`; nothing has been read then.
+        UnknownName: the chat template reads no such variable.
         PlanError: the plan has faults, or does not suit the model.
         UnsupportedModel: for a model that cannot be compressed.
     """
-    prompt = _prompt(tokenizer, context, separator, answer_prefix)
+    prompt = _prompt(tokenizer, context, separator, answer_prefix, system, template)
     ids, after = prompt.split(context)
     ids = ids[None].to(input_device(model))
     cache = prefill(model, ids, cache=cache_for(model, plan), chunk=chunk, hold=hold, tokenizer=tokenizer)
@@ -212,6 +218,8 @@ def ask(
     max_new_tokens: int = 256,
     separator: str | None = None,
     answer_prefix: str = "",
+    system: str | None = None,
+    template: Mapping[str, Any] | None = None,
     chunk: int | None = None,
     **generation: Any,
 ) -> Answers:
@@ -232,15 +240,15 @@ def ask(
             copy. "inside": the same token ids, but the question is a part of what is compressed, so that the context is
             read anew for each. "before": so, too, and the question stands before the context.
         max_new_tokens: tokens of an answer, at most.
-        separator, answer_prefix: see `kvtailor.read`.
+        separator, answer_prefix, system, template: see `kvtailor.read`.
         chunk: read so many tokens of the context at a time.
         **generation: further arguments of `model.generate`, such as `do_sample=False`. What is not given is as in the
             model's generation config.
 
     Raises:
-        CacheMisuse: a question or the context is empty, or an argument of generate cannot be used here; nothing has
-            been read then.
-        UnknownName: generate has no such argument.
+        CacheMisuse: a question or the context is empty, an argument of generate cannot be used here, or the chat
+            template cannot write what was asked, see `kvtailor.read`; nothing has been read then.
+        UnknownName: generate has no such argument, or the chat template no such variable.
         PlanError: the plan has faults, or does not suit the model.
         UnsupportedModel: for a model that cannot be compressed.
     """
@@ -249,10 +257,11 @@ def ask(
     asked = _questions(questions)
     how = _generation(model, tokenizer, max_new_tokens, generation)
     if question == "after":
-        how_read: dict[str, Any] = {"separator": separator, "answer_prefix": answer_prefix, "chunk": chunk}
-        reading = read(model, tokenizer, context, plan=plan, **how_read)
+        how_put: dict[str, Any] = {"separator": separator, "answer_prefix": answer_prefix}
+        how_put |= {"system": system, "template": template, "chunk": chunk}
+        reading = read(model, tokenizer, context, plan=plan, **how_put)
         return reading.ask(asked, max_new_tokens=max_new_tokens, **generation)
-    prompt = _prompt(tokenizer, context, separator, answer_prefix)
+    prompt = _prompt(tokenizer, context, separator, answer_prefix, system, template)
     head, after = prompt.split(context)
     reading = Reading(model=model, prompt=prompt, cache=cache_for(model, plan), ids=head[None], after=after)
     if question == "inside":
@@ -298,12 +307,19 @@ def _answered(
     )
 
 
-def _prompt(tokenizer: Any, context: str, separator: str | None, answer_prefix: str) -> Prompt:
+def _prompt(
+    tokenizer: Any,
+    context: str,
+    separator: str | None,
+    answer_prefix: str,
+    system: str | None,
+    template: Mapping[str, Any] | None,
+) -> Prompt:
     if not callable(tokenizer):
         raise CacheMisuse(f"reading a text takes the model's tokenizer, and got {type(tokenizer).__name__}")
     if not isinstance(context, str) or not context.strip():
         raise CacheMisuse(f"the context must be a text that is not empty, and is {context!r:.60}")
-    return Prompt(tokenizer, separator, answer_prefix)
+    return Prompt(tokenizer, separator, answer_prefix, system, dict(template or {}))
 
 
 def _questions(questions: str | Sequence[str]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from kvtailor.hf.model.tensor_parallel import RankHeads, share_of, told_by_first
 from kvtailor.hf.model.vocabulary import check_ids
 from kvtailor.hf.run.reader import CacheReader
 from kvtailor.hf.run.sharing import can_follow, can_remake, keep_queries
-from kvtailor.hf.run.words import known_words, own_words
+from kvtailor.hf.run.words import check_no_template, known_words, own_words
 from kvtailor.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from kvtailor.ops.notebook_html import html_block, html_table
 from kvtailor.plan import Plan
@@ -251,6 +251,7 @@ def _check_text_alone(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Non
                 "kvtailor.session(model, plan) as s`, and model.generate with kvtailor.cache_for(model, plan), take it"
             )
         if name not in taken:
+            check_no_template(name)
             raise UnknownName("argument of kvtailor.generate", name, own)
         if inputs[name] is not None:
             raise CacheMisuse(f"kvtailor.generate reads text alone, and got {name}: {instead}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.errors import CacheMisuse
+from kvtailor.errors import ArgumentError, CacheMisuse
 from kvtailor.hf.attention import NAME, counting_plain_forwards
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.make_cache import cache_for
@@ -20,7 +20,7 @@ from kvtailor.hf.run.words import words_of
 from kvtailor.hf.switch import attention_restored
 from kvtailor.hf.versions import CACHE_ARGUMENT, find_cache, hand_cache, rename_cache
 from kvtailor.plan import Plan
-from kvtailor.plan.calls import check_call
+from kvtailor.plan.calls import check_call, told
 
 __all__ = ["Session", "session"]
 
@@ -64,6 +64,7 @@ class Session:
         A plan that reads its context twice compresses all of the prompt but its last token before the first new one.
 
         Raises:
+            ArgumentError: the ids are no tensor.
             UnknownName: neither `generate` nor the model takes such an argument.
             CacheMisuse: what was asked cannot go with a cache of ours, see `hf.run.words`; or a used cache was given,
                 and the ids are not those of the conversation that it has seen the beginning of, see
@@ -81,6 +82,12 @@ class Session:
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if ids is None or not isinstance(cache, KvCache):
             return self.model.generate(*args, **kwargs)
+        if not isinstance(ids, Tensor):
+            raise ArgumentError(
+                f"generate takes token ids (b, n) as a tensor, and got {told(ids)}: give what "
+                "tokenizer(text, return_tensors='pt') or tokenizer.apply_chat_template(messages, "
+                "add_generation_prompt=True, return_tensors='pt', return_dict=True) gives, as **inputs"
+            )
         if kwargs.get("pixel_values") is None:
             check_ids(self.model, ids)
         mask, before = kwargs.get("attention_mask"), cache.seen

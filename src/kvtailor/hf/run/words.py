@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 from kvtailor.errors import CacheMisuse, UnknownName
-from kvtailor.hf.versions import CACHE_ARGUMENTS
+from kvtailor.hf.versions import CACHE_ARGUMENTS, template_variables
 
-__all__ = ["known_words", "left_out", "own_words", "told", "words_of"]
+__all__ = ["check_no_template", "known_words", "left_out", "own_words", "told", "words_of"]
 
 # Not of how a text is written: special tokens, what is returned beside it, and what transformers notes for itself.
 _NOT_OF_WRITING = frozenset(
@@ -47,6 +47,11 @@ _ONE_TEXT = frozenset(
         "use_mtp",
     }
 )
+# Of chat templates, whose ids are made before `generate`; a tokenizer's own template tells of more.
+_OF_TEMPLATES = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "documents", "enable_thinking", "messages"}
+    | {"reasoning_effort", "system", "tools"}
+)
 # What the command gives itself.
 _GIVEN = frozenset({"do_sample", "max_length", "max_new_tokens", "prefill_chunk_size", "temperature"})
 # Taken by `generate`, though they stand in no signature.
@@ -65,6 +70,28 @@ def known_words(model: Any) -> set[str]:
         *_UNSIGNED,
         *CACHE_ARGUMENTS,
     }
+
+
+def check_no_template(name: str, tokenizer: Any = None) -> None:
+    """Raise where a word is one of chat templates, which write a prompt before `generate` gets it.
+
+    Args:
+        name: no argument of `generate`.
+        tokenizer: whose template is looked at too; None: not known.
+
+    Raises:
+        CacheMisuse: it is.
+    """
+    text = getattr(tokenizer, "chat_template", None)
+    if name in _OF_TEMPLATES or (isinstance(text, str) and name in (template_variables(text) or ())):
+        alone = name in ("messages", "system")
+        asked = "messages" if alone else f"messages, {name}=..."
+        how = {"messages": "", "system": " with system="}.get(name, f" with template={{{name!r}: ...}}")
+        raise CacheMisuse(
+            f"{name} is of the chat template, and generate takes the token ids that it has written: "
+            f"tokenizer.apply_chat_template({asked}, add_generation_prompt=True) writes them, as kvtailor.read and "
+            f"kvtailor.ask{how} do from a context and questions"
+        )
 
 
 def own_words(model: Any) -> dict[str, Any]:
@@ -110,11 +137,13 @@ def words_of(model: Any, given: Mapping[str, Any], *, tokenizer: Any = None) -> 
 
     Raises:
         UnknownName: neither `generate` nor the model takes such an argument.
-        CacheMisuse: the caller asks for another cache or for none, or the model's files say what cannot be.
+        CacheMisuse: the caller asks for another cache or for none, or for what a chat template takes, or the model's
+            files say what cannot be.
     """
     known = known_words(model)
     for name in given:
         if name not in known:
+            check_no_template(name, tokenizer)
             raise UnknownName("argument of generate", name, known)
     moved: dict[str, Any] = getattr(model.config, "_get_generation_parameters", dict)()
     if moved and given.get("generation_config") is None:
