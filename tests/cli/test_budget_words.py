@@ -41,8 +41,9 @@ def asked(verb: str, *words: str) -> tuple[dict[str, Any], str]:
 )
 def test_what_is_shown_as_held_is_what_a_cache_holds(plan: str, held: int, recent: int) -> None:
     """On the embedded model: tokens exactly, and bytes but for a cut cache's positions and the tail's free slots."""
-    said = asked("show", plan, "--model", "demo", "--tokens", "300")[0]["holding"]
     model, _ = load("demo")[:2]
+    dtype = str(model.dtype).removeprefix("torch.")
+    said = asked("show", plan, "--model", "demo", "--tokens", "300", "--dtype", dtype)[0]["holding"]
     cache = kvtailor.cache_for(model, plan)
     ids = torch.randint(5, 1000, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -53,8 +54,9 @@ def test_what_is_shown_as_held_is_what_a_cache_holds(plan: str, held: int, recen
     states = [part for state in cache.engine.states for part in state.parts()]
     layouts = sum(part.layout.closed_form_bytes() for part in states)
     stored = sum(part.closed_form_bytes() for part in states) - layouts
-    # A group of codes that is not full has a whole scale.
-    assert said["bytes"] == stored if "kivi" not in plan else said["bytes"] == pytest.approx(stored, rel=0.04)
+    # A group of codes that is not full has a whole scale, of the cache's dtype.
+    spare = 0.02 * model.dtype.itemsize
+    assert said["bytes"] == stored if "kivi" not in plan else said["bytes"] == pytest.approx(stored, rel=spare)
     assert said["full_bytes"] == cache.ledger().full
 
 
@@ -148,3 +150,12 @@ def test_a_budget_that_does_little_or_nothing_is_said(verb: str, plan: str, word
         assert not said
     else:
         assert any(note in each for each in said) and note in text
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_bytes_of_another_dtype_than_this_cpu_computes_in_are_told_of(computes: bool, monkeypatch) -> None:
+    from kvtailor.hf.model import loading
+
+    monkeypatch.setattr(loading, "cpu_computes", lambda dtype: computes or dtype is not torch.bfloat16)
+    told = [asked("show", "full", "--model", "demo", *more)[1] for more in ((), ("--dtype", "bfloat16"))]
+    assert ["--dtype float32 shows its bytes" in each for each in told] == [not computes, False]

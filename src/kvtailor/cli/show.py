@@ -92,8 +92,15 @@ def command(
         _say_files(word, found, model)
     notes = budget_notes(parsed, geometry, ELEMENT_SIZES[sizes["dtype"]], tokens)
     if geometry is not None and model is not None:
+        from kvtailor.hf.model.config import config_of
         from kvtailor.hf.model.key_bias import said_without_weights
+        from kvtailor.hf.model.loading import faster_dtype
 
+        if dtype is None and faster_dtype(config_of(model)) is not None:
+            notes.append(
+                f"where {model} computes on this CPU, which has no arithmetic for {sizes['dtype']}, it computes in "
+                "float32, and its cache is of that as well: --dtype float32 shows its bytes"
+            )
         harm = said_without_weights(parsed, model, geometry)
         notes += [] if harm is None else [f"warning: {harm}"]
     held = step = size = None
