@@ -21,8 +21,12 @@ __all__ = [
     "AttentionRequest",
     "FlopsRequest",
     "IndexRequest",
+    "READS_ALL",
     "SteadyReading",
 ]
+
+READS_ALL = "reads all"
+"""`Attention.prompt_pass` of those that read a prompt by `ops.attention.parts.read_all`, as `segments` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +220,24 @@ class Attention(Method, ABC):
             layer: 0-based among the layers that the plan compresses.
             parts: what is held, in time order.
         """
+        return None
+
+    def prompt_pass(self) -> str | None:
+        """Return the name of what `attend` computes for a first prompt that is fed at once; None: something of its own.
+
+        Methods of one name give the same output and mass, bit for bit, and leave neither carry nor `tokens_read`. So
+        what a prompt leaves in one cache is what it leaves in another (`hf.run.kept_prompt`). A class that has an
+        `attend` of its own has to say it anew, see `shared_pass`.
+        """
+        return None
+
+    def shared_pass(self) -> str | None:
+        """Return `prompt_pass` where the class that says it is not behind the one that computes `attend`."""
+        for kind in type(self).__mro__:
+            if "prompt_pass" in vars(kind):
+                return self.prompt_pass()
+            if "attend" in vars(kind):
+                return None
         return None
 
     @abstractmethod

@@ -23,7 +23,7 @@ from typing import ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
+from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops import dispatch
 from kvtailor.ops.attention.lanes import Lanes
@@ -122,6 +122,10 @@ class Quest(Attention):
             return SteadyReading()
         page = next(part.page for part in parts if _is_paged(part))
         return SteadyReading(pages=BestPages(page=page, most=self._most(page), bounds=_bounds_of(parts)))
+
+    def prompt_pass(self) -> str:
+        """See `Attention.prompt_pass`."""
+        return READS_ALL
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.

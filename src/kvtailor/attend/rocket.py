@@ -32,7 +32,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, IndexRequest, SteadyReading
+from kvtailor.attend.contract import (
+    READS_ALL,
+    Attended,
+    Attention,
+    AttentionRequest,
+    FlopsRequest,
+    IndexRequest,
+    SteadyReading,
+)
 from kvtailor.errors import CacheMisuse
 from kvtailor.ops.attention.chosen import read_chosen
 from kvtailor.ops.attention.lanes import Lanes
@@ -102,6 +110,10 @@ class Rocket(Attention):
     def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
         """As many as one new token may read."""
         return SteadyReading(up_to=self.tokens // 2)
+
+    def prompt_pass(self) -> str | None:
+        """See `Attention.prompt_pass`; with `turns` a prompt leaves what its queries have chosen."""
+        return None if self.turns else READS_ALL
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`. `want_mass` is refused: what is not read receives no mass.

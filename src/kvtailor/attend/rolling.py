@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.attend.contract import (
+    READS_ALL,
     Attended,
     Attention,
     AttentionRequest,
@@ -119,6 +120,10 @@ class Rolling(Attention):
         Values are taken to be as wide as keys, or narrower.
         """
         return 0, 2 * rows * heads * min(_SHORT, longest) * size * element_size
+
+    def prompt_pass(self) -> str:
+        """See `Attention.prompt_pass`."""
+        return READS_ALL
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtailor.attend.contract import Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
+from kvtailor.attend.contract import READS_ALL, Attended, Attention, AttentionRequest, FlopsRequest, SteadyReading
 from kvtailor.ops.attention.parts import counting, read_all
 from kvtailor.types import Segment
 
@@ -42,6 +42,10 @@ class Segments(Attention):
     def reads_steadily(self, layer: int, parts: Sequence[Segment]) -> SteadyReading:
         """All of any number."""
         return SteadyReading()
+
+    def prompt_pass(self) -> str:
+        """See `Attention.prompt_pass`."""
+        return READS_ALL
 
     def attend(self, request: AttentionRequest) -> Attended:
         """See `Attention.attend`."""

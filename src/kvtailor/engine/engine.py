@@ -28,6 +28,7 @@ from kvtailor.errors import TierError
 from kvtailor.plan import Plan
 from kvtailor.types import Layout, Needs, PlainSegment, Visibility
 from kvtailor.types.checked_returns import check_attended
+from kvtailor.types.evidence import Evidence
 from kvtailor.types.late_checks import LateChecks
 
 __all__ = ["Engine"]
@@ -46,7 +47,7 @@ class Engine:
         offload: where the segments live.
         eviction: the evictions of the cache.
         switch: the only way to another phase.
-        needs: the evidence that is gathered: what the plan's methods declare, and what `keep_queries` adds.
+        needs: the evidence that is gathered: what the plan's methods declare, and what `gather` adds.
         late: checks of a device's numbers that were not read yet; of decoded tokens when the next forward begins.
     """
 
@@ -92,10 +93,10 @@ class Engine:
         """Let a context of a single token be read once: there is nothing to repeat."""
         self._takes_short_context = True
 
-    def keep_queries(self, window: int) -> None:
-        """Keep so many of the newest queries in the evidence, though this plan needs none; 0 ends it."""
-        self.needs = self.plan.needs | Needs(window=window)
-        self._needs_queries_again = self._evicts_again or window > 0
+    def gather(self, more: Needs) -> None:
+        """Gather this evidence as well, though the plan's methods need none of it; `Needs()` ends it."""
+        self.needs = self.plan.needs | more
+        self._needs_queries_again = self._evicts_again or more.window > 0
 
     def append(self, state: LayerState, keys: Tensor, values: Tensor) -> None:
         """Let new keys (b, h, t, d) and values (b, h, t, dv) of one layer join its tail."""
@@ -162,6 +163,31 @@ class Engine:
         state.model.scaling = scaling
         state.clock.reindex = True
         self._settle(state, query, visible, None, decoded=False)
+        self.leave(state)
+
+    def begin_reading(self, state: LayerState) -> None:
+        """Do what comes before the attention of a layer: read the next one ahead, and hold it against the limit.
+
+        Raises:
+            TierError: the cache takes more of the device than the plan allows.
+        """
+        self.offload.prefetch(state.index)
+        self._check_limit(state)
+
+    def take_prompt(self, state: LayerState, evidence: Evidence, visible: Visibility) -> None:
+        """Do what follows the attention of a first prompt that another cache has read, as `act` does it.
+
+        The tokens were appended, `begin_reading` was called, and `state.model.scaling` is the model's.
+
+        Args:
+            state: of the layer.
+            evidence: what the prompt's forward would have gathered for this plan, in storages of its own.
+            visible: of the prompt, whose tokens are all that the layer has seen.
+        """
+        state.clock.reindex = True
+        state.observed.evidence = evidence
+        if not isinstance(self.phase, Deferred):
+            self._evict_and_encode(state, visible.new_tokens, visible)
         self.leave(state)
 
     def reconstruct(
@@ -246,8 +272,7 @@ class Engine:
     def read(self, state: LayerState, query: Tensor, visible: Visibility, *, want_mass: bool) -> Attended:
         """Return the attention of the tokens that were appended last; see `attend`."""
         parts, latents = state.parts(), state.model.latents
-        self.offload.prefetch(state.index)
-        self._check_limit(state)
+        self.begin_reading(state)
         request = AttentionRequest(
             query=query,
             parts=parts,

@@ -33,10 +33,10 @@ from kvtailor.plan import Plan
 from kvtailor.plan.arguments import with_nested
 from kvtailor.plan.calls import check_call
 from kvtailor.plan.registry import name_of
-from kvtailor.types import HeadShare, Rotation
+from kvtailor.types import HeadShare, Needs, Rotation
 from kvtailor.types.late_checks import LateChecks
 
-__all__ = ["cache_for", "checked", "layer_devices"]
+__all__ = ["cache_for", "checked", "gathering_cache", "layer_devices"]
 
 
 @check_call
@@ -84,12 +84,30 @@ def cache_for(model: Any, plan: str | Plan, *, graphs: bool = False) -> KvCache:
     for state, layer in zip(cache.engine.states, geometry.compressed, strict=True):
         if layer in known:
             state.model.softmax = softmax_before(known[layer], share)
-    _equip(cache, model, devices)
+    _equip(cache, model, devices, parsed.needs)
     if share.ranks == 1:
         warn_of_key_bias(model, cache.plan, geometry)
     cache.lease = switch(model, NAME)
     if isinstance(cache, ReplayedCache):
         cache.forward_lease = lend_forward(model)
+    return cache
+
+
+def gathering_cache(model: Any, needs: Needs) -> KvCache:
+    """Return a cache under the null plan that gathers evidence for others, see `hf.run.kept_prompt`.
+
+    Args:
+        model: see `cache_for`.
+        needs: what is gathered.
+
+    Raises:
+        UnsupportedModel: see `cache_for`; or its modules do not show the rotary embedding that the needs take.
+    """
+    cache = cache_for(model, Plan())
+    places = layer_devices(model, cache.geometry)
+    devices = [places[layer] for layer in cache.geometry.compressed]
+    _equip(cache, model, devices, replace(needs.of_prompt, rotation=needs.moments))
+    cache.engine.gather(needs.of_prompt)
     return cache
 
 
@@ -124,9 +142,9 @@ def checked(model: Any, plan: Plan, geometry: Geometry) -> tuple[list[torch.devi
     return devices, known, share
 
 
-def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device]) -> None:
-    """Gives the layers what their plan needs of calibration files and of the model's own modules."""
-    needs, geometry = cache.plan.needs, cache.geometry
+def _equip(cache: KvCache, model: Any, devices: Sequence[torch.device], needs: Needs) -> None:
+    """Gives the layers what their plan needs of calibration files, and `needs` of the model's own modules."""
+    geometry = cache.geometry
     _calibrate(cache, model, devices)
     if not (needs.output or needs.rotation or geometry.has_latents):
         return

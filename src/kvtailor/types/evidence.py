@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvtailor.types.repetition import Repetition
 
-__all__ = ["Evidence", "Moments", "Needs", "Rotation"]
+__all__ = ["Evidence", "Moments", "Needs", "Rotation", "first_of_window", "strided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,18 @@ class Needs:
     def of_attention(self) -> bool:
         """Whether queries, or what they attend to, are among it."""
         return bool(self.window or self.mass or self.rows or self.moments or self.reconstruction)
+
+    @property
+    def of_prompt(self) -> Needs:
+        """What a prompt's own forward gathers of it."""
+        skip = self.moments_skip if self.moments else 0
+        return Needs(window=self.window, mass=self.mass, rows=self.rows, moments=self.moments, moments_skip=skip)
+
+    def covers(self, other: Needs) -> bool:
+        """Whether what a prompt's forward gathers for these holds what it gathers for others, see `Evidence.within`."""
+        mine, theirs = self.of_prompt, other.of_prompt
+        moments = not theirs.moments or (mine.moments and mine.moments_skip == theirs.moments_skip)
+        return mine.window >= theirs.window and mine.rows >= theirs.rows and mine.mass == theirs.mass and moments
 
     def __or__(self, other: Needs) -> Needs:
         """What serves both."""
@@ -171,6 +184,30 @@ class Evidence:
         }
         return replace(self, mass=tuple(mass), **picked)
 
+    def within(self, needs: Needs) -> Evidence:
+        """Return copies of what would be here, had the same prompt been read for needs that these cover."""
+        found = Evidence()
+        if needs.window and self.queries is not None and self.columns is not None:
+            first = first_of_window(self.columns, self.span, needs.window)
+            found = replace(
+                found,
+                queries=self.queries[:, :, first:].clone(),
+                columns=self.columns[first:].clone(),
+                span=None if self.span is None else self.span[first:],
+            )
+        if needs.rows and self.sampled is not None and self.sampled_columns is not None:
+            queries, columns = strided(self.sampled, self.sampled_columns, needs.rows)
+            assert queries is not None and columns is not None
+            found = replace(found, sampled=queries.clone(), sampled_columns=columns.clone())
+        if needs.moments and self.moments is not None:
+            found = replace(
+                found,
+                moments_count=self.moments.count.clone(),
+                moments_mean=self.moments.mean.clone(),
+                moments_spread=self.moments.spread.clone(),
+            )
+        return replace(found, mass=tuple(each.clone() for each in self.mass)) if needs.mass else found
+
     @property
     def has_queries(self) -> bool:
         """Whether `without_queries` would leave anything out."""
@@ -179,3 +216,35 @@ class Evidence:
     def without_queries(self) -> Evidence:
         """Return the evidence without queries, for when no later eviction needs them."""
         return Evidence(mass=self.mass)
+
+
+def first_of_window(columns: Tensor, span: range | None, window: int) -> int:
+    """Return the place of the first query of the newest `window` columns among queries of these `columns` (w,).
+
+    By columns and not by number: several modules that read one layer have queries of the same columns.
+
+    Args:
+        columns: ascending.
+        span: see `Evidence.span`.
+        window: at least 1.
+    """
+    if columns.shape[0] <= window:
+        return 0
+    return len(span) - window if span is not None else int((columns <= columns[-1] - window).sum())
+
+
+def strided(queries: Tensor, columns: Tensor, most: int) -> tuple[Tensor | None, Tensor | None]:
+    """At most `most` of the queries (b, q, m, d) of each row: those that a sample of so many would hold."""
+    if not most:
+        return None, None
+    if columns.shape[1] <= most:
+        return queries, columns
+    counts = (columns >= 0).sum(-1, keepdim=True)
+    # As strides double in a sample. The host waits for no number of the device.
+    stride = torch.ones_like(counts)
+    for _ in range((-(-columns.shape[1] // most) - 1).bit_length()):
+        stride = torch.where(counts > most * stride, 2 * stride, stride)
+    place = torch.arange(most, device=columns.device) * stride
+    here, place = place < counts, place.clamp(max=columns.shape[1] - 1)
+    fewer = queries.gather(2, place[:, None, :, None].expand(*queries.shape[:2], most, queries.shape[3]))
+    return fewer.masked_fill(~here[:, None, :, None], 0.0), columns.gather(1, place).masked_fill(~here, -1)

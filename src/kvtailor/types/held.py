@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvtailor.types.evidence import Moments, Needs, Rotation
+from kvtailor.types.evidence import Moments, Needs, Rotation, first_of_window, strided
 from kvtailor.types.head_share import ALL_HEADS, HeadShare
 from kvtailor.types.softmax import PLAIN_SOFTMAX, Softmax
 
@@ -145,12 +145,7 @@ class Held:
         """The same with no more queries than one method declared, where others of its plan declared more."""
         held = self
         if held.queries is not None and held.query_columns is not None and held.query_columns.shape[0] > needs.window:
-            # By columns and not by number: several modules that read one layer have queries of the same columns.
-            first = 0
-            if needs.window and held.query_span is not None:
-                first = len(held.query_span) - needs.window
-            elif needs.window:
-                first = int((held.query_columns <= held.query_columns[-1] - needs.window).sum())
+            first = first_of_window(held.query_columns, held.query_span, needs.window) if needs.window else 0
             queries, columns = held.queries[:, :, first:], held.query_columns[first:]
             held = replace(
                 held,
@@ -160,11 +155,11 @@ class Held:
                 window_held=None if held.window_held is None else held.window_held[..., first:],
             )
         if held.sampled is not None and held.sampled_columns is not None:
-            fewer, theirs = _strided(held.sampled, held.sampled_columns, needs.rows)
+            fewer, theirs = strided(held.sampled, held.sampled_columns, needs.rows)
             held = replace(held, sampled=fewer, sampled_columns=theirs)
         if held.repeated is not None and held.repeated_columns is not None:
             most = needs.reconstruction.queries if needs.reconstruction else 0
-            fewer, theirs = _strided(held.repeated, held.repeated_columns, most)
+            fewer, theirs = strided(held.repeated, held.repeated_columns, most)
             held = replace(held, repeated=fewer, repeated_columns=theirs)
         return held
 
@@ -215,20 +210,3 @@ class Held:
         if values.ndim == 4:
             at, lost = at[:, :, None].expand(shape), lost[:, :, None]
         return values.gather(-1, at).masked_fill(lost, float("nan"))
-
-
-def _strided(queries: Tensor, columns: Tensor, most: int) -> tuple[Tensor | None, Tensor | None]:
-    """At most `most` of the queries (b, q, m, d) of each row: those that a sample of so many would hold."""
-    if not most:
-        return None, None
-    if columns.shape[1] <= most:
-        return queries, columns
-    counts = (columns >= 0).sum(-1, keepdim=True)
-    # As strides double in a sample. The host waits for no number of the device.
-    stride = torch.ones_like(counts)
-    for _ in range((-(-columns.shape[1] // most) - 1).bit_length()):
-        stride = torch.where(counts > most * stride, 2 * stride, stride)
-    place = torch.arange(most, device=columns.device) * stride
-    here, place = place < counts, place.clamp(max=columns.shape[1] - 1)
-    fewer = queries.gather(2, place[:, None, :, None].expand(*queries.shape[:2], most, queries.shape[3]))
-    return fewer.masked_fill(~here[:, None, :, None], 0.0), columns.gather(1, place).masked_fill(~here, -1)

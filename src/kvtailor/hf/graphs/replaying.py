@@ -10,7 +10,7 @@ from torch import Tensor
 from kvtailor.hf.cache import KvCache
 from kvtailor.hf.graphs.obstacles import checked_recorder, obstacle
 from kvtailor.hf.graphs.replay import Recorder, Replay
-from kvtailor.hf.run.prefill import fed
+from kvtailor.hf.run.feeding import fed
 from kvtailor.hf.run.reader import CacheReader, with_columns
 from kvtailor.plan import Plan
 

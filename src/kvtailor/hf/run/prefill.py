@@ -5,7 +5,6 @@ What a question-agnostic cache is made with: the document is prefilled once, and
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,20 +25,19 @@ from kvtailor.hf.mask import lazy_mask
 from kvtailor.hf.model.devices import input_device
 from kvtailor.hf.model.hidden_lengths import hidden_lengths
 from kvtailor.hf.model.vocabulary import check_ids
+from kvtailor.hf.run.feeding import fed, placed
 from kvtailor.hf.run.gradients import check_gradients, log_gradients
-from kvtailor.hf.versions import CACHE_ARGUMENT, hand_cache
+from kvtailor.hf.run.kept_prompt import KeptPrompt, fill
+from kvtailor.hf.versions import CACHE_ARGUMENT
 from kvtailor.plan import Plan
 from kvtailor.plan.calls import check_call
 from kvtailor.types import Repetition
 from kvtailor.types.late_checks import sent
 
-__all__ = ["INSTRUCTION", "begin", "fed", "instruction_of", "prefill", "read", "repetitions"]
+__all__ = ["INSTRUCTION", "begin", "instruction_of", "prefill", "read", "repetitions"]
 
 INSTRUCTION = "\n\nNow repeat all of the text above, word for word:\n"
 """The instruction before the model repeats a piece of its context, where there is a tokenizer."""
-
-# Of every other model, 0. These add it inside generate(), and where they are given no positions.
-_FIRST_POSITION = {"paligemma": 1}
 
 
 @check_call
@@ -136,8 +134,13 @@ def read(
     instruction: Tensor | None = None,
     last_only: bool = True,
     inputs: Mapping[str, Any] | None = None,
+    kept: KeptPrompt | None = None,
 ) -> Tensor:
-    """Logits (b, n, V) of the context, or (b, 1, V) with `last_only`; see `prefill`."""
+    """Logits (b, n, V) of the context, or (b, 1, V) with `last_only`; see `prefill`.
+
+    With `kept` the context has gone through the model before, in one piece, and the new cache takes it in; so it does
+    with what passes that repeat the context have found for another plan.
+    """
     before, device = cache.seen, input_device(model)
     _check(model, cache, input_ids, attention_mask, chunk)
     inputs = {name: value for name, value in (inputs or {}).items() if value is not None}
@@ -151,8 +154,8 @@ def read(
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(device)
     engine, twice = cache.engine, cache.engine.needs.reconstruction
     passes: list[tuple[ReconstructionPass, Tensor]] = []
+    words = torch.zeros(0, dtype=torch.int64) if instruction is None else instruction
     if twice is not None and cache.geometry.compressed:
-        words = torch.zeros(0, dtype=torch.int64) if instruction is None else instruction
         passes = list(repetitions(ids, mask, words.to(device), twice, cache.geometry.max_positions))
     hold = hold or twice is not None
     if hold:
@@ -162,12 +165,16 @@ def read(
     try:
         logits = []
         with engine.switch.deferred() if hold else nullcontext():
-            for first, last in _pieces(ids.shape[1], chunk):
+            if kept is not None:
+                fill(cache, kept)
+                logits.append(kept.logits.clone())
+            for first, last in () if kept is not None else _pieces(ids.shape[1], chunk):
                 seen = None if mask is None else mask[:, : before + last]
                 logits.append(fed(model, cache, ids[:, first:last], seen, keep=int(last_only), inputs=inputs))
                 if last_only:
                     logits = logits[-1:]
-            for piece, new in passes:
+            known = kept is not None and bool(passes) and kept.take_repetition(cache, words)
+            for piece, new in () if known else passes:
                 restore = states_kept(cache.layers)
                 seen = _joined(mask, piece.real, before + ids.shape[1])
                 with (
@@ -178,6 +185,8 @@ def read(
                     keep = 0 if cache.geometry.readers else 1
                     fed(model, cache, new, seen, keep=keep)
                 restore()
+            if kept is not None and passes and not known:
+                kept.keep_repetition(cache, words)
         if hold:
             rows, tokens = ids.shape
             engine.release(lazy_mask(rows, tokens, before + tokens, before, attention_mask=mask, device=device))
@@ -255,7 +264,7 @@ def _weights(
     if how is None or not how.weighted:
         yield None
     elif how.graded:
-        found = log_gradients(model, cache, new, piece.real, {} if seen is None else _placed(model, cache, new, seen))
+        found = log_gradients(model, cache, new, piece.real, {} if seen is None else placed(model, cache, new, seen))
         yield found.__getitem__
     else:
         with hidden_lengths(model, cache.geometry) as lengths:
@@ -339,38 +348,3 @@ def _joined(mask: Tensor | None, real: Tensor, columns: int) -> Tensor | None:
         return None
     before = real.new_ones((len(real), columns)) if mask is None else mask.to(torch.bool)
     return torch.cat([before, real], 1).to(torch.int64)
-
-
-def _placed(model: Any, cache: KvCache, ids: Tensor, mask: Tensor, *, by_model: bool = False) -> dict[str, Tensor]:
-    """What tells a model of padding: the mask, and positions where it takes them.
-
-    `by_model`: it computes positions by itself, as models with positions of three axes do with images.
-    """
-    options = {"attention_mask": mask}
-    if not by_model and "position_ids" in inspect.signature(model.forward).parameters:
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        positions = positions + _FIRST_POSITION.get(model.config.model_type, 0)
-        options["position_ids"] = cache.guard.rope.shift(positions)
-    return options
-
-
-def fed(
-    model: Any,
-    cache: KvCache,
-    ids: Tensor,
-    mask: Tensor | None,
-    *,
-    keep: int = 0,
-    inputs: Mapping[str, Any] | None = None,
-) -> Tensor:
-    """Logits of new tokens (b, t), or the last `keep` of them, at the positions that `generate()` would give them.
-
-    `inputs`: what belongs to images among them, by the names of the model's forward.
-    """
-    options: dict[str, Any] = {"logits_to_keep": keep} if keep else {}
-    options |= inputs or {}
-    cache.guard.rope.put()
-    if mask is not None:
-        options |= _placed(model, cache, ids, mask, by_model=bool(inputs) and cache.guard.rope.kept)
-    logits: Tensor = model(input_ids=ids, **hand_cache(cache), use_cache=True, **options).logits
-    return logits

@@ -14,7 +14,8 @@ from kvtailor.hf.cache import KvCache
 from kvtailor.hf.layers.of_cache import settle_others
 from kvtailor.hf.make_cache import cache_for
 from kvtailor.hf.model.devices import input_device
-from kvtailor.hf.run.prefill import fed, read
+from kvtailor.hf.run.feeding import fed
+from kvtailor.hf.run.prefill import read
 from kvtailor.hf.run.sharing import forget_queries, remake, sharing_prefill
 from kvtailor.plan import Plan
 

@@ -41,12 +41,12 @@ def can_remake(source: Plan, plan: Plan) -> bool:
 
 def keep_queries(source: KvCache, plan: Plan) -> None:
     """Lets a cache keep the newest queries that another plan will need when its cache is made anew."""
-    source.engine.keep_queries(plan.needs.window)
+    source.engine.gather(Needs(window=plan.needs.window))
 
 
 def forget_queries(source: KvCache) -> None:
     """Ends `keep_queries`."""
-    source.engine.keep_queries(0)
+    source.engine.gather(Needs())
 
 
 @contextmanager
